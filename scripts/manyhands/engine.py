@@ -1,0 +1,285 @@
+"""A rank's side of the notebook: what runs inside each ipyparallel engine.
+
+`enter` gives the process its identity and opens the control line to the notebook's kernel, a socket read by a
+thread of its own. The line works while the rank hangs in a collective: over it the kernel asks where the rank is,
+frees it, or ends it, and the rank ends itself when the line breaks, because then the kernel is gone.
+`run_cell` runs one cell and returns what it printed, displayed and raised.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import linecache
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+from datetime import timedelta
+
+from IPython.core.displaypub import CapturingDisplayPublisher
+
+_line = None  # the control line of this process: one rank per process, one line per rank
+_store = None  # the listening socket of rank 0 until the first join, then the torch store
+_own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
+_running = threading.Event()
+_cell = 0  # number of the cell that runs: all ranks agree on it
+_joins = 0  # joins made in this cell
+
+
+def enter(identity, control, token, store_address):
+    """Become a rank: set the variables that `launch.resolve` reads, connect the control line.
+
+    identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0.
+    """
+    global _line
+    os.environ.update(identity, MANYHANDS_STORE=store_address)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Hydra sends it to all when one rank dies; it would kill them
+    _line = socket.create_connection(control, timeout=20)
+    _line.settimeout(None)
+    _tell(hello=int(identity["MANYHANDS_RANK"]), pid=os.getpid(), token=token)
+    _own_sockets.update(_sockets())
+    threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
+    _show_figures_as_png()
+
+
+def listen_for_store(single_node):
+    """Rank 0: bind the socket on which the store of all joins will listen; returns "host:port"."""
+    global _store
+    host = "127.0.0.1" if single_node else socket.gethostbyname(socket.gethostname())
+    _store = socket.socket()
+    _store.bind((host, 0))
+    _store.listen(1024)
+    return f"{host}:{_store.getsockname()[1]}"
+
+
+def store(timeout_s):
+    """The store in which the ranks meet for this join: its keys are apart from those of every earlier join."""
+    import torch.distributed as dist
+
+    global _store, _joins
+    if not isinstance(_store, dist.Store):
+        host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
+        listener = {"master_listen_fd": _store.detach()} if _store is not None else {}
+        _store = dist.TCPStore(
+            host,
+            int(port),
+            is_master=bool(listener),
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            **listener,
+        )
+    _joins += 1
+    return dist.PrefixStore(f"cell{_cell}/join{_joins}", _store)
+
+
+def joined_device():
+    """The kind of device of this rank's last join, or None."""
+    if "manyhands.launch" not in sys.modules:
+        return None
+    ranks = sys.modules["manyhands.launch"].joined()
+    return ranks and ranks.device.type
+
+
+def rejoin(cell, device):
+    """After a failure: leave what is left of the broken group and join a new one, on all ranks."""
+    global _cell, _joins
+    from manyhands import launch
+
+    _cell, _joins = cell, 0
+    launch.join(device=device, quiet=True)
+
+
+# ------------------------------------------------------------------ the control line
+
+
+def _tell(**message):
+    with contextlib.suppress(OSError):
+        _line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _listen():
+    with _line.makefile("r") as lines:
+        for text in lines:
+            message = json.loads(text)
+            if message["do"] == "where":
+                _tell(reply=message["id"], where=where())
+            elif message["do"] == "free":
+                _abort_groups()
+            elif message["do"] == "interrupt" and _running.is_set():
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            elif message["do"] == "exit":
+                break
+    os._exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
+
+
+def _abort_groups():
+    """Wake a rank that waits inside a collective. SIGINT does not reach it before the backend's own time-out.
+
+    NCCL listens to abort. gloo does not while all ranks wait; it does notice that its connections are gone, so
+    every TCP connection that was opened after `enter`, except the store's, is shut down.
+    """
+    if "torch.distributed" in sys.modules:
+        from torch.distributed import distributed_c10d as c10d
+
+        with contextlib.suppress(Exception):
+            c10d._abort_process_group()
+    store_port = int(os.environ["MANYHANDS_STORE"].rsplit(":", 1)[1])
+    for descriptor, _ in _sockets() - _own_sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
+            tcp = link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6)
+            if tcp and store_port not in (link.getsockname()[1], link.getpeername()[1]):
+                link.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets():
+    """(descriptor, inode) of every socket of this process."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def where():
+    """Where the main thread is: {"call": innermost named call or "", "line": line number, "source": its text}.
+
+    None while no cell runs.
+    """
+    if not _running.is_set():
+        return None
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    from IPython import get_ipython
+
+    user_ns, call = get_ipython().user_ns, ""
+    while frame is not None and frame.f_globals is not user_ns:
+        name = frame.f_code.co_name
+        if name != "wrapper":  # torch wraps each collective for its log
+            call = name
+        frame = frame.f_back
+    if frame is None:
+        return {"call": call, "line": 0, "source": ""}
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return {"call": call, "line": frame.f_lineno, "source": source}
+
+
+# ------------------------------------------------------------------ running a cell
+
+
+class _Recorder(io.TextIOBase):
+    """Collects text and displays in the order in which they appear; passes text on while the cell is watched."""
+
+    encoding = "utf-8"
+
+    def __init__(self, live):
+        self.items, self.live, self.lock = [], live, threading.Lock()
+
+    def write(self, text):
+        with self.lock:
+            if self.items and self.items[-1][0] == "text":
+                self.items[-1][1].append(text)
+            else:
+                self.items.append(("text", [text]))
+        if self.live:
+            _tell(output=text)
+        return len(text)
+
+    def writable(self):
+        return True
+
+    def display(self, data, metadata):
+        with self.lock:
+            self.items.append(("data", data, metadata))
+
+    def result(self):
+        joined = [("text", _last_states("".join(i[1]))) if i[0] == "text" else i for i in self.items]
+        return [item for item in joined if item[1]]
+
+
+def _last_states(text):
+    """Text as a terminal shows it in the end: of a line that was rewritten after a carriage return, the last state."""
+    text = re.sub(r"\x1b\[\d*[AKJ]", "", text)
+    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+
+
+class _Publisher(CapturingDisplayPublisher):
+    def publish(self, data, metadata=None, *, transient=None, update=False, **_):
+        self.recorder.display(data, metadata or {})
+
+
+class _DisplayHook:
+    """The value of a cell's last line."""
+
+    def __init__(self, shell, recorder):
+        self.shell, self.recorder = shell, recorder
+
+    def __call__(self, value):
+        if value is not None:
+            data, metadata = self.shell.display_formatter.format(value)
+            self.recorder.display(data, metadata)
+
+
+def run_cell(source, cell, live):
+    """Run one cell in this rank's namespace.
+
+    Returns {"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or
+    {"name", "value", "traceback": list of lines}}.
+    """
+    global _cell, _joins
+    from IPython import get_ipython
+
+    shell, recorder, errors = get_ipython(), _Recorder(live), []
+    _cell, _joins = cell, 0
+    saved = shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr
+    shell.display_pub = _Publisher()
+    shell.display_pub.recorder = recorder
+    shell.display_trap.hook = _DisplayHook(shell, recorder)
+    shell._showtraceback = lambda kind, value, lines: errors.append((kind, value, lines))
+    sys.stdout = sys.stderr = recorder
+    _running.set()
+    try:
+        shell.run_cell(source, store_history=False)
+        _flush_pyplot(recorder)
+    finally:
+        _running.clear()
+        shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
+        del shell._showtraceback
+    error = None
+    if errors:
+        kind, value, lines = errors[0]
+        error = {"name": kind.__name__, "value": str(value), "traceback": _cell_lines(lines)}
+    return {"items": recorder.result(), "error": error}
+
+
+def _cell_lines(traceback_lines):
+    """Name the places in a traceback as the reader knows them: lines of the cell, not of `In[1]`."""
+    colour = r"((?:\x1b\[[\d;]*m)*)"
+    text = "\n".join(traceback_lines)
+    text = re.sub(rf"Cell{colour} ?{colour}In ?\[\d+\]{colour}, line", r"\1\2the cell\3, line", text)
+    return text.split("\n")
+
+
+def _png(figure):
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100, bbox_inches="tight")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _show_figures_as_png():
+    from IPython import get_ipython
+
+    formatter = get_ipython().display_formatter.formatters["image/png"]
+    formatter.for_type_by_name("matplotlib.figure", "Figure", _png)
+
+
+def _flush_pyplot(recorder):
+    """Figures that a cell left open in pyplot appear below it, as in any notebook."""
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        for number in pyplot.get_fignums():
+            recorder.display({"image/png": _png(pyplot.figure(number))}, {})
+        pyplot.close("all")

@@ -1,0 +1,180 @@
+"""`join()`: enter the process group, whoever started this process. The only place that reads the environment.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/02_collectives.py --length 8
+    .venv/bin/mpiexec -n 4 python scripts/02_collectives.py --length 8
+    srun --ntasks 4 python scripts/02_collectives.py --length 8
+    python scripts/02_collectives.py            # a world of one takes the same path
+
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from manyhands import devices, parameters
+from manyhands.launchers import LaunchError, Place, resolve, without_foreign_mpi
+from manyhands.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
+from manyhands.screen import write
+
+__all__ = ["LaunchError", "Place", "Ranks", "join", "joined", "leave", "mpi_world", "rejoin", "resolve"]
+
+PATIENCE_S = 5  # launchers end a job with its first process: those with nothing to say let rank 0 speak first
+_last = {}  # "ranks": what the last join returned; "again": its arguments, until the lesson leaves
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is. A lesson passes it on; nothing else of the launcher is needed."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str  # "gloo", "cpu:gloo,cuda:nccl" or "cpu:gloo,xpu:xccl"
+    launcher: str  # torchrun, mpich, openmpi, pals, srun, by hand, notebook, alone
+    host: str
+    lesson: str  # the script's stem, such as "02_collectives"
+
+
+def join(
+    lesson: dict | None = None, *, device: str = "auto", timeout_s: float = 60, quiet: bool = False
+) -> Ranks:
+    """Enter the process group and say who this process is. All ranks call it; it can be called again.
+
+    `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
+    `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first. `timeout_s` is the group's.
+    Raises LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
+    status 2, before the first collective.
+    """
+    leave()
+    _last["again"] = {"lesson": lesson, "device": device, "timeout_s": timeout_s}
+    script = (lesson or {}).get("__file__")
+    try:
+        name = _take_flags(lesson, script) if script else os.environ.get("MANYHANDS_LESSON", "")
+        wanted = str((lesson or {}).get("device", device)).split(":")[0]
+        ranks = _enter(name, wanted, timeout_s, quiet)
+    except (LaunchError, parameters.ParameterError) as error:
+        if script is None:
+            raise
+        _end(f"{Path(script).name}: {error}", 2, sys.stderr, everybody=isinstance(error, Unreachable))
+    _last["ranks"] = ranks
+    return ranks
+
+
+def leave() -> None:
+    """Leave the process group; nothing happens without one."""
+    _last.pop("again", None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rejoin() -> bool:
+    """After a failure in a notebook: leave the broken group, join again as before. False if there was none."""
+    again = _last.get("again")
+    if again is None:
+        return False
+    with contextlib.suppress(RuntimeError):  # the broken group may refuse to be left in order
+        leave()
+    join(**again, quiet=True)
+    return True
+
+
+def joined() -> Ranks | None:
+    """What the last `join` returned, for those that label lines and name files."""
+    return _last.get("ranks")
+
+
+def mpi_world():
+    """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
+    place = resolve(os.environ)
+    return import_mpi(place).COMM_WORLD if place.mpi else None
+
+
+def _take_flags(lesson, script):
+    """The script's stem, after its flags went into `lesson`."""
+    known = parameters.read(script)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        _end(parameters.help_text(known, script), 0, sys.stdout)
+    lesson.update(parameters.parse(known, sys.argv[1:]))
+    return Path(script).stem
+
+
+def _end(text, status, stream, everybody=False):
+    """End this script. Rank 0 says why, or everybody where the others do not know."""
+    try:
+        rank = resolve(os.environ).rank
+    except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
+        names = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
+        rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+    if rank == 0 or everybody:
+        print(text, file=stream, flush=True)
+    elif status:
+        time.sleep(PATIENCE_S)
+    raise SystemExit(status)
+
+
+def _enter(name, wanted, timeout_s, quiet):
+    place = resolve(os.environ)
+    if place.launcher == "torchrun":
+        for variable in os.environ.keys() - without_foreign_mpi(os.environ).keys():
+            del os.environ[variable]
+    if place.mpi and place.launcher != "notebook":
+        place = ask_mpi(place)
+    if place.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = store_for(place, timeout_s)
+    offers, plan = _agree(store, place, wanted)
+    if "error" in plan:
+        raise LaunchError(plan["error"])
+    kind, rank, own = plan["kind"], place.rank, offers[place.rank]
+    neighbours = [offer for offer in offers if offer["host"] == own["host"]]
+    torch.set_num_threads(devices.threads(kind, own, neighbours))
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device(kind, plan["indices"][rank])
+        getattr(torch, kind).set_device(device)
+    # The notebook's magic gives up after timeout_s and names the silent ranks: there the group waits longer.
+    patience = timedelta(seconds=timeout_s * (2 if place.launcher == "notebook" else 1))
+    dist.init_process_group(
+        devices.BACKENDS[kind], store=store, rank=rank, world_size=place.world_size, timeout=patience,
+        device_id=device if kind == "cuda" else None,
+    )  # fmt: skip
+    if rank == 0 and not quiet:
+        write(devices.describe(place.launcher, offers, plan) + "\n")
+    return Ranks(
+        rank, place.world_size, own["local_rank"], len(neighbours), device, devices.BACKENDS[kind],
+        place.launcher, platform.node(), name,
+    )  # fmt: skip
+
+
+def _agree(store, place, wanted):
+    """Everybody says what it sees, rank 0 chooses a device for all: (offers in rank order, plan) on every rank.
+
+    Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
+    """
+    offer = devices.look(os.environ) | {"local_rank": place.local_rank}
+    store.set(f"offer{place.rank}", json.dumps(offer))
+    if place.rank == 0:
+        offers = [json.loads(store.get(f"offer{r}")) for r in range(place.world_size)]
+        for r, offer in enumerate(offers):
+            if offer["local_rank"] is None:  # the launcher does not say: count those before it on its host
+                offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
+        try:
+            plan = devices.choose(wanted, offers)
+        except LaunchError as error:
+            plan = {"error": str(error)}
+        store.set("plan", json.dumps([offers, plan]))
+    return json.loads(store.get("plan"))

@@ -1,0 +1,184 @@
+"""A decoder-only GPT, written for one process: it knows nothing of ranks, so that every strategy can be applied to it
+from outside and compared with it.
+
+    model = GPT(GPTConfig(vocab_size=65))          # ShakespeareGPT: 4 layers, 4 heads, width 128, block 64
+    logits_BTV, loss = model(ids_BT, targets_BT)   # loss is None without targets
+
+The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D) + D(V + T) + 2D + V(D + 1):
+LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned positions, and
+an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
+
+Shapes: B sequences, T positions, V symbols, D = n_embd width, H heads of size E = D / H, M = 4 D hidden, N layers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT. Raises ValueError, with the numbers, for sizes that make no model."""
+
+    vocab_size: int  # V
+    block_size: int = 64  # T, the longest sequence
+    n_layer: int = 4  # N
+    n_head: int = 4  # H
+    n_embd: int = 128  # D
+    dropout: float = 0.0
+    tie: bool = False  # the head *is* the token embedding, and has no bias, as in GPT-2
+    qkv_bias: bool = False  # as in GPT-2
+
+    def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
+
+    def num_params(self):
+        """Parameters of the model, by formula; lesson 01 says where each term comes from."""
+        N, D, V, T = self.n_layer, self.n_embd, self.vocab_size, self.block_size
+        layer = 12 * D**2 + (13 if self.qkv_bias else 10) * D
+        head = 0 if self.tie else V * (D + 1)
+        return N * layer + D * (V + T) + 2 * D + head
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_size = config.n_embd // config.n_head
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.qkv_bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x_BTD):
+        # rows of the projection lie head by head (q, k, v of head 0, then of head 1, ...), as in Megatron-LM: a rank
+        # that holds the first rows of the matrix holds whole heads, and runs the same lines
+        qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
+        q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
+        y_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BHTE, v_BHTE, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.out(y_BHTE.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide in between."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x_BTD):
+        h_BTM = F.gelu(self.up(x_BTD))
+        return self.down(h_BTM)
+
+
+class Block(nn.Module):
+    """One layer: what attention and the MLP find is added to the stream x."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.n_embd)
+        self.attention = Attention(config)
+        self.norm_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD):
+        x_BTD = x_BTD + self.drop(self.attention(self.norm_1(x_BTD)))
+        return x_BTD + self.drop(self.mlp(self.norm_2(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, N blocks, a last norm and the head. The caller seeds torch before building it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=not config.tie)
+        if config.tie:
+            self.head.weight = self.tokens.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Draw all weights anew from torch's global generator (call it again after `to_empty` on a meta model)."""
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        # 2 N additions into one stream: their variances add up, so each starts smaller by sqrt(2 N)
+        for block in self.blocks:
+            for linear in (block.attention.out, block.mlp.down):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def forward(self, ids_BT, targets_BT=None):
+        """Logits [B, T, V], and the mean cross-entropy in nats (None without targets).
+
+        Raises ValueError if the sequences are longer than `block_size`.
+        """
+        T = ids_BT.shape[1]
+        if self.config.block_size < T:
+            raise ValueError(
+                f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences"
+            )
+        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV, None
+        return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    @torch.no_grad()
+    def generate(self, ids_BT, n, temperature=1.0, generator=None):
+        """`ids_BT` followed by n sampled symbols: [B, T + n].
+
+        Draws from `generator` (None: a fresh one with seed 0) and never from torch's global one, and leaves train mode
+        as it was, so that sampling does not change a training run. Temperature 0 takes the most likely symbol.
+        """
+        if temperature < 0:
+            raise ValueError(
+                f"temperature={temperature} is negative; use 0 for the most likely symbol, 1 to sample"
+            )
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        training = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            for _ in range(n):
+                logits_BTV, _ = self(ids_BT[:, -self.config.block_size :])
+                if temperature == 0:
+                    next_B1 = logits_BTV[:, -1].argmax(-1, keepdim=True)
+                else:
+                    p_BV = F.softmax(logits_BTV[:, -1] / temperature, dim=-1)
+                    # drawn where the generator lives: with one on the CPU, a GPU samples as the CPU does
+                    next_B1 = torch.multinomial(p_BV.to(generator.device), 1, generator=generator)
+                ids_BT = torch.cat((ids_BT, next_B1.to(ids_BT.device)), dim=1)
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
+        return ids_BT
+
+    def num_params(self):
+        """Parameters in the model, a tied one once."""
+        return sum(p.numel() for p in self.parameters())

@@ -1,0 +1,345 @@
+"""The ranks of a notebook: start them, run cells on all of them, fetch what they hold, stop them.
+
+    from manyhands.ranks import start_ranks
+    hands = start_ranks("02_collectives", globals())    # then %%ranks at the top of a cell runs it on every rank
+    hands[2]["x"], hands.pull("x"), hands.restart(), hands.stop()
+
+Ranks are ipyparallel engines under MPI, or without MPI where it is missing. They end with the kernel, however it
+ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from manyhands import engine
+from manyhands.cluster import Allocation, Processes, RanksError, engine_launcher
+from manyhands.control import ControlLines
+
+START_TIMEOUT_S = 90
+GRACE_S = 3.0  # what the other ranks get once one has failed
+_current = None  # one set of ranks per kernel: starting again replaces it
+
+
+def start_ranks(lesson, namespace, mpi=None):
+    """Start the ranks of a lesson and push its parameters to them.
+
+    lesson: "02_collectives"; namespace: the notebook's globals(), which hold the names of the lesson's `parameters`
+    cell; `n_ranks` None means all slots of the allocation; mpi: False starts ranks without MPI, None asks
+    MANYHANDS_MPI ("off" forbids it). Raises RanksError or ValueError with the cure.
+    """
+    global _current
+    from manyhands import parameters
+
+    script = _script(lesson)
+    known = parameters.read(script)
+    values = {p.name: namespace[p.name] for p in known if p.name in namespace}
+    parameters.validate(known, values)
+    if _current is not None:
+        _current.stop()
+    _current = Hands(lesson, values, mpi)
+    _current.start()
+    return _current
+
+
+def current_ranks():
+    """The ranks of this kernel. Raises RanksError where there are none."""
+    if _current is None or _current.client is None:
+        why = _current.why_stopped if _current is not None else "no ranks have been started"
+        raise RanksError(f"{why}: run the cell with start_ranks(...), then the cells below it")
+    return _current
+
+
+def _script(lesson):
+    """The lesson's script: beside the notebook's folder (the attendee's copy), else in the course itself."""
+    candidates = [
+        Path.cwd().parent / "scripts" / f"{lesson}.py",
+        Path.cwd() / "scripts" / f"{lesson}.py",
+        Path(__file__).parents[1] / f"{lesson}.py",
+    ]
+    for path in candidates:
+        if path.exists():
+            return path
+    raise RanksError(f"there is no scripts/{lesson}.py; start_ranks takes the name of a lesson")
+
+
+class RankView:
+    """The variables of one rank: `hands[2]["x"]`."""
+
+    def __init__(self, view):
+        self._view = view
+
+    def __getitem__(self, name):
+        return self._view.pull(name, block=True)
+
+    def __setitem__(self, name, value):
+        self._view.push({name: value}, block=True)
+
+
+class Hands:
+    """A notebook's ranks. `world_size` is their number, `client` ipyparallel's client (None when stopped)."""
+
+    def __init__(self, lesson, values, mpi=None):
+        self.lesson, self.values = lesson, values
+        self.allocation = Allocation.find()
+        self.world_size = values.get("n_ranks") or self.allocation.default_ranks()
+        self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
+        self.client = self.processes = self.control = None
+        self.why_stopped = "the ranks are not running"
+        self.cell = 0
+        self._idle = None
+
+    # -------------------------------------------------------------- life
+
+    def start(self, quiet=False):
+        """Start controller and engines, give each its rank, push the parameters."""
+        import ipyparallel
+
+        began = time.monotonic()
+        if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
+            self.mpi = False
+            print("No mpiexec here: the ranks start without MPI, and cells that need MPI say so.")
+        self.control = None
+        self.processes = Processes(self.world_size, self.allocation, self.mpi)
+        atexit.register(self.stop)
+        try:
+            self.processes.wait_for(self.processes.connection_file, START_TIMEOUT_S)
+            self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
+            self._wait_for_engines()
+            self._enter()
+        except BaseException:
+            self.stop()
+            raise
+        import manyhands.magic
+
+        manyhands.magic.register()
+        self._touch()
+        if not quiet:
+            kind = "MPI" if self.mpi else "no MPI"
+            nodes = self.allocation.num_nodes
+            place = "this machine" if nodes == 1 else f"{nodes} nodes"
+            took = "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
+            print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
+
+    def _wait_for_engines(self):
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(self.client.ids) < self.world_size:
+            if reason := self.processes.failed():
+                raise RanksError(f"the ranks did not start; {reason}")
+            if time.monotonic() > deadline:
+                raise RanksError(
+                    f"only {len(self.client.ids)} of {self.world_size} ranks started within {START_TIMEOUT_S} s; "
+                    "run `make doctor`, or start fewer with n_ranks"
+                )
+            time.sleep(0.05)
+
+    def _enter(self):
+        """Give every engine its identity, in the order of their MPI ranks."""
+        ids = sorted(self.client.ids)
+        hosts = self.client[ids].apply_sync(_host_and_pid)
+        nodes = [host for host, _ in hosts]
+        self.control = ControlLines(self.world_size, self.processes.host)
+        store = self.client[ids[0]].apply_sync(engine.listen_for_store, len(set(nodes)) == 1)
+        pending = []
+        for rank, engine_id in enumerate(ids):
+            identity = {
+                "MANYHANDS_RANK": rank,
+                "MANYHANDS_WORLD_SIZE": self.world_size,
+                "MANYHANDS_LOCAL_RANK": nodes[:rank].count(nodes[rank]),
+                "MANYHANDS_LOCAL_WORLD_SIZE": nodes.count(nodes[rank]),
+                "MANYHANDS_NUM_NODES": len(set(nodes)),
+                "MANYHANDS_MPI": int(self.mpi),
+                "MANYHANDS_LESSON": self.lesson,
+            }
+            identity = {name: str(value) for name, value in identity.items()}
+            address = (self.processes.host, self.control.port)
+            view = self.client[engine_id]
+            pending.append(view.apply_async(engine.enter, identity, address, self.control.token, store))
+        for answer in pending:
+            answer.get(timeout=30)
+        if missing := self.control.wait_for_all(30):
+            raise RanksError(f"ranks {missing} did not open their control line")
+        self.views = [self.client[engine_id] for engine_id in ids]
+        self.client[ids].push(self.values, block=True)
+
+    def restart(self, quiet=False):
+        """Fresh ranks: all their variables are gone; run the start cells again."""
+        self.stop()
+        self.start(quiet)
+
+    def stop(self, why="the ranks were stopped"):
+        """End all ranks, the controller and the watchdog; nothing is left behind."""
+        self.why_stopped = why
+        if self._idle is not None:
+            self._idle.cancel()
+        if self.control is not None:
+            self.control.close()
+        if self.client is not None:
+            self.client.close()
+        if self.processes is not None:
+            self.processes.stop()
+        self.client = self.control = self.processes = None
+        atexit.unregister(self.stop)
+
+    def _touch(self):
+        """Something ran: the idle time starts anew."""
+        if self._idle is not None:
+            self._idle.cancel()
+        idle_s = float(os.environ.get("MANYHANDS_IDLE_S", 1800))
+        why = f"the ranks were stopped after {idle_s / 60:.0f} idle minutes"
+        self._idle = threading.Timer(idle_s, self.stop, [why])
+        self._idle.daemon = True
+        self._idle.start()
+
+    # -------------------------------------------------------------- variables
+
+    def __getitem__(self, rank):
+        current_ranks()
+        return RankView(self.views[rank])
+
+    def __len__(self):
+        return self.world_size
+
+    def pull(self, name):
+        """The variable `name` of every rank: a list in rank order."""
+        current_ranks()
+        return [view.pull(name, block=True) for view in self.views]
+
+    def push(self, **values):
+        """Set variables on every rank."""
+        current_ranks()
+        for view in self.views:
+            view.push(values, block=True)
+
+    # -------------------------------------------------------------- cells
+
+    def run(self, source, timeout_s, on_wait=None, on_output=None):
+        """Run `source` on every rank; returns a CellResult once all are done, freed or given up.
+
+        on_wait(elapsed_s) is called while it runs, on_output(rank, text) with what rank 0 prints meanwhile.
+        """
+        self._idle.cancel()
+        self.cell += 1
+        self.control.on_output = on_output
+        pending = {
+            rank: view.apply_async(engine.run_cell, source, self.cell, on_output is not None and rank == 0)
+            for rank, view in enumerate(self.views)
+        }
+        result = CellResult(self.world_size)
+        began = time.monotonic()
+        deadline = began + timeout_s
+        while pending:
+            try:
+                time.sleep(0.01)
+                for rank in [r for r, answer in pending.items() if answer.ready()]:
+                    result.add(rank, pending.pop(rank))
+                    if result.errors:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                for rank in [r for r in pending if r in self.control.dead]:
+                    result.dead.append(rank)
+                    del pending[rank]
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                if pending and time.monotonic() > deadline:
+                    if not result.errors and not result.dead:
+                        result.timed_out_s = timeout_s
+                    self._free(pending, result)
+                    break
+                if on_wait is not None:
+                    on_wait(time.monotonic() - began)
+            except KeyboardInterrupt:
+                result.interrupted = True
+                self._free(pending, result)
+                break
+        self.control.on_output = None
+        self._recover(result)
+        if self.client is not None:
+            self._touch()
+        return result
+
+    def _free(self, pending, result):
+        """Say where the silent ranks are, then wake them: out of gloo, out of Python, or by a restart."""
+        result.where = self.control.where(list(pending))
+        for do, patience_s in (("free", 1.5), ("interrupt", 2.0)):
+            self.control.tell(list(pending), do)
+            deadline = time.monotonic() + patience_s
+            while pending and time.monotonic() < deadline:
+                time.sleep(0.01)
+                for rank in [r for r, answer in pending.items() if answer.ready()]:
+                    result.freed[rank] = _get(pending.pop(rank))
+                for rank in [r for r in pending if r in self.control.dead]:
+                    result.dead.append(rank)
+                    del pending[rank]
+            if not pending:
+                return
+        result.stuck = sorted(pending)
+
+    def _recover(self, result):
+        """Leave the ranks usable: join a fresh group, or start fresh ranks where one is dead or cannot be woken."""
+        if result.dead:
+            self.stop(f"rank {result.dead[0]} died")
+        elif result.stuck:
+            self.restart(quiet=True)
+            result.restarted = True
+        elif result.freed:
+            try:
+                result.rejoined = self._rejoin()
+            except Exception:  # whatever the ranks' state is: fresh ones have none
+                self.restart(quiet=True)
+                result.restarted = True
+
+    def _rejoin(self):
+        devices = [view.apply_async(engine.joined_device) for view in self.views]
+        device = next(filter(None, [answer.get(timeout=10) for answer in devices]), None)
+        if device is None:
+            return False
+        self.cell += 1
+        for answer in [view.apply_async(engine.rejoin, self.cell, device) for view in self.views]:
+            answer.get(timeout=20)
+        return True
+
+
+def _get(answer):
+    try:
+        return answer.get(timeout=5)
+    except Exception as error:  # what ipyparallel itself raises, for example for a value that cannot be pickled
+        return {"items": [], "error": {"name": type(error).__name__, "value": str(error), "traceback": [str(error)]}}
+
+
+class CellResult:
+    """What a cell did on each rank: `done` rank -> {"items", "error"}, and how it ended."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.done, self.where, self.freed = {}, {}, {}
+        self.errors, self.dead, self.stuck = [], [], []  # errors: ranks in the order in which they failed
+        self.timed_out_s, self.interrupted, self.rejoined, self.restarted = None, False, False, False
+
+    def add(self, rank, answer):
+        self.done[rank] = _get(answer)
+        if self.done[rank]["error"]:
+            self.errors.append(rank)
+
+    def items(self, rank):
+        return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
+
+    @property
+    def first_error(self):
+        """The rank whose error came first; of ranks with that same error the lowest, so that repeats agree."""
+        first = self.done[self.errors[0]]["error"]
+        same = [r for r in self.errors if self.done[r]["error"]["value"] == first["value"]]
+        return min(same)
+
+    @property
+    def failed(self):
+        return bool(self.errors or self.dead or self.stuck or self.where or self.interrupted)
+
+
+def _host_and_pid():
+    import os
+    import socket
+
+    return socket.gethostname(), os.getpid()
+

@@ -1,0 +1,69 @@
+"""What people see: lines that do not run together, and figures that appear where you are.
+
+In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import torch.distributed as dist
+
+
+def say(text: object) -> None:
+    """Print `text` in one write, newline included, with the rank in front of each line of a script.
+
+    A world of one needs no label.
+    """
+    label = _label()
+    write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
+
+
+def show(figure, name: str, alt: str) -> None:
+    """Show a matplotlib Figure: inline in a notebook, as `<run folder>/<name>.svg` in a script.
+
+    `alt` says in a sentence what the figure shows. Call it only on the rank that has the figure.
+    """
+    from manyhands.launch import joined
+
+    ranks = joined()
+    if ranks is not None and ranks.launcher == "notebook":
+        from IPython.display import display
+
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=100)
+        display(
+            {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"},
+            metadata={"image/png": {"alt": alt}},
+            raw=True,
+        )
+        return
+    from manyhands.metrics import run_folder
+
+    path = run_folder(ranks) / f"{name}.svg"
+    figure.savefig(path)
+    say(f"figure {path}: {alt}")
+
+
+def _label():
+    from manyhands.launch import joined
+
+    ranks = joined()
+    if ranks is not None:
+        rank, size = ranks.rank, 1 if ranks.launcher == "notebook" else ranks.world_size
+    elif dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        return ""
+    return "" if size == 1 else f"[rank {rank:>{len(str(size - 1))}}] "
+
+
+def write(text):
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Point the descriptor elsewhere, or the interpreter complains once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

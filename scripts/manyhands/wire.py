@@ -1,0 +1,244 @@
+"""What left this rank: calls, messages and bytes, counted below the libraries that make them.
+
+    with wire.watch() as seen:
+        dist.all_reduce(x)
+    seen.count("all_reduce"), seen.messages, seen.sent_bytes, seen.transport_bytes
+
+Two instruments that know nothing of each other:
+
+- *calls*: every operation that enters torch.distributed, with its payload. They are read from the dispatcher (a
+  TorchDispatchMode over the `c10d` operators), so DDP's buckets and FSDP's gathers are seen as well; functions of
+  `torch.distributed` that one patches by hand are not what DDP calls.
+- *transport*: bytes that the TCP sockets of this process delivered (Linux, TCP_INFO). It sees what an algorithm
+  really sends, headers included. It also sees everything else this process says over TCP meanwhile (a few hundred bytes:
+  the store, a notebook's heartbeat), so compare it with payloads of 100 kB or more.
+
+The payload of a call is the whole tensor that the collective is about, as in nccl-tests: what one rank holds in an
+all-reduce, a broadcast or an all-to-all, and all ranks' parts together in a gather, scatter, all-gather or reduce-scatter.
+"""
+
+import os
+import socket
+import struct
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# The dispatcher's names, both families (torch.distributed's and the functional one of DTensor), in the field's words.
+_NAMES = {
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather", "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast", "broadcast": "broadcast", "reduce_": "reduce", "scatter_": "scatter",
+    "gather_": "gather", "barrier": "barrier", "monitored_barrier_": "barrier",
+    "send": "send", "recv_": "recv", "recv_any_source_": "recv",
+}  # fmt: skip
+_WHERE_THE_WHOLE_IS = {
+    "all_gather": 0,
+    "gather": 0,
+    "reduce_scatter": 1,
+    "scatter": 1,
+}  # argument of the c10d operator
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation that entered the library: its name, its payload in bytes, and for send and recv the other rank."""
+
+    op: str
+    bytes: int
+    peer: int | None = None
+
+
+@dataclass
+class Seen:
+    """What one rank did inside a `watch()`. Point-to-point sends are `messages`; collectives are `calls` only."""
+
+    calls: list[Call] = field(default_factory=list)
+    transport_bytes: int | None = None
+
+    @property
+    def messages(self):
+        """Number of point-to-point sends of this rank."""
+        return self.count("send")
+
+    @property
+    def sent_bytes(self):
+        """Payload bytes of those sends."""
+        return self.payload_bytes("send")
+
+    def count(self, op):
+        """How often `op` ("all_reduce", "send", ...) was called."""
+        return sum(call.op == op for call in self.calls)
+
+    def payload_bytes(self, op=None):
+        """Payload bytes of the calls of `op`; without a name, of everything but receives (each is another's send)."""
+        return sum(call.bytes for call in self.calls if (call.op == op if op else call.op != "recv"))
+
+
+@contextmanager
+def watch():
+    """Count this rank's calls and transport while the block runs; local, no rank waits for another.
+
+    Yields a Seen. `transport_bytes` is filled when the block ends, and stays None where there is no TCP_INFO.
+    """
+    seen = Seen()
+    before = _delivered_bytes()
+    try:
+        with _Calls(seen.calls):
+            yield seen
+    finally:
+        after = _delivered_bytes()
+        if before is not None and after is not None:
+            seen.transport_bytes = sum(done - before.get(key, 0) for key, done in after.items())
+
+
+def ring_all_reduce_bytes(n_bytes, n):
+    """Bytes each of n ranks sends in a ring all-reduce of n_bytes: 2 (n-1)/n of them (Patarasuk and Yuan 2009)."""
+    return 2 * (n - 1) / n * n_bytes
+
+
+class _Calls(TorchDispatchMode):
+    """Appends a Call for each communication operator. It wraps every operator: do not time inside it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace in ("c10d", "_c10d_functional"):
+            name = _NAMES.get(operator._schema.name.split("::")[1])
+            if name:
+                self.calls.append(_call(name, operator.namespace, args))
+        return operator(*args, **(kwargs or {}))
+
+
+def _call(name, namespace, args):
+    if name == "barrier":
+        return Call(name, 0)
+    if (
+        namespace == "_c10d_functional"
+    ):  # (input, ..., group size, group name): the input is one rank's part of a gather
+        return Call(name, _bytes(args[0]) * (args[1] if name == "all_gather" else 1))
+    if name in ("send", "recv"):  # (tensors, group, peer, tag); a receive from anybody has no peer
+        return Call(name, _bytes(args[0]), _global_rank(args[1], args[2]) if len(args) == 4 else None)
+    whole = args[_WHERE_THE_WHOLE_IS.get(name, 0)]
+    if name in ("gather", "scatter") and not whole:  # only the root holds all parts
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        return Call(name, _bytes(args[1 - _WHERE_THE_WHOLE_IS[name]]) * group.size())
+    return Call(name, _bytes(whole))
+
+
+def _bytes(tensors):
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(tensor) for tensor in tensors)
+
+
+def _global_rank(group, peer):
+    return dist.get_global_rank(dist.ProcessGroup.unbox(group), peer)
+
+
+# ---- transport ----
+
+_UNACKED, _BYTES_ACKED, _NOT_SENT = (
+    24,
+    120,
+    144,
+)  # offsets in struct tcp_info (linux/tcp.h): u32 packets, u64, u32 bytes
+
+
+def _delivered_bytes(patience_s=0.5):
+    """{socket: bytes acknowledged so far} of this process's TCP sockets; None where the system does not tell.
+
+    An acknowledgement comes a little after the bytes, so this waits until nothing is under way (at most patience_s).
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        readings = _tcp_sockets()
+        if readings is None:
+            return None
+        if not any(under_way for _, under_way in readings.values()) or time.monotonic() > deadline:
+            return {key: acked for key, (acked, _) in readings.items()}
+        time.sleep(0.001)
+
+
+def _tcp_sockets():
+    """{(descriptor, inode): (bytes acknowledged, anything under way)} of the connected TCP sockets of this process."""
+    if not hasattr(socket, "TCP_INFO") or not os.path.isdir("/proc/self/fd"):
+        return None
+    readings = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            if not target.startswith("socket:"):
+                continue
+            copy = os.dup(int(descriptor))  # closing the copy leaves the library's socket alone
+            with socket.socket(fileno=copy) as tcp:
+                info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        except OSError:  # closed meanwhile, or no TCP socket
+            continue
+        if len(info) < _NOT_SENT + 4:
+            return None
+        (acked,) = struct.unpack_from("Q", info, _BYTES_ACKED)
+        waiting = struct.unpack_from("I", info, _UNACKED)[0] or struct.unpack_from("I", info, _NOT_SENT)[0]
+        readings[descriptor, target] = acked, bool(waiting)
+    return readings
+
+
+# ---- MPI ----
+
+_MPI_NAMES = {
+    "send": "send", "isend": "send", "ssend": "send", "recv": "recv", "irecv": "recv", "sendrecv": "send",
+    "bcast": "broadcast", "reduce": "reduce", "allreduce": "all_reduce", "gather": "gather", "scatter": "scatter",
+    "allgather": "all_gather", "alltoall": "all_to_all", "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_block": "reduce_scatter", "barrier": "barrier",
+}  # fmt: skip
+
+
+class watch_mpi:
+    """An mpi4py communicator that counts: `counted = wire.watch_mpi(comm); counted.Send(x, 1); counted.seen.messages`.
+
+    Both families are counted, buffers (`Send`) by their size and objects (`send`) by the size of their pickle. A call's
+    bytes are what this rank hands in (for a receive: 0), because MPI's arguments do not always tell the whole.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.seen = Seen()
+
+    def __getattr__(self, name):
+        call = getattr(self.comm, name)
+        op = _MPI_NAMES.get(name.lower())
+        if op is None:
+            return call
+
+        def counted(*args, **kwargs):
+            handed_in = None if op in ("recv", "barrier") else (args[0] if args else None)
+            peer = kwargs.get("dest", args[1] if op == "send" and len(args) > 1 else None)
+            self.seen.calls.append(Call(op, _mpi_bytes(handed_in, as_buffer=name[0].isupper()), peer))
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def _mpi_bytes(handed_in, as_buffer):
+    from mpi4py import MPI
+
+    if handed_in is None or handed_in is MPI.IN_PLACE:
+        return 0
+    if not as_buffer:
+        return len(MPI.pickle.dumps(handed_in))
+    if isinstance(handed_in, (list, tuple)):  # [buffer, count, MPI.TYPE]
+        handed_in = handed_in[0]
+    return memoryview(handed_in).nbytes

@@ -1,0 +1,20 @@
+#!/usr/bin/env python3
+"""Run the whole course before an event: every notebook by papermill, every script under torchrun and mpiexec.
+
+    python scripts/preflight.py                      # or `make preflight`: everything, at full length
+    python scripts/preflight.py --lesson 03          # one lesson
+    python scripts/preflight.py --short --notebooks  # a quick look at the notebooks
+    python scripts/preflight.py --device cuda --ranks 8
+
+Each script runs on 2 and on 4 ranks, and the metrics of all runs of a lesson must agree. You see one line per run, and
+in the end the place of `outputs/preflight/report.html`: what is ready, what is slow and what broke, with the first
+error and its rank. `junit.xml` beside it says the same to machines. Exit status: 0 all is well, 1 not, 2 refused.
+A run that fails or hangs does not stop the others; one that hangs is ended after --timeout seconds.
+"""
+
+import sys
+
+from manyhands.preflight import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""`join()` finds its place whoever started it, and says in a sentence what is wrong where it cannot."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from manyhands import devices
+from manyhands.launch import LaunchError, resolve
+from manyhands.launchers import expand_hosts, without_foreign_mpi
+
+RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+MPIEXEC = str(Path(sys.prefix) / "bin" / "mpiexec")
+
+# ---------------------------------------------------------------- who am I?
+
+
+@pytest.mark.parametrize("name", sorted(name for name in RECORDS if "place" in RECORDS[name]))
+def test_a_recorded_environment_names_its_place(name):
+    found, expected = asdict(resolve(RECORDS[name]["environ"])), RECORDS[name]["place"]
+    assert {field: found[field] for field in expected} == expected, RECORDS[name]["what"]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in RECORDS if "error" in RECORDS[name]))
+def test_half_an_environment_is_an_error_with_its_cure(name):
+    with pytest.raises(LaunchError) as error:
+        resolve(RECORDS[name]["environ"])
+    for words in RECORDS[name]["error"]:
+        assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_launcher_has_a_record():
+    launchers = {record["place"]["launcher"] for record in RECORDS.values() if "place" in record}
+    assert launchers >= {"torchrun", "mpich", "openmpi", "pals", "srun", "notebook", "alone"}
+
+
+def test_two_steps_of_a_job_meet_at_two_ports_and_every_rank_at_the_same():
+    environ = RECORDS["srun_without_pmi"]["environ"]
+    port = resolve(environ).master_port
+    assert 20000 <= port < 30000
+    assert resolve(environ | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
+    assert resolve(environ | {"SLURM_STEP_ID": "1"}).master_port != port
+
+
+def test_an_interactive_step_is_no_rank():
+    environ = RECORDS["srun_notebook_server"]["environ"]
+    assert resolve(environ | {"SLURM_STEP_ID": "4294967290"}).launcher == "alone"
+
+
+def test_a_node_list_is_expanded_in_order():
+    assert expand_hosts("node1") == ["node1"]
+    assert expand_hosts("node[1-3]") == ["node1", "node2", "node3"]
+    assert expand_hosts("nid[008-010,100],login1") == ["nid008", "nid009", "nid010", "nid100", "login1"]
+    assert expand_hosts("a[1-2]b[1-2]") == ["a1b1", "a1b2", "a2b1", "a2b2"]
+    assert expand_hosts("x1000c0s[0-1]b0n0,y[1]") == ["x1000c0s0b0n0", "x1000c0s1b0n0", "y1"]
+
+
+def test_an_outer_mpiexec_is_forgotten_and_nothing_else():
+    environ = RECORDS["torchrun_inside_mpiexec"]["environ"]
+    left = without_foreign_mpi(environ | {"HYDRA_BOOTSTRAP": "ssh", "PATH": "/bin"})
+    gone = set(environ) - set(left)
+    assert gone == {"PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_HOSTNAME", "HYDI_CONTROL_FD"} | {
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    }
+    assert left["PATH"] == "/bin" and "HYDRA_BOOTSTRAP" not in left
+
+
+# ---------------------------------------------------------------- on what do I compute?
+
+
+def offer(local_rank=0, host="n1", cuda=(), xpu=(), cpus=(0, 1), quota=math.inf, omp=""):
+    return {
+        "host": host, "local_rank": local_rank, "cpus": list(cpus), "quota": quota, "omp_threads": omp,
+        "gpus": {"cuda": list(cuda), "xpu": list(xpu)},
+        "why_not": {"cuda": "" if cuda else "no CUDA here", "xpu": "" if xpu else "no XPU here"},
+    }  # fmt: skip
+
+
+def test_auto_takes_the_gpus_if_there_is_one_for_each_rank():
+    offers = [offer(r, cuda=["a", "b", "c", "d"]) for r in range(4)]
+    assert devices.choose("auto", offers) == {"kind": "cuda", "indices": [0, 1, 2, 3], "reason": ""}
+    offers = [offer(r, xpu=["a", "b"]) for r in range(2)]
+    assert devices.choose("auto", offers)["kind"] == "xpu"
+    assert devices.choose("cpu", offers)["kind"] == "cpu"
+
+
+def test_one_visible_gpu_for_each_task_is_device_0():
+    offers = [offer(r, cuda=[name]) for r, name in enumerate("abcd")]
+    assert devices.choose("cuda", offers)["indices"] == [0, 0, 0, 0]
+
+
+def test_one_gpu_that_all_tasks_see_is_too_few():
+    offers = [offer(r, cuda=["a"]) for r in range(4)]
+    assert devices.choose("auto", offers)["reason"] == "4 ranks on n1 but 1 cuda device"
+    with pytest.raises(LaunchError, match="^4 ranks on n1 but 1 cuda device; start fewer ranks"):
+        devices.choose("cuda", offers)
+
+
+def test_a_node_with_fewer_gpus_than_ranks_sends_all_nodes_to_the_cpu():
+    offers = [offer(r, "n1", cuda=["a", "b"]) for r in range(2)]
+    offers += [offer(r, "n2", cuda=["c", "d"]) for r in range(3)]
+    plan = devices.choose("auto", offers)
+    assert plan == {"kind": "cpu", "indices": [0] * 5, "reason": "3 ranks on n2 but 2 cuda devices"}
+
+
+def test_auto_on_the_cpu_says_why():
+    assert devices.choose("auto", [offer()])["reason"] == "no CUDA here on n1"
+    assert devices.choose("auto", [offer(0, xpu=["a"]), offer(1, xpu=["a"])])["reason"].startswith(
+        "2 ranks on n1"
+    )
+    assert devices.choose("cpu", [offer()])["reason"] == ""
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones():
+    with pytest.raises(LaunchError, match="auto, cpu, cuda, xpu"):
+        devices.choose("gpu", [offer()])
+
+
+class FourGpus:
+    def __init__(self, count):
+        self.count = count
+
+    def is_available(self):
+        return self.count > 0
+
+    def device_count(self):
+        return self.count
+
+    def get_device_properties(self, i):
+        return type("Properties", (), {"uuid": f"GPU-{i}"})
+
+
+def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FourGpus(4))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    seen = devices.look({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert len(set(seen["gpus"]["cuda"])) == 4
+    assert json.loads(json.dumps(seen)) == seen, "it travels as JSON"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert devices.look({})["gpus"]["cuda"] == []
+    assert "has no NCCL" in devices.look({})["why_not"]["cuda"]
+    monkeypatch.setattr(torch, "cuda", FourGpus(0))
+    assert "sees no cuda device" in devices.look({})["why_not"]["cuda"]
+
+
+def test_two_tasks_that_see_their_own_device_0_see_two_devices(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FourGpus(1))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    one, two = (devices.look({"CUDA_VISIBLE_DEVICES": v})["gpus"]["cuda"] for v in "01")
+    assert one != two
+
+
+def test_ranks_that_share_cores_get_one_thread_each():
+    shared = [offer(r, cpus=range(8)) for r in range(4)]
+    assert [devices.threads("cpu", o, shared) for o in shared] == [1, 1, 1, 1]
+    bound = [offer(r, cpus=range(2 * r, 2 * r + 2)) for r in range(4)]
+    assert [devices.threads("cpu", o, bound) for o in bound] == [2, 2, 2, 2]
+    granted = [offer(r, cpus=range(2 * r, 2 * r + 2), quota=2.0) for r in range(4)]
+    assert [devices.threads("cpu", o, granted) for o in granted] == [1, 1, 1, 1], (
+        "bound, but 2 cores' time for 8"
+    )
+    assert devices.threads("cuda", shared[0], shared) == 2
+
+
+def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says():
+    for given, expected in [("", 8), ("3", 3), ("99", 8), ("0", 8), ("x", 8)]:
+        alone = offer(cpus=range(8), omp=given)
+        assert devices.threads("cpu", alone, [alone]) == expected
+
+
+def test_cores_obey_the_control_group(tmp_path):
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/job/step\n")
+    assert devices.quota_cores(tmp_path, membership) == math.inf
+    (tmp_path / "job" / "step" / "cpu.max").write_text("max 100000\n")
+    assert devices.quota_cores(tmp_path, membership) == math.inf
+    (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
+    assert devices.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
+    assert devices.cores(offer(cpus=range(8), quota=1.5)) == 1
+    assert devices.cores(offer(cpus=range(8), quota=0.5)) == 1
+    assert devices.cores(offer(cpus=range(8))) == 8
+
+
+def test_who_is_here_takes_a_line_for_each_host():
+    offers = [offer(r, "n1", cpus=range(8)) for r in range(4)] + [offer(0, "n2", cpus=range(4))]
+    text = devices.describe("srun", offers, devices.choose("auto", offers))
+    assert text.splitlines() == [
+        "5 ranks, launcher srun, backend gloo",
+        "  n1: ranks 0-3 on cpu; 8 cores, 1 thread per rank",
+        "  n2: rank 4 on cpu; 4 cores, 4 threads per rank",
+        "  on cpu because no CUDA here on n1",
+    ]
+    offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
+    text = devices.describe("torchrun", offers, devices.choose("auto", offers))
+    assert (
+        "backend cpu:gloo,cuda:nccl" in text and "ranks 0, 1 on cuda 0, 1;" in text and "because" not in text
+    )
+
+
+# ---------------------------------------------------------------- on real ranks
+
+SCRIPT = """\
+# %% tags=["parameters"]
+n_ranks = 4        # processes; in a script the launcher decides
+length = 4         # numbers per rank, >= 1
+device = "auto"    # where to compute, one of auto, cpu, cuda
+
+# %%
+import os
+import warnings
+
+warnings.simplefilter("error")
+import psutil
+import torch
+import torch.distributed as dist
+from manyhands import join, leave, mpi_world, say
+
+ranks = join(globals())
+x = torch.ones(length)
+dist.all_reduce(x)
+say(f"{ranks.rank}/{ranks.world_size} {ranks.launcher} sum={x.sum().item():g} mpi={mpi_world() is not None}")
+again = join(globals(), quiet=True)
+dist.all_reduce(x)
+say(f"again={x.sum().item():g} same={again == ranks} pmi={any(k.startswith('PMI') for k in os.environ)}")
+for connection in psutil.Process().net_connections("inet"):
+    if connection.status == "LISTEN":
+        say(f"listens on {connection.laddr.ip}")
+leave()
+leave()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "07_sum.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(*command, timeout_s=60, **environ):
+    """(exit status, output, errors) of a command in a process group of its own, which does not outlive it."""
+    process = subprocess.Popen(
+        [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | environ, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, output, errors
+
+
+STARTS = {
+    "torchrun": ([*TORCHRUN, "2"], "torchrun", False),
+    "mpiexec": ([MPIEXEC, "-n", "2", sys.executable], "mpich", True),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_two_ranks_meet_leave_and_meet_again(start, script):
+    command, launcher, mpi = STARTS[start]
+    status, output, errors = run(*command, script, "--length", "3")
+    assert status == 0, errors
+    assert f"2 ranks, launcher {launcher}, backend gloo" in output
+    for rank in range(2):
+        assert f"[rank {rank}] {rank}/2 {launcher} sum=6 mpi={mpi}\n" in output
+    assert output.count("again=12 same=True") == 2
+    assert "Warning" not in errors
+    listening = set(re.findall(r"listens on (\S+)", output))
+    assert listening <= {"127.0.0.1"}, "nothing listens beyond loopback"
+    assert listening or launcher == "torchrun", "the test sees rank 0's own socket"
+
+
+def test_torchrun_inside_mpiexec_has_no_mpi(script):
+    status, output, errors = run(MPIEXEC, "-n", "1", *TORCHRUN, "2", script)
+    assert status == 0, errors
+    assert output.count("torchrun sum=8 mpi=False") == 2
+    assert output.count("pmi=False") == 2
+
+
+def test_one_process_takes_the_same_path(script):
+    status, output, errors = run(sys.executable, script)
+    assert (status, errors) == (0, "")
+    assert "1 rank, launcher alone" in output
+    assert "0/1 alone sum=4 mpi=False" in output and "again=4 same=True" in output
+    assert "[rank" not in output
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_wrong_flag_is_one_sentence_of_rank_0(start, script):
+    status, output, errors = run(*STARTS[start][0], script, "--length", "-1")
+    assert errors.count("07_sum.py: --length -1 is not accepted: it takes a whole number >= 1\n") == 1
+    assert status == (1 if start == "torchrun" else 2), "torchrun turns every status into 1"
+    assert output == ""
+    assert '07_sum.py", line' not in errors, "no traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--lenght", "8"],
+            "07_sum.py: --lenght is unknown; did you mean --length? valid here: --length, --device",
+        ),
+        (["--n-ranks", "8"], "07_sum.py: --n-ranks is no flag of a script: the launcher decides"),
+        (["--device", "cuda"], "; start fewer ranks, ask for more GPUs, or use device=cpu"),
+    ],
+)
+def test_a_wrong_start_ends_with_status_2(script, argv, sentence):
+    status, output, errors = run(sys.executable, script, *argv)
+    assert status == 2
+    assert sentence in errors and errors.count("\n") == 1
+    assert output == ""
+
+
+def test_help_is_printed_once(script):
+    status, output, errors = run(MPIEXEC, "-n", "2", sys.executable, script, "--help")
+    assert (status, errors) == (0, "")
+    assert output.count("--length") == 1 and "numbers per rank; a whole number >= 1 (now 4)" in output
+
+
+def test_worlds_of_one_are_refused_with_the_numbers_and_the_cure(script):
+    environ = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    only = {name: value for name, value in environ.items() if name.startswith("OMPI_COMM_WORLD")}
+    status, output, errors = run(sys.executable, script, **only)
+    assert status == 2
+    assert "rank 0 of 4, but MPI says rank 0 of 1" in errors and "bin/mpiexec" in errors
+    assert errors.count("\n") == 1 and output == ""
+
+
+def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
+    alone = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    text = script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1)
+    script.write_text(text)
+    status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)
+    assert status == 2
+    assert "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s" in errors

@@ -1,0 +1,297 @@
+"""Run folders that never collide, numbers that keep their bits, comparisons that find what differs, honest times."""
+
+import json
+import math
+import os
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from manyhands import Ranks, outputs
+from manyhands.data import Corpus
+from manyhands.metrics import (
+    Metrics,
+    StepLog,
+    Timing,
+    compare,
+    fingerprint,
+    max_over_ranks,
+    median_s,
+    peak_memory_gib,
+    run_folder,
+    tok_per_s,
+)
+from rank_pool import run_on_ranks
+
+
+def ranks_of(rank=0, world_size=4, launcher="torchrun", lesson="05_test"):
+    return Ranks(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, device=torch.device("cpu"),
+        backend="gloo", launcher=launcher, host="here", lesson=lesson,
+    )  # fmt: skip
+
+
+# The run's folder
+
+
+def test_each_run_has_its_own_folder_and_latest_points_to_the_last(tmp_path):
+    first, second = ranks_of(), ranks_of()  # equal, and still two joins
+    assert run_folder(first) == run_folder(first) != run_folder(second)
+    lesson = tmp_path / "outputs" / "05_test"
+    assert run_folder(first).parent == lesson
+    assert f"-torchrun-n4-{os.getpid()}" in run_folder(first).name
+    assert (lesson / "latest").resolve() == run_folder(second)
+    assert sorted(p.name for p in lesson.iterdir()) == sorted(
+        ["latest", run_folder(first).name, run_folder(second).name]
+    )
+
+
+def test_another_ranks_folder_says_whose_it_is_and_leaves_latest_alone(tmp_path):
+    assert run_folder(ranks_of(rank=2)).name.endswith("-rank2")
+    assert not (tmp_path / "outputs" / "05_test" / "latest").exists()
+
+
+def test_many_runs_that_start_in_one_second_do_not_collide(tmp_path):
+    folders = []
+    threads = [threading.Thread(target=lambda: folders.append(run_folder(ranks_of()))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 8
+    assert (tmp_path / "outputs" / "05_test" / "latest").resolve() in folders
+
+
+def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path, monkeypatch, capsys):
+    course = tmp_path / "course"
+    course.mkdir()
+    (course / "pyproject.toml").touch()
+    (course / "outputs").touch()  # where no folder can be made, not even by root
+    monkeypatch.delenv("MANYHANDS_OUTPUTS")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(outputs, "COURSE", course)
+    folder = run_folder(ranks_of())
+    assert folder.is_relative_to(tmp_path / "home" / ".local" / "share" / "manyhands" / "outputs" / "05_test")
+    assert capsys.readouterr().out.count("cannot be written: the outputs of this run go to") == 1
+
+
+def test_a_named_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "file" / "outputs"))
+    with pytest.raises(
+        ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written; name another folder or unset it"
+    ):
+        run_folder(ranks_of())
+
+
+# metrics.json
+
+
+def test_rank_0_writes_who_ran_what_on_which_corpus():
+    corpus = Corpus.from_text("offline", "to be or not to be")
+    metrics = Metrics(ranks_of(), corpus=corpus, parameters={"n_ranks": 4, "length": 8})
+    metrics.exact(losses=[1.5])
+    metrics.close(loss=2.5)
+    metrics.measured(step_s=0.1)
+    content = json.loads(metrics.write().read_text())
+    assert (content["lesson"], content["launcher"], content["world_size"]) == ("05_test", "torchrun", 4)
+    assert content["torch"] == torch.__version__
+    assert content["corpus"] == corpus.facts()
+    assert content["parameters"] == {"length": 8}
+    assert content["exact"] == {"losses": [1.5]}
+    assert content["close"] == {"loss": {"value": 2.5, "tolerance": 1e-3}}
+    assert content["measured"] == {"step_s": 0.1}
+    assert sorted(p.name for p in run_folder(metrics.ranks).iterdir()) == ["metrics.json"]
+    assert Metrics(ranks_of(rank=1)).write() is None
+
+
+def test_numbers_keep_every_bit_through_json():
+    floats = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, float(torch.tensor(0.1)), math.pi * 1e-7]
+    metrics = Metrics(ranks_of())
+    metrics.exact(
+        floats=floats,
+        fp32=torch.tensor([0.1, 1 / 3]),
+        scalar=torch.tensor(7),
+        numpy=np.float32(0.1),
+        nested={"a": (1, True, None, "text")},
+        not_finite=[math.nan, math.inf, -math.inf],
+    )
+    exact = json.loads(metrics.write().read_text())["exact"]
+    assert [x.hex() for x in exact["floats"]] == [x.hex() for x in floats]
+    assert torch.equal(torch.tensor(exact["fp32"]), torch.tensor([0.1, 1 / 3]))
+    assert (exact["scalar"], exact["numpy"]) == (7, float(np.float32(0.1)))
+    assert exact["nested"] == {"a": [1, True, None, "text"]}
+    assert exact["not_finite"] == ["nan", "inf", "-inf"]
+
+
+def test_a_value_that_json_cannot_hold_is_named():
+    with pytest.raises(TypeError, match="metric shape: Size|metric thing: object is no number"):
+        Metrics(ranks_of()).exact(thing=object())
+
+
+def test_a_fingerprint_changes_with_one_bit_a_dtype_or_a_shape():
+    zeros = torch.zeros(2, 3)
+    flipped = zeros.clone()
+    flipped.view(torch.int32)[1, 2] = 1
+    others = [
+        [flipped], [zeros.double()], [zeros.T], [zeros.flatten()], [zeros, zeros], [-zeros],
+        [torch.zeros(2, 3, dtype=torch.bfloat16)], [torch.tensor(0.0)], [torch.zeros(0)],
+    ]  # fmt: skip
+    prints = [fingerprint(tensors) for tensors in others]
+    assert len({fingerprint([zeros]), *prints}) == 10
+    assert fingerprint([zeros.clone()]) == fingerprint([zeros])
+
+
+# Comparing two runs
+
+
+def run_of(world_size=4, exact=None, close=None, tolerance=None, corpus=None, parameters=None, **measured):
+    metrics = Metrics(ranks_of(world_size=world_size), corpus=corpus, parameters=parameters)
+    metrics.exact(**(exact or {}))
+    metrics.close(tolerance, **(close or {}))
+    metrics.measured(**measured)
+    return metrics.content
+
+
+def test_equal_runs_do_not_differ_whatever_was_measured():
+    one, other = (run_of(exact={"a": [1, 2.5]}, close={"b": 1.0}, step_s=s) for s in (0.1, 9.9))
+    assert compare(one, other) == []
+
+
+def test_one_bit_in_an_exact_value_is_a_difference_at_the_same_number_of_ranks():
+    loss, next_up = 1.0, math.nextafter(1.0, 2)
+    one, other = run_of(exact={"losses": [2.0, loss]}), run_of(exact={"losses": [2.0, next_up]})
+    assert compare(one, other) == ["exact losses[1]: 1.0 and 1.0000000000000002"]
+    assert compare(one, run_of(world_size=2, exact={"losses": [2.0, next_up]})) == []
+
+
+def test_zeros_of_opposite_sign_and_a_number_of_another_type_are_not_bit_equal():
+    assert compare(run_of(exact={"a": 0.0}), run_of(exact={"a": -0.0})) == ["exact a: 0.0 and -0.0"]
+    assert compare(run_of(exact={"a": 1}), run_of(exact={"a": 1.0})) == ["exact a: 1 and 1.0"]
+    assert compare(run_of(exact={"a": math.nan}), run_of(exact={"a": math.nan})) == []
+
+
+@pytest.mark.parametrize(
+    "dtype, allowed, too_much",
+    [(torch.float32, 9e-4, 2e-3), (torch.float64, 9e-11, 1e-9), (torch.bfloat16, 0, 0.1)],
+)
+def test_close_values_have_the_tolerance_of_their_dtype(dtype, allowed, too_much):
+    def with_loss(loss, n):
+        return run_of(n, close={"loss": torch.tensor(loss, dtype=dtype)})
+
+    assert compare(with_loss(0.5, 4), with_loss(0.5 + allowed, 2)) == []
+    assert len(compare(with_loss(0.5, 4), with_loss(0.5 + too_much, 2))) == 1
+    assert compare(with_loss(500.0, 4), with_loss(500.0 * (1 + allowed), 2)) == []
+
+
+def test_close_values_are_compared_also_at_the_same_number_of_ranks_and_say_how_far_apart():
+    one, other = (
+        run_of(close={"g": [1.0, 2.0]}, tolerance=1e-10),
+        run_of(close={"g": [1.0, 2.5]}, tolerance=1e-10),
+    )
+    assert compare(one, other) == ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]
+
+
+@pytest.mark.parametrize(
+    "a, b", [(1.0, math.nan), ([1.0], [1.0, 2.0]), ({"x": 1.0}, {"y": 1.0}), (1.0, "text")]
+)
+def test_values_of_another_kind_are_never_close(a, b):
+    for first, second in ((a, b), (b, a)):
+        assert len(compare(run_of(close={"v": first}), run_of(close={"v": second}))) == 1
+        assert len(compare(run_of(exact={"v": first}), run_of(exact={"v": second}))) == 1
+
+
+def test_a_value_that_one_run_lacks_is_a_difference():
+    assert compare(run_of(exact={"a": 1}), run_of()) == ["exact a: 1 and missing"]
+    assert compare(run_of(), run_of(2, close={"b": 1.5})) == ["close b: missing and 1.5"]
+
+
+def test_runs_on_other_corpora_or_parameters_are_not_compared_number_by_number():
+    one, other = (
+        run_of(corpus=Corpus.from_text("offline", text), exact={"a": text}) for text in ("aab", "abb")
+    )
+    assert len(compare(one, other)) == 1 and compare(one, other)[0].startswith("corpus differs")
+    one, other = run_of(parameters={"length": 4}), run_of(parameters={"length": 8})
+    assert compare(one, other)[0].startswith("parameters differs")
+    assert compare(run_of(4, parameters={"n_ranks": 4}), run_of(2, parameters={"n_ranks": 2})) == []
+
+
+def test_files_are_compared_as_they_are():
+    one, other = Metrics(ranks_of()), Metrics(ranks_of())
+    one.exact(a=0.1)
+    other.exact(a=0.1)
+    assert compare(one.write(), str(other.write())) == []
+
+
+def test_a_gpus_bits_are_not_expected_on_a_cpu():
+    one, other = run_of(exact={"a": 1.0}, close={"b": 1.0}), run_of(exact={"a": 1.5}, close={"b": 1.5})
+    other["device"] = "cuda"
+    assert [difference.split(":")[0] for difference in compare(one, other)] == ["close b"]
+
+
+# Steps and times
+
+
+def test_the_step_log_is_one_json_line_per_step_and_can_be_read_while_it_grows():
+    ranks = ranks_of()
+    with StepLog(ranks) as log:
+        log.write(step=0, loss=torch.tensor(0.1))
+        log.write(step=1, loss=math.nan)
+        lines = (run_folder(ranks) / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 0, "loss": float(torch.tensor(0.1))},
+        {"step": 1, "loss": "nan"},
+    ]
+
+
+def test_the_step_log_of_another_rank_writes_nothing(tmp_path):
+    with StepLog(ranks_of(rank=1)) as log:
+        log.write(step=0)
+    assert not (tmp_path / "outputs").exists()
+
+
+def _timing(ranks):
+    calls = []
+
+    def call():
+        calls.append(ranks.rank)
+        time.sleep(0.02 * ranks.rank)
+
+    timing = median_s(call, 3, ranks, warm_up=2)
+    return timing, len(calls), max_over_ranks(ranks.rank * 1.5, ranks)
+
+
+def test_the_slowest_rank_decides_and_the_warm_up_does_not_count():
+    results = run_on_ranks(3, _timing)
+    timings = [timing for timing, _, _ in results]
+    assert {timing.slowest_s for timing in timings} == {max(timing.median_s for timing in timings)}
+    assert timings[2].median_s >= 0.04  # it slept that long: a bound that no load breaks
+    for timing, calls, largest in results:
+        assert len(timing.samples) == 3 and calls == 5
+        assert timing.median_s == sorted(timing.samples)[1]
+        assert largest == 3.0
+
+
+def test_a_process_without_a_group_is_timed_too():
+    assert isinstance(median_s(lambda: None, 1, replace(ranks_of(world_size=1), launcher="alone")), Timing)
+    with pytest.raises(ValueError, match="repeats=0 leaves nothing to measure"):
+        median_s(lambda: None, 0, ranks_of(world_size=1))
+
+
+def test_throughput_counts_every_ranks_sequences():
+    assert tok_per_s(global_batch=24, block=64, step_s=0.5) == 3072
+
+
+def test_peak_memory_is_of_this_process_in_gib():
+    before = peak_memory_gib(ranks_of())
+    block = bytearray(os.urandom(1)) * (300 << 20)
+    grown = peak_memory_gib(ranks_of())
+    del block
+    assert 0.05 < before < 64
+    assert grown >= 0.3  # at least the block; this process's peak may have been higher before
+    assert (
+        grown >= 0.99 * before and peak_memory_gib(ranks_of()) >= 0.99 * grown
+    )  # Linux counts in rough steps

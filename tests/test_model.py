@@ -1,0 +1,221 @@
+"""The GPT: its size by formula, its first loss, causality, sampling that leaves no trace."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from manyhands.model import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=12)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """These models are too small to share: threads that wait for each other on busy cores cost seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(config=SMALL, seed=0):
+    torch.manual_seed(seed)
+    return GPT(config)
+
+
+def ids_of(shape, config=SMALL, seed=1):
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("V, T, N, H, D", [(65, 64, 4, 4, 128), (1, 1, 1, 1, 1), (11, 5, 3, 2, 6)])
+def test_the_formula_counts_every_parameter(V, T, N, H, D, tie, qkv_bias):
+    config = GPTConfig(V, T, N, H, D, tie=tie, qkv_bias=qkv_bias)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert config.num_params() == sum(p.numel() for p in model.parameters()) == model.num_params()
+    if not tie and not qkv_bias:  # as lesson 01 writes it
+        assert config.num_params() == N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
+
+
+@pytest.mark.parametrize(
+    "config, num_params",
+    [
+        (GPTConfig(65), 816_705),  # ShakespeareGPT
+        (GPTConfig(32100, 2048, n_layer=16, n_head=16, n_embd=2048), 941_346_148),  # OLMo-1B: 0.941 B
+        (
+            GPTConfig(32768, 2048, n_layer=16, n_head=16, n_embd=2048),
+            944_082_944,
+        ),  # the 0.944 B in circulation
+        (GPTConfig(32100, 2048, n_layer=32, n_head=32, n_embd=4096), 6_715_153_764),  # OLMo-7B: 6.715 B
+        (GPTConfig(50280, 4096, n_layer=80, n_head=64, n_embd=8192), 65_288_471_656),  # 70B-class
+        # GPT-2: 124 M, as published weights have it
+        (GPTConfig(50257, 1024, n_layer=12, n_head=12, n_embd=768, tie=True, qkv_bias=True), 124_439_808),
+    ],
+)
+def test_published_sizes_come_out_to_the_last_parameter(config, num_params):
+    with torch.device("meta"):
+        model = GPT(config)
+    assert config.num_params() == sum(p.numel() for p in model.parameters()) == num_params
+
+
+def test_the_first_loss_is_close_to_ln_65():
+    config = GPTConfig(65)
+    ids_BT = ids_of((24, 65), config)
+    logits_BTV, loss = build(config)(ids_BT[:, :-1], ids_BT[:, 1:])
+    assert logits_BTV.shape == (24, 64, 65)
+    assert abs(loss.item() - math.log(65)) < 0.1
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
+    model, ids_BT = build(), ids_of((3, 9))
+    logits_BTV, loss = model(ids_BT[:, :-1], ids_BT[:, 1:])
+    log_p_BTV = torch.log_softmax(logits_BTV, -1)
+    assert torch.allclose(loss, -log_p_BTV.gather(-1, ids_BT[:, 1:, None]).mean())
+    assert model(ids_BT[:, :-1])[1] is None
+
+
+def test_future_symbols_do_not_change_past_logits():
+    model, ids_BT = build().double(), ids_of((2, 8))
+    before_BTV, _ = model(ids_BT)
+    for t in range(1, 8):
+        changed_BT = ids_BT.clone()
+        changed_BT[:, t:] = (changed_BT[:, t:] + 1) % SMALL.vocab_size
+        after_BTV, _ = model(changed_BT)
+        assert torch.allclose(after_BTV[:, :t], before_BTV[:, :t], rtol=0, atol=1e-12)
+        assert (after_BTV[:, t] - before_BTV[:, t]).abs().max() > 1e-6
+
+
+def test_attention_is_the_textbooks_softmax_of_q_times_k():
+    attention = build().double().blocks[0].attention
+    x_BTD = torch.randn(2, 8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    heads, E = [], 6
+    for w_qkv_rows in attention.qkv.weight.split(3 * E):  # rows lie head by head
+        q_BTE, k_BTE, v_BTE = (x_BTD @ w_ED.T for w_ED in w_qkv_rows.split(E))
+        scores_BTT = (q_BTE @ k_BTE.mT / math.sqrt(E)).masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf)
+        heads.append(F.softmax(scores_BTT, -1) @ v_BTE)
+    expected_BTD = attention.out(torch.cat(heads, -1))
+    assert torch.allclose(attention(x_BTD), expected_BTD, rtol=0, atol=1e-12)
+
+
+def test_a_tied_head_is_the_embedding_itself_and_gets_both_gradients():
+    model, ids_BT = build(GPTConfig(11, 8, 2, 2, 12, tie=True)), ids_of((3, 9))
+    assert model.head.weight.data_ptr() == model.tokens.weight.data_ptr()
+    assert model.head.bias is None
+    assert len(list(model.parameters())) == len(list(build().parameters())) - 2
+    both_VD = _gradient(model, ids_BT, model.tokens.weight, model.tokens.weight)
+    as_embedding_VD = _gradient(model, ids_BT, model.tokens.weight, model.tokens.weight.detach())
+    as_head_VD = _gradient(model, ids_BT, model.tokens.weight.detach(), model.tokens.weight)
+    model(ids_BT[:, :-1], ids_BT[:, 1:])[1].backward()
+    assert torch.allclose(model.head.weight.grad, both_VD)
+    assert torch.allclose(both_VD, as_embedding_VD + as_head_VD, atol=1e-7)
+    assert as_embedding_VD.abs().max() > 1e-4 and as_head_VD.abs().max() > 1e-4
+
+
+def _gradient(model, ids_BT, embedding_VD, head_VD):
+    """Of the loss, written out, with respect to the shared matrix in its two places, either or both detached."""
+    x_BTD = F.embedding(ids_BT[:, :-1], embedding_VD) + model.positions.weight
+    for block in model.blocks:
+        x_BTD = block(x_BTD)
+    logits_BTV = model.norm(x_BTD) @ head_VD.T
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
+    return torch.autograd.grad(loss, model.tokens.weight)[0]
+
+
+def test_seeds_are_the_callers_and_float64_holds_the_same_weights():
+    one, same, other = build(seed=3), build(seed=3), build(seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.head.weight, other.head.weight)
+    ids_BT = ids_of((2, 8))
+    logits_BTV = same.double()(ids_BT)[0]
+    assert logits_BTV.dtype == torch.float64
+    assert torch.allclose(logits_BTV.float(), one(ids_BT)[0], atol=1e-5)
+
+
+def test_a_model_built_on_meta_gets_the_weights_of_one_built_at_once():
+    with torch.device("meta"):
+        late = GPT(SMALL)
+    late.to_empty(device="cpu")
+    torch.manual_seed(0)
+    late.init_weights()
+    early = GPT(SMALL)  # torch's own defaults drew from the generator first
+    torch.manual_seed(0)
+    early.init_weights()
+    assert all(torch.equal(a, b) for a, b in zip(late.parameters(), early.parameters(), strict=True))
+
+
+def test_a_few_steps_learn_a_repeating_text():
+    model = build()
+    ids_BT = (torch.arange(9) % 4).repeat(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(ids_BT[:, :-1], ids_BT[:, 1:])[1]
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    assert model.generate(ids_BT[:1, :4], 12, temperature=0).tolist() == [[0, 1, 2, 3] * 4]
+
+
+def test_generation_leaves_train_mode_and_the_global_generator_as_they_were():
+    model = build(GPTConfig(11, 8, 2, 2, 12, dropout=0.5)).train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    texts = [model.generate(ids_of((2, 3)), 9) for _ in range(2)]
+    assert torch.equal(*texts)  # no dropout, and the same seed
+    assert texts[0].shape == (2, 12) and torch.equal(texts[0][:, :3], ids_of((2, 3)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert not texts[0].requires_grad
+
+
+def test_train_mode_comes_back_also_when_generation_fails():
+    model = build().train()
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[99]]), 1)
+    assert all(module.training for module in model.modules())
+
+
+def test_the_callers_generator_decides_the_sample():
+    model, start_BT = build(), ids_of((1, 1))
+    one, same, other = (
+        model.generate(start_BT, 30, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    with pytest.raises(ValueError, match="temperature=-1 is negative"):
+        model.generate(start_BT, 1, temperature=-1)
+
+
+def test_dropout_acts_in_training_only():
+    model, ids_BT = build(GPTConfig(11, 8, 2, 2, 12, dropout=0.5)), ids_of((2, 8))
+    assert not torch.equal(model(ids_BT)[0], model(ids_BT)[0])
+    model.eval()
+    assert torch.equal(model(ids_BT)[0], model(ids_BT)[0])
+
+
+def test_copies_are_independent_and_keep_their_tie():
+    model = build(GPTConfig(11, 8, 2, 2, 12, tie=True))
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.tokens.weight and twin.head.weight is not model.head.weight
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"n_head": 3}, "n_embd=128 does not split over 3 heads; use a multiple of 3"),
+        ({"n_layer": 0}, "n_layer=0 is too small; use at least 1"),
+        ({"dropout": 1.0}, "dropout=1.0 is no probability"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused_with_the_numbers(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(65, **sizes)
+
+
+def test_a_sequence_longer_than_the_block_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="9 positions do not fit into block_size=8"):
+        build()(ids_of((1, 9)))

@@ -1,0 +1,138 @@
+"""The `parameters` cell is the only place where a value, its type, its help and its range are written."""
+
+import pytest
+from manyhands.parameters import ParameterError, cell_of, help_text, parse, read, read_cell, validate
+
+CELL = """\
+n_ranks = 4        # processes; in a script the launcher decides
+length = 4         # numbers per rank, >= 1
+bucket_mib = 0.1   # bucket size in MiB, > 0
+workers = 2        # 1 to 256
+kind = "ring"      # which algorithm, one of ring, tree
+fast = False       # whether to skip the slow part
+offset = -3        # may be negative
+steps = None       # stop after so many; none: never, >= 1
+label = "a to b"   # what the plot says, for example a to b
+"""
+LESSON = f'# %% [markdown]\n# # Title\n\n# %% tags=["parameters"]\n{CELL}\n# %%\nlength = 99\n'
+
+
+@pytest.fixture
+def known():
+    return read_cell(CELL)
+
+
+def refused(known, *argv):
+    with pytest.raises(ParameterError) as error:
+        parse(known, argv)
+    return str(error.value)
+
+
+def test_a_cell_gives_name_default_help_and_range(known):
+    found = {p.name: (p.default, p.help, p.limits) for p in known}
+    assert found["length"] == (4, "numbers per rank", ">= 1")
+    assert found["bucket_mib"] == (0.1, "bucket size in MiB", "> 0")
+    assert found["workers"] == (2, "", "1 to 256")
+    assert found["kind"] == ("ring", "which algorithm", "one of ring, tree")
+    assert found["offset"] == (-3, "may be negative", "")
+    assert found["steps"] == (None, "stop after so many; none: never", ">= 1")
+
+
+def test_prose_that_looks_like_a_range_is_prose(known):
+    assert {p.name: p.limits for p in known}["label"] == ""
+
+
+def test_the_cell_ends_where_the_next_one_begins(tmp_path):
+    script = tmp_path / "00_lesson.py"
+    script.write_text(LESSON)
+    assert [p.name for p in read(script)] == [p.name for p in read_cell(CELL)]
+    assert "99" not in cell_of(LESSON)
+
+
+def test_a_script_without_the_cell_takes_no_flags(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("x = 1\n")
+    assert read(script) == []
+    assert refused([], "--length", "8") == "--length is no flag: this script takes none"
+
+
+def test_a_cell_may_only_hold_literals():
+    with pytest.raises(ValueError, match="line 2 of the parameters cell"):
+        read_cell("a = 1\nprint(a)\n")
+
+
+def test_flags_have_the_type_of_the_cells_literal(known):
+    argv = ["--length", "8", "--bucket-mib=2", "--kind", "tree", "--fast", "true", "--offset", "-7"]
+    values = parse(known, argv)
+    assert values == {"length": 8, "bucket_mib": 2.0, "kind": "tree", "fast": True, "offset": -7}
+    assert type(values["bucket_mib"]) is float
+    assert parse(known, ["--bucket_mib", "3"]) == {"bucket_mib": 3.0}, "underscores are accepted too"
+    assert parse(known, ["--label=x=y"]) == {"label": "x=y"}
+    assert parse(known, ["--steps", "none"]) == {"steps": None}
+    assert parse(known, []) == {}
+
+
+def test_an_unknown_flag_is_refused_with_the_closest_and_with_all_valid_ones(known):
+    message = refused(known, "--lenght", "8")
+    assert message.startswith("--lenght is unknown; did you mean --length?")
+    for flag in ("--bucket-mib", "--workers", "--kind", "--fast", "--offset", "--steps", "--label"):
+        assert flag in message
+    assert "--n-ranks" not in message
+    assert "did you mean" not in refused(known, "--zzz", "8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--length", "-1"], "--length -1 is not accepted: it takes a whole number >= 1"),
+        (["--length", "1e3"], "--length 1e3 is not accepted: it takes a whole number >= 1"),
+        (["--length", "1.5"], "--length 1.5 is not accepted: it takes a whole number >= 1"),
+        (["--bucket-mib", "0"], "--bucket-mib 0.0 is not accepted: it takes a number > 0"),
+        (["--bucket-mib", "nan"], "--bucket-mib nan is not accepted: it takes a number > 0"),
+        (["--bucket-mib", "inf"], "--bucket-mib inf is not accepted: it takes a number > 0"),
+        (["--workers", "257"], "--workers 257 is not accepted: it takes a whole number 1 to 256"),
+        (["--kind", "star"], "--kind star is not accepted: it takes one of ring, tree"),
+        (["--fast", "yes"], "--fast yes is not accepted: it takes true or false"),
+        (["--steps", "0"], "--steps 0 is not accepted: it takes a number, a text or none >= 1"),
+        (["--length"], "--length needs a value: a whole number >= 1"),
+        (["--length", "--fast", "true"], "--length needs a value: a whole number >= 1"),
+        (["--length", "2", "--length", "3"], "--length is given twice; keep one"),
+        (["8"], "8 is unknown; valid here: --length,"),
+    ],
+)
+def test_a_malformed_flag_is_refused_with_what_it_takes(known, argv, sentence):
+    assert refused(known, *argv).startswith(sentence)
+
+
+def test_the_number_of_ranks_is_the_launchers(known):
+    for flag in ("--n-ranks", "--n_ranks"):
+        message = refused(known, flag, "8")
+        assert "the launcher decides" in message and "mpiexec -n 4" in message
+
+
+def test_help_comes_from_the_comments(known):
+    text = help_text(known, "scripts/02_collectives.py")
+    assert text.splitlines()[0] == "python scripts/02_collectives.py [--flag value ...]"
+    assert "--length      numbers per rank; a whole number >= 1 (now 4)" in text
+    assert "--kind        which algorithm; one of ring, tree (now ring)" in text
+    assert "n-ranks" not in text
+    assert "takes no flags" in help_text([], "plain.py")
+
+
+def test_injected_values_are_checked_as_flags_are(known):
+    assert validate(known, {"length": 8, "bucket_mib": 1, "n_ranks": None}) == {
+        "length": 8,
+        "bucket_mib": 1.0,
+        "n_ranks": None,
+    }
+    for values, sentence in [
+        ({"length": 0}, "length 0 is not accepted: it takes a whole number >= 1"),
+        ({"length": "8"}, "length = '8' is not accepted: it takes a whole number >= 1"),
+        ({"length": True}, "length = True is not accepted"),
+        ({"n_ranks": 0}, "n_ranks = 0 is not accepted"),
+        ({"lenght": 8}, "lenght is unknown; did you mean length?"),
+        ({"kind": "star"}, "kind star is not accepted: it takes one of ring, tree"),
+    ]:
+        with pytest.raises(ParameterError) as error:
+            validate(known, values)
+        assert str(error.value).startswith(sentence)

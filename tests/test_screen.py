@@ -1,0 +1,108 @@
+"""Lines carry their rank and do not run together; figures appear where the reader is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from manyhands import launch, say, show
+from manyhands.launch import Ranks
+
+
+def become(monkeypatch, rank, world_size, launcher="torchrun"):
+    ranks = Ranks(
+        rank, world_size, rank, world_size, torch.device("cpu"), "gloo", launcher, "host", "02_test"
+    )
+    monkeypatch.setattr(launch, "_last", {"ranks": ranks})
+    return ranks
+
+
+class Writes(list):
+    """A stream that keeps each write apart."""
+
+    def write(self, text):
+        self.append(text)
+
+    def flush(self):
+        pass
+
+
+def test_a_line_is_one_write_that_carries_the_rank(monkeypatch):
+    become(monkeypatch, 2, 4)
+    monkeypatch.setattr(sys, "stdout", Writes())
+    say("hello")
+    assert sys.stdout == ["[rank 2] hello\n"]
+
+
+def test_each_line_of_a_text_carries_the_rank_in_one_write(monkeypatch):
+    become(monkeypatch, 2, 4)
+    monkeypatch.setattr(sys, "stdout", Writes())
+    say("one\ntwo")
+    assert sys.stdout == ["[rank 2] one\n[rank 2] two\n"]
+
+
+def test_labels_have_one_width_in_a_world(monkeypatch, capsys):
+    for rank in (3, 11):
+        become(monkeypatch, rank, 16)
+        say("x")
+    assert capsys.readouterr().out == "[rank  3] x\n[rank 11] x\n"
+
+
+@pytest.mark.parametrize(("world_size", "launcher"), [(1, "alone"), (4, "notebook")])
+def test_no_label_in_a_world_of_one_nor_in_a_notebook(monkeypatch, capsys, world_size, launcher):
+    become(monkeypatch, 0, world_size, launcher)
+    say("x")
+    assert capsys.readouterr().out == "x\n"
+
+
+def test_no_label_before_joining(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_last", {})
+    say(3)
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_a_reader_that_went_away_is_no_error():
+    code = "from manyhands import say\nfor i in range(100_000): say(i)"
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.read(reader, 2)
+    os.close(reader)
+    try:
+        complaint = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert complaint == ""
+
+
+@pytest.fixture
+def figure():
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(2, 1))
+    drawing.subplots().plot([0, 1])
+    return drawing
+
+
+def test_a_figure_of_a_script_is_a_file_in_the_runs_folder(monkeypatch, capsys, figure):
+    ranks = become(monkeypatch, 0, 1, "alone")
+    show(figure, "line", "a rising line")
+    from manyhands.metrics import run_folder
+
+    assert (run_folder(ranks) / "line.svg").read_text().lstrip().startswith("<?xml")
+    assert "line.svg: a rising line" in capsys.readouterr().out
+
+
+def test_a_figure_of_a_notebook_is_displayed_with_its_text(monkeypatch, figure):
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", lambda data, **options: shown.append((data, options)))
+    become(monkeypatch, 1, 4, "notebook")
+    show(figure, "line", "a rising line")
+    data, options = shown[0]
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert "a rising line" in data["text/plain"]
+    assert options["metadata"]["image/png"]["alt"] == "a rising line"

@@ -1,0 +1,187 @@
+"""The counters see what left this rank: by calls, by transport, and through mpi4py."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from manyhands import wire
+from rank_pool import run_on_ranks
+
+LINUX = sys.platform == "linux"
+
+
+def _collectives(ranks):
+    n, mine = ranks.world_size, torch.ones(8)  # 32 bytes each
+    root = ranks.rank == 0
+    with wire.watch() as seen:
+        dist.all_reduce(mine)
+        dist.broadcast(mine, 0)
+        dist.reduce(mine, 0)
+        dist.scatter(mine, list(torch.ones(n, 8)) if root else None, src=0)
+        dist.gather(mine, list(torch.ones(n, 8)) if root else None, dst=0)
+        dist.all_gather(list(torch.empty(n, 8)), mine)
+        dist.reduce_scatter(mine, list(torch.ones(n, 8)))
+        dist.all_to_all_single(torch.empty(n), torch.ones(n))
+        dist.barrier()
+    return [(call.op, call.bytes) for call in seen.calls]
+
+
+def test_every_collective_is_counted_once_with_the_whole_tensor_as_payload():
+    part, whole = 32, 3 * 32
+    expected = [
+        ("all_reduce", part), ("broadcast", part), ("reduce", part), ("scatter", whole), ("gather", whole),
+        ("all_gather", whole), ("reduce_scatter", whole), ("all_to_all", 3 * 4), ("barrier", 0),
+    ]  # fmt: skip
+    assert run_on_ranks(3, _collectives) == [expected] * 3
+
+
+def _messages(ranks):
+    right, left = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
+    mine, theirs = torch.ones(10, dtype=torch.float64), torch.empty(10, dtype=torch.float64)
+    with wire.watch() as seen:
+        ops = [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, theirs, left)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        sending = dist.isend(mine[:3], right)
+        dist.recv(theirs[:3])  # from anybody
+        sending.wait()
+    return seen.messages, seen.sent_bytes, [(call.op, call.bytes, call.peer) for call in seen.calls]
+
+
+def test_messages_are_counted_with_bytes_and_peer_batched_or_not():
+    for rank, (messages, sent_bytes, calls) in enumerate(run_on_ranks(3, _messages)):
+        right, left = (rank + 1) % 3, (rank - 1) % 3
+        assert messages == 2
+        assert sent_bytes == 80 + 24
+        assert calls == [("send", 80, right), ("recv", 80, left), ("send", 24, right), ("recv", 24, None)]
+
+
+def _subgroup(ranks):
+    pair = dist.new_group([1, 2])
+    if ranks.rank == 0:
+        return None
+    with wire.watch() as seen:
+        (dist.send if ranks.rank == 1 else dist.recv)(torch.ones(1), 3 - ranks.rank, group=pair)
+    return seen.calls[0].peer
+
+
+def test_peers_are_global_ranks_also_within_a_subgroup():
+    assert run_on_ranks(3, _subgroup) == [None, 2, 1]
+
+
+def _ddp_backward(ranks):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(
+        torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)]), bucket_cap_mb=0.02
+    )
+    for _ in range(2):  # DDP rebuilds its buckets in the second step
+        model(torch.ones(2, 64)).sum().backward()
+    with wire.watch() as seen:
+        model(torch.ones(2, 64)).sum().backward()
+    return seen.count("all_reduce"), seen.payload_bytes("all_reduce")
+
+
+def test_ddp_buckets_are_seen_although_its_reducer_calls_no_python():
+    n_params = 3 * (64 * 64 + 64)
+    for count, n_bytes in run_on_ranks(2, _ddp_backward):
+        assert count > 1
+        assert n_bytes == 4 * n_params
+
+
+def _transport(ranks):
+    x = torch.ones(1_000_000)
+    dist.all_reduce(x)  # connections are made at first use
+    with wire.watch() as seen:
+        dist.all_reduce(x)
+    with wire.watch() as nothing:
+        pass
+    return seen.transport_bytes / 4e6, nothing.transport_bytes
+
+
+@pytest.mark.skipif(not LINUX, reason="TCP_INFO is Linux's")
+@pytest.mark.parametrize("n", [2, 4])
+def test_transport_of_gloos_all_reduce_is_the_rings(n):
+    for ratio, idle in run_on_ranks(n, _transport):
+        assert ratio == pytest.approx(wire.ring_all_reduce_bytes(1, n), rel=0.01)
+        assert idle < 2000
+
+
+def _whole_tensors(ranks):
+    right, left = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
+    x = torch.ones(250_000)
+    for measured in (False, True):
+        with wire.watch() as seen:
+            ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, torch.empty_like(x), left)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            dist.barrier()
+        if measured:
+            return seen.sent_bytes, seen.transport_bytes
+
+
+@pytest.mark.skipif(not LINUX, reason="TCP_INFO is Linux's")
+def test_calls_and_transport_agree_on_messages():
+    for called, transported in run_on_ranks(3, _whole_tensors):
+        assert called == 1_000_000
+        assert transported == pytest.approx(called, rel=0.01)
+
+
+def test_without_tcp_info_the_transport_is_unknown_and_calls_still_count(monkeypatch):
+    monkeypatch.setattr(wire, "_tcp_sockets", lambda: None)
+    with wire.watch() as seen:
+        torch.ones(3).sum()
+    assert seen.transport_bytes is None
+    assert seen.calls == []
+
+
+def test_the_counter_ends_with_the_block_also_when_it_raises():
+    with pytest.raises(ZeroDivisionError), wire.watch() as seen:
+        raise ZeroDivisionError
+    assert seen.transport_bytes is not None or not LINUX
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+MPI_PROGRAM = """
+import numpy as np
+from mpi4py import MPI
+from manyhands import wire
+comm = wire.watch_mpi(MPI.COMM_WORLD)
+x = np.ones(100)
+if comm.rank == 0:
+    comm.Send(x, dest=1); comm.Send([x, 50, MPI.DOUBLE], 1); comm.send("hello", dest=1)
+    seen = comm.seen
+    assert (seen.messages, seen.calls[0].bytes, seen.calls[0].peer) == (3, 800, 1), seen
+    assert seen.calls[2].bytes == len(MPI.pickle.dumps("hello")), seen
+else:
+    comm.Recv(x); comm.Recv([x, 50, MPI.DOUBLE]); assert comm.recv() == "hello"
+    assert comm.seen.messages == 0 and comm.seen.count("recv") == 3, comm.seen
+total = np.empty(100)
+comm.Allreduce(x, total)
+assert comm.seen.payload_bytes("all_reduce") == 800, comm.seen
+assert total[0] == 2
+print("counted", flush=True)
+"""
+
+
+def test_an_mpi_communicator_counts_buffers_and_objects(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(MPI_PROGRAM)
+    mpiexec = shutil.which(
+        "mpiexec", path=str(__import__("pathlib").Path(sys.executable).parent)
+    ) or shutil.which("mpiexec")
+    if mpiexec is None:
+        pytest.skip("no mpiexec: install the mpi extra")
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted") == 2
+
+
+def test_the_rings_formula():
+    assert wire.ring_all_reduce_bytes(40e6, 4) == 60e6
+    assert wire.ring_all_reduce_bytes(40e6, 1) == 0
