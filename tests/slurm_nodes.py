@@ -90,10 +90,13 @@ def _free_ports(n):
 
 
 class SlurmNodes:
-    """A Slurm of two nodes with `cpus_per_node` CPUs each; `environ` is what its clients need."""
+    """A Slurm of two nodes with `cpus_per_node` CPUs each; `environ` is what its clients need.
 
-    def __init__(self, cpus_per_node=2):
-        self.cpus_per_node = cpus_per_node
+    `settings` go into slurm.conf, instead of its own: {"EnforcePartLimits": "NO"}.
+    """
+
+    def __init__(self, cpus_per_node=2, settings=None):
+        self.cpus_per_node, self.settings = cpus_per_node, settings or {}
         self.folder = self.environ = None
         self._daemons = {}
 
@@ -126,7 +129,13 @@ class SlurmNodes:
         )
         values = {"me": me, "folder": folder, "ports": _free_ports(3), "cpus": self.cpus_per_node}
         values["first_job"] = random.randrange(1, 60_000)
-        (folder / "slurm.conf").write_text(SLURM_CONF.format(**values))
+        lines = [
+            line
+            for line in SLURM_CONF.format(**values).splitlines()
+            if line.partition("=")[0] not in self.settings
+        ]
+        lines += [f"{name}={value}" for name, value in self.settings.items()]
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (folder / "plugstack.conf").write_text("optional spank_pbs.so\n")
         (folder / "task_prolog.sh").write_text(TASK_PROLOG.format(folder=folder))
         (folder / "task_prolog.sh").chmod(0o755)

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -150,7 +151,11 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
         return real_mkstemp(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(shakespeare.tempfile, "mkstemp", mkstemp)
-    assert shakespeare.store(b"text") == tmp_path / "home" / "manyhands" / shakespeare.FILE_NAME
+    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(b"text").hexdigest())
+    path = tmp_path / "home" / "manyhands" / shakespeare.FILE_NAME
+    assert shakespeare.store(b"text") == path
+    assert shakespeare.find() == (b"text", None)
+    assert shakespeare.from_cache() == (path, b"text")
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, elsewhere, web):
@@ -174,14 +179,14 @@ def test_many_that_store_at_once_never_show_half_a_file(elsewhere):
             with suppress(FileNotFoundError):
                 seen.add(len((elsewhere / shakespeare.FILE_NAME).read_bytes()))
 
-    reader = threading.Thread(target=read)
-    writers = [threading.Thread(target=shakespeare.store, args=(content,)) for _ in range(12)]
-    for thread in (reader, *writers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    stop.set()
-    reader.join()
+    with ThreadPoolExecutor(13) as pool:
+        reader = pool.submit(read)
+        writers = [pool.submit(shakespeare.store, content) for _ in range(12)]
+        wait(writers)
+        stop.set()
+        reader.result()
+        paths = [writer.result() for writer in writers]
+    assert set(paths) == {elsewhere / shakespeare.FILE_NAME}
     assert seen == {len(content)}
     assert [path.name for path in elsewhere.iterdir()] == [shakespeare.FILE_NAME]
 
@@ -210,6 +215,23 @@ def test_a_web_that_does_not_answer_is_not_waited_for(fault, web, elsewhere, mon
     assert load_corpus().name == "offline"
     assert "no answer from http://127.0.0.1" in capsys.readouterr().out
     assert not elsewhere.exists()
+
+
+def test_an_address_that_is_not_found_for_long_is_not_waited_for(elsewhere, monkeypatch):
+    forever, found = threading.Event(), []
+
+    def getaddrinfo(*_):
+        forever.wait(10)
+        found.append(True)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(shakespeare, "CONNECT_S", -1.9)
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    assert shakespeare.download("http://mirror.example/input.txt")[1].startswith(
+        "no answer from http://mirror"
+    )
+    assert not found
+    forever.set()
 
 
 # Several ranks

@@ -223,6 +223,14 @@ import warnings
 
 warnings.simplefilter("error")
 import psutil
+
+
+def listening():
+    found = psutil.Process().net_connections("inet")
+    return {connection.laddr for connection in found if connection.status == "LISTEN"}
+
+
+inherited = listening()     # Hydra leaves its own control port open in its children
 import torch
 import torch.distributed as dist
 from manyhands import join, leave, mpi_world, say
@@ -234,9 +242,8 @@ say(f"{ranks.rank}/{ranks.world_size} {ranks.launcher} sum={x.sum().item():g} mp
 again = join(globals(), quiet=True)
 dist.all_reduce(x)
 say(f"again={x.sum().item():g} same={again == ranks} pmi={any(k.startswith('PMI') for k in os.environ)}")
-for connection in psutil.Process().net_connections("inet"):
-    if connection.status == "LISTEN":
-        say(f"listens on {connection.laddr.ip}")
+for address in listening() - inherited:
+    say(f"listens on {address.ip}")
 leave()
 leave()
 """

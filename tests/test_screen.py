@@ -8,6 +8,7 @@ import pytest
 import torch
 from manyhands import launch, say, show
 from manyhands.launch import Ranks
+from manyhands.screen import text_plot
 
 
 def become(monkeypatch, rank, world_size, launcher="torchrun"):
@@ -106,3 +107,11 @@ def test_a_figure_of_a_notebook_is_displayed_with_its_text(monkeypatch, figure):
     assert data["image/png"].startswith(b"\x89PNG")
     assert "a rising line" in data["text/plain"]
     assert options["metadata"]["image/png"]["alt"] == "a rising line"
+
+
+def test_a_text_plot_is_plain_characters_of_the_given_size():
+    text = text_plot([8000 / (1 + i) for i in range(100)], "loss", width=60, height=9)
+    lines = text.split("\n")
+    assert len(lines) == 9 and max(map(len, lines)) <= 60
+    assert "loss" in lines[0] and "\x1b" not in text and "•" in lines[2]
+    assert "•" not in lines[2][30:], "it falls from the left"

@@ -21,6 +21,8 @@ from manyhands.watchdog import kill_marked
 
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
+KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
 
 
 class RanksError(RuntimeError):
@@ -90,9 +92,7 @@ def engine_launcher(allocation, n, mpi):
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None
-    hydra = "-disable-auto-cleanup"  # else one dead rank takes all others with it
-    version = subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, timeout=30).stdout
-    return [*mpiexec, *([hydra] if "HYDRA" in version else []), "-n", str(n)]
+    return [*mpiexec, "-n", str(n)]
 
 
 class Processes:
@@ -128,7 +128,9 @@ class Processes:
             environ.update({k: v for k, v in LOOPBACK_MPI.items() if k not in environ})
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         unmarked = {k: v for k, v in environ.items() if k != "MANYHANDS_CLUSTER"}
-        self._spawn("watchdog", ["manyhands.watchdog", str(os.getpid()), self.mark, str(self.folder)], unmarked)
+        self._spawn(
+            "watchdog", ["manyhands.watchdog", str(os.getpid()), self.mark, str(self.folder)], unmarked
+        )
         for part in ("security", "log", "pid", "startup", "db"):
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
         profile = f"--profile-dir={self.folder / 'profile'}"
@@ -141,7 +143,7 @@ class Processes:
             "--IPEngine.wait_for_url_file=60", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip
         if self.launcher is not None:
-            self._spawn("engines", [*engine, "--mpi"], environ, self.launcher)
+            self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])
         else:
             for rank in range(self.n):
                 self._spawn(f"engine-{rank}", engine, environ)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands import shakespeare
-from manyhands.launch import joined
+from manyhands.launch import joined, leave
 from manyhands.screen import say
 from manyhands.shakespeare import DataError
 
@@ -116,6 +116,7 @@ def load_corpus(ranks=None):
         dist.broadcast_object_list(found, src=0)
     name, text, _, error = found[0]
     if error and in_script:
+        leave()
         raise SystemExit(2)
     if error:
         raise DataError(error)

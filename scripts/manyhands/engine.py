@@ -6,13 +6,10 @@ frees it, or ends it, and the rank ends itself when the line breaks, because the
 `run_cell` runs one cell and returns what it printed, displayed and raised.
 """
 
-import base64
 import contextlib
-import io
 import json
 import linecache
 import os
-import re
 import signal
 import socket
 import stat
@@ -20,7 +17,9 @@ import sys
 import threading
 from datetime import timedelta
 
-from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython import get_ipython
+
+from manyhands.recorder import recording, show_figures_as_png
 
 _line = None  # the control line of this process: one rank per process, one line per rank
 _store = None  # the listening socket of rank 0 until the first join, then the torch store
@@ -37,13 +36,12 @@ def enter(identity, control, token, store_address):
     """
     global _line
     os.environ.update(identity, MANYHANDS_STORE=store_address)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Hydra sends it to all when one rank dies; it would kill them
     _line = socket.create_connection(control, timeout=20)
     _line.settimeout(None)
     _tell(hello=int(identity["MANYHANDS_RANK"]), pid=os.getpid(), token=token)
     _own_sockets.update(_sockets())
     threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
-    _show_figures_as_png()
+    show_figures_as_png(get_ipython())
 
 
 def listen_for_store(single_node):
@@ -154,8 +152,6 @@ def where():
     if not _running.is_set():
         return None
     frame = sys._current_frames().get(threading.main_thread().ident)
-    from IPython import get_ipython
-
     user_ns, call = get_ipython().user_ns, ""
     while frame is not None and frame.f_globals is not user_ns:
         name = frame.f_code.co_name
@@ -171,115 +167,18 @@ def where():
 # ------------------------------------------------------------------ running a cell
 
 
-class _Recorder(io.TextIOBase):
-    """Collects text and displays in the order in which they appear; passes text on while the cell is watched."""
-
-    encoding = "utf-8"
-
-    def __init__(self, live):
-        self.items, self.live, self.lock = [], live, threading.Lock()
-
-    def write(self, text):
-        with self.lock:
-            if self.items and self.items[-1][0] == "text":
-                self.items[-1][1].append(text)
-            else:
-                self.items.append(("text", [text]))
-        if self.live:
-            _tell(output=text)
-        return len(text)
-
-    def writable(self):
-        return True
-
-    def display(self, data, metadata):
-        with self.lock:
-            self.items.append(("data", data, metadata))
-
-    def result(self):
-        joined = [("text", _last_states("".join(i[1]))) if i[0] == "text" else i for i in self.items]
-        return [item for item in joined if item[1]]
-
-
-def _last_states(text):
-    """Text as a terminal shows it in the end: of a line that was rewritten after a carriage return, the last state."""
-    text = re.sub(r"\x1b\[\d*[AKJ]", "", text)
-    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
-
-
-class _Publisher(CapturingDisplayPublisher):
-    def publish(self, data, metadata=None, *, transient=None, update=False, **_):
-        self.recorder.display(data, metadata or {})
-
-
-class _DisplayHook:
-    """The value of a cell's last line."""
-
-    def __init__(self, shell, recorder):
-        self.shell, self.recorder = shell, recorder
-
-    def __call__(self, value):
-        if value is not None:
-            data, metadata = self.shell.display_formatter.format(value)
-            self.recorder.display(data, metadata)
-
-
 def run_cell(source, cell, live):
-    """Run one cell in this rank's namespace.
+    """Run cell number `cell` in this rank's namespace; its text goes to the kernel at once if it is `live`.
 
-    Returns {"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or
-    {"name", "value", "traceback": list of lines}}.
+    Returns what `Recorder.result` returns.
     """
     global _cell, _joins
-    from IPython import get_ipython
-
-    shell, recorder, errors = get_ipython(), _Recorder(live), []
     _cell, _joins = cell, 0
-    saved = shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr
-    shell.display_pub = _Publisher()
-    shell.display_pub.recorder = recorder
-    shell.display_trap.hook = _DisplayHook(shell, recorder)
-    shell._showtraceback = lambda kind, value, lines: errors.append((kind, value, lines))
-    sys.stdout = sys.stderr = recorder
+    shell = get_ipython()
     _running.set()
     try:
-        shell.run_cell(source, store_history=False)
-        _flush_pyplot(recorder)
+        with recording(shell, (lambda text: _tell(output=text)) if live else None) as recorder:
+            shell.run_cell(source, store_history=False)
     finally:
         _running.clear()
-        shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
-        del shell._showtraceback
-    error = None
-    if errors:
-        kind, value, lines = errors[0]
-        error = {"name": kind.__name__, "value": str(value), "traceback": _cell_lines(lines)}
-    return {"items": recorder.result(), "error": error}
-
-
-def _cell_lines(traceback_lines):
-    """Name the places in a traceback as the reader knows them: lines of the cell, not of `In[1]`."""
-    colour = r"((?:\x1b\[[\d;]*m)*)"
-    text = "\n".join(traceback_lines)
-    text = re.sub(rf"Cell{colour} ?{colour}In ?\[\d+\]{colour}, line", r"\1\2the cell\3, line", text)
-    return text.split("\n")
-
-
-def _png(figure):
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100, bbox_inches="tight")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _show_figures_as_png():
-    from IPython import get_ipython
-
-    formatter = get_ipython().display_formatter.formatters["image/png"]
-    formatter.for_type_by_name("matplotlib.figure", "Figure", _png)
-
-
-def _flush_pyplot(recorder):
-    """Figures that a cell left open in pyplot appear below it, as in any notebook."""
-    if pyplot := sys.modules.get("matplotlib.pyplot"):
-        for number in pyplot.get_fignums():
-            recorder.display({"image/png": _png(pyplot.figure(number))}, {})
-        pyplot.close("all")
+    return recorder.result()

@@ -10,7 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # About 10 s of work on 2 cores; every name is one of the lesson's parameters.
-SHORT = {}
+SHORT = {
+    "00_start": {"iterations": 20},
+    "02_collectives": {"largest_mib": 1.0, "repeats": 2, "wait_s": 1.0, "points": 100_000},
+    "03_data_parallel": {"steps": 20, "repeats": 2},
+    "04_first_job": {"steps": 10, "job_flags": "--steps 4 --repeats 1"},
+}
 
 AIM_S = 90  # a lesson of full length, headless, 2 cores, 4 ranks
 AIM_LONG_S = 180  # for the lessons on language models

@@ -14,6 +14,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
+from manyhands.cell import LOST_PEER
 from manyhands.figures import RANK_COLOURS
 from manyhands.ranks import current_ranks
 
@@ -131,7 +132,9 @@ def _text_bundle(rows):
     """Rows (label, colour, text) as HTML and as plain text, which says the same without colour."""
     width = max(len(label) for label, _, _ in rows)
     plain = "\n".join(
-        f"{label:<{width}} | {text_line}" for label, _, text in rows for text_line in _ANSI.sub("", text).split("\n")
+        f"{label:<{width}} | {text_line}"
+        for label, _, text in rows
+        for text_line in _ANSI.sub("", text).split("\n")
     )
     cells = "".join(
         f'<div style="border-left:4px solid {colour};padding-left:8px;white-space:nowrap;opacity:.85">{label}</div>'
@@ -183,18 +186,18 @@ class _Live:
 def report(result):
     """A failed cell as (one sentence, lines): the first traceback, a line per rank, and what state they are in."""
     lines = []
-    if result.errors:
+    if result.dead:
+        message = f"{ranks_label(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
+    elif result.errors:
         first = result.first_error
         error = result.done[first]["error"]
         message = f"rank {first}: {error['name']}: {error['value']}"
         lines += [f"--- rank {first} failed first ---", *error["traceback"], ""]
-    elif result.dead:
-        message = f"{ranks_label(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
     elif result.interrupted:
         message = "interrupted: the ranks were freed"
     else:
         message = f"the cell did not end within {result.timed_out_s:g} s (%%ranks --timeout)"
-    if not result.errors:
+    if not lines:
         lines.append(message)
     lines += [f"  rank {rank}: {_state(result, rank)}" for rank in range(result.world_size)]
     lines.append(_outlook(result))
@@ -209,10 +212,12 @@ def _state(result, rank):
     error = result.done[rank]["error"]
     if error is None:
         return "done"
-    first = result.done[result.first_error]["error"]
-    if rank == result.first_error:
+    if result.dead and LOST_PEER.search(error["value"]):
+        return "lost its connection to a rank that died"
+    if not result.dead and rank == result.first_error:
         return f"{error['name']} (above)"
-    if (error["name"], error["value"]) == (first["name"], first["value"]):
+    first = result.done[result.first_error]["error"]
+    if not result.dead and (error["name"], error["value"]) == (first["name"], first["value"]):
         return "same error"
     return f"{error['name']}: {error['value'].splitlines()[0][:120] if error['value'] else ''}"
 
@@ -222,13 +227,15 @@ def _place(place):
         return "does not answer: it is held in code that keeps Python's lock"
     if place is None:
         return "between two steps"
-    doing = f"waiting in {place['call']}" if place["call"] else "working or waiting"
-    return f"{doing}, line {place['line']}: {place['source']}" if place["line"] else doing
+    doing = f"waiting in {place['call']}, " if place["call"] else ""
+    return f"{doing}line {place['line']}: {place['source']}" if place["line"] else doing or "running"
 
 
 def _outlook(result):
     if result.dead:
-        return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
+        return (
+            "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
+        )
     if result.restarted:
         held = f" ({ranks_label(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
         return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."

@@ -22,7 +22,8 @@ def run_folder(ranks):
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
         folder = _new_folder(
-            _outputs() / (ranks.lesson or "untitled"), f"{name}-rank{ranks.rank}" if ranks.rank else name
+            outputs_folder() / (ranks.lesson or "untitled"),
+            f"{name}-rank{ranks.rank}" if ranks.rank else name,
         )
         if ranks.rank == 0:
             _point_latest_to(folder)
@@ -46,7 +47,8 @@ def _point_latest_to(folder):
         link.replace(folder.parent / "latest")  # at once: a reader finds the old run or the new one
 
 
-def _outputs():
+def outputs_folder():
+    """Where all runs leave their folders, made if need be: see `run_folder`."""
     if named := os.environ.get("MANYHANDS_OUTPUTS"):
         folder = Path(named).expanduser()
         if not _writable(folder):

@@ -10,17 +10,16 @@ ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
 
 import atexit
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 from manyhands import engine
+from manyhands.cell import Cell
 from manyhands.cluster import Allocation, Processes, RanksError, engine_launcher
 from manyhands.control import ControlLines
 
 START_TIMEOUT_S = 90
-GRACE_S = 3.0  # what the other ranks get once one has failed
 _current = None  # one set of ranks per kernel: starting again replaces it
 
 
@@ -89,7 +88,7 @@ class Hands:
         self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
-        self.cell = 0
+        self._cell = 0
         self._idle = None
 
     # -------------------------------------------------------------- life
@@ -121,8 +120,12 @@ class Hands:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
-            took = "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
-            print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
+            took = (
+                "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
+            )
+            print(
+                f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all."
+            )
 
     def _wait_for_engines(self):
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -173,15 +176,16 @@ class Hands:
     def stop(self, why="the ranks were stopped"):
         """End all ranks, the controller and the watchdog; nothing is left behind."""
         self.why_stopped = why
+        client, control, processes = self.client, self.control, self.processes
+        self.client = self.control = self.processes = None
         if self._idle is not None:
             self._idle.cancel()
-        if self.control is not None:
-            self.control.close()
-        if self.client is not None:
-            self.client.close()
-        if self.processes is not None:
-            self.processes.stop()
-        self.client = self.control = self.processes = None
+        if control is not None:
+            control.close()
+        if client is not None:
+            client.close()
+        if processes is not None:
+            processes.stop()
         atexit.unregister(self.stop)
 
     def _touch(self):
@@ -214,127 +218,37 @@ class Hands:
         for view in self.views:
             view.push(values, block=True)
 
-    # -------------------------------------------------------------- cells
-
     def run(self, source, timeout_s, on_wait=None, on_output=None):
-        """Run `source` on every rank; returns a CellResult once all are done, freed or given up.
+        """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
 
         on_wait(elapsed_s) is called while it runs, on_output(rank, text) with what rank 0 prints meanwhile.
         """
         self._idle.cancel()
-        self.cell += 1
         self.control.on_output = on_output
-        pending = {
-            rank: view.apply_async(engine.run_cell, source, self.cell, on_output is not None and rank == 0)
-            for rank, view in enumerate(self.views)
-        }
-        result = CellResult(self.world_size)
-        began = time.monotonic()
-        deadline = began + timeout_s
-        while pending:
-            try:
-                time.sleep(0.01)
-                for rank in [r for r, answer in pending.items() if answer.ready()]:
-                    result.add(rank, pending.pop(rank))
-                    if result.errors:
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
-                for rank in [r for r in pending if r in self.control.dead]:
-                    result.dead.append(rank)
-                    del pending[rank]
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-                if pending and time.monotonic() > deadline:
-                    if not result.errors and not result.dead:
-                        result.timed_out_s = timeout_s
-                    self._free(pending, result)
-                    break
-                if on_wait is not None:
-                    on_wait(time.monotonic() - began)
-            except KeyboardInterrupt:
-                result.interrupted = True
-                self._free(pending, result)
-                break
-        self.control.on_output = None
-        self._recover(result)
-        if self.client is not None:
-            self._touch()
-        return result
+        cell = Cell(self)
+        try:
+            cell.run(source, timeout_s, on_wait)
+        finally:
+            if self.client is not None:
+                self.control.on_output = None
+                self._touch()
+        return cell
 
-    def _free(self, pending, result):
-        """Say where the silent ranks are, then wake them: out of gloo, out of Python, or by a restart."""
-        result.where = self.control.where(list(pending))
-        for do, patience_s in (("free", 1.5), ("interrupt", 2.0)):
-            self.control.tell(list(pending), do)
-            deadline = time.monotonic() + patience_s
-            while pending and time.monotonic() < deadline:
-                time.sleep(0.01)
-                for rank in [r for r, answer in pending.items() if answer.ready()]:
-                    result.freed[rank] = _get(pending.pop(rank))
-                for rank in [r for r in pending if r in self.control.dead]:
-                    result.dead.append(rank)
-                    del pending[rank]
-            if not pending:
-                return
-        result.stuck = sorted(pending)
+    def next_cell(self):
+        """A number for the next cell: ranks that join in it meet under that number."""
+        self._cell += 1
+        return self._cell
 
-    def _recover(self, result):
-        """Leave the ranks usable: join a fresh group, or start fresh ranks where one is dead or cannot be woken."""
-        if result.dead:
-            self.stop(f"rank {result.dead[0]} died")
-        elif result.stuck:
-            self.restart(quiet=True)
-            result.restarted = True
-        elif result.freed:
-            try:
-                result.rejoined = self._rejoin()
-            except Exception:  # whatever the ranks' state is: fresh ones have none
-                self.restart(quiet=True)
-                result.restarted = True
-
-    def _rejoin(self):
+    def rejoin(self):
+        """After a failure: a fresh process group of all ranks. False if none of them had joined one."""
         devices = [view.apply_async(engine.joined_device) for view in self.views]
         device = next(filter(None, [answer.get(timeout=10) for answer in devices]), None)
         if device is None:
             return False
-        self.cell += 1
-        for answer in [view.apply_async(engine.rejoin, self.cell, device) for view in self.views]:
+        number = self.next_cell()
+        for answer in [view.apply_async(engine.rejoin, number, device) for view in self.views]:
             answer.get(timeout=20)
         return True
-
-
-def _get(answer):
-    try:
-        return answer.get(timeout=5)
-    except Exception as error:  # what ipyparallel itself raises, for example for a value that cannot be pickled
-        return {"items": [], "error": {"name": type(error).__name__, "value": str(error), "traceback": [str(error)]}}
-
-
-class CellResult:
-    """What a cell did on each rank: `done` rank -> {"items", "error"}, and how it ended."""
-
-    def __init__(self, world_size):
-        self.world_size = world_size
-        self.done, self.where, self.freed = {}, {}, {}
-        self.errors, self.dead, self.stuck = [], [], []  # errors: ranks in the order in which they failed
-        self.timed_out_s, self.interrupted, self.rejoined, self.restarted = None, False, False, False
-
-    def add(self, rank, answer):
-        self.done[rank] = _get(answer)
-        if self.done[rank]["error"]:
-            self.errors.append(rank)
-
-    def items(self, rank):
-        return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
-
-    @property
-    def first_error(self):
-        """The rank whose error came first; of ranks with that same error the lowest, so that repeats agree."""
-        first = self.done[self.errors[0]]["error"]
-        same = [r for r in self.errors if self.done[r]["error"]["value"] == first["value"]]
-        return min(same)
-
-    @property
-    def failed(self):
-        return bool(self.errors or self.dead or self.stuck or self.where or self.interrupted)
 
 
 def _host_and_pid():
@@ -342,4 +256,3 @@ def _host_and_pid():
     import socket
 
     return socket.gethostname(), os.getpid()
-

@@ -47,6 +47,18 @@ def show(figure, name: str, alt: str) -> None:
     say(f"figure {path}: {alt}")
 
 
+def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
+    """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless").plot_size(width, height).title(title)
+    figure.draw(figure.signal(list(range(len(values))), list(values), marker="dot"))
+    lines = plotext.uncolorize(str(figure.build())).split("\n")
+    return "\n".join(line.rstrip() for line in lines).rstrip("\n")
+
+
 def _label():
     from manyhands.launch import joined
 

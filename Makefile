@@ -1,0 +1,69 @@
+# Many Hands. Two commands do everything on a fresh machine: `make lab` and `make test`.
+# Each target sets up what it needs. `make` alone lists them.
+#
+#   SITE_PYTHON=/path/python   build on a site's Python that has torch and MPI already, and install neither
+#   VENV=/path                 the environment (default .venv here)
+
+PYTHON ?= python3
+VENV ?= $(CURDIR)/.venv
+BIN = $(VENV)/bin
+RUN = PYTHONNOUSERSITE=1 $(BIN)/python
+SETUP = $(PYTHON) scripts/setup_environment.py
+LESSON ?=
+OPEN ?= yes
+SHELL = /bin/bash
+
+.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight test bench doctor environment
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+environment:
+	@$(SETUP) --venv "$(VENV)" $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
+
+lab: environment  ## JupyterLab on the first lesson (OPEN=no prints the address and opens no browser)
+	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.setup lab --open $(OPEN)
+
+kernel: $(if $(ENV),,environment)  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/path: of a shared environment)
+	@$(if $(ENV),"$(ENV)/bin/python",$(RUN)) -m manyhands.setup $(if $(ENV),,data) kernel --user
+
+shared:  ## PREFIX=/path: one environment, with data, for a whole class
+	@test -n "$(PREFIX)" || { echo "make shared PREFIX=/path/that/all/can/read"; exit 2; }
+	@$(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
+	@MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" "$(PREFIX)/bin/python" -m manyhands.setup data
+
+jobs: environment  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=...: write these into the job files
+	@$(RUN) -m manyhands.jobs stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \
+	  $(if $(QUEUE),--queue "$(QUEUE)") $(if $(RESERVATION),--reservation "$(RESERVATION)") \
+	  $(if $(WALLTIME),--walltime "$(WALLTIME)")
+
+sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
+	@$(RUN) -m manyhands.pairs sync $(LESSON)
+
+reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
+	@$(RUN) -m manyhands.pairs reset $(LESSON)
+
+copy: environment  ## TO=/path: the course for attendees, without the instructor's notes
+	@$(RUN) -m manyhands.pairs copy "$(TO)"
+
+notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
+	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.pairs notebooks $(LESSON)
+
+figures: environment  ## draw assets/*.svg again
+	@$(RUN) -m manyhands.figures
+
+preflight: environment  ## run everything before an event; report in outputs/preflight/report.html (ARGS="--lesson 03")
+	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) scripts/preflight.py $(ARGS)
+
+doctor: environment  ## what this machine has and lacks, each with its remedy (ARGS=--json)
+	@$(RUN) scripts/doctor.py $(ARGS)
+
+bench: environment  ## measure what the course promises about speed; table in outputs/bench
+	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.bench $(ARGS)
+
+test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
+	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m pytest $(ARGS)

@@ -1,0 +1,16 @@
+#!/usr/bin/env python3
+"""Look at this machine before the course does: what is OK, what is missing, and what to do about it.
+
+    python scripts/doctor.py           # or `make doctor`
+    python scripts/doctor.py --json    # the same for programs
+
+You see a line for each check (Python, torch, MPI, JupyterLab, ports, memory, limits, GPUs, scheduler, data ...) with
+OK, warning or ERROR and the remedy. It changes nothing. Exit status: 0 without errors, 1 with.
+"""
+
+import sys
+
+from manyhands.doctor import main
+
+if __name__ == "__main__":
+    sys.exit(main())

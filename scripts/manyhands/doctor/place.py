@@ -1,0 +1,66 @@
+"""Checks of the place: scheduler, login node, the course's folder, its data."""
+
+import os
+import shutil
+from pathlib import Path
+
+from manyhands.doctor.finding import error, ok, warning
+from manyhands.doctor.software import COURSE
+from manyhands.login import login_node
+
+JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS"}
+SUBMIT = {"sbatch": "Slurm", "qsub": "PBS"}
+
+
+def scheduler(environ=os.environ, which=shutil.which):
+    for variable, name in JOBS.items():
+        if variable in environ:
+            return ok("scheduler", f"inside {name} job {environ[variable]}")
+    found = [f"{name} ({path})" for program, name in SUBMIT.items() if (path := which(program))]
+    return ok(
+        "scheduler",
+        f"{', '.join(found)}, no job" if found else "none: bash jobs/ddp_shakespeare.pbs runs here",
+    )
+
+
+def login(reason=...):
+    reason = login_node() if reason is ... else reason
+    if reason:
+        return warning(
+            "login node", f"yes ({reason}): use 2 ranks; make test and make preflight refuse",
+            "work in an interactive job or in the hub; MANYHANDS_LOGIN_NODE=0 if this is no login node",
+        )  # fmt: skip
+    return ok("login node", "no")
+
+
+def outputs(environ=os.environ, course=COURSE):
+    """Where runs write. A read-only course is fine: its outputs go to the user's own place."""
+    folder = Path(environ.get("MANYHANDS_OUTPUTS") or Path(course) / "outputs").expanduser()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK):
+        return ok("outputs", str(folder))
+    if environ.get("MANYHANDS_OUTPUTS"):
+        return error(
+            "outputs", f"MANYHANDS_OUTPUTS={folder} cannot be written", "name another folder, or unset it"
+        )
+    return ok("outputs", f"{course} cannot be written: outputs go to ~/.local/share/manyhands/outputs")
+
+
+def data(environ=os.environ):
+    """Is Shakespeare there? Without it every run falls back to another text, and shows other numbers. Downloads nothing."""
+    from manyhands import shakespeare
+
+    get_it = (
+        "python scripts/prepare_data.py where there is a network, or MANYHANDS_SHAKESPEARE=/path/to/the/file"
+    )
+    try:
+        if environ.get("MANYHANDS_SHAKESPEARE"):
+            content, _ = shakespeare.find()
+            where = environ["MANYHANDS_SHAKESPEARE"]
+        else:
+            where, content = shakespeare.from_cache() or (None, None)
+    except shakespeare.DataError as problem:
+        return error("data", str(problem), get_it)
+    if content is None:
+        return warning("data", "Shakespeare is not here; without it lessons train on another text", get_it)
+    return ok("data", f"Shakespeare, {len(content):,} bytes, checked ({where})")

@@ -1,0 +1,71 @@
+"""Plots of a sweep over message sizes: time, what a formula says, and what is left over.
+
+Series have shades and markers, not the ranks' colours: a curve here is a library or an algorithm.
+"""
+
+from . import INK, QUIET
+
+STYLES = (
+    {"color": INK, "marker": "o", "ls": "-"},
+    {"color": "#8a8a8a", "marker": "s", "ls": "-"},
+    {"color": "#7f1d1d", "marker": "^", "ls": "-"},
+    {"color": "#4c1d95", "marker": "D", "ls": "-"},
+)
+
+
+def against_size(sizes_b, measured, predicted, title, unit="measured"):
+    """Seconds against bytes per message, and below them measured / predicted.
+
+    measured and predicted: {series: seconds for each size}; a series without a prediction has no curve below, and one
+    without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured", "virtual").
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5.4), layout="constrained")
+    times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    names = list(dict.fromkeys([*measured, *predicted]))
+    for name, style in zip(names, STYLES, strict=False):
+        if name in predicted:
+            label = None if name in measured else name
+            line = {**style, "marker": "", "ls": ":" if name in measured else "--", "lw": 1.6}
+            times.loglog(sizes_b, [1e3 * s for s in predicted[name]], label=label, **line)
+        if name in measured:
+            loose = {**style, "ls": "none"} if name in predicted else style
+            times.loglog(sizes_b, [1e3 * s for s in measured[name]], label=name, ms=5, **loose)
+        if name in measured and name in predicted:
+            ratio = [m / p if p else 1 for m, p in zip(measured[name], predicted[name], strict=True)]
+            ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **style)
+    times.set(ylabel=f"{unit} time, ms", title=title)
+    if any(name in measured for name in predicted):
+        times.plot([], [], color=QUIET, ls=":", label="the formula")
+    times.legend(frameon=False)
+    ratios.axhline(1, color=QUIET, lw=1)
+    ratios.set(xlabel="bytes", ylabel=f"{unit} /\nformula", ylim=(0, None))
+    _bytes_axis(ratios)
+    return figure
+
+
+def bandwidths(sizes_b, measured, factor, title):
+    """Two panels: algorithm bandwidth (bytes / seconds), and bus bandwidth (that times `factor`), in MB/s."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    names = ("algorithm bandwidth: bytes / time", f"bus bandwidth: × {factor:g}")
+    for axes, name, times in zip(panels, names, (1, factor), strict=True):
+        for (series, seconds), style in zip(measured.items(), STYLES, strict=False):
+            rate = [times * b / s / 1e6 if s else 0 for b, s in zip(sizes_b, seconds, strict=True)]
+            axes.semilogx(sizes_b, rate, ms=5, label=series, **style)
+        axes.set(xlabel="bytes", title=name)
+        _bytes_axis(axes)
+    panels[0].set(ylabel="MB/s", ylim=(0, None))
+    panels[0].legend(frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def _bytes_axis(axes):
+    ticks = {2**6: "64", 2**10: "1 Ki", 2**14: "16 Ki", 2**18: "256 Ki", 2**22: "4 Mi", 2**26: "64 Mi"}
+    low, high = axes.get_xlim()
+    axes.set_xticks([b for b in ticks if low <= b <= high], [ticks[b] for b in ticks if low <= b <= high])
+    axes.minorticks_off()

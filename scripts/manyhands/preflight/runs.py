@@ -1,0 +1,232 @@
+"""One run of a lesson: its command, its environment, its folder, and what came of it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhands.cluster import LOOPBACK_MPI, find_mpiexec
+from manyhands.preflight.errors import (
+    FirstError,
+    first_error_in_log,
+    first_error_in_notebook,
+    running_cell,
+    where_ranks_were,
+)
+from manyhands.preflight.supervise import Ended, supervise
+
+KERNEL = "manyhands"
+NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
+# what a launcher around preflight has set would be taken for the run's own
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC",
+    "PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_COMM_", "PALS_RANK", "PALS_LOCAL", "MANYHANDS_RANK", "MANYHANDS_NOTEBOOK",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)  # two runs are never the same one
+class Run:
+    """A lesson run one way: "notebook" (papermill), "torchrun" or "mpiexec", on n_ranks (None: the notebook's own)."""
+
+    lesson: object
+    way: str
+    n_ranks: int | None
+    folder: Path  # of this run alone
+    parameters: dict = field(default_factory=dict)
+    device: str | None = None
+
+    @property
+    def title(self):
+        return self.way + (f" on {self.n_ranks} ranks" if self.n_ranks else "")
+
+    @property
+    def log(self):
+        return self.folder / "log.txt"
+
+    @property
+    def executed(self):
+        """The executed notebook."""
+        return self.folder / f"{self.lesson.name}.ipynb"
+
+    @property
+    def page(self):
+        """The executed notebook as a web page."""
+        return self.executed.with_suffix(".html")
+
+    @property
+    def source(self):
+        return self.lesson.notebook if self.way == "notebook" else self.lesson.script
+
+    def missing(self):
+        """Why this run cannot even start: a sentence, or ""."""
+        if not self.source.exists():
+            return (
+                f"{self.source.relative_to(self.lesson.root)} is missing; `make sync` writes it from its pair"
+            )
+        if self.way == "mpiexec" and mpi_launcher(1) is None:
+            return "no mpiexec here: `pip install mpich`, or load the site's MPI module"
+        return ""
+
+    def command(self):
+        if self.way == "notebook":
+            values = {**self.parameters, **({"n_ranks": self.n_ranks} if self.n_ranks else {})}
+            return [
+                sys.executable, "-m", "papermill", str(self.lesson.notebook), str(self.executed), "-k", KERNEL,
+                "--cwd", str(self.lesson.notebook.parent), "--no-progress-bar", "-y", json.dumps(values),
+            ]  # fmt: skip
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters.items()]
+        script = [str(self.lesson.script), *flags]
+        if self.way == "torchrun":
+            return [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.n_ranks),
+                "--redirects", "3", "--log-dir", str(self.folder / "ranks"), *script,
+            ]  # fmt: skip
+        return [*mpi_launcher(self.n_ranks, self.folder / "ranks"), sys.executable, *script]
+
+    def environ(self, base=None):
+        base = os.environ if base is None else base
+        environ = {name: value for name, value in base.items() if not name.startswith(LAUNCHER_VARIABLES)}
+        environ |= {
+            "MANYHANDS_OUTPUTS": str(self.folder / "outputs"),
+            "MANYHANDS_LIVE": "0",  # papermill keeps what was shown in between, too
+            "MPLBACKEND": "agg",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.device == "cpu":
+            environ["CUDA_VISIBLE_DEVICES"] = ""  # join() takes the GPUs that it sees
+        if self.way == "notebook":
+            environ["JUPYTER_PATH"] = os.pathsep.join(
+                filter(None, [str(self.folder / "jupyter"), base.get("JUPYTER_PATH")])
+            )
+        if self.way == "mpiexec":
+            environ = {**LOOPBACK_MPI, "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
+        return environ
+
+    def carry_out(self, timeout_s, **limits):
+        """Run it to its end or its time-out: an Outcome."""
+        if why := self.missing():
+            return Outcome(self, Ended(None, 0.0, 0), FirstError(why))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        (self.folder / "ranks").mkdir()
+        if self.way == "notebook":
+            write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
+        ended = supervise(
+            self.command(), log=self.log, timeout_s=timeout_s, environ=self.environ(),
+            cwd=self.lesson.root, program=str(self.source), **limits,
+        )  # fmt: skip
+        append_rank_output(self.folder / "ranks", self.log)
+        if self.executed.exists():
+            write_page(self.executed, self.page)
+        metrics = find_metrics(self.folder / "outputs")
+        return Outcome(self, ended, self._error(ended, timeout_s, metrics), metrics)
+
+    def _error(self, ended, timeout_s, metrics):
+        """The FirstError of a run that is not well, else None."""
+        if ended.error:
+            return FirstError(ended.error)
+        text = self.log.read_text(errors="replace")
+        in_notebook = first_error_in_notebook(self.executed) if self.way == "notebook" else None
+        if ended.timed_out:
+            where = running_cell(self.executed) if self.way == "notebook" else where_ranks_were(text)
+            says = f"did not end within {timeout_s:g} s and was stopped" + (f": {where}" if where else "")
+            return FirstError(says, None, in_notebook.detail if in_notebook else text[-4000:])
+        if in_notebook or ended.status != 0:
+            return in_notebook or first_error_in_log(text, ended.status)
+        if ended.left_behind:
+            return FirstError("left processes behind, killed now: " + "; ".join(ended.left_behind))
+        if metrics is None:
+            return FirstError("wrote no metrics.json, so there is nothing to compare")
+        if self.device not in (None, metrics.get("device")):
+            return FirstError(
+                f"ran on {metrics.get('device')} although {self.device} was asked for: too few of them?"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    run: Run
+    ended: Ended
+    error: FirstError | None
+    metrics: dict | None = None
+
+    @property
+    def ok(self):
+        return self.error is None
+
+    @property
+    def slow(self):
+        """Slower or larger than a lesson aims at: a sentence, or ""."""
+        if self.run.way != "notebook" or not self.ok:
+            return ""
+        return self.run.lesson.beyond_aims(self.ended.seconds, self.ended.peak_bytes)
+
+
+def write_kernelspec(folder):
+    """The kernel `manyhands`, run by this Python, in a place of the run's own: no `make kernel` is needed."""
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Many Hands", "language": "python"}
+    (folder / "kernel.json").write_text(json.dumps(spec))
+
+
+def write_page(notebook, page):
+    """The notebook as HTML; a notebook that cannot be shown is no reason to lose its result."""
+    from nbconvert import HTMLExporter
+
+    with suppress(Exception):
+        body, _ = HTMLExporter(embed_images=True).from_filename(str(notebook))
+        page.write_text(body, encoding="utf-8")
+
+
+def find_metrics(outputs):
+    """The metrics.json that a run left below `outputs`, as a dict, or None. (`latest` is a link to its folder.)"""
+    for path in sorted(outputs.glob("*/*/metrics.json")):
+        if not path.parent.is_symlink():
+            return {**json.loads(path.read_text()), "path": str(path)}
+    return None
+
+
+def append_rank_output(folder, log):
+    """Append what each rank wrote to the run's log, "[1] " before each line: the rank that was silent first, first.
+
+    torchrun leaves `<folder>/<id>/attempt_0/<rank>/stdout.log`, mpiexec by our template `<folder>/<rank>.stdout.log`.
+    """
+    files = {}
+    for path in sorted([*folder.glob("*/attempt_*/*/std*.log"), *folder.glob("*.std*.log")], reverse=True):
+        rank = path.name.split(".")[0] if path.parent == folder else path.parent.name
+        files.setdefault(int(rank), []).append(path)  # stdout first: the error is at the end
+    with open(log, "a", encoding="utf-8") as whole:
+        for rank, paths in sorted(
+            files.items(), key=lambda item: (max(p.stat().st_mtime for p in item[1]), item[0])
+        ):
+            for path in paths:
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+                whole.writelines(f"[{rank}] {line}\n" for line in lines)
+
+
+def mpi_launcher(n_ranks, folder=None, environ=os.environ):
+    """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
+
+    None where there is no MPI.
+    """
+    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
+        out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
+        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=1", f"--ntasks={n_ranks}", *out]
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        return None
+    version = subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
+    flags = []
+    if "HYDRA" in version and folder:  # its -prepend-rank labels pieces of lines
+        flags = ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
+    elif "Open MPI" in version or "OpenRTE" in version:
+        flags = ["--tag-output"]
+    return [*mpiexec, *flags, "-n", str(n_ranks)]

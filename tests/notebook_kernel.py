@@ -1,0 +1,115 @@
+"""A Jupyter kernel that a test drives cell by cell, in a small course of its own."""
+
+import inspect
+import os
+import queue
+import re
+import time
+
+import psutil
+from jupyter_client.manager import start_new_kernel
+from manyhands.watchdog import marked
+
+START = """
+import sys; sys.path.insert(0, {scripts!r})
+from manyhands.ranks import start_ranks
+n_ranks, length = {n_ranks}, {length}
+hands = start_ranks("90_tiny", globals())
+"""
+TINY = """
+# %% tags=["parameters"]
+n_ranks = 4        # processes; in a script the launcher decides
+length = 3         # numbers per rank, >= 1
+"""
+JOIN = """%%ranks
+import torch, os, time, signal
+import torch.distributed as dist
+from manyhands import join, leave, mpi_world, say, show
+ranks = join(globals(), quiet=True)
+rank = ranks.rank
+"""
+
+
+class Output:
+    """What a cell put out: `text` (streams and text/plain), `html`, `pictures`, `error` (name, value, lines)."""
+
+    def __init__(self):
+        self.text, self.html, self.pictures, self.error = "", "", [], None
+
+    def add(self, message):
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            self.text += content["text"]
+        elif kind in ("display_data", "execute_result"):
+            self.text += content["data"].get("text/plain", "") + "\n"
+            self.html += content["data"].get("text/html", "")
+            self.pictures += [content["data"]["image/png"]] if "image/png" in content["data"] else []
+        elif kind == "clear_output":
+            self.text = self.html = ""
+        elif kind == "error":
+            lines = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(content["traceback"]))
+            self.error = (content["ename"], content["evalue"], lines)
+
+
+class Kernel:
+    """`with Kernel(folder) as kernel: kernel.start(4); kernel.run("%%ranks\\nprint(1)").text`."""
+
+    def __init__(self, folder, root, environ=None):
+        (folder / "scripts").mkdir(parents=True, exist_ok=True)
+        (folder / "notebooks").mkdir(exist_ok=True)
+        (folder / "scripts" / "90_tiny.py").write_text(TINY)
+        self.folder, self.root = folder, root
+        self.environ = {**os.environ, "MANYHANDS_LIVE": "0", **(environ or {})}
+
+    def __enter__(self):
+        self.manager, self.client = start_new_kernel(
+            kernel_name="manyhands", env=self.environ, cwd=str(self.folder / "notebooks")
+        )
+        self.pid = self.manager.provisioner.pid
+        return self
+
+    def __exit__(self, *error):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+    def start(self, n_ranks=4, length=3):
+        return self.run(START.format(scripts=str(self.root / "scripts"), n_ranks=n_ranks, length=length))
+
+    def send(self, source):
+        return self.client.execute(inspect.cleandoc(source))
+
+    def collect(self, question, timeout_s=120):
+        output, deadline = Output(), time.monotonic() + timeout_s
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"the cell did not end within {timeout_s} s") from None
+            if message["parent_header"].get("msg_id") != question:
+                continue
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                return output
+            output.add(message)
+
+    def run(self, source, timeout_s=120):
+        return self.collect(self.send(source), timeout_s)
+
+    def mark(self):
+        return self.run("print(hands.processes.mark)").text.strip()
+
+
+def left_behind(mark, patience_s):
+    """Processes that still carry the mark after `patience_s` seconds (at once, when there are none)."""
+    deadline = time.monotonic() + patience_s
+    while (processes := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return processes
+
+
+def listening_addresses(mark):
+    """Addresses on which processes that carry the mark listen, but for mpiexec's own, which its children inherit."""
+    found, mpiexec = set(), set()
+    for process in marked(mark):
+        listening = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        (mpiexec if process.name() in ("mpiexec", "hydra_pmi_proxy") else found).update(listening)
+    return {address.ip for address in found - mpiexec}

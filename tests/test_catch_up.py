@@ -1,0 +1,53 @@
+"""A section gets the definitions it needs from the lesson's own cells, and keeps what is there already."""
+
+from types import SimpleNamespace
+
+import pytest
+from manyhands import catch_up as module
+from manyhands.catch_up import catch_up, taken_from
+
+LESSON = '''
+import math
+
+# %%
+def answer(x):
+    """The stub of an exercise."""
+    raise NotImplementedError
+
+# %%
+def answer(x):
+    return scale * math.floor(x)
+
+class Box:
+    size = 3
+
+raise SystemExit("the lesson itself was run")
+'''
+
+
+@pytest.fixture
+def lesson(tmp_path, monkeypatch):
+    (tmp_path / "99_try.py").write_text(LESSON)
+    monkeypatch.setattr(module, "SCRIPTS", tmp_path)
+    return {"ranks": SimpleNamespace(lesson="99_try"), "math": __import__("math"), "scale": 2}
+
+
+def test_missing_definitions_come_from_the_lessons_cells_and_the_solution_wins(lesson):
+    catch_up(lesson, "answer", "Box")
+    assert lesson["answer"](1.5) == 2
+    assert lesson["Box"].size == 3
+
+
+def test_what_is_defined_already_stays(lesson):
+    mine = lesson["answer"] = object()
+    catch_up(lesson, "answer")
+    assert lesson["answer"] is mine
+
+
+def test_a_name_that_the_lesson_does_not_define_is_refused_with_those_it_does(lesson):
+    with pytest.raises(NameError, match=r"99_try.py defines no 'ring'; it defines Box, answer"):
+        catch_up(lesson, "ring")
+
+
+def test_a_test_takes_definitions_with_the_lessons_imports_and_its_own_globals(lesson):
+    assert taken_from("99_try", "answer", scale=10).answer(2.5) == 20

@@ -1,0 +1,89 @@
+"""environment.yml, requirements.txt and pyproject.toml say one and the same."""
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader for pyproject.toml")
+
+
+@pytest.fixture(scope="module")
+def pins(root):
+    """The lines of requirements.txt as Requirements, in order."""
+    lines = [line.split("#")[0].strip() for line in (root / "requirements.txt").read_text().splitlines()]
+    return [Requirement(line) for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def project(root):
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def environment(root):
+    return yaml.safe_load((root / "environment.yml").read_text())
+
+
+def asked_for(project):
+    extras = [line for group in project["optional-dependencies"].values() for line in group]
+    return [Requirement(line) for line in project["dependencies"] + extras]
+
+
+def test_every_line_is_one_exact_version_and_nothing_is_named_twice(pins):
+    assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins)
+    names = [canonicalize_name(pin.name) for pin in pins]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_torch_comes_first_and_names_no_build(pins):
+    assert str(pins[0]) == "torch==2.13.0"  # +cpu would refuse every GPU
+
+
+def test_everything_that_pyproject_asks_for_is_pinned_within_its_range(pins, project):
+    versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+    for wanted in asked_for(project):
+        assert versions[canonicalize_name(wanted.name)] in wanted.specifier, str(wanted)
+
+
+def test_the_pins_are_closed_whatever_they_ask_for_is_pinned_too(pins):
+    names = {canonicalize_name(pin.name) for pin in pins}
+    for pin in pins:
+        for line in importlib.metadata.requires(pin.name) or []:
+            wanted = Requirement(line)
+            gpu = wanted.name.startswith(
+                ("nvidia-", "cuda-", "triton")
+            )  # torch's GPU build pins these itself
+            if not gpu and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
+                assert canonicalize_name(wanted.name) in names, f"{pin.name} asks for {wanted}"
+
+
+def test_what_is_installed_here_is_what_is_pinned(pins):
+    for pin in pins:
+        here = importlib.metadata.distribution(pin.name)
+        if Path(here.locate_file("")).is_relative_to(sys.prefix):  # a site's own packages are exempt
+            version = here.version.split("+")[0]
+            assert version in pin.specifier, f"{pin.name} {version} is installed, {pin} is pinned"
+
+
+def test_conda_gives_python_and_pip_and_no_mpi(environment):
+    packages = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    assert [re.split("[=<>]", package)[0] for package in packages] == ["python", "pip"]
+
+
+def test_pip_installs_the_pins_and_the_course_itself(environment):
+    (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
+    assert by_pip == ["-r requirements.txt", "-e ."]
+
+
+def test_condas_python_is_one_that_the_project_and_every_pin_accept(environment, pins, project):
+    python = next(e.split("=")[1] for e in environment["dependencies"] if str(e).startswith("python="))
+    newest = f"{python}.99"  # conda takes the newest patch release
+    ranges = [project["requires-python"]]
+    ranges += [importlib.metadata.metadata(pin.name).get("Requires-Python") or "" for pin in pins]
+    assert all(newest in Requirement(f"python{range_}").specifier for range_ in ranges)

@@ -1,0 +1,328 @@
+"""Preflight on a small course: what is well is told from what fails, hangs or differs, and nothing stays behind."""
+
+import json
+import re
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+import fake_course
+import psutil
+import pytest
+from manyhands import preflight
+from manyhands.lessons import SHORT, Lesson, find_lessons
+from manyhands.parameters import read
+from manyhands.preflight import errors, plan, runs, supervise
+
+TIMEOUT_S = 20
+
+
+@pytest.fixture(scope="module")
+def flown(tmp_path_factory):
+    """(the course, exit status, outcomes by (lesson, way), results by lesson, seconds) of one preflight of all lessons."""
+    root = tmp_path_factory.mktemp("course")
+    fake_course.write_course(root)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "free_cores", lambda: 24)  # all at once: what hangs is waited for once
+        patch.setattr(plan, "available_memory_bytes", lambda: 2**40)
+        patch.setenv("MANYHANDS_LOGIN_NODE", "0")
+        write = preflight._write
+        patch.setattr(
+            preflight,
+            "_write",
+            lambda output, results, *rest: (found.extend(results), write(output, results, *rest))[1],
+        )
+        started = time.monotonic()
+        status = preflight.main(["--ranks", "2", "--timeout", str(TIMEOUT_S)], root)
+        seconds = time.monotonic() - started
+    outcomes = {(r.lesson.name, o.run.way): o for r in found for o in r.outcomes}
+    return root, status, outcomes, {r.lesson.name: r for r in found}, seconds
+
+
+@pytest.fixture(scope="module")
+def report(flown):
+    return (flown[0] / "outputs" / "preflight" / "report.html").read_text()
+
+
+WAYS = ("notebook", "torchrun", "mpiexec")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_good_lesson_is_ready_with_its_time_and_memory(flown, way):
+    outcome = flown[2]["01_good", way]
+    assert outcome.ok, outcome.error
+    assert 0 < outcome.ended.seconds < TIMEOUT_S
+    assert 2**20 < outcome.ended.peak_bytes < 2**31
+
+
+@pytest.mark.parametrize("way", ("torchrun", "mpiexec"))
+def test_the_first_error_is_rank_1s_although_rank_0_lost_its_connection(flown, way):
+    error = flown[2]["02_raises", way].error
+    assert (error.rank, error.says.split(" (")[0]) == (1, "ValueError: rank 1 has 3 numbers, the others 4")
+    assert "02_raises.py, line" in error.says
+    assert error.detail.startswith("Traceback")
+
+
+def test_a_notebooks_error_is_named_with_its_cell(flown):
+    assert (
+        str(flown[2]["02_raises", "notebook"].error)
+        == "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)"
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lesson_that_hangs_is_ended_at_its_time_out_and_says_where_it_was(flown, way):
+    outcome = flown[2]["03_hangs", way]
+    assert outcome.ended.timed_out
+    assert TIMEOUT_S <= outcome.ended.seconds < TIMEOUT_S + 3
+    where = "in cell 3" if way == "notebook" else "rank 1 in wait_for_a_message, line"
+    assert f"did not end within {TIMEOUT_S} s" in outcome.error.says and where in outcome.error.says
+
+
+def test_nothing_of_the_hung_lessons_is_left_not_even_what_detached_itself(flown):
+    root = flown[0]
+    left = []
+    for process in psutil.process_iter():
+        try:
+            left += [process] if str(root) in process.environ().get("MANYHANDS_OUTPUTS", "") else []
+        except psutil.Error:
+            continue
+    assert left == []
+
+
+def test_the_others_go_on_and_the_exit_status_says_that_not_all_is_well(flown):
+    _, status, outcomes, _, _ = flown
+    assert status == 1 and len(outcomes) == 12
+    assert {name for (name, _), outcome in outcomes.items() if not outcome.ok} == {"02_raises", "03_hangs"}
+
+
+def test_a_lesson_whose_metrics_differ_between_launchers_is_named_with_the_numbers(flown):
+    results = flown[3]
+    assert results["04_differs"].differences == [
+        "mpiexec on 2 ranks against notebook on 2 ranks: exact answer: 42 and 43"
+    ]
+    assert results["01_good"].differences == [] and results["01_good"].compared == 3
+
+
+def test_the_report_is_one_page_that_loads_nothing_and_links_to_the_executed_notebooks(flown, report):
+    assert not re.search(r"<(script|link|img)|https?://|@import|url\(", report)
+    links = re.findall(r'href="([^"]+)"', report)
+    folder = flown[0] / "outputs" / "preflight"
+    assert "runs/01_good/notebook-2/01_good.ipynb" in links
+    assert all((folder / link).is_file() for link in links)
+
+
+def test_the_report_says_what_broke_first_and_where_it_ran(report):
+    assert "Not ready: 6 of 12 runs failed, 1 lesson with metrics that differ" in report
+    assert re.search(r"rank 1</span> ValueError: rank 1 has 3 numbers, the others 4", report)
+    for fact in (
+        "shakespeare",
+        f"torch {runs.sys.modules['torch'].__version__}",
+        "Hydra",
+        "prefers-color-scheme: dark",
+    ):
+        assert fact in report
+
+
+def test_junit_counts_each_run_and_each_comparison(flown):
+    suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("14", "7")
+    failed = {
+        (case.get("classname"), case.get("name"))
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None
+    }
+    assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
+
+
+def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    fake_course.write_lesson(tmp_path, "01_good", "write_metrics(42, 4.174, 'offline')\n")
+    output = tmp_path / "elsewhere"
+    assert preflight.main(["--lesson", "1", "--notebooks", "--output", str(output)], tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "warning: The offline corpus" in printed and "Ready, with 1 warning" in printed
+    assert "[ 1/1] 01_good notebook: ok" in printed  # plain lines where there is no terminal
+    assert "The offline corpus" in (output / "report.html").read_text()
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_a_login_node_is_refused_with_the_cure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "1")
+    assert preflight.main([], tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "login node" in said and "compute node" in said and "MANYHANDS_LOGIN_NODE=0" in said
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_unknown_lesson_is_refused_with_those_that_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    assert preflight.main(["--lesson", "7"], tmp_path) == 2
+    assert "there is no lesson '7'; the lessons are: 01_good" in capsys.readouterr().err
+
+
+def test_a_folder_that_no_preflight_made_is_not_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "thesis.txt").write_text("years of work")
+    assert preflight.main(["--output", str(tmp_path)], tmp_path) == 2
+    assert (tmp_path / "runs" / "thesis.txt").exists()
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def test_notebooks_come_first_then_scripts_under_both_launchers_with_2_and_4_ranks(tmp_path):
+    for name in ("01_good", "02_also"):
+        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
+    planned = [(run.lesson.number, run.title) for run in plan.plan(find_lessons(tmp_path), tmp_path)]
+    scripts = ["torchrun on 2 ranks", "mpiexec on 2 ranks", "torchrun on 4 ranks", "mpiexec on 4 ranks"]
+    assert planned == [("01", "notebook"), ("02", "notebook")] + [
+        (n, way) for n in ("01", "02") for way in scripts
+    ]
+
+
+def test_ranks_short_and_device_reach_notebooks_and_scripts(tmp_path, monkeypatch):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    monkeypatch.setitem(SHORT, "01_good", {"length": 2})
+    notebook, torchrun, mpiexec = plan.plan(
+        find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True
+    )
+    assert json.loads(notebook.command()[-1]) == {"length": 2, "n_ranks": 8}
+    assert torchrun.command()[-1] == "--length=2" and "8" in torchrun.command()
+    assert mpiexec.environ({})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_short_parameter_that_the_lesson_does_not_have_is_refused(tmp_path, monkeypatch):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    monkeypatch.setitem(SHORT, "01_good", {"lenght": 2})
+    with pytest.raises(ValueError, match="lenght, which 01_good does not have"):
+        plan.plan(find_lessons(tmp_path), tmp_path, short=True)
+
+
+def test_the_short_parameters_of_this_course_exist_in_its_lessons():
+    for lesson in find_lessons():
+        assert lesson.short.keys() <= {parameter.name for parameter in read(lesson.script)}, lesson.name
+
+
+@pytest.mark.parametrize("cores, gib, together", [(2, 24, 1), (8, 24, 2), (8, 5, 1), (64, 24, 4)])
+def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores, gib, together):
+    lessons = [Lesson(f"0{n}_x", tmp_path) for n in range(4)]
+    running = []
+    for lesson in lessons:
+        run = runs.Run(lesson, "notebook", None, tmp_path)
+        if plan.at_once(run, running, cores, gib * 2**30):
+            running.append(run)
+    assert len(running) == together
+
+
+def test_a_run_that_ignored_the_device_asked_for_is_an_error(tmp_path):
+    run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path, device="cuda")
+    run.log.write_text("")
+    error = run._error(supervise.Ended(0, 1.0, 0), 60, {"device": "cpu"})
+    assert error.says.startswith("ran on cpu although cuda was asked for")
+
+
+def test_a_missing_half_of_a_pair_is_an_error_that_names_the_cure(tmp_path):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    (tmp_path / "notebooks" / "01_good.ipynb").unlink()
+    (lesson,) = find_lessons(tmp_path)
+    outcome = runs.Run(lesson, "notebook", None, tmp_path / "run").carry_out(10)
+    assert outcome.error.says == "notebooks/01_good.ipynb is missing; `make sync` writes it from its pair"
+
+
+def test_the_variables_of_a_launcher_around_preflight_do_not_reach_its_runs(tmp_path):
+    run = runs.Run(Lesson("01_good", tmp_path), "mpiexec", 2, tmp_path)
+    environ = run.environ({"PMI_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "HOME": "/h"})
+    assert (
+        environ.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set()
+        and environ["HOME"] == "/h"
+    )
+
+
+# ------------------------------------------------------------------ processes and errors
+
+
+def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
+    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True).pid)"
+    ended = supervise.supervise(
+        [sys.executable, "-c", code], log=tmp_path / "log", timeout_s=30, linger_s=0.3
+    )
+    pid = int((tmp_path / "log").read_text())
+    assert (
+        ended.status == 0 and len(ended.left_behind) == 1 and f"pid {pid} (python -c" in ended.left_behind[0]
+    )
+    assert not psutil.pid_exists(pid)
+
+
+def test_memory_counts_all_processes_of_a_run(tmp_path):
+    code = "import subprocess, sys; x = bytearray(60 << 20); subprocess.run([sys.executable, '-c', 'import time; y = bytearray(60 << 20); time.sleep(1.5)'])"
+    ended = supervise.supervise([sys.executable, "-c", code], log=tmp_path / "log", timeout_s=30)
+    assert 120 < ended.peak_bytes / 2**20 < 160
+
+
+def test_a_command_that_does_not_exist_is_an_error_not_a_crash(tmp_path):
+    ended = supervise.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
+    assert ended.status is None and "no-such-program did not start" in ended.error
+
+
+@pytest.mark.parametrize(
+    "line, rank, rest",
+    [
+        ("[1] Traceback", 1, "Traceback"),
+        ("[2] [rank2]: Traceback", 2, "Traceback"),
+        ("[rank  3] hello", 3, "hello"),
+        ("[1,0]<stderr>:Traceback", 0, "Traceback"),
+        ("[1, 2, 3]", None, "[1, 2, 3]"),
+        ("no label", None, "no label"),
+    ],
+)
+def test_labels_of_all_launchers_are_read(line, rank, rest):
+    assert errors.split_label(line) == (rank, rest)
+
+
+def test_a_refusal_without_a_traceback_is_the_last_line_that_is_not_the_launchers():
+    log = (
+        "[0] 02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1\n"
+        "E1121 06:09:12.052000 14400 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2)\n"
+        "============================================================\n"
+    )
+    error = errors.first_error_in_log(log, 2)
+    assert (error.rank, error.says) == (
+        0,
+        "02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1",
+    )
+    assert errors.first_error_in_log("", 9).says == "ended with status 9 and printed nothing"
+
+
+def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
+    output = {
+        "output_type": "error",
+        "ename": "CellFailed",
+        "evalue": "rank 2: ValueError: 3 is odd",
+        "traceback": [],
+    }
+    cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
+    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
+    assert (
+        str(errors.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
+    )
+
+
+def test_where_ranks_were_names_the_collective_and_the_lessons_line():
+    log = """\
+[0] Fatal Python error: Aborted
+[0] Thread 0x01 (most recent call first):
+[0]   File "/lib/threading.py", line 9 in wait
+[0] Current thread 0x00 (most recent call first):
+[0]   File "/lib/torch/distributed/distributed_c10d.py", line 3007 in all_reduce
+[0]   File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
+[0]   File "/course/scripts/02_collectives.py", line 41 in <module>
+[1] Current thread 0x00 (most recent call first):
+[1]   File "/course/scripts/02_collectives.py", line 39 in my_turn
+"""
+    assert errors.where_ranks_were(log) == "rank 0 in all_reduce, line 41; rank 1 in my_turn, line 39"

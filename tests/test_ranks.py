@@ -1,0 +1,176 @@
+"""The ranks of a notebook: their output, their failures, and what is left of them afterwards."""
+
+import os
+import signal
+import time
+
+import pytest
+from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory, root):
+    """A kernel with four joined ranks; a test that loses them starts new ones."""
+    with Kernel(tmp_path_factory.mktemp("course"), root) as kernel:
+        assert "4 ranks on this machine (MPI)" in kernel.start().text
+        assert kernel.run(JOIN).error is None
+        yield kernel
+
+
+def test_output_comes_in_rank_order_and_equal_output_once(notebook):
+    output = notebook.run("%%ranks\nprint('hello', length)")
+    assert output.text.splitlines() == ["all ranks | hello 3"]
+    output = notebook.run(
+        "%%ranks\ntime.sleep(0.1 * (3 - rank))\nprint('even' if rank % 2 == 0 else f'odd {rank}')"
+    )
+    assert output.text.splitlines() == ["ranks 0, 2 | even", "rank 1     | odd 1", "rank 3     | odd 3"]
+    output = notebook.run("%%ranks\nif rank == 2: print('<b> & co')")
+    assert output.text.splitlines() == ["rank 2 | <b> & co"]
+    assert "&lt;b&gt; &amp; co" in output.html
+
+
+def test_of_a_line_that_is_rewritten_the_last_state_stays(notebook):
+    output = notebook.run("%%ranks\nfor i in range(3): print(f'step {i}', end='\\r')\nprint()\nrank * 0")
+    assert output.text.splitlines() == ["all ranks | step 2", "all ranks | 0"]
+
+
+def test_figures_of_a_rank_arrive_as_pictures(notebook):
+    output = notebook.run("""%%ranks
+        if rank == 1:
+            import matplotlib.pyplot as plt
+            plt.plot([1, 2])
+    """)
+    assert len(output.pictures) == 1 and output.error is None
+
+
+def test_the_kernel_reads_what_each_rank_holds(notebook):
+    assert notebook.run("hands.pull('rank'), hands[2]['rank']").text.strip() == "([0, 1, 2, 3], 2)"
+
+
+def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):
+    output = notebook.run("""%%ranks
+        x = torch.ones(2)
+        if rank == 1:
+            raise ValueError("no luck")
+        if rank != 2:
+            dist.all_reduce(x)
+    """)
+    name, value, lines = output.error
+    assert (name, value) == ("CellFailed", "rank 1: ValueError: no luck")
+    assert lines.count("Traceback") == 1 and "the cell, line 4" in lines
+    assert "rank 0: waiting in all_reduce, line 6: dist.all_reduce(x)" in lines
+    assert "rank 2: done" in lines
+    assert "Variables are kept" in lines
+    assert (
+        notebook.run("%%ranks\ny = torch.ones(1); dist.all_reduce(y); say(y)").text
+        == "all ranks | tensor([4.])\n"
+    )
+
+
+def test_the_same_error_on_all_ranks_is_said_once(notebook):
+    _, value, lines = notebook.run("%%ranks\nundefined_name").error
+    assert value.startswith("rank 0: NameError") and lines.count("same error") == 3
+
+
+def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
+    began = time.monotonic()
+    output = notebook.run("""%%ranks --timeout 2
+        print("before")
+        if rank == 3:
+            while True: pass
+        dist.barrier()
+    """)
+    assert time.monotonic() - began < 20
+    assert output.text.splitlines() == ["all ranks | before"]
+    assert "did not end within 2 s" in output.error[1]
+    assert "rank 0: waiting in barrier, line 5" in output.error[2]
+    assert "rank 3: " in output.error[2] and "line 4: while True: pass" in output.error[2]
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
+def test_the_stop_button_frees_a_hung_cell(notebook):
+    question = notebook.send("%%ranks\nif rank == 0: dist.recv(torch.ones(1), src=1)")
+    time.sleep(1.5)
+    notebook.manager.interrupt_kernel()
+    output = notebook.collect(question, timeout_s=20)
+    assert "interrupted" in output.error[1]
+    assert "rank 0: waiting in recv" in output.error[2]
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
+def test_live_output_ends_in_the_same_output(notebook):
+    cell = "%%ranks\nfor i in range(4):\n    print(f'{i} of rank 0' if rank == 0 else 'x'); time.sleep(0.8)"
+    quiet = notebook.run(cell)
+    notebook.run("import os; os.environ['MANYHANDS_LIVE'] = '1'")
+    live = notebook.run(cell)
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '0'")
+    assert live.text == quiet.text and live.html == quiet.html
+    assert quiet.text.splitlines()[:2] == ["rank 0    | 0 of rank 0", "rank 0    | 1 of rank 0"]
+
+
+def test_the_magic_refuses_what_it_does_not_know(notebook):
+    assert "takes only --timeout SECONDS" in notebook.run("%%ranks --fast\npass").error[1]
+
+
+def test_nothing_of_ours_listens_beyond_loopback(notebook):
+    assert listening_addresses(notebook.mark()) == {"127.0.0.1"}
+
+
+def test_ranks_hung_in_mpi_are_restarted_and_the_cell_says_so(notebook):
+    output = notebook.run("%%ranks --timeout 2\nif rank == 0: mpi_world().recv(source=1)")
+    assert "All ranks were restarted (rank 0 could not be woken" in output.error[2]
+    assert "rank 0: " in output.error[2] and "mpi_world().recv(source=1)" in output.error[2]
+    assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
+    assert notebook.run(JOIN).error is None
+
+
+def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
+    began = time.monotonic()
+    output = notebook.run("%%ranks\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert time.monotonic() - began < 20
+    assert output.error[1].startswith("rank 2 died")
+    assert "rank 0: lost its connection to a rank that died" in output.error[2]
+    after = notebook.run("%%ranks\nprint(1)")
+    assert after.error[1] == "rank 2 died: run the cell with start_ranks(...), then the cells below it"
+    notebook.start()
+    assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
+
+
+def test_a_parameter_out_of_its_range_is_refused_before_anything_starts(notebook):
+    output = notebook.start(length=-1)
+    assert "length" in output.error[1] and "-1" in output.error[1] and ">= 1" in output.error[1]
+
+
+def test_stopping_leaves_no_process(notebook):
+    mark = notebook.mark()
+    notebook.run("hands.stop()")
+    assert left_behind(mark, 5) == []
+
+
+def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process(tmp_path, root):
+    with Kernel(tmp_path / "a", root) as a, Kernel(tmp_path / "b", root) as b:
+        starts = [k.send("import sys; sys.path.insert(0, %r)" % str(root / "scripts")) for k in (a, b)]
+        for kernel, start in zip((a, b), starts, strict=True):
+            kernel.collect(start)
+        for kernel in (a, b):
+            kernel.start(n_ranks=2)
+        questions = [k.send(JOIN + "\nx = torch.ones(1); dist.all_reduce(x); say(x)") for k in (a, b)]
+        for kernel, question in zip((a, b), questions, strict=True):
+            assert kernel.collect(question).text == "all ranks | tensor([2.])\n"
+        mark, other = a.mark(), b.mark()
+        b.send("%%ranks\nif rank == 0: dist.recv(torch.ones(1), src=1)")  # it hangs while its kernel dies
+        time.sleep(0.5)
+        os.kill(b.pid, signal.SIGKILL)
+        assert left_behind(other, 15) == []
+        assert a.run("%%ranks\ndist.barrier(); say('still here')").text == "all ranks | still here\n"
+    assert left_behind(mark, 15) == []
+
+
+def test_idle_ranks_stop_and_the_next_cell_says_why(tmp_path, root):
+    with Kernel(tmp_path, root, {"MANYHANDS_IDLE_S": "3", "MANYHANDS_MPI": "off"}) as kernel:
+        assert "2 ranks on this machine (no MPI)" in kernel.start(n_ranks=2).text
+        output = kernel.run(JOIN + "\nsay(mpi_world())\nx = torch.ones(1); dist.all_reduce(x); say(x)")
+        assert output.text.splitlines() == ["all ranks | None", "all ranks | tensor([2.])"]
+        mark = kernel.mark()
+        assert left_behind(mark, 10) == []
+        assert "idle" in kernel.run("%%ranks\nprint(1)").error[1]
