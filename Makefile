@@ -41,10 +41,10 @@ sync: environment  ## write the notebook or script that was saved last into the 
 	@$(RUN) -m manyhands.pairs sync $(LESSON)
 
 reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
-	@$(RUN) -m manyhands.pairs reset $(LESSON)
+	@$(RUN) -m manyhands.copies reset $(LESSON)
 
 copy: environment  ## TO=/path: the course for attendees, without the instructor's notes
-	@$(RUN) -m manyhands.pairs copy "$(TO)"
+	@$(RUN) -m manyhands.copies copy "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
 	@$(RUN) -m manyhands.setup data kernel
@@ -65,5 +65,6 @@ bench: environment  ## measure what the course promises about speed; table in ou
 	@$(RUN) -m manyhands.bench $(ARGS)
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
+	@$(RUN) -m manyhands.login "make test"
 	@$(RUN) -m manyhands.setup data kernel
 	@$(RUN) -m pytest $(ARGS)

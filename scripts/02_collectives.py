@@ -41,7 +41,7 @@
 
 # %% [markdown] tags=["notes"]
 # **For the instructor: the whole lesson.**
-# Minutes of the CORE: warm-up 5, collectives 10, ring 12 with exercise 1 in it, timeouts and deadlocks 8, experiment 7, bug 3.
+# Minutes of the CORE: warm-up 5, collectives 9, ring 12 with exercise 1 in it, timeouts and deadlocks 8, experiment 7, bug 3.
 #
 # *Say:* one picture carries the lesson: everybody talks at the same time, and only to the neighbour. Whatever is slow later
 # (DDP, FSDP, tensor parallel) is slow because one of these messages is too large, too small, or waits for somebody.
@@ -74,13 +74,13 @@ points = 1_000_000  # random points in the estimate of pi, >= 1
 
 # %%
 # %%ranks
+import functools
 import time
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from manyhands import join, leave, mpi_world, say, show, wire
 from manyhands.catch_up import catch_up
 from manyhands.checks import collectives as checks
@@ -153,7 +153,7 @@ say(f"the sum is {total.item()}")
 # (all-reduce works in place). *When late:* run both cells without the prediction. *Ask:* "Who is idle while rank 1 talks to 2?"
 
 # %% [markdown]
-# ## The collectives (CORE, 10 min)
+# ## The collectives (CORE, 9 min)
 #
 # **Why.** Nearly all communication in distributed training is one of eight patterns. Libraries make each of them fast, on each
 # kind of network, so you will rarely write `send`. You choose a pattern by two questions: who has the data before, and who
@@ -171,7 +171,7 @@ say(f"the sum is {total.item()}")
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-parts = 10 * rank + torch.arange(world_size, device=device)  # rank 2 holds 20, 21, ...: one part for each rank
+parts = torch.arange(world_size, device=device) + 10 * rank  # rank 2 holds 20, 21, ...: one for each rank
 x = number.clone() if rank == 0 else torch.zeros_like(number)
 dist.broadcast(x, src=0)
 
@@ -324,7 +324,7 @@ if rank == 0:
     say(f"my tensors live on {device}, and {ranks.backend} carries them")
 
 # %% [markdown] tags=["notes"]
-# **Instructor, collectives.** 10 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let the room
+# **Instructor, collectives.** 9 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let the room
 # name the pattern. *Usual mistakes:* an output of the whole shape in scatter and reduce-scatter; reading `total` on rank 3
 # after a reduce; a collective under `if rank == 0`. *When late:* broadcast, all-reduce, all-gather, reduce-scatter; the rest is
 # in the table. *Ask:* "Which of these does a parameter server need, and which does it make superfluous?"
@@ -425,7 +425,7 @@ def ring_all_gather(chunks):
 def ring_all_reduce(x_N):
     """Sum x_N over all ranks, in place. Sends 2(n-1)/n of its bytes, in 2(n-1) messages."""
     if x_N.numel() % world_size:
-        raise ValueError(f"{x_N.numel()} numbers do not split over {world_size} ranks; use a multiple of {world_size}")
+        raise ValueError(f"{x_N.numel()} numbers do not split over {world_size} ranks; use a multiple of it")
     chunks = x_N.chunk(world_size)  # views
     ring_reduce_scatter(chunks)
     ring_all_gather(chunks)
@@ -464,7 +464,7 @@ alone_N = gradients_12N.sum(0).to(device)
 predicted_bytes = 2 * (world_size - 1) / world_size * mine_N.nbytes
 for name, other_N in {"the library": library_N, "one process": alone_N}.items():
     say(f"agrees with {name} to 1e-10: {torch.allclose(ours_N, other_N, rtol=0, atol=1e-10)}")
-say(f"{seen.messages} messages, {seen.sent_bytes / 1e6:.2f} MB sent, predicted {predicted_bytes / 1e6:.2f} MB")
+say(f"{seen.messages} messages, {seen.sent_bytes / 1e6:.2f} MB; predicted {predicted_bytes / 1e6:.2f} MB")
 metrics.exact(ring_sum=fingerprint([ours_N]), messages=seen.messages, sent_bytes=seen.sent_bytes)
 metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 
@@ -518,7 +518,7 @@ checks.all_reduce_any_length(all_reduce_any_length, ranks)
 # %%ranks
 def all_reduce_any_length(x_N):
     """Sum x_N over all ranks, in place, and return it."""
-    chunks = x_N.tensor_split(world_size)  # always n views, of lengths that differ by at most one; some may be empty
+    chunks = x_N.tensor_split(world_size)  # always n views, some of them perhaps empty
     ring_reduce_scatter(chunks)
     ring_all_gather(chunks)
     return x_N
@@ -547,7 +547,7 @@ checks.all_reduce_any_length(all_reduce_any_length, ranks, solution=True)
 
 # %%
 # %%ranks
-impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks must call this one, too
+impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
 if rank != world_size - 1:  # the last rank takes another branch
     began = time.monotonic()
     try:
@@ -563,10 +563,10 @@ dist.barrier()  # only for tidy output; the ranks' main group is not affected
 
 # %%
 # %%ranks
-impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # a fresh one: the last one is broken
+roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # the other group is broken
 if rank != world_size - 1:
     try:
-        dist.monitored_barrier(impatient, timeout=timedelta(seconds=wait_s / 3), wait_all_ranks=True)
+        dist.monitored_barrier(roll_call, timeout=timedelta(seconds=wait_s / 3), wait_all_ranks=True)
     except RuntimeError as error:
         if rank == 0:
             say(str(error).splitlines()[0])
@@ -582,6 +582,7 @@ dist.barrier()
 # %%
 # %%ranks
 dist.destroy_process_group(impatient)
+dist.destroy_process_group(roll_call)
 total = number.clone()
 dist.all_reduce(total)
 say(f"everybody is back, the sum is {total.item()}")
@@ -695,7 +696,7 @@ checks.pass_right(pass_right, ranks, solution=True)
 
 # %%
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")  # catch up to here
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
 comm = mpi_world()
 sizes_b = [64 * 4**k for k in range(20) if 64 * 4**k <= largest_mib * 2**20] or [64]
 
@@ -710,11 +711,13 @@ def seconds(call, n_bytes):
 # %%ranks --timeout 120
 hop_s = {"gloo": []} if comm is None else {"gloo": [], "MPI": []}
 for n_bytes in sizes_b:
-    give, take = torch.ones(n_bytes, dtype=torch.uint8, device=device), torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    hop_s["gloo"].append(seconds(lambda give=give, take=take: exchange(give, right, take, left), n_bytes))
+    give = torch.ones(n_bytes, dtype=torch.uint8, device=device)
+    take = torch.empty_like(give)
+    hop_s["gloo"].append(seconds(functools.partial(exchange, give, right, take, left), n_bytes))
     if comm is not None:
         mine, theirs = np.ones(n_bytes, np.uint8), np.empty(n_bytes, np.uint8)
-        hop_s["MPI"].append(seconds(lambda a=mine, b=theirs: comm.Sendrecv(a, right, recvbuf=b, source=left), n_bytes))
+        swap = functools.partial(comm.Sendrecv, mine, right, recvbuf=theirs, source=left)
+        hop_s["MPI"].append(seconds(swap, n_bytes))
 
 # %% [markdown]
 # The fit is a least-squares line through (bytes, seconds). One detail decides whether it is any good: seconds span four orders of
@@ -727,8 +730,8 @@ for n_bytes in sizes_b:
 def fit(sizes_b, seconds):
     """(alpha in s, beta in bytes/s) of the line alpha + bytes / beta, with the smallest relative errors."""
     t = torch.tensor(seconds, dtype=torch.float64)
-    rows = torch.stack([torch.ones(len(t)), torch.tensor(sizes_b)], dim=1).double() / t[:, None]
-    alpha, per_byte = torch.linalg.lstsq(rows, torch.ones(len(t), 1, dtype=torch.float64)).solution.flatten().tolist()
+    rows = torch.tensor([[1, b] for b in sizes_b], dtype=torch.float64) / t[:, None]
+    alpha, per_byte = torch.linalg.lstsq(rows, torch.ones_like(t)[:, None]).solution.flatten().tolist()
     return max(alpha, 1e-9), 1 / max(per_byte, 1e-15)  # noise must not make them negative
 
 
@@ -746,7 +749,7 @@ for name, (alpha, beta) in line.items():
 if rank == 0:
     fitted = {name: [alpha + b / beta for b in sizes_b] for name, (alpha, beta) in line.items()}
     figure = against_size(sizes_b, hop_s, fitted, f"one hop on the ring, {world_size} ranks on this machine")
-    show(figure, "hop", alt="Time of one hop against bytes, measured and fitted: flat, then rising; below, their ratio.")
+    show(figure, "hop", alt="Time of one hop against bytes: points around the fitted line.")
 
 # %% [markdown]
 # RESIDUAL1
@@ -756,11 +759,11 @@ if rank == 0:
 reduce_s = {"gloo": [], "our ring": []} | ({} if comm is None else {"MPI": []})
 for n_bytes in sizes_b:
     x_N = torch.ones(-(-n_bytes // 4 // world_size) * world_size, device=device)
-    reduce_s["gloo"].append(seconds(lambda x_N=x_N: dist.all_reduce(x_N), n_bytes))
-    reduce_s["our ring"].append(seconds(lambda x_N=x_N: ring_all_reduce(x_N), n_bytes))
+    reduce_s["gloo"].append(seconds(functools.partial(dist.all_reduce, x_N), n_bytes))
+    reduce_s["our ring"].append(seconds(functools.partial(ring_all_reduce, x_N), n_bytes))
     if comm is not None:
-        a, b = np.ones(n_bytes // 4, np.float32), np.empty(n_bytes // 4, np.float32)
-        reduce_s["MPI"].append(seconds(lambda a=a, b=b: comm.Allreduce(a, b), n_bytes))
+        mine, total = np.ones(n_bytes // 4, np.float32), np.empty(n_bytes // 4, np.float32)
+        reduce_s["MPI"].append(seconds(functools.partial(comm.Allreduce, mine, total), n_bytes))
 
 # %% [markdown]
 # **Predict** the ring from the hop, and compare with what was measured.
@@ -770,10 +773,10 @@ for n_bytes in sizes_b:
 alpha, beta = line["gloo"]
 predicted_s = [2 * (world_size - 1) * (alpha + b / world_size / beta) for b in sizes_b]
 if rank == 0:
-    figure = against_size(sizes_b, reduce_s, {"our ring": predicted_s}, f"all-reduce over {world_size} ranks on this machine")
-    show(figure, "all_reduce", alt="Time of an all-reduce against bytes for gloo, our ring and MPI, with the ring predicted.")
-    ours, library = reduce_s["our ring"][-1], reduce_s["gloo"][-1]
-    say(f"at {sizes_b[-1] / 2**20:g} MiB our ring takes {1e3 * ours:.0f} ms, gloo {1e3 * library:.0f} ms: {ours / library:.2f} times")
+    figure = against_size(sizes_b, reduce_s, {"our ring": predicted_s}, f"all-reduce over {world_size} ranks")
+    show(figure, "all_reduce", alt="Time of an all-reduce against bytes, measured and predicted.")
+    ours_ms, library_ms = 1e3 * reduce_s["our ring"][-1], 1e3 * reduce_s["gloo"][-1]
+    say(f"at {sizes_b[-1] / 2**20:g} MiB our ring takes {ours_ms:.0f} ms, gloo {library_ms:.0f} ms")
 metrics.measured(hop_s=hop_s, all_reduce_s=reduce_s, alpha_beta=line, sizes_b=sizes_b)
 
 # %% [markdown]
@@ -790,7 +793,7 @@ metrics.measured(hop_s=hop_s, all_reduce_s=reduce_s, alpha_beta=line, sizes_b=si
 # %%ranks
 if rank == 0:
     figure = bandwidths(sizes_b, reduce_s, 2 * (world_size - 1) / world_size, "all-reduce on this machine")
-    show(figure, "bandwidth", alt="Algorithm and bus bandwidth of the all-reduce against bytes for gloo, our ring and MPI.")
+    show(figure, "bandwidth", alt="Algorithm and bus bandwidth of the all-reduce: gloo, our ring and MPI.")
 
 # %% [markdown]
 # BANDWIDTH
@@ -872,13 +875,14 @@ def tree_broadcast(x):
 x = torch.full((1000,), 7.0) if rank == 0 else torch.zeros(1000)
 times = {"one by one": virtual_s(flat_broadcast, x.clone()), "tree": virtual_s(tree_broadcast, x)}
 if rank == 0:
-    say(f"virtual time of a broadcast of 4 kB: {', '.join(f'{name} {1e6 * t:.2f} µs' for name, t in times.items())}")
+    for name, t in times.items():
+        say(f"broadcast of 4 kB, {name}: {1e6 * t:.2f} virtual µs")
 say(f"every number arrived: {bool((x == 7).all())}")
 metrics.exact(broadcast_virtual_s=times)
 
 # %% [markdown]
-# With 4 ranks the tree saves one message of three, and one that goes over the slow link at that. Look at the times: which links
-# did each of the two use, and how often in a row?
+# Three messages in both. But one by one rank 0 sends all three in a row, two of them over the slow link; in the tree rank 0 and
+# rank 1 send at the same time in round 2, and only one slow message is in the way of the last rank.
 
 # %% [markdown]
 # ### All-to-all, in pairs
@@ -935,7 +939,8 @@ def team_all_gather(chunks, team):
     """The ring's second half among the ranks of `team`."""
     n, me = len(team), team.index(rank)
     for hop in range(n - 1):
-        net.exchange(chunks[(me + 1 - hop) % n], team[(me + 1) % n], chunks[(me - hop) % n], team[(me - 1) % n])
+        give, take = chunks[(me + 1 - hop) % n], chunks[(me - hop) % n]
+        net.exchange(give, team[(me + 1) % n], take, team[(me - 1) % n])
 
 
 # %%
@@ -988,28 +993,30 @@ for n_bytes in virtual_sizes_b:
 metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %% [markdown]
-# Expect two crossing lines and one that is never lowest. The formulas for 4 ranks are dotted; the ratio below is 1 to the last
-# digit, or one of us has miscounted a hop.
+# Expect two crossing lines, and above them one that never wins. The formulas for 4 ranks are dotted; the ratio below them is 1,
+# or one of us has miscounted a hop.
 
 # %%
 # %%ranks
 if rank == 0:
-    a_in, a_out, b_in, b_out = nvlink.latency_s, infiniband.latency_s, 150e9, 50e9
-    formula = {} if world_size != 4 else {
-        "ring": [6 * (a_out + b / 4 / b_out) for b in virtual_sizes_b],
-        "hierarchical": [2 * (a_in + b / 2 / b_in) + 2 * (a_out + b / 4 / b_out) for b in virtual_sizes_b],
-        "doubling": [a_in + b / b_in + a_out + b / b_out for b in virtual_sizes_b],
-    }  # fmt: skip
-    figure = against_size(virtual_sizes_b, shapes_s, formula, "all-reduce on a virtual network of two nodes", unit="virtual")
-    show(figure, "shapes", alt="Virtual time of three all-reduce algorithms against bytes: doubling wins small, hierarchical large.")
+    fast, slow = nvlink.cost_s, infiniband.cost_s  # alpha + bytes / beta
+    formula = {
+        "ring": [6 * slow(b / 4) for b in virtual_sizes_b],
+        "hierarchical": [2 * fast(b / 2) + 2 * slow(b / 4) for b in virtual_sizes_b],
+        "doubling": [fast(b) + slow(b) for b in virtual_sizes_b],
+    }
+    formula = formula if world_size == 4 else {}  # the table is for 2 nodes of 2
+    title = "all-reduce on a virtual network of two nodes"
+    figure = against_size(virtual_sizes_b, shapes_s, formula, title, unit="virtual")
+    show(figure, "shapes", alt="Virtual time against bytes: doubling first, then hierarchical wins.")
 
 # %% [markdown]
 # Doubling wins up to about 700 kB, where 7 µs + N·(1/150 + 1/50) ns/B meets 14 µs + N·(1/150 + 1/100) ns/B; above it the
-# hierarchical one. The flat ring loses everywhere here: five of its six hops could have been fast, but in every hop *some* rank
-# uses the slow link and all others wait for it. That is why real libraries look at the topology first, and switch algorithm with
+# hierarchical one. The flat ring loses everywhere here: half of its links are fast, but in every hop *some* rank uses a slow one,
+# and at the next hop all others wait for it. That is why real libraries look at the topology first, and switch algorithm with
 # the size (`NCCL_ALGO` names NCCL's choices).
 #
-# Where the time goes, for 1 MiB: the ring above, the hierarchical one below.
+# Where the time goes, for 1 MiB: six hops at the pace of the slow link above; two short and two long ones below.
 
 # %%
 # %%ranks
@@ -1017,8 +1024,8 @@ for name in ("ring", "hierarchical"):
     virtual_s(algorithms[name], torch.ones(2**18))
     spans = net.gather_spans()  # all ranks
     if rank == 0:
-        figure = gantt(spans, f"all-reduce of 1 MiB, {name}", virtual=True)
-        show(figure, f"gantt_{name}", alt=f"Virtual time line of each rank's messages in a {name} all-reduce of 1 MiB.")
+        figure = gantt(spans, f"all-reduce of 1 MiB, {name}", virtual=True, until_s=70e-6)
+        show(figure, f"gantt_{name}", alt=f"Each rank's messages in virtual time: {name}.")
 
 # %% [markdown] tags=["notes"]
 # **Instructor, other shapes.** 15 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the plot repeats
@@ -1135,7 +1142,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")  # catch up to here
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
 
 
 def suspicious_ring(x_N):
@@ -1160,7 +1167,8 @@ for name, algorithm in {"our ring": ring_all_reduce, "suspicious": suspicious_ri
     with wire.watch() as seen:
         algorithm(x_N)
     if rank == 0:
-        say(f"{name:>10}: the sum is {x_N[0].item():g}, {seen.messages} messages, {seen.sent_bytes / 1e6:.1f} MB")
+        sent = f"{seen.messages} messages, {seen.sent_bytes / 1e6:.1f} MB"
+        say(f"{name:>10}: the sum is {x_N[0].item():g}, {sent}")
 
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
@@ -1169,8 +1177,8 @@ for name, algorithm in {"our ring": ring_all_reduce, "suspicious": suspicious_ri
 # everybody has. 2(n-1) messages of N instead of N/n: **n times the bytes**. The sum cannot tell, the number of messages cannot
 # tell; only the bytes can. On 4 ranks it is four times slower than it should be, on 64 ranks sixty-four times.
 #
-# It stood for years: [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). The course's own test for this
-# exercise raised a `TypeError` before it called the solution, so the cell looked run and nothing was ever checked. That is why
+# It happened in [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). The test that came with the exercise
+# raised a `TypeError` before it called the solution, so the cell had been run and nothing had been checked. That is why
 # the checks here count messages and bytes, and why each of them is itself tested with wrong answers that it must reject.
 #
 # </details>
@@ -1220,8 +1228,8 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # ```
 #
 # **What changes on GPUs.** `join()` puts each rank on its GPU and the tensors of this lesson with it; NCCL carries them, over NVLink
-# within a node. α falls to microseconds and β rises a thousandfold, so the knee of the curve moves: look for it. What the links of
-# a current node are good for, from the data sheets, and what that means for our 40 MB gradient on a ring of four:
+# within a node. α and β are other numbers there, so the knee of the curve moves: look for it. What the links of a current node are
+# good for, from the data sheets, and what that means for our 40 MB gradient on a ring of four:
 #
 # | link | per direction | 60 MB per rank take at least |
 # |---|---|---|

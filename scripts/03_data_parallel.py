@@ -70,6 +70,9 @@ repeats = 5  # samples of each timing, >= 1
 #
 # The first cell starts four ranks behind this notebook. From then on a cell that begins with `%%ranks` runs on all of
 # them; in the script that line is a comment, because there a launcher has started the ranks already.
+#
+# **Catching up.** Each section needs only the cells of this one, and then its own. Where it uses a function of an earlier
+# section, a cell with `catch_up(...)` defines it, unless you have it already.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -88,11 +91,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import join, leave, say, show, wire
+from manyhands.catch_up import catch_up
 from manyhands.checks import data_parallel as checks
 from manyhands.data import get_batch, load_corpus
 from manyhands.metrics import Metrics, fingerprint, median_s, synchronise, tok_per_s
 from manyhands.model import GPT, GPTConfig
-from manyhands.recall import recall
 from manyhands.timeline import Timeline, gantt, gather
 from manyhands.vnet import Link, VirtualNetwork
 from matplotlib.figure import Figure
@@ -257,9 +260,11 @@ if rank == 0:
 
 # %%
 # %%ranks
-recall(globals(), "toy")  # catch up to here
+catch_up(globals(), "toy")
 
 
+# %%
+# %%ranks
 def averaged_sgd(model, num_steps):
     """Plain SGD on this rank's rows with averaged gradients. All ranks call it."""
     for _ in range(num_steps):
@@ -302,17 +307,17 @@ optimizer.zero_grad()
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-broadcast_state(mlp, optimizer)
 moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+before = spread(mlp.parameters()), spread(moments)
+broadcast_state(mlp, optimizer)
 averaged_sgd(mlp, 20)
-kinds = {"parameters": mlp.parameters(), "Adam's moments": moments}
-for name, tensors in kinds.items():
-    apart = spread(tensors)  # a collective: all ranks, in the same order
-    if rank == 0:
-        say(f"{name}: {apart} apart")
+after = spread(mlp.parameters()), spread(moments)
+if rank == 0:
+    say(f"apart before: parameters {before[0]:.3f}, Adam's moments {before[1]:.3f}")
+    say(f"apart after the broadcast and 20 steps: parameters {after[0]}, Adam's moments {after[1]}")
 
 # %% [markdown]
-# (The running means are not in that list. Each rank's BatchNorm goes on averaging its own rows, so its buffers part again at
+# (The running means are not in that line. Each rank's BatchNorm goes on averaging its own rows, so its buffers part again at
 # the next forward pass; that is why the library's DDP broadcasts buffers before *every* forward pass, and parameters only
 # once. ShakespeareGPT has no buffers.)
 
@@ -467,7 +472,10 @@ checks.gradient_hook(average_by_hooks, ranks, solution=True)
 
 # %%
 # %%ranks
-recall(globals(), "time_step")  # catch up to here
+catch_up(globals(), "time_step")
+
+# %%
+# %%ranks
 model = new_model()
 average_by_hooks(model)
 hooks_s = time_step(model)
@@ -502,9 +510,11 @@ if rank == 0:
 
 # %%
 # %%ranks
-recall(globals(), "broadcast_state", "average_gradients", "average_by_hooks", "time_step")  # catch up to here
+catch_up(globals(), "broadcast_state", "average_gradients", "average_by_hooks", "time_step")
 
 
+# %%
+# %%ranks
 def pack(module, bucket_mib):
     """The trainable parameters in the order of backward, in lists of at most bucket_mib MiB (or one parameter)."""
     buckets, room = [], 0
@@ -657,6 +667,10 @@ if rank == 0:
     show(figure, "four_ways", alt)
 metrics.measured(step_s=step_s)
 
+# %% [markdown]
+# If overlap is not the shortest bar on your machine, nothing is broken: the ranks that send and the ranks that compute share the
+# same cores here. The experiment below takes that apart.
+
 # %% [markdown] tags=["notes"]
 # **For the instructor: buckets.** Draw the two cures on the board as two axes: fewer calls (buckets), no waiting (async). The
 # usual question: "why not one bucket?" Answer with the experiment, not now. The usual mistake in their own code: forgetting
@@ -673,11 +687,14 @@ metrics.measured(step_s=step_s)
 # - **in backward** its hooks fill buckets and start all-reduces; the end of backward waits for them, so there is no `finish()`;
 # - **each rank updates itself**: `optimizer.step()` knows nothing of ranks.
 #
-# | | wrap | the step | bucket | no averaging now | unused parameters |
-# |---|---|---|---|---|---|
-# | ours | `BucketedDDP(model, 1.0)` | `loss.backward(); model.finish()` | `bucket_mib` | `no_sync(model)`, below | zeros, always |
-# | PyTorch | `DDP(model)` | `loss.backward()` | `bucket_cap_mb=25`, the first one 1 MiB | `model.no_sync()` | `find_unused_parameters=True` |
-# | HF Accelerate | `accelerator.prepare(model)`: wraps in DDP | `accelerator.backward(loss)` | `DistributedDataParallelKwargs` | `accelerator.accumulate(model)` | the same object |
+# | | wrap | a step | a backward without averaging |
+# |---|---|---|---|
+# | ours | `BucketedDDP(model, bucket_mib)` | `loss.backward(); model.finish()` | `with no_sync(model):`, below |
+# | PyTorch | `DDP(model, bucket_cap_mb=25)` | `loss.backward()` | `with model.no_sync():` |
+# | HF Accelerate | `accelerator.prepare(model)`, a DDP inside | `accelerator.backward(loss)` | `with accelerator.accumulate(model):` |
+#
+# DDP's buckets hold 25 MiB unless you say otherwise, the first one 1 MiB, so that something is on its way early. A parameter that
+# took no part in the loss makes it wait for a gradient that never comes: it then asks you for `find_unused_parameters=True`.
 #
 # Three ways now lead to one gradient: ours, the library's, and one process that reads the whole global batch. They must
 # agree. Compare *gradients*, under plain SGD, in float64: Adam divides by the gradient's size and so hides a wrong factor, and
@@ -685,9 +702,11 @@ metrics.measured(step_s=step_s)
 
 # %%
 # %%ranks
-recall(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP", "time_step")  # catch up to here
+catch_up(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP", "time_step")
 
 
+# %%
+# %%ranks
 def five_steps(model, batch_of):
     """Five steps of SGD: the last gradients [P], the weights [P] after it, and this rank's losses [5]."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -806,9 +825,11 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 
 # %%
 # %%ranks
-recall(globals(), "average_gradients")  # catch up to here
+catch_up(globals(), "average_gradients")
 
 
+# %%
+# %%ranks
 def bf16_mean(_, bucket):
     """A communication hook: the mean over the ranks, sent in bf16."""
     half_P = bucket.buffer().to(torch.bfloat16) / world_size
@@ -843,9 +864,11 @@ if rank == 0:
 
 # %%
 # %%ranks
-recall(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")  # catch up to here
+catch_up(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")
 
 
+# %%
+# %%ranks
 @contextlib.contextmanager
 def no_sync(model):
     """Backward passes in this block only add up gradients on their own rank."""
@@ -898,9 +921,11 @@ if rank == 0:
 
 # %%
 # %%ranks
-recall(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")  # catch up to here
+catch_up(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")
 
 
+# %%
+# %%ranks
 def evaluate(model, num_batches=16):
     """Mean validation loss over num_batches global batches, each rank its share. All ranks call it."""
     model.eval()
@@ -1019,7 +1044,10 @@ metrics.measured(training_tok_per_s=rate)
 
 # %%
 # %%ranks
-recall(globals(), "evaluate", "whole_batch")  # catch up to here
+catch_up(globals(), "evaluate", "whole_batch")
+
+# %%
+# %%ranks
 model = DDP(new_model())
 x_BT, y_BT = whole_batch(0)
 dist.barrier()
@@ -1102,8 +1130,11 @@ predicted_s = [predicted_step(k) for k in counts]
 # line, overlap has hidden something.
 
 # %%
+# %%ranks
+catch_up(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP", "time_step")
+
+# %%
 # %%ranks --timeout 200
-recall(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP", "time_step")  # catch up to here
 sizes_mib, measured_s, alone_s, bucket_counts = [0.05, 0.2, 0.5, 1.0, 4.0], [], [], []
 compute_s = time_step(new_model())
 for size_mib in sizes_mib:
@@ -1122,14 +1153,16 @@ for size_mib in sizes_mib:
 if rank == 0:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     virtual, real = figure.subplots(1, 2)
-    virtual.semilogx(counts, 1e3 * torch.tensor(virtual_s), "ko", label="virtual network")
-    virtual.semilogx(counts, 1e3 * torch.tensor(predicted_s), "-", color="#999999", label="predicted")
+    virtual.plot(counts, 1e3 * torch.tensor(virtual_s), "ko", label="virtual network")
+    virtual.plot(counts, 1e3 * torch.tensor(predicted_s), "-", color="#999999", label="predicted")
     virtual.set(xlabel="number of buckets k", ylabel="virtual ms", title="its own network (virtual)")
-    real.semilogx(bucket_counts, 1e3 * torch.tensor(measured_s), "ko-", label="measured, with overlap")
-    real.semilogx(bucket_counts, 1e3 * torch.tensor(alone_s), "--", color="#999999", label="no overlap")
+    real.plot(bucket_counts, 1e3 * torch.tensor(measured_s), "ko-", label="measured, with overlap")
+    real.plot(bucket_counts, 1e3 * torch.tensor(alone_s), "--", color="#999999", label="no overlap")
     real.axhline(1e3 * compute_s, color="#999999", ls=":", label="compute alone")
     real.set(xlabel="number of buckets", ylabel="ms per step", title=f"this machine, {world_size} ranks")
-    for axes in (virtual, real):
+    for axes, ticks in ((virtual, counts), (real, bucket_counts)):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, ticks)
         axes.set_ylim(0)
         axes.legend()
     alt = "left a U with its floor at about 8 buckets, right a time that grows with the number of buckets"
@@ -1166,9 +1199,11 @@ for k in (8, 32):
 
 # %%
 # %%ranks
-recall(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")  # catch up to here
+catch_up(globals(), "broadcast_state", "pack", "Bucket", "BucketedDDP")
 
 
+# %%
+# %%ranks
 def start_watched(i, bucket):
     arrived = clock.start(f"bucket {i}", "communication")
     Bucket.start_all_reduce(bucket)

@@ -217,14 +217,14 @@ if rank == 0:
 
 # %% tags=["active-ipynb"]
 # !grep "^#PBS" ../jobs/ddp_shakespeare.pbs
-# !echo
+# !echo "the same for Slurm:"
 # !grep "^#SBATCH" ../jobs/ddp_shakespeare.slurm
 
 # %% [markdown]
 # | PBS | Slurm | what you ask for |
 # |---|---|---|
 # | `-N ddp_shakespeare` | `--job-name=...` | a name, for the queue and for the file with the output |
-# | `-l select=2:ncpus=2:...` | `--nodes=2 --cpus-per-task=2` | two nodes, and two cores on each |
+# | `-l select=2:...` | `--nodes=2 --cpus-per-task=2` | two nodes, and two cores on each |
 # | `-l place=scatter` | (nodes are nodes) | really two: PBS may put both parts on one node otherwise |
 # | `-l walltime=00:10:00` | `--time=00:10:00` | ten minutes. After that the scheduler ends the job, finished or not |
 # | `-j oe` | `--output=%x.o%j` | errors and output into one file, `ddp_shakespeare.o` and the job's number |
@@ -292,7 +292,8 @@ if rank == 0:
 # | submit | `qsub jobs/ddp_shakespeare.pbs` | `sbatch jobs/ddp_shakespeare.slurm` | `job = submit("ddp_shakespeare")` |
 # | watch | `qstat -u $USER` | `squeue --me` | `job.watch(60)` |
 # | why does it wait? | `qstat -f 4711` (the line `comment`) | `squeue --me` (the last column) | `job.state()` |
-# | read its output | `tail -f ddp_shakespeare.o4711` | the same | `job.tail(10)` |
+# | the end of its output | `tail ddp_shakespeare.o4711` | the same | `job.tail(10)` |
+# | lines with a word | `grep loss ddp_shakespeare.o4711` | the same | `job.grep("loss")` |
 # | cancel | `qdel 4711` | `scancel 4711` | `job.cancel()` |
 
 # %% tags=["active-ipynb"]
@@ -311,9 +312,7 @@ if rank == 0:
     say("\n".join(printed[:4]))
     say("   ...")
     say("\n".join(line for line in printed if "validation loss" in line))
-    say(
-        f"on {run['conditions']['hardware']}, torch {run['conditions']['torch']}, {run['conditions']['date']}"
-    )
+    say("on {hardware}, torch {torch}, {date}".format(**run["conditions"]))
 
 # %% [markdown]
 # Read the first lines of *every* job's output. They say who is here: 4 ranks, two hosts, two ranks on each. If it says n times
@@ -331,23 +330,15 @@ if rank == 0:
 
 # %%
 # %%ranks
-losses = run["metrics"]["exact"]["losses"]
+recorded_losses = run["metrics"]["exact"]["losses"]
 if rank == 0:
     figure = Figure(figsize=(6, 2.8), layout="constrained")
     axes = figure.subplots()
-    axes.plot(losses, color="black", lw=1)
+    axes.plot(recorded_losses, color="black", lw=1)
     axes.axhline(math.log(65), ls="--", color="#999999")
-    axes.annotate("ln 65: guessing", (len(losses) * 0.6, math.log(65) - 0.12), va="top")
-    axes.set(
-        xlabel="step",
-        ylabel="training loss",
-        title="lesson 03 as a job: two nodes, two ranks each (recorded)",
-    )
-    show(
-        figure,
-        "recorded_run",
-        "the training loss of the recorded job falls from ln 65, first steeply, then slowly",
-    )
+    axes.annotate("ln 65: guessing", (len(recorded_losses) * 0.6, math.log(65) - 0.12), va="top")
+    axes.set(xlabel="step", ylabel="training loss", title="the recorded job: two nodes, two ranks each")
+    show(figure, "recorded_run", "the loss of the recorded job falls from ln 65, first steeply, then slowly")
 
 # %% [markdown]
 # ### Back to your own job
@@ -357,8 +348,13 @@ if rank == 0:
 # %% tags=["active-ipynb"]
 # state = job.watch(wait_s)
 
+# %% [markdown]
+# Its output is a file. With a scheduler it lies where you submitted, `ddp_shakespeare.o` and the number; it grows while the job
+# runs. `tail` shows its end, `grep` the lines that contain a word:
+
 # %% tags=["active-ipynb"]
-# job.tail(4)
+# job.tail(2)
+# job.grep("validation loss")
 
 # %% [markdown]
 # The numbers of a run are not only on the screen. Each run has a folder, `outputs/<lesson>/<date and time>...`, with a
@@ -374,7 +370,7 @@ if rank == 0:
 #     if found is None:
 #         print(f"{name:>9}: has not written its metrics yet; run this cell again when it has ended")
 #     else:
-#         first = "  ".join(f"{loss:.6f}" for loss in found["exact"]["losses"][:3])
+#         first = "  ".join(f"{loss:.8f}" for loss in found["exact"]["losses"][:3])
 #         print(f"{name:>9}: {found['world_size']} ranks, corpus {found['corpus']['name']}, first losses {first}")
 
 # %% [markdown]
@@ -409,7 +405,7 @@ if rank == 0:
 # %%
 # %%ranks
 def train(num_steps):
-    """Losses of `num_steps` steps of lesson 03's training, and the seconds since its start after each. All ranks call it."""
+    """Losses of `num_steps` steps, and after each the seconds since the start. All ranks call it."""
     torch.manual_seed(1337)
     model = DDP(GPT(GPTConfig(vocab_size=len(corpus.symbols))).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -455,9 +451,7 @@ def ask_for(seconds):
 
 
 if rank == 0:
-    say(
-        f"{steps} steps: predicted {predicted_s[-1]:.2f} s, measured {measured_s[-1]:.2f} s, ratio {ratio:.2f}"
-    )
+    say(f"predicted {predicted_s[-1]:.2f} s, measured {measured_s[-1]:.2f} s, ratio {ratio:.2f}")
     say(f"10,000 such steps: {10_000 * step_s:.0f} s, so ask for {ask_for(10_000 * step_s)}")
 
 # %%
@@ -470,11 +464,7 @@ if rank == 0:
     axes.axvspan(0, quarter - 1, color="#56B4E9", alpha=0.2)
     axes.set(xlabel="step", ylabel="seconds since the start", title=f"{world_size} ranks on this machine")
     axes.legend()
-    show(
-        figure,
-        "how_long",
-        "measured seconds against steps lie along the straight line drawn from the first quarter",
-    )
+    show(figure, "how_long", "the measured seconds lie along the line drawn from the first quarter")
 
 # %% [markdown]
 # The points should follow the line within some ten percent. Where they leave it, something else ran on the machine: on a laptop
@@ -493,13 +483,13 @@ if rank == 0:
 # So schedulers let a later job go first **if that delays nobody before it**. It is called *backfill*. The scheduler cannot know
 # how long C will run. It believes what C asked for, its walltime.
 #
-# **Predict.** A (1 node, 6 minutes), B (2 nodes, 3), C (1, 2), D (1, 3). When do they start in order, when with overtaking? And
-# what if D is as short as before, but its owner asked for 60 minutes to be safe?
+# **Predict.** In the right half D fills the gap from minute 2 to 5. Suppose its owner had asked for 60 minutes, "to be safe". It
+# still runs for 3. When does it start?
 #
 # <details><summary>Answer</summary>
 #
-# In order: 0, 6, 9, 9. With overtaking: 0, 6, 0, 2. And with the 60 minutes D starts at 9: it *might* run past minute 6 and
-# delay B, so it may not overtake. Asking for an hour cost it seven minutes of three.
+# At minute 9, after B. It *might* run past minute 6 and delay B, so it may not overtake. To be safe has cost it seven minutes,
+# more than twice of what it runs.
 #
 # </details>
 
@@ -511,10 +501,8 @@ def with_overtaking(jobs, nodes):
     placed = []  # (nodes, start, end) of the jobs before
 
     def fits(start, need, minutes):
-        moments = [start] + [
-            s for _, s, _ in placed if start < s < start + minutes
-        ]  # when others start meanwhile
-        return all(sum(n for n, s, e in placed if s <= t < e) + need <= nodes for t in moments)
+        others = [s for _, s, _ in placed if start < s < start + minutes]  # those that start meanwhile
+        return all(sum(n for n, s, e in placed if s <= t < e) + need <= nodes for t in [start, *others])
 
     for need, minutes in jobs:
         ends = sorted({0, *(end for _, _, end in placed)})  # nodes become free only when something ends
@@ -538,37 +526,31 @@ if rank == 0:
 
 # %% [markdown]
 # Is that what a real scheduler does? We handed these four jobs to Slurm on two nodes, three times, and wrote down when they
-# started (A at 0; real minutes). If our twenty lines are right, all twelve points lie on the diagonal:
+# started (A at 0; real minutes). If our twenty lines are right, all twelve points lie on the diagonal. Beside it the residual,
+# measured minus predicted, in *seconds*:
 
 # %%
 # %%ranks
-queue = recorded.numbers("04_queue.json")
-points = [
-    (m, queue["start_minutes"][way]["ABCD"[j]], way)
-    for way in predicted
-    for j, m in enumerate(predicted[way])
-]
-late_s = max(60 * (real - minute) for minute, real, _ in points)
+queue = recorded.numbers("04_queue.json")["start_minutes"]
+measured = {way: [queue[way][job] for job in "ABCD"] for way in predicted}
 if rank == 0:
-    figure = Figure(figsize=(4.6, 3.4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 9], [0, 9], "--", color="#999999", zorder=0)
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([0, 9], [0, 9], "--", color="#999999", zorder=0)
     for way, marker in zip(predicted, "s^o", strict=True):
-        axes.plot(
-            *zip(*[p[:2] for p in points if p[2] == way], strict=True), marker, ms=9, mfc="none", label=way
-        )
-    axes.set(
-        xlabel="predicted start, minute",
-        ylabel="measured start, minute",
-        title="four jobs, two nodes (recorded)",
+        residual_s = [60 * (m - p) for m, p in zip(measured[way], predicted[way], strict=True)]
+        left.plot(predicted[way], measured[way], marker, ms=9, mfc="none", color="black")
+        right.plot(list("ABCD"), residual_s, marker, ms=9, mfc="none", color="black", label=way)
+    left.set(
+        xlabel="predicted start, minute", ylabel="measured start, minute", title="Slurm, two nodes (recorded)"
     )
-    axes.legend(fontsize=8)
-    show(figure, "queue", "all twelve measured start times lie on the diagonal against the predicted ones")
-    say(f"{queue['conditions']['slurm']}: at most {late_s:.1f} s later than predicted")
+    right.set(xlabel="job", ylabel="seconds late", ylim=(-0.3, 4))
+    right.legend(fontsize=8)
+    show(figure, "queue", "twelve measured starts lie on the diagonal; they are at most 2.5 seconds late")
 
 # %% [markdown]
-# The two seconds are the scheduler's own rhythm: it looks at the queue every two seconds here, on a large machine every half
-# minute or so. **Ask for what you need plus a margin, not for the maximum**: a short job finds a gap, a long one waits for its
+# The residual is the scheduler's own rhythm: this one looks at its queue every two seconds (a job that is started as soon as it
+# arrives, like A, does not wait for that). Large machines look less often. **Ask for what you need plus a margin, not for the maximum**: a short job finds a gap, a long one waits for its
 # turn.
 
 # %% [markdown]
@@ -608,8 +590,8 @@ def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
 checks.twice_the_nodes(my_sequences, ranks, solution=True)
 
 # %% [markdown]
-# (That is what `get_batch` does in lesson 03. On 4 nodes with 2 ranks each its default of 12 sequences is refused: "12 does not
-# split over 8 ranks; use a multiple of 8". Hence `--global-batch 24`.)
+# (That is what `get_batch` does in lesson 03. On 4 nodes with 2 ranks each it refuses its default of 12 sequences:
+# "global_batch=12 does not split over 8 ranks; use a multiple of 8". Hence `--global-batch 24`.)
 #
 # ### Does it stay the same? (MORE, 3 min)
 #
@@ -622,9 +604,8 @@ checks.twice_the_nodes(my_sequences, ranks, solution=True)
 catch_up(globals(), "my_sequences")
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=len(corpus.symbols), n_layer=2, n_head=2, n_embd=32)).double().to(device)
-x_BT, y_BT = (
-    ids.to(device) for ids in get_batch(corpus.train_ids, 0, global_batch, 64, 0, 1, seed=1)
-)  # all of it
+whole_batch = get_batch(corpus.train_ids, 0, global_batch, 64, 0, 1, seed=1)  # as in a world of one
+x_BT, y_BT = (ids_BT.to(device) for ids_BT in whole_batch)
 
 
 def gradient(sequences):
@@ -659,15 +640,15 @@ if rank == 0:
     say(recorded.text("04_pending.out").rstrip())
 
 # %% [markdown]
-# | Slurm says | PBS says (`qstat -f`, comment) | it means |
+# | Slurm says | PBS (`qstat`) | it means |
 # |---|---|---|
-# | `Resources` | Insufficient amount of resource | next in line; not enough nodes are free |
-# | `Priority` | would conflict with ... top job | others are ahead |
-# | `Dependency` | Job held, dependency | waits for another job of yours to end |
+# | `Resources` | `Q`, comment: Insufficient amount of resource | next in line; not enough nodes are free |
+# | `Priority` | `Q` | others are ahead |
+# | `Dependency` | `H` | waits for another job of yours to end |
 # | `DependencyNeverSatisfied` | | that other job has failed |
-# | `JobHeldUser` | Job held by user | you put it on hold (`scontrol hold`, `qhold`) |
-# | `BeginTime` | | you asked for a later start |
-# | `PartitionTimeLimit`, `PartitionNodeLimit` | (refused when you submit) | more than this queue gives, ever |
+# | `JobHeldUser` | `H` | you put it on hold (`scontrol hold`, `qhold`) |
+# | `BeginTime` | `W` | you asked for a later start |
+# | `PartitionTimeLimit`, `PartitionNodeLimit` | | more than this queue gives, ever (most sites refuse it when you submit) |
 #
 # For the six jobs below: what helps? `"wait"`, `"release"` (`scontrol release`, `qrls`), `"ask for less"` (change the job), or
 # `"cancel"`?
@@ -703,7 +684,7 @@ if rank == 0:
     say("\n".join(line[:110] for line in log[-3:]))
 
 # %% [markdown]
-# *Signal 15*? Nobody here sent a signal. **The end of a distributed log is the end of a chain**: one rank fails, the others lose
+# *Signal 15*? You sent no signal. **The end of a distributed log is the end of a chain**: one rank fails, the others lose
 # their connection and fail too, and the launcher stops whoever is left. So go back. All lines that speak of an error, in a
 # terminal `grep Error ddp_shakespeare.o4712`:
 
@@ -713,15 +694,9 @@ if rank == 0:
     say("\n".join(line[:110] for line in log if "Error" in line))
 
 # %% [markdown]
-# Six lines, several ranks, and the order in the file is not the order in time: each node writes when it likes. Which rank failed
-# *first*, and with which error? Two helps: an error that speaks of a *connection* or a *peer* is an echo; and `torchrun` reports a
-# "Root Cause (first observed failure)" (`grep -A 4 "Root Cause"`).
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-if rank == 0:
-    at = next(n for n, line in enumerate(log) if "Root Cause" in line)
-    say("\n".join(log[at : at + 6]))
+# Several lines, several ranks, and the order in the file is not the order in time: each node writes when it likes. Which rank failed
+# *first*, and with which error? One thing helps: an error that speaks of a *connection* or a *peer* is an echo. Somebody else had
+# gone before.
 
 # %%
 # %%ranks
@@ -741,7 +716,17 @@ if rank == 0:
     checks.first_error((first_rank, first_error), solution=True)
 
 # %% [markdown]
-# Now the reason is one look away: the lines above that error.
+# `torchrun` agrees. It keeps the time at which each rank ended, and reports the first under "Root Cause" (in a terminal
+# `grep -A 5 "Root Cause" ddp_shakespeare.o4712`):
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+if rank == 0:
+    at = next(n for n, line in enumerate(log) if "Root Cause" in line)
+    say("\n".join(log[at : at + 6]))
+
+# %% [markdown]
+# Now the reason is one look away: what that rank said.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -768,12 +753,13 @@ def write(path, source):
 
 
 if rank == 0:
-    folder = Path(tempfile.mkdtemp())
-    write(folder / "lesson.py", "steps = 10; print('trained for', steps, 'steps')")
-    write(folder / "lesson.ipynb", "steps = 20; print('trained for', steps, 'steps')")  # your edit, saved
-    job = subprocess.run([sys.executable, folder / "lesson.py"], capture_output=True, text=True, check=True)
-    say(f"the notebook says: {jupytext.read(folder / 'lesson.ipynb').cells[0].source.split(';')[0]}")
-    say(f"the job says:      {job.stdout.strip()}")
+    with tempfile.TemporaryDirectory() as folder:
+        notebook, script = Path(folder) / "lesson.ipynb", Path(folder) / "lesson.py"
+        write(script, "steps = 10; print('trained for', steps, 'steps')")
+        write(notebook, "steps = 20; print('trained for', steps, 'steps')")  # today's edit, saved
+        job = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+        say(f"the notebook says: {jupytext.read(notebook).cells[0].source.split(';')[0]}")
+        say(f"the job says:      {job.stdout.strip()}")
 
 # %% [markdown]
 # No error anywhere. The job ran the script, and the script is yesterday's: **results that the notebook cannot explain.** It has
@@ -805,9 +791,8 @@ if rank == 0:
 # %%ranks
 # solution 4
 def stale(notebook, script):
-    return [cell.source for cell in jupytext.read(notebook).cells] != [
-        cell.source for cell in jupytext.read(script).cells
-    ]
+    ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
+    return ours != theirs
 
 
 if rank == 0:

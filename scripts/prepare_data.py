@@ -1,12 +1,12 @@
 """Fetch the corpus once, so that no run needs the network.
 
-    python scripts/prepare_data.py                                  # from the web into data/ (or ~/.cache/manyhands)
+    python scripts/prepare_data.py              # from the web into data/, or ~/.cache/manyhands
+    python scripts/prepare_data.py --require    # status 1 where only the offline corpus is at hand
     MANYHANDS_SHAKESPEARE=~/input.txt python scripts/prepare_data.py    # from a file that you have
-    MANYHANDS_DATA=/shared/course python scripts/prepare_data.py    # into a folder that a class shares
-    python scripts/prepare_data.py --require                        # status 1 where only the offline corpus is at hand
+    MANYHANDS_DATA=/shared/course python scripts/prepare_data.py        # into a folder that a class shares
 
-You should see one line: where the file lies, or what the lessons will use instead. Status 2: a wrong file, a corrupt
-download or a full disk, with the cure.
+You should see one line: where the file lies, or what the lessons will use instead. Status 2: a wrong file, a
+corrupt download or a full disk, with the cure.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The corpus from each of its sources, what is refused, and batches that are the same for any number of ranks."""
+"""The corpus from each of its sources, what is refused, and batches that are equal on any number of ranks."""
 
 import hashlib
 import http.server
@@ -19,17 +19,16 @@ from manyhands import shakespeare
 from manyhands.data import Corpus, DataError, get_batch, load_corpus
 from rank_pool import run_on_ranks
 
+GIVEN = os.environ.get("MANYHANDS_SHAKESPEARE")  # before a test takes the variable away
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """No corpus anywhere and no web: each test opens the sources it is about. The folder is the empty cache."""
-    given = os.environ.get("MANYHANDS_SHAKESPEARE")
+    """No corpus anywhere and no web: each test opens the sources it is about. Returns the empty cache."""
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "cache"))
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
-    monkeypatch.setattr(shakespeare, "given_to_the_tests", given, raising=False)
     return tmp_path / "cache"
 
 
@@ -37,7 +36,7 @@ def elsewhere(tmp_path, monkeypatch):
 def real_file(elsewhere):
     """Shakespeare, which is not part of the repository."""
     beside = SCRIPTS.parents[1] / "shared" / "data" / shakespeare.FILE_NAME
-    for path in (shakespeare.given_to_the_tests, beside):
+    for path in (GIVEN, beside):
         if path and Path(path).is_file():
             return Path(path)
     pytest.skip("needs Shakespeare: set MANYHANDS_SHAKESPEARE=file")

@@ -1,4 +1,4 @@
-"""Run folders that never collide, numbers that keep their bits, comparisons that find what differs, honest times."""
+"""Run folders that never collide, numbers that keep their bits, what two runs may differ in, honest times."""
 
 import json
 import math
@@ -29,8 +29,8 @@ from rank_pool import run_on_ranks
 
 def ranks_of(rank=0, world_size=4, launcher="torchrun", lesson="05_test"):
     return Ranks(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, device=torch.device("cpu"),
-        backend="gloo", launcher=launcher, host="here", lesson=lesson,
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
+        device=torch.device("cpu"), backend="gloo", launcher=launcher, host="here", lesson=lesson,
     )  # fmt: skip
 
 

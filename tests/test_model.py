@@ -116,7 +116,7 @@ def test_a_tied_head_is_the_embedding_itself_and_gets_both_gradients():
 
 
 def _gradient(model, ids_BT, embedding_VD, head_VD):
-    """Of the loss, written out, with respect to the shared matrix in its two places, either or both detached."""
+    """Of the loss, written out, with respect to the shared matrix, which may be detached in one place."""
     x_BTD = F.embedding(ids_BT[:, :-1], embedding_VD) + model.positions.weight
     for block in model.blocks:
         x_BTD = block(x_BTD)

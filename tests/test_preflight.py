@@ -13,6 +13,7 @@ from manyhands import preflight
 from manyhands.lessons import SHORT, Lesson, find_lessons
 from manyhands.parameters import read
 from manyhands.preflight import errors, plan, runs, supervise
+from manyhands.preflight.report import page as page_of
 
 TIMEOUT_S = 20
 
@@ -127,7 +128,7 @@ def test_the_report_says_what_broke_first_and_where_it_ran(report):
 
 def test_junit_counts_each_run_and_each_comparison(flown):
     suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()
-    assert (suite.get("tests"), suite.get("failures")) == ("14", "7")
+    assert (suite.get("tests"), suite.get("failures")) == ("18", "7")  # 12 runs, 2 comparisons, 4 pairs
     failed = {
         (case.get("classname"), case.get("name"))
         for case in suite.iter("testcase")
@@ -145,6 +146,21 @@ def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(tmp
     assert "warning: The offline corpus" in printed and "Ready, with 1 warning" in printed
     assert "[ 1/1] 01_good notebook: ok" in printed  # plain lines where there is no terminal
     assert "The offline corpus" in (output / "report.html").read_text()
+
+
+def test_a_notebook_that_is_not_its_scripts_other_half_is_not_ready(tmp_path):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    (lesson,) = find_lessons(tmp_path)
+    lesson.script.write_text(lesson.script.read_text() + "\n# %%\nprint('a cell that the notebook lacks')\n")
+    outcome = runs.Outcome(runs.Run(lesson, "notebook", None, tmp_path), supervise.Ended(0, 1.0, 0), None)
+    (result,) = plan.judge([outcome])
+    assert not result.ok and result.stale
+    page = report_page(tmp_path, [result])
+    assert "1 lesson with a stale half" in page and "make sync LESSON=01" in page
+
+
+def report_page(folder, results):
+    return page_of(folder, results, {"when": "now", "host": "here"}, [], 1.0, "preflight")
 
 
 # ------------------------------------------------------------------ what is refused
@@ -247,6 +263,13 @@ def test_the_variables_of_a_launcher_around_preflight_do_not_reach_its_runs(tmp_
 # ------------------------------------------------------------------ processes and errors
 
 
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # dead, but init has not looked yet
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True).pid)"
     ended = supervise.supervise(
@@ -256,7 +279,7 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     assert (
         ended.status == 0 and len(ended.left_behind) == 1 and f"pid {pid} (python -c" in ended.left_behind[0]
     )
-    assert not psutil.pid_exists(pid)
+    assert not alive(pid)
 
 
 def test_memory_counts_all_processes_of_a_run(tmp_path):
@@ -283,6 +306,25 @@ def test_a_command_that_does_not_exist_is_an_error_not_a_crash(tmp_path):
 )
 def test_labels_of_all_launchers_are_read(line, rank, rest):
     assert errors.split_label(line) == (rank, rest)
+
+
+def test_a_lost_connection_is_not_the_first_error_even_if_it_is_printed_first():
+    lost = "[0] Traceback (most recent call last):\n[0] RuntimeError: Connection closed by peer [127.0.0.1]:4242\n"
+    cause = '[1] Traceback (most recent call last):\n[1]   File "x.py", line 1\n[1] ValueError: 3 is odd\n'
+    assert str(errors.first_error_in_log(lost + cause)) == "rank 1: ValueError: 3 is odd"
+    assert errors.first_error_in_log(lost).rank == 0  # nothing better is known
+
+
+def test_lines_of_two_ranks_that_run_together_are_told_apart():
+    log = """\
+[0] Traceback (most recent call last):
+[1] Traceback (most recent call last):
+[0]   File "/course/scripts/02_collectives.py", line 3, in <module>
+[1]   File "/course/scripts/02_collectives.py", line 8, in <module>
+[1] KeyError: 'b'
+[0] KeyError: 'a'
+"""
+    assert str(errors.first_error_in_log(log)) == "rank 1: KeyError: 'b' (02_collectives.py, line 8)"
 
 
 def test_a_refusal_without_a_traceback_is_the_last_line_that_is_not_the_launchers():

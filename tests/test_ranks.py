@@ -149,9 +149,6 @@ def test_stopping_leaves_no_process(notebook):
 
 def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process(tmp_path, root):
     with Kernel(tmp_path / "a", root) as a, Kernel(tmp_path / "b", root) as b:
-        starts = [k.send("import sys; sys.path.insert(0, %r)" % str(root / "scripts")) for k in (a, b)]
-        for kernel, start in zip((a, b), starts, strict=True):
-            kernel.collect(start)
         for kernel in (a, b):
             kernel.start(n_ranks=2)
         questions = [k.send(JOIN + "\nx = torch.ones(1); dist.all_reduce(x); say(x)") for k in (a, b)]
@@ -174,3 +171,15 @@ def test_idle_ranks_stop_and_the_next_cell_says_why(tmp_path, root):
         mark = kernel.mark()
         assert left_behind(mark, 10) == []
         assert "idle" in kernel.run("%%ranks\nprint(1)").error[1]
+
+
+def test_on_a_login_node_two_ranks_start_without_mpi_and_the_notebook_says_so(tmp_path, root):
+    with Kernel(tmp_path, root, {"MANYHANDS_LOGIN_NODE": "1"}) as kernel:
+        text = kernel.start(n_ranks=4).text
+        assert "This is a login node (MANYHANDS_LOGIN_NODE says so): 2 ranks, without MPI" in text
+        assert kernel.run(
+            JOIN + "\nsay(f'{rank} of {ranks.world_size}, {mpi_world()}')"
+        ).text.splitlines() == [
+            "rank 0 | 0 of 2, None",
+            "rank 1 | 1 of 2, None",
+        ]

@@ -117,7 +117,9 @@ def seconds_to_first_output(sources, run, timeout_s=120):
     specs = KernelSpecManager(kernel_dirs=[str(kernels)])
     manager = KernelManager(kernel_name=KERNEL, kernel_spec_manager=specs)
     mark = f"bench-{os.getpid()}-{time.monotonic_ns()}"
-    manager.start_kernel(env={**run.environ(), MARK: mark}, cwd=str(run.lesson.notebook.parent))
+    environ = {**run.environ(), MARK: mark}
+    with open(run.log, "wb") as log:
+        manager.start_kernel(env=environ, cwd=str(run.lesson.notebook.parent), stdout=log, stderr=log)
     client = manager.blocking_client()
     try:
         client.start_channels()
@@ -170,10 +172,10 @@ def lesson_numbers(lesson, folder, timeout_s):
     ]
     measured = (outcome.metrics or {}).get("measured", {})
     if lesson.number == "02":
-        found.append(Number("our ring / gloo, 16 MiB", ring_to_gloo(measured), "times the time", RING_AIM))
+        found.append(Number("time of our ring / gloo's, 16 MiB", ring_to_gloo(measured), "", RING_AIM))
     if lesson.number == "03":
         ratio = measured.get("ours_to_library")
-        found.append(Number("our DDP / library DDP", ratio, "times tokens/s", DDP_AIM, at_least=True))
+        found.append(Number("tokens/s of our DDP / the library's", ratio, "", DDP_AIM, at_least=True))
     return found
 
 
@@ -212,8 +214,11 @@ def plot(numbers):
     shares = [number.aim / number.value if number.at_least else number.value / number.aim for number in shown]
     colours = [RANK_COLOURS[0] if number.within else RANK_COLOURS[5] for number in shown]
     bars = axes.barh([number.what for number in shown], shares, color=colours)
-    axes.bar_label(bars, [f" {number.value:.3g} {number.unit}" for number in shown], fontsize=8)
     axes.axvline(1, color=INK, lw=1.2, ls="--")
+    for label in axes.bar_label(
+        bars, [f"{number.value:.3g} {number.unit}" for number in shown], padding=3, fontsize=8
+    ):
+        label.set_bbox({"fc": "white", "ec": "none", "pad": 1})
     axes.set_xlim(0, max([1.25, *[1.35 * share for share in shares]]))
     axes.set_xlabel("share of the aim (the dashed line)")
     axes.invert_yaxis()
@@ -231,7 +236,7 @@ def show(numbers, output):
         table.add_column(column, justify="right" if column in ("measured", "aim") else "left")
     for number in numbers:
         sign = "at least" if number.at_least else "at most"
-        value = "not measured" if number.value is None else f"{number.value:.3g} {number.unit}"
+        value = "not measured" if number.value is None else f"{number.value:.3g} {number.unit}".strip()
         verdict = {True: ("within", "green"), False: ("beyond", "yellow"), None: (number.note, "red")}[
             number.within
         ]

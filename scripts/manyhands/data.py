@@ -3,8 +3,10 @@
     corpus = load_corpus(ranks)                      # all ranks must call it
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
 
-The corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none of them has it, the manual
-that every Python carries, which every run then says. Shapes: T positions, B sequences in the global batch, b this rank's.
+The corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
+manual that every Python carries, which every run then says.
+
+Shapes: T positions, B sequences in the global batch, b this rank's.
 """
 
 import hashlib
@@ -28,7 +30,7 @@ _silent_web = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as numbers: the i-th symbol of its sorted alphabet is the id i; the first 90 % train, the rest validates."""
+    """A text as numbers: id i is the i-th symbol of its alphabet. 90 % train, the rest validates."""
 
     name: str  # "shakespeare" or "offline"
     sha256: str
@@ -46,7 +48,7 @@ class Corpus:
         return cls(name, sha256, text, symbols, ids[:num_train], ids[num_train:])
 
     def encode(self, text):
-        """The ids of `text`, torch.long [T]. Raises ValueError for a character that the corpus does not have."""
+        """The ids of `text`, torch.long [T]. Raises ValueError for a character that the corpus lacks."""
         return _encode(text, self.symbols)
 
     def decode(self, ids):
@@ -74,15 +76,16 @@ def _encode(text, symbols):
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):
-    """This rank's share of global batch number `step`: inputs, and targets one symbol further, both torch.long [b, T].
+    """This rank's share of global batch number `step`: inputs and targets, torch.long [b, T].
 
-    The same (seed, step) draws the same global batch for any number of ranks: rank r takes the r-th of `world_size`
-    equal cuts. Windows start anywhere and may overlap, as in nanoGPT.
+    Targets are one symbol further. The same (seed, step) draws the same global batch for any number of ranks:
+    rank r takes the r-th of `world_size` equal cuts. Windows start anywhere and may overlap, as in nanoGPT.
     Raises ValueError if the batch does not split, or if the text is too short for one window.
     """
     if global_batch < 1 or global_batch % world_size:
         raise ValueError(
-            f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
+            f"global_batch={global_batch} does not split over {world_size} ranks; "
+            f"use a multiple of {world_size}"
         )
     if len(ids) <= block:
         raise ValueError(
@@ -99,8 +102,8 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
 def load_corpus(ranks=None):
     """The corpus, the same on all ranks. All ranks must call it.
 
-    Rank 0 finds the text while the others wait, and hands the text, or what went wrong, to all of them: one process
-    downloads, nobody waits for a rank that gave up, and no two nodes train on different texts.
+    Rank 0 finds the text while the others wait, and hands the text, or what went wrong, to all of them: one
+    process downloads, nobody waits for a rank that gave up, and no two nodes train on different texts.
     Raises DataError; a script ends with status 2 on all ranks instead, after one sentence.
     """
     first = ranks is None or ranks.rank == 0
@@ -116,7 +119,7 @@ def load_corpus(ranks=None):
         dist.broadcast_object_list(found, src=0)
     name, text, _, error = found[0]
     if error and in_script:
-        leave()
+        leave()  # Python's exit under a living gloo group aborts now and then: status 134 instead of 2
         raise SystemExit(2)
     if error:
         raise DataError(error)

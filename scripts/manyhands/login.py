@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 
 NAMES = re.compile(r"(^|[-_.])(login|uan|front-?end|headnode|submit)([-_]?\d+)?([-_.]|$)", re.IGNORECASE)
 ANSWER_S = 5.0
@@ -54,3 +55,11 @@ def _ask(command):
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout if answer.returncode == 0 else None
+
+
+if (
+    __name__ == "__main__"
+):  # `python -m manyhands.login "make test"` ends with status 2 and says why on a login node
+    if refusal := refuse_on_login_node(sys.argv[1]):
+        print(refusal, file=sys.stderr)
+        sys.exit(2)

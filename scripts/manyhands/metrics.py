@@ -1,13 +1,13 @@
 """What a run leaves behind: its own folder, metrics.json, one JSON line per step; and honest times.
 
     metrics = Metrics(ranks, corpus=corpus, parameters={"steps": 300})
-    metrics.exact(ring_steps=6, losses=losses)      # bit-equal from every launcher at the same number of ranks
-    metrics.close(final_loss=loss)                  # equal within a tolerance on any number of ranks
-    metrics.measured(step_s=timing.slowest_s)       # times and memory: never compared
-    metrics.write()                                 # rank 0 writes <run folder>/metrics.json
+    metrics.exact(ring_steps=6, losses=losses)    # bit-equal from every launcher at the same number of ranks
+    metrics.close(final_loss=loss)                # equal within a tolerance on any number of ranks
+    metrics.measured(step_s=timing.slowest_s)     # times and memory: never compared
+    metrics.write()                               # rank 0 writes <run folder>/metrics.json
 
-JSON keeps floats exactly: Python writes the shortest digits that read back as the same float64, and every float32 is a
-float64. So equal numbers in two files are equal bits; NaN and infinity are written as strings.
+JSON keeps floats exactly: Python writes the shortest digits that read back as the same float64, and every
+float32 is a float64. So equal numbers in two files are equal bits; NaN and infinity are written as strings.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ FP32_TOLERANCE = 1e-3
 class Metrics:
     """Collects a run's numbers on all ranks; rank 0's are the ones that are written. No call communicates.
 
-    Values are numbers, strings, lists of them, dicts, or tensors (their numbers; `fingerprint` for large ones).
+    Values are numbers, strings, lists of them, dicts, or tensors (their numbers; large ones: `fingerprint`).
     """
 
     def __init__(self, ranks, corpus=None, parameters=None):
@@ -73,7 +73,7 @@ class Metrics:
         self.content["measured"] |= {name: _plain(name, value) for name, value in values.items()}
 
     def write(self):
-        """Write `metrics.json` (rank 0; complete or not at all) and return its path, None on the other ranks."""
+        """Write `metrics.json` (rank 0; complete or not at all) and return its path; None on other ranks."""
         if self.ranks.rank != 0:
             return None
         path = run_folder(self.ranks) / "metrics.json"
@@ -83,7 +83,7 @@ class Metrics:
 
 
 def fingerprint(tensors):
-    """sha256 over the bytes of tensors (say, `model.parameters()`): bit-equality of a million numbers in one word."""
+    """sha256 over the bytes of tensors (say, `model.parameters()`): bit-equality in one word."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -109,8 +109,8 @@ def _plain(name, value):
 def compare(one, other):
     """How two runs of a lesson differ where they must not: sentences, none if all is well.
 
-    `one` and `other` are contents of metrics.json, or paths of it. Exact values count between runs on as many ranks of
-    the same kind of device.
+    `one` and `other` are contents of metrics.json, or paths of it. Exact values count between runs on as many
+    ranks of the same kind of device.
     """
     one, other = (json.loads(Path(m).read_text()) if isinstance(m, (str, Path)) else m for m in (one, other))
     for what in ("lesson", "corpus", "parameters"):

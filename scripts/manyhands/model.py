@@ -1,14 +1,14 @@
-"""A decoder-only GPT, written for one process: it knows nothing of ranks, so that every strategy can be applied to it
-from outside and compared with it.
+"""A decoder-only GPT, written for one process: it knows nothing of ranks, so that every strategy can be
+applied to it from outside and compared with it.
 
     model = GPT(GPTConfig(vocab_size=65))          # ShakespeareGPT: 4 layers, 4 heads, width 128, block 64
     logits_BTV, loss = model(ids_BT, targets_BT)   # loss is None without targets
 
 The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D) + D(V + T) + 2D + V(D + 1):
-LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned positions, and
-an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
+LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned
+positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
 
-Shapes: B sequences, T positions, V symbols, D = n_embd width, H heads of size E = D / H, M = 4 D hidden, N layers.
+Shapes: B sequences, T positions, V symbols, D = n_embd, H heads of size E = D / H, M = 4 D hidden, N layers.
 """
 
 import math
@@ -38,7 +38,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(
-                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
+                f"n_embd={self.n_embd} does not split over {self.n_head} heads; "
+                f"use a multiple of {self.n_head}"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
@@ -62,8 +63,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x_BTD):
-        # rows of the projection lie head by head (q, k, v of head 0, then of head 1, ...), as in Megatron-LM: a rank
-        # that holds the first rows of the matrix holds whole heads, and runs the same lines
+        # rows of the projection lie head by head (q, k, v of head 0, then of head 1, ...), as in Megatron-LM:
+        # a rank that holds the first rows of the matrix holds whole heads, and runs the same lines
         qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
         y_BHTE = F.scaled_dot_product_attention(
@@ -102,7 +103,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, N blocks, a last norm and the head. The caller seeds torch before building it."""
+    """Token and position embeddings, N blocks, a last norm and the head. The caller seeds torch before."""
 
     def __init__(self, config):
         super().__init__()
@@ -119,7 +120,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw all weights anew from torch's global generator (call it again after `to_empty` on a meta model)."""
+        """Draw all weights from torch's global generator (call it again after `to_empty` on a meta model)."""
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
@@ -154,8 +155,8 @@ class GPT(nn.Module):
     def generate(self, ids_BT, n, temperature=1.0, generator=None):
         """`ids_BT` followed by n sampled symbols: [B, T + n].
 
-        Draws from `generator` (None: a fresh one with seed 0) and never from torch's global one, and leaves train mode
-        as it was, so that sampling does not change a training run. Temperature 0 takes the most likely symbol.
+        Draws from `generator` (None: a fresh one with seed 0) and never from torch's global one, and leaves
+        train mode as it was: sampling does not change a training run. Temperature 0: the likeliest symbol.
         """
         if temperature < 0:
             raise ValueError(

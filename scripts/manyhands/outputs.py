@@ -9,15 +9,16 @@ from manyhands.screen import say
 
 COURSE = Path(__file__).resolve().parents[2]
 
-_folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; the folder)
+_folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
 
 
 def run_folder(ranks):
     """This run's folder, made on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
 
-    `latest` points to rank 0's last one; another rank gets a folder of its own, ending in `-rank2`. One `join` is one
-    run. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that cannot be written)
-    in ~/.local/share/manyhands/outputs, which is said once. Raises ValueError if MANYHANDS_OUTPUTS cannot be written.
+    One `join` is one run. `latest` points to rank 0's last one; another rank gets its own folder, ending in
+    `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
+    cannot be written) in ~/.local/share/manyhands/outputs, which is said once.
+    Raises ValueError if MANYHANDS_OUTPUTS cannot be written.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"

@@ -3,17 +3,15 @@
     python -m manyhands.pairs check [LESSON ...]       # exit status 2 and the first difference if a pair differs
     python -m manyhands.pairs sync [LESSON ...]        # the form that was saved last overwrites the other
     python -m manyhands.pairs notebooks [LESSON ...]   # run the notebooks and store their outputs
-    python -m manyhands.pairs reset LESSON             # the lesson as it was, one's own work kept aside
-    python -m manyhands.pairs copy FOLDER              # the course for attendees, without the instructor's notes
 
-LESSON is "03" or "03_data_parallel"; none means all.
+LESSON is "03" or "03_data_parallel"; none means all. In a folder with notebooks/ they are that folder's lessons.
 """
 
 import argparse
 import hashlib
+import itertools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,10 @@ import nbformat
 from manyhands.lessons import ROOT, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec", "language_info")
+KEPT_CELL_METADATA = ("tags", "jupyter")
+LAYOUT = (
+    "lines_to_next_cell"  # how jupytext notes blank lines between cells that are not as it would put them
+)
 
 
 class PairError(RuntimeError):
@@ -32,14 +34,21 @@ class PairError(RuntimeError):
 
 
 def read(path):
-    """The notebook in `path`, whichever of the two forms it is."""
-    return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
+    """The notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
+    try:
+        return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
+    except ValueError as error:  # half a JSON, a header that is no YAML, bytes that are no text
+        first_line = str(error).split("\n")[0][:120]
+        raise PairError(f"{path} is neither a notebook nor a script of cells: {first_line}") from None
+
+
+# ------------------------------------------------------------------ the same?
 
 
 def difference(lesson):
     """The first difference between the lesson's two forms as a sentence, or None if they hold the same cells.
 
-    Compared are kind, source and tags of the cells, not outputs, and not the files' times.
+    Compared are kind, source and tags of the cells: not outputs, not what is folded, and not the files' times.
     """
     for path in (lesson.notebook, lesson.script):
         if not path.exists():
@@ -47,8 +56,7 @@ def difference(lesson):
     notebook, script = (read(path).cells for path in (lesson.notebook, lesson.script))
     for number, (ours, theirs) in enumerate(zip(notebook, script, strict=False), 1):
         if _essence(ours) != _essence(theirs):
-            line = next((x for x in ours.source.splitlines() if x not in theirs.source.splitlines()), "")
-            return f"cell {number} of {lesson.name} differs: the notebook has {line.strip()[:70]!r}"
+            return f"cell {number} of {lesson.name} differs: {_first_difference(ours, theirs)}"
     if len(notebook) != len(script):
         return f"{lesson.name} has {len(notebook)} cells as a notebook and {len(script)} as a script"
     return None
@@ -56,6 +64,17 @@ def difference(lesson):
 
 def _essence(cell):
     return cell.cell_type, cell.source.strip(), sorted(cell.metadata.get("tags", []))
+
+
+def _first_difference(ours, theirs):
+    lines = [cell.source.strip().splitlines() for cell in (ours, theirs)]
+    for in_notebook, in_script in itertools.zip_longest(*lines, fillvalue=""):
+        if in_notebook != in_script:
+            shown = (
+                f"{line.strip()[:70]!r}" if line.strip() else "nothing" for line in (in_notebook, in_script)
+            )
+            return "the notebook has {}, the script {}".format(*shown)
+    return "its kind or its tags"
 
 
 def check(lesson):
@@ -75,56 +94,93 @@ def sync(lesson):
     found = difference(lesson)
     if found is None:
         return f"{lesson.name}: notebook and script are the same"
-    if not lesson.notebook.exists() or not lesson.script.exists():
-        newer = lesson.script if lesson.script.exists() else lesson.notebook
-    else:
-        times = {path: path.stat().st_mtime for path in (lesson.notebook, lesson.script)}
-        if abs(times[lesson.notebook] - times[lesson.script]) < 1:
-            raise PairError(
-                f"{found}; both were saved at the same time, so save the one that you want to keep again"
-            )
-        newer = max(times, key=times.get)
+    times = {path: path.stat().st_mtime for path in (lesson.notebook, lesson.script) if path.exists()}
+    if len(times) == 2 and abs(times[lesson.notebook] - times[lesson.script]) < 1:
+        raise PairError(
+            f"{found}; both were saved at the same time, so save the one that you want to keep again"
+        )
+    newer = max(times, key=times.get)
     if newer == lesson.script:
         _write_notebook(lesson, _with_outputs(read(lesson.script), lesson.notebook))
     else:
-        _replace(lesson.script, jupytext.writes(read(lesson.notebook), fmt="py:percent"))
+        notebook = read(lesson.notebook)
+        if lesson.script.exists():
+            _take_layout(notebook, read(lesson.script))
+        lesson.script.parent.mkdir(exist_ok=True)
+        replace(lesson.script, as_script(notebook))
     return f"{lesson.name}: wrote {newer.name} into the {'notebook' if newer == lesson.script else 'script'} ({found})"
 
 
-def _with_outputs(notebook, old_path):
-    """`notebook` with the outputs of those code cells that are unchanged in the old file."""
-    if old_path.exists():
-        old = {}
-        for cell in nbformat.read(old_path, 4).cells:
-            if cell.cell_type == "code":
-                old.setdefault(cell.source, cell)
-        for cell in notebook.cells:
-            if cell.cell_type == "code" and cell.source in old:
-                cell.outputs = old[cell.source].outputs
-                cell.execution_count = old[cell.source].execution_count
-    return notebook
+# ------------------------------------------------------------------ writing the two forms
 
 
-def _write_notebook(lesson, notebook):
-    """Write without what changes from run to run: times, random cell names, the runner's own notes."""
-    header = read(lesson.script).metadata if lesson.script.exists() else notebook.metadata
-    notebook.metadata = {key: value for key, value in header.items() if key in KEPT_METADATA}
+def as_script(notebook):
+    """The text of `notebook` as a script; what the browser and papermill note in cells stays out."""
+    for cell in notebook.cells:
+        cell.metadata = _only(cell.metadata, (*KEPT_CELL_METADATA, LAYOUT))
+    return jupytext.writes(notebook, fmt="py:percent")
+
+
+def _take_layout(notebook, script):
+    """Give `notebook` the header and the blank lines of the old script, so that only what was edited changes."""
+    notebook.metadata = script.metadata  # another kernel chosen in the browser is no change of the lesson
+    by_source = {cell.source: cell for cell in script.cells}
+    same_places = len(notebook.cells) == len(script.cells)
+    for place, cell in enumerate(notebook.cells):
+        like = by_source.get(cell.source) or (script.cells[place] if same_places else cell)
+        cell.metadata[LAYOUT] = like.metadata.get(LAYOUT)
+
+
+def as_notebook(notebook):
+    """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names."""
+    notebook.metadata = _only(notebook.metadata, KEPT_METADATA)
     seen = {}
     for cell in notebook.cells:
-        cell.metadata = {k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter") and v}
+        cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
         name = hashlib.sha1(f"{cell.cell_type}{cell.source}".encode()).hexdigest()[:10]
         seen[name] = seen.get(name, 0) + 1
         cell["id"] = name if seen[name] == 1 else f"{name}-{seen[name]}"
     notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return nbformat.writes(notebook, 4) + "\n"
+
+
+def _only(metadata, names):
+    return {name: metadata[name] for name in names if metadata.get(name) not in (None, [], {})}
+
+
+def replace(path, text):
+    """Write `path` at once: a reader finds the old file or the new one, and a failure leaves the old one."""
+    path = path.resolve()
+    new = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8", newline="\n")
+        if path.exists():
+            shutil.copymode(path, new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _with_outputs(notebook, old_path):
+    """`notebook` with the outputs of those code cells that are unchanged in the old file, in their order."""
+    old = {}
+    if old_path.exists():
+        for cell in read(old_path).cells:
+            if cell.cell_type == "code":
+                old.setdefault(cell.source, []).append(cell)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and old.get(cell.source):
+            unchanged = old[cell.source].pop(0)
+            cell.outputs, cell.execution_count = unchanged.outputs, unchanged.execution_count
+    return notebook
+
+
+def _write_notebook(lesson, notebook):
+    """Write `notebook` as the lesson's, under the header of its script."""
+    if lesson.script.exists():
+        notebook.metadata = read(lesson.script).metadata
     lesson.notebook.parent.mkdir(exist_ok=True)
-    _replace(lesson.notebook, nbformat.writes(notebook, 4) + "\n")
-
-
-def _replace(path, text):
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=path.suffix) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    replace(lesson.notebook, as_notebook(notebook))
 
 
 def store_outputs(lesson, timeout_s=600):
@@ -147,74 +203,32 @@ def store_outputs(lesson, timeout_s=600):
     _write_notebook(lesson, notebook)
 
 
-def reset(lesson):
-    """The lesson as the course has it; what was there is kept under outputs/kept. Returns the folder kept in."""
-    kept = lesson.root / "outputs" / "kept" / f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    originals = {path: _original(path, lesson.root) for path in (lesson.notebook, lesson.script)}
-    kept.mkdir(parents=True)
-    for path, text in originals.items():
-        if path.exists():
-            shutil.copy2(path, kept)
-        _replace(path, text)
-    return kept
+# ------------------------------------------------------------------ the command
 
 
-def _original(path, root):
-    """What the course has for `path`: the last commit, or the shared course beside the installed package."""
-    name = path.relative_to(root).as_posix()
-    shown = subprocess.run(["git", "show", f"HEAD:./{name}"], cwd=root, capture_output=True, text=True)
-    if shown.returncode == 0:
-        return shown.stdout
-    if root != ROOT and (ROOT / name).exists():
-        return (ROOT / name).read_text()
-    raise PairError(
-        f"there is no original of {name}: this is neither a git clone nor a copy of a shared course"
-    )
-
-
-def copy(target, root=ROOT):
-    """Copy the course to `target`, a folder that does not exist yet, leaving out the instructor's notes."""
-    target = Path(target)
-    if target.exists():
-        raise PairError(f"{target} exists already; name a folder that does not")
-    left_out = shutil.ignore_patterns(
-        ".git", ".venv", "outputs", "__pycache__", "*.egg-info", ".*_cache", ".ci"
-    )
-    shutil.copytree(root, target, ignore=left_out)
-    for lesson in find_lessons(target):
-        notebook = read(lesson.notebook)
-        notebook.cells = [cell for cell in notebook.cells if "notes" not in cell.metadata.get("tags", [])]
-        _replace(lesson.notebook, nbformat.writes(notebook, 4) + "\n")
-        _replace(lesson.script, jupytext.writes(notebook, fmt="py:percent"))
-    return target
+def course_here():
+    """The course whose lessons a command means: that of the current folder, else the one of this package."""
+    return Path.cwd() if (Path.cwd() / "notebooks").is_dir() else ROOT
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["check", "sync", "notebooks", "reset", "copy"])
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("action", choices=["check", "sync", "notebooks"])
+    parser.add_argument("names", nargs="*", metavar="LESSON")
     options = parser.parse_args(arguments)
     try:
-        if options.action == "copy":
-            print(f"copied to {copy(*options.names)}")
-            return 0
-        root = Path.cwd() if (Path.cwd() / "notebooks").is_dir() else ROOT
-        if options.action == "reset" and not options.names:
-            raise PairError("name the lesson to reset: make reset LESSON=03")
-        for lesson in find_lessons(root, options.names):
+        for lesson in find_lessons(course_here(), options.names):
             if options.action == "check":
                 check(lesson)
             elif options.action == "sync":
                 print(sync(lesson))
-            elif options.action == "reset":
-                print(f"{lesson.name} is as it was; your work is in {reset(lesson)}")
             else:
                 began = time.monotonic()
                 store_outputs(lesson)
                 print(f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s", flush=True)
-    except (PairError, ValueError) as error:
+    except (PairError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

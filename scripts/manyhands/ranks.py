@@ -18,6 +18,7 @@ from manyhands import engine
 from manyhands.cell import Cell
 from manyhands.cluster import Allocation, Processes, RanksError, engine_launcher
 from manyhands.control import ControlLines
+from manyhands.login import login_node
 
 START_TIMEOUT_S = 90
 _current = None  # one set of ranks per kernel: starting again replaces it
@@ -86,6 +87,10 @@ class Hands:
         self.allocation = Allocation.find()
         self.world_size = values.get("n_ranks") or self.allocation.default_ranks()
         self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
+        reason = login_node() if self.allocation.kind == "local" else None
+        if reason and (self.world_size > 2 or self.mpi):
+            print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")
+            self.world_size, self.mpi = min(self.world_size, 2), False
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
         self._cell = 0

@@ -1,8 +1,8 @@
-"""Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks in here.
+"""Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks here.
 
-`find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache (MANYHANDS_DATA, else
-the course's data/, else ~/.cache/manyhands); the web, once, into the cache. Its sha256 is checked wherever it comes from.
-MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
+`find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
+(MANYHANDS_DATA, else the course's data/, else ~/.cache/manyhands); the web, once, into the cache. Its sha256
+is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
 """
 
 import hashlib
@@ -29,7 +29,10 @@ class DataError(ValueError):
 
 
 def find():
-    """(content, None), or (None, why nothing was found). Raises DataError for a wrong file or a corrupt download."""
+    """(content, None), or (None, why nothing was found).
+
+    Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
+    """
     if named := os.environ.get("MANYHANDS_SHAKESPEARE"):
         return _named_file(Path(named).expanduser()), None
     if (cached := from_cache()) is not None:
@@ -48,7 +51,8 @@ def _named_file(path):
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); name the file or unset the variable"
+            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); "
+            f"name the file or unset the variable"
         ) from None
     if not _is_shakespeare(content):
         raise DataError(
@@ -68,7 +72,7 @@ def _difference(content):
 
 
 def cache_folders():
-    """Where the file may lie, best first: one place if MANYHANDS_DATA names it, else the course's, then the user's."""
+    """Where the file may lie, best first: where MANYHANDS_DATA says, else the course's, then the user's."""
     if named := os.environ.get("MANYHANDS_DATA"):
         return [Path(named).expanduser()]
     users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
@@ -86,8 +90,8 @@ def from_cache():
             continue
         if not _is_shakespeare(content):
             raise DataError(
-                f"{path} is not the course's Shakespeare ({_difference(content)}); delete it, or name the right file "
-                f"in MANYHANDS_SHAKESPEARE"
+                f"{path} is not the course's Shakespeare ({_difference(content)}); "
+                f"delete it, or name the right file in MANYHANDS_SHAKESPEARE"
             )
         return path, content
     return None
@@ -116,14 +120,15 @@ def store(content):
                 with suppress(OSError):
                     os.unlink(partial)
     raise DataError(
-        f"Shakespeare cannot be stored ({'; '.join(refused)}); set MANYHANDS_DATA to a folder that you can write"
+        f"Shakespeare cannot be stored ({'; '.join(refused)}); "
+        f"set MANYHANDS_DATA to a folder that you can write"
     )
 
 
 def download(url):
     """(content, None), or (None, why the web did not answer) after CONNECT_S + 2 s without a connection.
 
-    Raises DataError for a download that arrived and is not the file: a broken transfer, or a log-in page in between.
+    Raises DataError for a download that arrived and is not the file: a broken transfer, or a log-in page.
     """
     outcome, connected, done = {}, threading.Event(), threading.Event()
 
@@ -145,8 +150,9 @@ def download(url):
         return None, f"no answer from {url}: {outcome['error']}"
     if not _is_shakespeare(outcome["content"]):
         raise DataError(
-            f"what {url} sent is not the course's Shakespeare ({_difference(outcome['content'])}); get the file in "
-            f"another way and set MANYHANDS_SHAKESPEARE to it, or set MANYHANDS_SHAKESPEARE_URL= to do without"
+            f"what {url} sent is not the course's Shakespeare ({_difference(outcome['content'])}); "
+            f"get the file in another way and set MANYHANDS_SHAKESPEARE to it, "
+            f"or set MANYHANDS_SHAKESPEARE_URL= to do without"
         )
     return outcome["content"], None
 
@@ -161,7 +167,7 @@ def offline_text():
 def offline_notice(why):
     """The line that every run on the offline corpus prints."""
     return (
-        f"corpus: OFFLINE, {len(offline_text()):,} characters of Python's manual, not Shakespeare: your numbers will "
-        f"differ from the course's ({why}); `python scripts/prepare_data.py` fetches Shakespeare, or set "
-        f"MANYHANDS_SHAKESPEARE=file"
+        f"corpus: OFFLINE, {len(offline_text()):,} characters of Python's manual, not Shakespeare: your "
+        f"numbers will differ from the course's ({why}); `python scripts/prepare_data.py` fetches "
+        f"Shakespeare, or set MANYHANDS_SHAKESPEARE=file"
     )

@@ -108,11 +108,21 @@ class Job:
 
     def tail(self, lines=10):
         """Print the last lines of the job's output, as `tail` does."""
-        _show(["tail", "-n", str(lines), self.output.name])
-        if not self.output.exists():
-            print("no output yet: the file appears when the job runs")
-            return
-        print("\n".join(self.output.read_text(errors="replace").splitlines()[-lines:]))
+        _show(["tail", "-n", str(lines), self._shown_output()])
+        print("\n".join(self._lines()[-lines:]) or "no output yet: the file appears when the job runs")
+
+    def grep(self, text):
+        """Print the lines of the job's output that contain `text`, as `grep` does."""
+        _show(["grep", text, self._shown_output()])
+        found = [line for line in self._lines() if text in line]
+        print("\n".join(found) or "no such line yet")
+
+    def _lines(self):
+        return self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
+
+    def _shown_output(self):
+        inside = self.output.is_relative_to(self.course)
+        return str(self.output.relative_to(self.course)) if inside else self.output.name
 
     def metrics(self, lesson):
         """The metrics.json that this job wrote for `lesson`, as a dict, or None: it has not, or not yet."""
@@ -201,6 +211,7 @@ class LocalJob(Job):
                 stderr=output, start_new_session=True,
             )  # fmt: skip
         number = str(self._process.pid)
+        print(f"{number}: no scheduler here, so it starts at once, and its number is that of its process")
         return number, unnamed.rename(folder / f"{self.name}.o{number}")
 
     def state(self):

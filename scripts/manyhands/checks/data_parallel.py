@@ -4,7 +4,6 @@ Every check knows the right gradients without communicating: the data of rank r 
 rank computes the gradients of all. Models are tiny, in float64, and live on the CPU, where the trial group can send.
 """
 
-import copy
 from unittest import mock
 
 import torch
@@ -53,16 +52,11 @@ def gradient_hook(answer, ranks):
 def untidy(answer, ranks):
     """`answer(model)`, after backward, averages what is trainable: once, and also where this rank has no gradient."""
     last = ranks.world_size - 1  # the only rank whose loss uses the rare parameter
-    model, expected = _Untidy(), []
-    for r in range(ranks.world_size):
-        other = _Untidy()
-        _loss(other, r, 0, rare=r == last).backward()
-        expected.append(
-            [torch.zeros_like(p) if p.grad is None else p.grad for p in other.parameters() if p.requires_grad]
-        )
-    expected = [sum(parts) / ranks.world_size for parts in zip(*expected, strict=True)]
-    _loss(model, ranks.rank, 0, rare=ranks.rank == last).backward()
-    _rehearse(answer, model, ranks)
+    after_backward = [_after_backward(_Untidy(), r, rare=r == last) for r in range(ranks.world_size)]
+    given = [[_grad_or_zeros(p) for p in m.parameters() if p.requires_grad] for m in after_backward]
+    expected = [sum(parts) / ranks.world_size for parts in zip(*given, strict=True)]
+    _rehearse(answer, _after_backward(_Untidy(), ranks.rank, rare=ranks.rank == last), ranks)
+    model = after_backward[ranks.rank]
     with wire.watch() as seen:
         answer(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -74,7 +68,7 @@ def untidy(answer, ranks):
                 f"{name} has no gradient here, because this rank did not use it; but rank {last} did, so its mean is "
                 "not zero, and without it the copies part"
             )
-    given = _numbers(torch.zeros_like(p) if p.grad is None else p.grad for p in trainable.values())
+    given = _numbers(_grad_or_zeros(p) for p in trainable.values())
     _compare(given, _numbers(expected), ranks.world_size)
     sent, tied = seen.payload_bytes(), model.tied.weight.nbytes
     enough = sum(p.nbytes for p in trainable.values())
@@ -210,8 +204,16 @@ def _loss(model, rank, step, **how):
 
 
 def _gradients(model, rank, step):
-    _loss(model, rank, step).backward()
-    return _numbers(p.grad for p in model.parameters())
+    return _numbers(p.grad for p in _after_backward(model, rank, step).parameters())
+
+
+def _after_backward(model, rank, step=0, **how):
+    _loss(model, rank, step, **how).backward()
+    return model
+
+
+def _grad_or_zeros(p):
+    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
 
 
 # ---- judging ----
@@ -254,7 +256,7 @@ def _enough(sent, enough, why):
 
 
 def _rehearse(answer, model, ranks):
-    """Run the answer on a copy without sending, and compare what the ranks would have called.
+    """Run the answer on a model of its own without sending, and compare what the ranks would have called.
 
     For real, calls that do not match would end a rank: gloo aborts the process when sizes differ.
     """
@@ -265,13 +267,15 @@ def _rehearse(answer, model, ranks):
         return mock.Mock() if async_op else None  # a handle, of which anything may be asked
 
     with mock.patch.object(dist, "all_reduce", note):
-        answer(copy.deepcopy(model))
+        answer(model)
     everyone = [None] * ranks.world_size
     dist.all_gather_object(everyone, calls)
     for r, theirs in enumerate(everyone):
         if theirs != everyone[0]:
+            counts = f"rank 0 would call all_reduce {len(everyone[0])} times and rank {r} {len(theirs)} times"
+            if len(theirs) == len(everyone[0]):
+                counts = f"rank 0 and rank {r} would call all_reduce with tensors of different sizes"
             raise Wrong(
-                f"rank 0 would make {len(everyone[0])} all-reduces and rank {r} {len(theirs)}, or of other sizes, and "
-                "both would wait forever: a parameter that one rank did not use has grad None there; the others "
-                "still need its zeros"
+                f"{counts}, so they would wait forever: a parameter that one rank did not use has grad None there; the "
+                "others still need its zeros"
             )

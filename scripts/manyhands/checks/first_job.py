@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import jupytext
+import nbformat
 
 from manyhands.checks import Wrong, exercise
 
@@ -173,8 +174,7 @@ def _pair(folder, cells, newer, with_outputs):
     for path, sources in ((notebook, cells), (script, _SCRIPT)):
         content = jupytext.reads("".join(f"# %%\n{source}\n\n" for source in sources), fmt="py:percent")
         if with_outputs and path == notebook:
-            content.cells[1].outputs = [{"output_type": "stream", "name": "stdout", "text": "10\n"}]
-            content.cells[1].execution_count = 1
+            content.cells[1].outputs = [nbformat.v4.new_output("stream", text="10\n")]
         jupytext.write(content, path, fmt="ipynb" if path == notebook else "py:percent")
     earlier, later = (script, notebook) if newer == "notebook" else (notebook, script)
     os.utime(earlier, (1_700_000_000, 1_700_000_000))

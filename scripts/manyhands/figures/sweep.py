@@ -24,14 +24,18 @@ def against_size(sizes_b, measured, predicted, title, unit="measured"):
     figure = Figure(figsize=(7.5, 5.4), layout="constrained")
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     names = list(dict.fromkeys([*measured, *predicted]))
+    positive = any(
+        s > 0 for seconds in measured.values() for s in seconds
+    )  # a world of one sends nothing: all zero
+    times.set(xscale="log", yscale="log" if positive else "linear")
     for name, style in zip(names, STYLES, strict=False):
         if name in predicted:
             label = None if name in measured else name
             line = {**style, "marker": "", "ls": ":" if name in measured else "--", "lw": 1.6}
-            times.loglog(sizes_b, [1e3 * s for s in predicted[name]], label=label, **line)
+            times.plot(sizes_b, [1e3 * s for s in predicted[name]], label=label, **line)
         if name in measured:
             loose = {**style, "ls": "none"} if name in predicted else style
-            times.loglog(sizes_b, [1e3 * s for s in measured[name]], label=name, ms=5, **loose)
+            times.plot(sizes_b, [1e3 * s for s in measured[name]], label=name, ms=5, **loose)
         if name in measured and name in predicted:
             ratio = [m / p if p else 1 for m, p in zip(measured[name], predicted[name], strict=True)]
             ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **style)

@@ -91,6 +91,10 @@ def _write(output, results, root, seconds, argv):
             console.print(
                 f"{result.lesson.name} metrics: {sentence}", style="bold red", soft_wrap=True, markup=False
             )
+        if result.stale:
+            console.print(
+                f"{result.lesson.name}: {result.stale}", style="bold red", soft_wrap=True, markup=False
+            )
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(verdict, style="bold red" if state == "broken" else "bold green", soft_wrap=True)

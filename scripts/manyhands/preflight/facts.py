@@ -42,7 +42,7 @@ def corpora(results):
 
 def corpus_text(results):
     used = sorted(corpora(results))
-    return " and ".join(used) if used else ""
+    return " and ".join(used) if used else "none used by these runs"
 
 
 def devices_text():

@@ -23,6 +23,10 @@ def write_junit(path, results, facts):
                 failure = ET.SubElement(case, "failure", message=_clean(result.differences[0]))
                 failure.text = _clean("\n".join(result.differences))
             cases.append(case)
+        case = _case(result.lesson.name, "notebook and script hold the same cells", 0)
+        if result.stale:
+            ET.SubElement(case, "failure", message=_clean(result.stale))
+        cases.append(case)
     failures = sum(case.find("failure") is not None for case in cases)
     seconds = sum(float(case.get("time")) for case in cases)
     suite = ET.Element("testsuite", name="preflight", tests=str(len(cases)), failures=str(failures), errors="0",

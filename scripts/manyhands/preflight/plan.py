@@ -17,10 +17,11 @@ class LessonResult:
     outcomes: list = field(default_factory=list)
     differences: list = field(default_factory=list)  # sentences
     compared: int = 0  # runs whose metrics were compared
+    stale: str = ""  # where notebook and script do not hold the same cells
 
     @property
     def ok(self):
-        return not self.differences and all(outcome.ok for outcome in self.outcomes)
+        return not self.differences and not self.stale and all(outcome.ok for outcome in self.outcomes)
 
 
 def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_only=False):
@@ -88,7 +89,8 @@ def carry_out(runs, timeout_s, *, on_start=None, on_end=None, cores=None, memory
 
 def judge(outcomes):
     """Outcomes -> one LessonResult per lesson, metrics compared: each run with the first, and with the first on as many
-    ranks, where exact values count too."""
+    ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
+    from manyhands import pairs
     from manyhands.metrics import compare
 
     results = {}
@@ -96,6 +98,8 @@ def judge(outcomes):
         lesson = outcome.run.lesson
         results.setdefault(lesson, LessonResult(lesson)).outcomes.append(outcome)
     for result in results.values():
+        if result.lesson.notebook.exists() and result.lesson.script.exists():
+            result.stale = pairs.difference(result.lesson) or ""
         complete = [outcome for outcome in result.outcomes if outcome.metrics is not None]
         first_of = {}
         result.compared = len(complete) if len(complete) > 1 else 0

@@ -36,10 +36,12 @@ def verdict_of(results, warnings):
     """("ready" | "warned" | "broken", a sentence)."""
     failed = sum(not outcome.ok for result in results for outcome in result.outcomes)
     differing = sum(bool(result.differences) for result in results)
-    if failed or differing:
+    stale = sum(bool(result.stale) for result in results)
+    if failed or differing or stale:
         runs = sum(len(result.outcomes) for result in results)
         said = [f"{failed} of {_count(runs, 'run')} failed"] * bool(failed)
         said += [f"{_count(differing, 'lesson')} with metrics that differ"] * bool(differing)
+        said += [f"{_count(stale, 'lesson')} with a stale half"] * bool(stale)
         return "broken", "Not ready: " + ", ".join(said)
     if not results:
         return "broken", "Not ready: nothing was run"
@@ -137,6 +139,7 @@ def _broken(folder, results):
                 same.setdefault(str(outcome.error), []).append(outcome)
         cards += [_card(folder, outcomes) for outcomes in same.values()]
         cards += [_differences(result)] if result.differences else []
+        cards += [_stale(result)] if result.stale else []
     if cards:
         yield f"<h2>What broke</h2>{''.join(cards)}"
 
@@ -179,6 +182,13 @@ def _differences(result):
         f"<article><h3>{escape(result.lesson.name)}: metrics</h3><p class=first>{escape(result.differences[0])}</p>"
         f"<details><summary>{_count(len(result.differences), 'difference')}</summary><pre>{escape(shown)}</pre></details>"
         "</article>"
+    )
+
+
+def _stale(result):
+    return (
+        f"<article><h3>{escape(result.lesson.name)}: notebook and script</h3><p class=first>{escape(result.stale)}</p>"
+        f"<p class=again>mend: <code>make sync LESSON={result.lesson.number}</code></p></article>"
     )
 
 

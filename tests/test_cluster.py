@@ -1,0 +1,98 @@
+"""Where the ranks of a notebook start, and who may talk to them."""
+
+import json
+import socket
+import sys
+
+import pytest
+from manyhands import cluster
+from manyhands.cluster import Allocation, RanksError, engine_launcher, find_mpiexec
+from manyhands.control import ControlLines
+
+
+def test_outside_an_allocation_ranks_start_on_this_machine_and_are_at_most_four():
+    found = Allocation.find({})
+    assert (found.kind, found.num_nodes) == ("local", 1)
+    assert 2 <= found.default_ranks() <= 4
+
+
+def test_in_a_pbs_job_all_slots_of_the_node_file_are_used(tmp_path):
+    nodefile = tmp_path / "nodes"
+    nodefile.write_text("n1\nn1\nn2\nn2\n")
+    found = Allocation.find({"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "7.server"})
+    assert (found.kind, found.num_nodes, found.default_ranks()) == ("pbs", 2, 4)
+
+
+def test_a_node_file_that_is_gone_is_a_sentence_with_the_cure(tmp_path):
+    with pytest.raises(RanksError, match="PBS_NODEFILE names a file that cannot be read.*unset it"):
+        Allocation.find({"PBS_NODEFILE": str(tmp_path / "gone")})
+
+
+def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes():
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": "6",
+        "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+    }
+    assert Allocation.find(job) == Allocation("slurm", 2, 6)
+    # the notebook server is one task of its step: SLURM_NTASKS speaks of the server, not of us
+    step = {**job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}
+    assert Allocation.find(step) == Allocation("slurm step", 2, 8)
+
+
+def test_inside_a_job_step_srun_starts_the_ranks_because_mpiexec_dies_there():
+    command = engine_launcher(Allocation("slurm step", 2, 8), 4, mpi=True)
+    assert command[:3] == ["srun", "--overlap", "--mpi=pmi2"]
+    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(command)
+
+
+def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_path(tmp_path, monkeypatch):
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert engine_launcher(Allocation("local", 1, None), 3, mpi=True) == [
+        f"{sys.prefix}/bin/mpiexec",
+        "-n",
+        "3",
+    ]
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", "mpiexec --ppn 2 --cpu-bind depth")
+    assert engine_launcher(Allocation("pbs", 2, 4), 4, mpi=True)[-2:] == ["-n", "4"]
+    assert find_mpiexec() == ["mpiexec", "--ppn", "2", "--cpu-bind", "depth"]
+
+
+def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", "")
+    assert engine_launcher(Allocation("local", 1, None), 4, mpi=True) is None
+    with pytest.raises(RanksError, match="2 nodes need MPI"):
+        cluster.Processes(4, Allocation("pbs", 2, 4), mpi=True)
+
+
+def talk(lines, **hello):
+    line = socket.create_connection(("127.0.0.1", lines.port), timeout=5)
+    line.sendall(json.dumps(hello).encode() + b"\n")
+    return line
+
+
+def test_a_control_line_without_the_token_is_hung_up_and_changes_nothing():
+    lines = ControlLines(1)
+    for hello in ({"hello": 0, "pid": 1, "token": "guess"}, {"hello": 0, "pid": 1}, {"token": lines.token}):
+        with talk(lines, **hello) as line:
+            assert line.recv(1) == b""
+    assert lines.wait_for_all(0.2) == [0]
+    with talk(lines, hello=0, pid=1, token=lines.token):
+        assert lines.wait_for_all(5) == []
+    lines.close()
+
+
+def test_a_rank_that_does_not_answer_is_silent_and_one_that_hangs_up_is_dead():
+    lines = ControlLines(1)
+    line = talk(lines, hello=0, pid=1, token=lines.token)
+    assert lines.wait_for_all(5) == []
+    assert lines.where([0], timeout_s=0.2) == {0: "silent"}
+    assert lines.dead == set()
+    line.close()
+    assert lines.where([0], timeout_s=5) == {0: "silent"}
+    assert lines.dead == {0}
+    lines.close()

@@ -1,0 +1,114 @@
+"""Each lesson as its users run it: the notebook at full length once, the script short, equal numbers from each.
+
+Lessons 02 and 03 run from every launcher on 2 and 4 ranks; the others once as a script.
+"""
+
+import os
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from manyhands import pairs
+from manyhands.lessons import ROOT, find_lessons
+from manyhands.metrics import compare
+from manyhands.preflight.runs import Run, find_metrics
+
+LESSONS = find_lessons(ROOT)
+MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
+OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
+LAUNCHERS = [(way, n) for n in (2, 4) for way in ("torchrun", "mpiexec", "notebook")]
+
+named = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """short_run(lesson, way, n_ranks) -> the metrics of a short run, made once."""
+    made = {}
+
+    def run(lesson, way, n_ranks):
+        key = lesson.name, way, n_ranks
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
+            outcome = Run(lesson, way, n_ranks, folder, lesson.short).carry_out(timeout_s=150)
+            assert outcome.ok, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
+            made[key] = outcome.metrics
+        return made[key]
+
+    return run
+
+
+@named
+def test_notebook_and_script_hold_the_same_cells(lesson):
+    assert pairs.difference(lesson) is None
+
+
+@named
+def test_the_stored_notebook_can_be_read_on_a_web_page(lesson):
+    notebook = nbformat.read(lesson.notebook, 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    assert [cell.source for cell in code if not cell.outputs and "print(" in cell.source] == []
+    assert [output for output in outputs if output.output_type == "error"] == []
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
+    assert notebook.metadata.kernelspec.name == "manyhands"
+    assert any("data" in output and "image/png" in output.data for output in outputs) or lesson.number == "04"
+    assert "fall-back" not in str(outputs), "stored outputs are those of Shakespeare"
+
+
+@named
+def test_every_exercise_has_a_folded_solution(lesson):
+    cells = nbformat.read(lesson.notebook, 4).cells
+    solutions = [cell for cell in cells if "solution" in cell.metadata.get("tags", [])]
+    assert len(solutions) >= 3
+    assert all(cell.metadata.get("jupyter", {}).get("source_hidden") for cell in solutions)
+
+
+@named
+@pytest.mark.timeout(360)
+def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
+    """The nbval run on 4 ranks: cells tagged nbval-check-output must print what is stored."""
+    environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path), "MANYHANDS_LIVE": "0"}
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--nbval-lax", "-q", "-x",
+        "--nbval-kernel-name=manyhands", "--nbval-cell-timeout=300", "--timeout=340", "--rootdir", str(tmp_path),
+        str(lesson.notebook),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 0, done.stdout[-6000:]
+    metrics = find_metrics(tmp_path)
+    assert (metrics["launcher"], metrics["world_size"]) == ("notebook", 4)
+    assert metrics["exact"] or lesson.number == "04"
+
+
+@pytest.mark.parametrize("lesson", OTHERS, ids=lambda lesson: lesson.name)
+def test_the_script_runs_on_two_ranks(lesson, short_run):
+    way = "mpiexec" if int(lesson.number) % 4 == 0 else "torchrun"
+    metrics = short_run(lesson, way, 2)
+    assert metrics["world_size"] == 2
+
+
+@pytest.mark.parametrize(("way", "n_ranks"), LAUNCHERS, ids=lambda value: str(value))
+@pytest.mark.parametrize("lesson", MATRIX, ids=lambda lesson: lesson.name)
+def test_every_launcher_gives_equal_metrics(lesson, way, n_ranks, short_run):
+    metrics = short_run(lesson, way, n_ranks)
+    assert metrics["world_size"] == n_ranks
+    assert compare(short_run(lesson, "torchrun", n_ranks), metrics) == []
+
+
+@pytest.mark.parametrize("lesson", MATRIX, ids=lambda lesson: lesson.name)
+def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in lesson.short.items()]
+    environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(lesson.script), *flags], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = find_metrics(tmp_path)
+    assert alone["world_size"] == 1
+    for n_ranks in (2, 4):
+        assert compare(alone, short_run(lesson, "torchrun", n_ranks)) == []
+    if lesson.number == "03":
+        assert alone["close"], "the losses of the same global batch are what is compared"

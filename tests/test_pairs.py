@@ -1,0 +1,353 @@
+"""Notebook and script of a lesson stay one: which saved form wins, what is kept, and what attendees get."""
+
+import os
+import subprocess
+import sys
+
+import jupytext
+import nbformat
+import pytest
+from manyhands import copies, pairs
+from manyhands.lessons import Lesson, find_lessons
+
+SCRIPT = """\
+# ---
+# jupyter:
+#   jupytext:
+#     formats: notebooks///ipynb,scripts///py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: {jupytext}
+#   kernelspec:
+#     display_name: Many Hands
+#     language: python
+#     name: manyhands
+# ---
+
+# %% [markdown]
+# # Counting, with a wörd that is no ASCII
+
+# %% [markdown] tags=["notes"]
+# For the instructor only.
+
+# %% tags=["parameters"]
+n_ranks = 2  # processes
+
+# %% tags=["active-ipynb"]
+# hands = start_ranks("05_tiny", globals())
+
+# %%
+# %%ranks --timeout 5
+print(1)
+
+# %%
+# %%ranks
+print(2)
+
+# %%
+# %%ranks
+print(1)
+
+# %% tags=["solution"] jupyter={{"source_hidden": true}}
+# %%ranks
+answer = 42
+"""
+
+
+@pytest.fixture
+def lesson(tmp_path):
+    """A lesson whose notebook holds an output in each cell that prints; both were saved long ago, at the same time."""
+    lesson = Lesson("05_tiny", tmp_path / "course")
+    for path in (lesson.script, lesson.notebook):
+        path.parent.mkdir(parents=True)
+    lesson.script.write_text(SCRIPT.format(jupytext=jupytext.__version__), encoding="utf-8")
+    notebook = pairs.read(lesson.script)
+    for number, cell in enumerate(cell for cell in notebook.cells if "print" in cell.source):
+        cell.outputs = [nbformat.v4.new_output("stream", text=f"output {number}\n")]
+        cell.execution_count = number + 1
+    lesson.notebook.write_text(pairs.as_notebook(notebook), encoding="utf-8")
+    saved(lesson.script, 1_000_000)
+    saved(lesson.notebook, 1_000_000)
+    return lesson
+
+
+def saved(path, seconds):
+    os.utime(path, (seconds, seconds))
+
+
+def edit(path, old, new, at=2_000_000):
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    saved(path, at)
+
+
+def outputs(lesson):
+    """The texts that the notebook stores, cell by cell."""
+    cells = nbformat.read(lesson.notebook, 4).cells
+    return [cell.outputs[0].text if cell.outputs else None for cell in cells if "print" in cell.source]
+
+
+def files(folder):
+    """{name: bytes} of all files below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def run(module, *arguments, cwd):
+    command = [sys.executable, "-m", f"manyhands.{module}", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+# ------------------------------------------------------------------ the same?
+
+
+def test_a_pair_is_the_same_whatever_its_outputs_its_folding_and_the_times_of_its_files(lesson):
+    for script_at, notebook_at in ((1, 9_000), (9_000, 1)):
+        saved(lesson.script, script_at)
+        saved(lesson.notebook, notebook_at)
+        assert pairs.difference(lesson) is None
+    edit(lesson.notebook, '"source_hidden": true', '"source_hidden": false')
+    edit(lesson.notebook, "output 1", "another")
+    assert pairs.difference(lesson) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("answer = 42", "answer = 43",
+         "cell 8 of 05_tiny differs: the notebook has 'answer = 42', the script 'answer = 43'"),
+        ("# %%ranks --timeout 5", "# %%ranks",
+         "cell 5 of 05_tiny differs: the notebook has '%%ranks --timeout 5', the script '%%ranks'"),
+        ("answer = 42", "answer = 42\nprint(answer)",
+         "cell 8 of 05_tiny differs: the notebook has nothing, the script 'print(answer)'"),
+        ('tags=["notes"]', 'tags=["note"]', "cell 2 of 05_tiny differs: its kind or its tags"),
+        ("answer = 42\n", "answer = 42\n\n# %%\n1 / 0\n", "05_tiny has 8 cells as a notebook and 9 as a script"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(lesson, old, new, sentence):
+    edit(lesson.script, old, new)
+    assert pairs.difference(lesson) == sentence
+
+
+def test_a_missing_form_is_a_difference(lesson):
+    lesson.notebook.unlink()
+    assert pairs.difference(lesson) == "notebooks/05_tiny.ipynb is missing"
+
+
+def test_saving_the_unchanged_notebook_of_any_lesson_changes_no_line_of_its_script(root, tmp_path):
+    for lesson in find_lessons(root):
+        written = pairs.as_script(pairs.read(lesson.script))
+        assert written == lesson.script.read_text("utf-8"), lesson.name
+
+
+def test_syncing_a_notebook_with_one_new_line_changes_one_line_of_its_script(root, tmp_path):
+    for original in find_lessons(root):
+        lesson = Lesson(original.name, tmp_path)
+        for path in (lesson.script, lesson.notebook):
+            path.parent.mkdir(exist_ok=True)
+        text = original.script.read_text("utf-8")
+        lesson.script.write_text(text, "utf-8")
+        saved(lesson.script, 1_000_000)
+        notebook = pairs.read(lesson.script)
+        parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+        parameters.source += "\nmine = 1  # a line of the attendee"
+        lesson.notebook.write_text(pairs.as_notebook(notebook), "utf-8")
+        pairs.sync(lesson)
+        assert lesson.script.read_text("utf-8").replace("mine = 1  # a line of the attendee\n", "") == text
+
+
+# ------------------------------------------------------------------ sync
+
+
+def test_the_script_saved_last_is_written_into_the_notebook_and_unchanged_cells_keep_their_outputs(lesson):
+    edit(lesson.script, "print(2)", "print(2, 'changed')")
+    assert pairs.sync(lesson).startswith(
+        "05_tiny: wrote 05_tiny.py into the notebook (cell 6 of 05_tiny differs"
+    )
+    assert pairs.difference(lesson) is None
+    assert outputs(lesson) == ["output 0\n", None, "output 2\n"]
+    assert "source_hidden" in lesson.notebook.read_text()
+
+
+def test_the_notebook_saved_last_is_written_into_the_script_and_no_other_line_changes(lesson):
+    before = lesson.script.read_text("utf-8")
+    edit(lesson.notebook, "answer = 42", "answer = 43")
+    assert "wrote 05_tiny.ipynb into the script" in pairs.sync(lesson)
+    assert lesson.script.read_text("utf-8") == before.replace("answer = 42", "answer = 43")
+    assert pairs.sync(lesson) == "05_tiny: notebook and script are the same"
+
+
+def test_what_a_browser_notes_in_a_notebook_stays_out_of_the_script(lesson):
+    before = lesson.script.read_text("utf-8")
+    notebook = nbformat.read(lesson.notebook, 4)
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata.papermill = {"duration": 3.0}
+    notebook.cells[4].metadata.execution = {"iopub.status.busy": "2026-01-01"}
+    notebook.cells[4].source += "\nprint(3)"
+    nbformat.write(notebook, lesson.notebook)
+    pairs.sync(lesson)
+    assert lesson.script.read_text("utf-8") == before.replace("print(1)\n", "print(1)\nprint(3)\n", 1)
+
+
+def test_a_form_that_is_missing_is_written_from_the_other(lesson):
+    script = lesson.script.read_text("utf-8")
+    lesson.script.unlink()
+    pairs.sync(lesson)
+    assert lesson.script.read_text("utf-8") == script
+    lesson.notebook.unlink()
+    pairs.sync(lesson)
+    assert pairs.difference(lesson) is None
+
+
+def test_two_forms_that_differ_and_were_saved_in_the_same_second_are_refused(lesson):
+    edit(lesson.script, "answer = 42", "answer = 43", at=3_000_000.2)
+    edit(lesson.notebook, "answer = 42", "answer = 44", at=3_000_000.9)
+    before = files(lesson.root)
+    with pytest.raises(
+        pairs.PairError, match="both were saved at the same time, so save the one that you want"
+    ):
+        pairs.sync(lesson)
+    assert files(lesson.root) == before
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(lesson, monkeypatch):
+    edit(lesson.script, "answer = 42", "answer = 43")
+    before = files(lesson.root)
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        pairs.sync(lesson)
+    assert files(lesson.root) == before
+
+
+def test_a_written_file_keeps_its_permissions(lesson):
+    lesson.notebook.chmod(0o660)
+    edit(lesson.script, "answer = 42", "answer = 43")
+    pairs.sync(lesson)
+    assert lesson.notebook.stat().st_mode & 0o777 == 0o660
+
+
+def test_stored_outputs_and_cell_names_repeat_exactly(lesson):
+    text = lesson.notebook.read_text("utf-8")
+    again = pairs.read(lesson.notebook)
+    again.cells[3].metadata.papermill = {"duration": 1.0}
+    again.cells[3]["id"] = "random"
+    assert pairs.as_notebook(again) == text
+
+
+# ------------------------------------------------------------------ reset
+
+
+def git(folder, *arguments):
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_reset_writes_the_committed_lesson_and_keeps_ones_work(lesson):
+    original = files(lesson.root)
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "the course")):
+        git(lesson.root, *arguments)
+    edit(lesson.script, "answer = 42", "answer = 'mine'")
+    edit(lesson.notebook, "answer = 42", "answer = 'also mine'")
+    edited = files(lesson.root / "scripts") | files(lesson.root / "notebooks")
+    kept = copies.reset(lesson)
+    assert {name: files(lesson.root)[name] for name in original} == original
+    assert files(kept) == edited
+    assert kept.parent == lesson.root / "outputs" / "kept"
+    assert copies.reset(lesson) != kept, "a second reset within the second has a folder of its own"
+
+
+def test_reset_touches_nothing_where_there_is_no_original(lesson):
+    before = files(lesson.root)
+    with pytest.raises(pairs.PairError, match="no original of notebooks/05_tiny.ipynb"):
+        copies.reset(lesson)
+    assert files(lesson.root) == before
+
+
+# ------------------------------------------------------------------ the attendees' copy
+
+
+def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson, tmp_path):
+    for left_out in (".git/config", ".venv/bin/python", "outputs/kept/x", "scripts/__pycache__/x.pyc"):
+        path = lesson.root / left_out
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (lesson.root / "data").mkdir()
+    (lesson.root / "data" / "tinyshakespeare.txt").write_text("First Citizen")
+    target = copies.copy(tmp_path / "class" / "course", lesson.root)
+    (copied,) = find_lessons(target)
+    assert pairs.difference(copied) is None
+    assert {path for path in files(target) if not path.startswith(copies.ORIGINALS)} == {
+        "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
+    }  # fmt: skip
+    assert "instructor" not in "".join(
+        path.read_text("utf-8") for path in target.rglob("*.*") if path.is_file()
+    )
+    assert outputs(copied) == outputs(lesson)
+    assert "For the instructor" in lesson.script.read_text("utf-8")
+    assert os.listdir(tmp_path / "class") == ["course"]
+
+
+def test_a_lesson_of_the_copy_can_be_reset_without_git(lesson, tmp_path):
+    (copied,) = find_lessons(copies.copy(tmp_path / "copy", lesson.root))
+    handed_out = copied.script.read_bytes()
+    edit(copied.script, "answer = 42", "answer = 'mine'")
+    kept = copies.reset(copied)
+    assert copied.script.read_bytes() == handed_out
+    assert "'mine'" in (kept / "05_tiny.py").read_text("utf-8")
+
+
+def test_a_copy_is_refused_where_it_would_overwrite_or_contain_itself_or_a_pair_differs(lesson, tmp_path):
+    with pytest.raises(pairs.PairError, match="exists already"):
+        copies.copy(tmp_path, lesson.root)
+    with pytest.raises(pairs.PairError, match="lies inside the course"):
+        copies.copy(lesson.root / "deep" / "copy", lesson.root)
+    edit(lesson.script, "answer = 42", "answer = 43")
+    with pytest.raises(pairs.PairError, match="cell 8 of 05_tiny differs"):
+        copies.copy(tmp_path / "copy", lesson.root)
+    assert not (tmp_path / "copy").exists()
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def test_check_ends_with_status_2_and_a_sentence_with_the_cure(lesson):
+    done = run("pairs", "check", cwd=lesson.root)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    edit(lesson.notebook, "answer = 42", "answer = 43")
+    done = run("pairs", "check", "5", cwd=lesson.root)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "cell 8 of 05_tiny differs: the notebook has 'answer = 43', the script 'answer = 42'; save the notebook, then "
+        "`make sync LESSON=05` writes what was saved last into the other"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "sentence"),
+    [
+        ("pairs", ["check", "99"], "there is no lesson '99'; the lessons are: 05_tiny"),
+        ("copies", ["reset"], "name the lesson to reset: make reset LESSON=03"),
+        ("copies", ["copy", ""], "name a folder that does not exist yet: make copy TO=/path"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_a_sentence_and_status_2(
+    lesson, module, arguments, sentence, monkeypatch, capsys
+):
+    monkeypatch.chdir(lesson.root)
+    assert {"pairs": pairs, "copies": copies}[module].main(arguments) == 2
+    assert capsys.readouterr().err.strip() == sentence
+
+
+def test_a_notebook_that_was_cut_off_is_named(lesson, monkeypatch, capsys):
+    lesson.notebook.write_text(lesson.notebook.read_text("utf-8")[:200], encoding="utf-8")
+    monkeypatch.chdir(lesson.root)
+    assert pairs.main(["check"]) == 2
+    assert "05_tiny.ipynb is neither a notebook nor a script of cells" in capsys.readouterr().err
