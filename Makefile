@@ -2,13 +2,15 @@
 # Each target sets up what it needs. `make` alone lists them.
 #
 #   SITE_PYTHON=/path/python   build on a site's Python that has torch and MPI already, and install neither
+#   PYTHON=/path/python3       the Python to build with, where python3 is too old
 #   VENV=/path                 the environment (default .venv here)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
 VENV ?= $(CURDIR)/.venv
 BIN = $(VENV)/bin
-RUN = PYTHONNOUSERSITE=1 $(BIN)/python
-SETUP = $(PYTHON) scripts/setup_environment.py
+RUN = PYTHONNOUSERSITE=1 "$(BIN)/python"
+SETUP = "$(or $(SITE_PYTHON),$(PYTHON))" scripts/setup_environment.py
 LESSON ?=
 OPEN ?= yes
 SHELL = /bin/bash
@@ -25,12 +27,15 @@ lab: environment  ## JupyterLab on the first lesson (OPEN=no prints the address 
 	@$(RUN) -m manyhands.setup lab --open $(OPEN)
 
 kernel: $(if $(ENV),,environment)  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/path: of a shared environment)
-	@$(if $(ENV),"$(ENV)/bin/python",$(RUN)) -m manyhands.setup $(if $(ENV),,data) kernel --user
+	@test -z "$(ENV)" || test -x "$(ENV)/bin/python" || { echo "ENV=$(ENV) is no environment" >&2; exit 2; }
+	@$(if $(ENV),PYTHONNOUSERSITE=1 "$(ENV)/bin/python",$(RUN)) -m manyhands.setup $(if $(ENV),,data) kernel --user
 
 shared:  ## PREFIX=/path: one environment, with data, for a whole class
-	@test -n "$(PREFIX)" || { echo "make shared PREFIX=/path/that/all/can/read"; exit 2; }
-	@$(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
-	@MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" "$(PREFIX)/bin/python" -m manyhands.setup data
+	@test -n "$(PREFIX)" || { echo "name the folder: make shared PREFIX=/path/that/all/can/read" >&2; exit 2; }
+	@umask 022; $(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
+	@umask 022; export MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" PYTHONNOUSERSITE=1; \
+	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" -m manyhands.setup data
+	@echo "each attendee, in a copy of the course: make kernel ENV=$(abspath $(PREFIX))"
 
 jobs: environment  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=...: write these into the job files
 	@$(RUN) -m manyhands.jobs stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \

@@ -22,17 +22,12 @@ def main():
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
     arguments = parser.parse_args()
     try:
-        content, why_not = shakespeare.find()
-        if content is not None:
-            cached = shakespeare.from_cache()
-            path = cached[0] if cached else shakespeare.store(content)
-            print(f"corpus: Shakespeare, {len(content):,} characters, sha256 checked, in {path}")
-            return 0
+        path, why_not = shakespeare.prepare()
     except shakespeare.DataError as error:
         print(error, file=sys.stderr)
         return 2
-    print(shakespeare.offline_notice(why_not))
-    return 1 if arguments.require else 0
+    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
+    return 1 if path is None and arguments.require else 0
 
 
 if __name__ == "__main__":

@@ -2,92 +2,224 @@
 
     python3 scripts/setup_environment.py --venv .venv                      # torch, MPI and all the rest, pinned
     python3 scripts/setup_environment.py --venv .venv --site-python PATH   # on a site's Python: its torch, its MPI
+    python3 scripts/setup_environment.py --venv /path --copy               # for a class: nothing points to this folder
 
-Nothing happens where the environment is up to date: a stamp in it holds what it was built from.
+Nothing happens where the environment is up to date: a stamp in it holds what it was built from, also the site's Python,
+so that it is named once. TORCH_INDEX names the package index to take torch from, such as
+https://download.pytorch.org/whl/cpu, whose builds for Linux lack the gigabytes that only GPUs need.
 """
+
+# An old Python must get as far as the sentence that says it is too old: no syntax newer than 3.6 in this file.
 
 import argparse
 import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDEST = (3, 10)
-FROM_THE_SITE = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
-ASK_SITE = (
-    "import json, sys, importlib.metadata as m; print(json.dumps({'version': sys.version_info[:2], 'paths': "
-    "[p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))], "
-    "'names': sorted({d.metadata['Name'].lower().replace('_', '-') for d in m.distributions() if d.metadata['Name']})}))"
-)
+OLDEST = (3, 11, 5)  # of what all pins accept
+THE_SITES = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
+ASK_SITE = """
+import importlib.metadata as m, json, os, sys
+sites = [d for d in m.distributions() if d.metadata["Name"]]
+name = lambda d: d.metadata["Name"].lower().replace("_", "-")
+serves = lambda file: "share/jupyter/" in str(file) or "etc/jupyter/" in str(file)
+ours = lambda p: p.endswith(("site-packages", "dist-packages")) or os.path.isdir(os.path.join(p, "torch"))
+print(json.dumps({
+    "python": sys.version_info[:3],
+    "paths": [p for p in sys.path if p and ours(p)],
+    "versions": {name(d): d.version for d in reversed(sites)},
+    "jupyter": [name(d) for d in sites if any(serves(file) for file in d.files or ())],
+}))
+"""
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--venv", type=Path, required=True)
-    parser.add_argument("--site-python", type=Path)
-    parser.add_argument("--copy", action="store_true", help="install a copy of the package: for a shared environment")
+    parser.add_argument("--site-python", help="a Python that has torch and mpi4py; neither is installed then")
+    parser.add_argument(
+        "--copy", action="store_true", help="copy the package into the environment: for a class"
+    )
     options = parser.parse_args()
-    if sys.version_info[:2] < OLDEST and options.site_python is None:
-        sys.exit(f"Many Hands needs Python {OLDEST[0]}.{OLDEST[1]} or newer, not {sys.version.split()[0]}; "
-                 "name one: make lab PYTHON=/path/to/python3.11")  # fmt: skip
-    stamp, wanted = options.venv / "manyhands-stamp", what_it_is_built_from(options)
-    if stamp.exists() and stamp.read_text() == wanted:
+    stamp = options.venv / "manyhands-stamp"
+    built = read_stamp(stamp)
+    site_python = options.site_python or built.get("site_python")
+    wanted = {
+        "site_python": site_python,
+        "course": None if options.copy else str(ROOT),
+        "from": what_it_is_built_from(options.copy),
+    }
+    if built == wanted:
         return
+    if site_python is None:
+        check_python(sys.version_info[:3], "PYTHON")
+    site = ask_site(site_python) if site_python else None
     print(f"building the environment in {options.venv}; this takes minutes, once", flush=True)
-    pins = requirements()
-    if options.site_python is None:
-        run(sys.executable, "-m", "venv", options.venv)
+    stale = bool(built) and any(built.get(key) != wanted[key] for key in ("site_python", "course"))
+    make_venv(options.venv, site_python or sys.executable, stale)
+    if stamp.exists():
+        stamp.unlink()
+    if site is None:
+        install(options.venv, requirements())
     else:
-        site = ask_site(options.site_python)
-        run(options.site_python, "-m", "venv", options.venv)
-        pth = next(options.venv.glob("lib/python*/site-packages")) / "site-python.pth"
-        pth.write_text("\n".join(site["paths"]) + "\n")
-        pins = {name: line for name, line in pins.items() if name not in FROM_THE_SITE | set(site["names"])}
-    python = options.venv / "bin" / "python"
-    if "torch" in pins:  # first and alone, so that nothing else chooses a build of it
-        run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", pins["torch"])
-    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins.values())
-    editable = [] if options.copy else ["-e"]
-    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", *editable, ROOT)
-    stamp.write_text(wanted)
+        install_beside(options.venv, site)
+    install_course(options.venv, options.copy)
+    stamp.write_text(json.dumps(wanted))
+
+
+# ------------------------------------------------------------------ what to build
 
 
 def requirements():
     """{name: line} of requirements.txt."""
-    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text("utf-8").splitlines()
+    ]
     return {re.split(r"[=<>\[; ]", line)[0].lower().replace("_", "-"): line for line in lines if line}
 
 
-def ask_site(python):
-    """Where the site's packages are and which there are; ends with a sentence if torch or mpi4py is missing."""
+def ranges():
+    """{name: (2, 6)}: the oldest versions that pyproject.toml accepts. Python 3.10 has no TOML reader."""
+    found = re.findall(r'"([\w-]+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    return {name.lower().replace("_", "-"): numbers(version) for name, version in found}
+
+
+def numbers(version):
+    """ "2.13.0+cpu" -> (2, 13, 0)"""
+    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version).group().split("."))
+
+
+def what_it_is_built_from(copy):
+    """A digest of the pins, of this program, and of the package where it is copied."""
+    files = [ROOT / "requirements.txt", Path(__file__)]
+    if copy:
+        files += sorted((ROOT / "scripts" / "manyhands").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def read_stamp(path):
+    """What the environment was built from; {} if there is none, or it was not completed, or its Python is gone."""
     try:
-        site = json.loads(subprocess.run([python, "-c", ASK_SITE], capture_output=True, text=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"SITE_PYTHON={python} does not run: {error}")
-    if missing := {"torch", "mpi4py"} - set(site["names"]):
-        sys.exit(f"SITE_PYTHON={python} lacks {', '.join(sorted(missing))}; load the site's modules first, or leave "
-                 "SITE_PYTHON away and the course installs its own")  # fmt: skip
-    if tuple(site["version"]) < OLDEST:
-        sys.exit(f"SITE_PYTHON={python} is Python {site['version']}; {OLDEST[0]}.{OLDEST[1]} or newer is needed")
+        built = json.loads(path.read_text())
+        subprocess.run([str(path.parent / "bin" / "python"), "-c", ""], check=True, stderr=subprocess.DEVNULL)
+        return built
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+
+
+# ------------------------------------------------------------------ the site
+
+
+def ask_site(python):
+    """What the site's Python is and has; ends with a sentence if it is too old or lacks torch or mpi4py."""
+    environ = dict(os.environ, PYTHONNOUSERSITE="1")  # not what somebody has in ~/.local
+    try:
+        answer = subprocess.run(
+            [python, "-c", ASK_SITE], env=environ, stdout=subprocess.PIPE, check=True
+        ).stdout
+        site = json.loads(answer.decode())
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        stop(f"SITE_PYTHON={python} does not run: {error}")
+    check_python(tuple(site["python"]), "SITE_PYTHON")
+    missing = sorted({"torch", "mpi4py"} - set(site["versions"]))
+    if missing:
+        stop(
+            f"SITE_PYTHON={python} has no {' and no '.join(missing)}; load the site's modules first and name the Python "
+            "that has them, or leave SITE_PYTHON away, and the course installs its own"
+        )
+    for name in ("torch", "mpi4py"):
+        if numbers(site["versions"][name]) < ranges()[name]:
+            wanted = ".".join(str(number) for number in ranges()[name])
+            stop(
+                f"SITE_PYTHON={python} has {name} {site['versions'][name]}; the course needs {wanted} or newer"
+            )
     return site
 
 
-def what_it_is_built_from(options):
-    files = [(ROOT / name).read_bytes() for name in ("requirements.txt", "pyproject.toml")]
-    digest = hashlib.sha256(b"".join(files)).hexdigest()
-    return f"{digest} {ROOT} {sys.version_info[:2]} {options.site_python} {options.copy}\n"
+def install_beside(venv, site):
+    """Install what the site lacks, and make the site's packages visible behind it.
+
+    The site's packages stay as they are, unless they are older than the course can use. What a Jupyter server reads
+    from its own share/ and etc/ is installed here in any case: this environment's server does not look at the site's.
+    """
+    oldest = ranges()
+    keep = {name for name, version in site["versions"].items() if numbers(version) >= oldest.get(name, (0,))}
+    pins = {name: line for name, line in requirements().items() if name not in THE_SITES}
+    install(venv, {name: line for name, line in pins.items() if name in site["jupyter"]}, "--no-deps")
+    (packages_of(venv) / "site-python.pth").write_text("\n".join(site["paths"]) + "\n")
+    install(venv, {n: line for n, line in pins.items() if n not in keep or n in site["jupyter"]})
+    find = "import importlib.util as u; assert all(u.find_spec(name) for name in ('torch', 'mpi4py'))"
+    if subprocess.run([str(venv / "bin" / "python"), "-c", find]).returncode:
+        stop(f"torch and mpi4py of the site are not visible from {venv}; name the Python itself")
+
+
+# ------------------------------------------------------------------ building
+
+
+def check_python(version, variable):
+    if version < OLDEST:
+        oldest, here = (".".join(str(number) for number in numbers_) for numbers_ in (OLDEST, version))
+        stop(
+            f"Many Hands needs Python {oldest} or newer, not {here}; name one: make lab {variable}=/path/to/python3"
+        )
+
+
+def make_venv(venv, python, stale):
+    """A virtual environment; one that was built otherwise is made anew. Refuses a folder that holds other things."""
+    ours = (venv / "pyvenv.cfg").exists()
+    if venv.exists() and not ours and (not venv.is_dir() or any(venv.iterdir())):
+        stop(f"{venv} exists and is no environment; name a folder that does not exist or is empty")
+    run(python, "-m", "venv", *(["--clear"] if stale and ours else []), venv)
+
+
+def install(venv, pins, *flags):
+    """pip install these lines of requirements.txt."""
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *flags]
+    if "torch" in pins:  # first and alone, so that nothing else chooses a build of it
+        index = os.environ.get("TORCH_INDEX")
+        print("  torch", flush=True)
+        run(*pip, *(["--index-url", index] if index else []), pins["torch"])
+    if pins:
+        print(f"  {len(pins)} packages", flush=True)
+        run(*pip, *pins.values())
+
+
+def install_course(venv, copy):
+    """Make the package `manyhands` importable: as it is in this folder, or as a copy of it."""
+    packages = packages_of(venv)
+    if copy:
+        shutil.rmtree(str(packages / "manyhands"), ignore_errors=True)
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(str(ROOT / "scripts" / "manyhands"), str(packages / "manyhands"), ignore=skipped)
+    else:
+        (packages / "manyhands.pth").write_text(str(ROOT / "scripts") + "\n")
+
+
+def packages_of(venv):
+    return next(venv.glob("lib/python*/site-packages"))
 
 
 def run(*command):
-    environ = {**os.environ, "PYTHONNOUSERSITE": "1"}
+    """Run a command that cannot be led astray by the user's own settings; ends with a sentence if it fails."""
+    environ = dict(os.environ, PYTHONNOUSERSITE="1", PIP_USER="0")
     environ.pop("PYTHONPATH", None)
-    done = subprocess.run([str(word) for word in command], env=environ)
-    if done.returncode:
-        sys.exit(f"{' '.join(str(word) for word in command)[:200]} failed with status {done.returncode}")
+    words = [str(word) for word in command]
+    status = subprocess.run(words, env=environ).returncode
+    if status:
+        stop("{} failed with status {}; its message is above".format(" ".join(words)[:120], status))
+
+
+def stop(sentence):
+    print(sentence, file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ The ranks are forked from a server that has imported torch once, so that startin
 
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -14,7 +15,8 @@ import traceback
 from datetime import timedelta
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "torch.distributed", "manyhands"])
+# torch._dynamo: the first collective under a TorchDispatchMode (wire.watch) imports it, one second of CPU on each rank
+_server.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "manyhands"])
 
 
 class RankFailed(AssertionError):
@@ -38,7 +40,8 @@ def _one_rank(rank, world_size, store_path, function, args, results, timeout_s, 
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
         answer = function(ranks, *args)
-        results.put((rank, None, answer))
+        # as bytes: a queue would hand over tensors by shared memory, which ends with this process
+        results.put((rank, None, pickle.dumps(answer)))
         dist.barrier()  # nobody leaves while another still reads from it
         dist.destroy_process_group()
     except BaseException:
@@ -77,7 +80,7 @@ def run_on_ranks(n, function, *args, timeout_s=60, environ=None):
                     continue
                 if error is not None:
                     raise RankFailed(f"rank {rank} of {n}:\n{error}")
-                answers[rank] = answer
+                answers[rank] = pickle.loads(answer)
             for process in processes:
                 process.join(5)
         finally:

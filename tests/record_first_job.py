@@ -12,7 +12,6 @@ folder of the course is written as ~/many-hands.
 import json
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,9 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from course_copy import copy_course
+from manyhands import pairs
+from manyhands.lessons import find_lessons
 from slurm_nodes import SlurmNodes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,17 +128,17 @@ def queue():
 def course(mistake=None):
     """A copy of the course in which a job leaves its files; `mistake` is (line, lines that follow it) in lesson 03."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "many-hands"
-        skipped = shutil.ignore_patterns(
-            ".git", ".venv", "outputs", "tests", "__pycache__", "*.egg-info", "*.ipynb"
+        copy = copy_course(Path(folder) / "many-hands")
+        script, notebook = (
+            copy / "scripts" / "03_data_parallel.py",
+            copy / "notebooks" / "03_data_parallel.ipynb",
         )
-        shutil.copytree(ROOT, copy, ignore=skipped)
-        script = copy / "scripts" / "03_data_parallel.py"
         if mistake:
             line, lines = mistake
             assert line in script.read_text()
             script.write_text(script.read_text().replace(line, line + lines, 1))
-        subprocess.run([sys.executable, "-m", "manyhands.pairs", "sync", "03"], cwd=copy, check=True)
+            notebook.unlink()
+            pairs.sync(find_lessons(copy, ["03"])[0])
         yield copy
 
 

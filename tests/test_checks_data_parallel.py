@@ -308,7 +308,7 @@ def verdicts():
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
 def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
-    assert REJECTED[check][mutant] in verdicts[mutant.__name__]
+    assert REJECTED[check][mutant].lower() in verdicts[mutant.__name__].lower()  # a sentence begins with a capital
 
 
 @pytest.mark.parametrize("name", SOLUTIONS.values())

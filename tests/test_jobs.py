@@ -6,9 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
-from manyhands import directives, jobs
+from course_copy import copy_course
+from manyhands import directives, jobs, submit
 from manyhands.lessons import find_lessons
 
 SITES = sorted(jobs.sites())
@@ -199,6 +202,11 @@ def test_a_wrong_directive_is_rejected_with_the_right_sentence(folder, file, old
     assert any(sentence in complaint for complaint in in_order(path, site)), in_order(path, site)
 
 
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return copy_course(tmp_path_factory.mktemp("course") / "many-hands")
+
+
 def short_flags():
     lesson = find_lessons(only=["03"])[0]
     return [
@@ -206,47 +214,108 @@ def short_flags():
     ]
 
 
-def run_job(root, name, *arguments, cwd=None, **environ):
+def run_job(course, name, *arguments, cwd=None, **environ):
     """bash jobs/<name>, as on a laptop: no scheduler's variables, this Python's environment."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     clean |= {"VENV": sys.prefix, "NPROC_PER_NODE": "2", **environ}
     return subprocess.run(
-        ["bash", root / "jobs" / name, *arguments], cwd=cwd or root, env=clean, capture_output=True, text=True,
-        timeout=150, check=False,
+        ["bash", course / "jobs" / name, *arguments], cwd=cwd or course, env=clean, capture_output=True, text=True,
+        timeout=200, check=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_without_a_scheduler_bash_runs_the_same_job_on_this_machine(root, name, tmp_path):
-    flags = short_flags()
-    if name.endswith(".pbs"):  # one of the two takes the flags the way `qsub -v` would pass them
-        done = run_job(root, name, LESSON_ARGS=" ".join(flags), MANYHANDS_OUTPUTS=str(tmp_path))
-    else:
-        done = run_job(root, name, *flags, MANYHANDS_OUTPUTS=str(tmp_path))
+def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tmp_path):
+    done = run_job(course, FILES[1], LESSON_ARGS=" ".join(short_flags()), MANYHANDS_OUTPUTS=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((tmp_path / "03_data_parallel" / "latest" / "metrics.json").read_text())
     assert metrics["world_size"] == 2 and metrics["launcher"] == "torchrun"
-    assert {name: metrics["parameters"][name] for name in find_lessons(only=["03"])[0].short} == (
-        find_lessons(only=["03"])[0].short
-    )
+    assert metrics["parameters"]["steps"] == find_lessons(only=["03"])[0].short["steps"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_outside_the_course_a_job_says_where_to_submit_it_from(root, name, tmp_path):
-    done = run_job(root, name, cwd=tmp_path)
+def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
+    done = run_job(course, name, cwd=tmp_path)
     assert done.returncode == 2
     assert "is not the course's folder" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_without_its_environment_a_job_stops_instead_of_using_another_python(root, name):
-    done = run_job(root, name, VENV="/nowhere")
+def test_without_its_environment_a_job_stops_instead_of_using_another_python(course, name):
+    done = run_job(course, name, VENV="/nowhere")
     assert done.returncode == 1
     assert "no environment in /nowhere: make kernel" in done.stderr
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_failing_lesson_fails_the_job(root, name):
-    done = run_job(root, name, "--no-such-flag", "1")
+def test_a_failing_lesson_fails_the_job(course):
+    done = run_job(course, FILES[1], "--no-such-flag", "1", NPROC_PER_NODE="1")
     assert done.returncode != 0
     assert "--no-such-flag is unknown" in done.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_job_refuses_to_run_yesterdays_code(course, name):
+    notebook = course / "notebooks" / "03_data_parallel.ipynb"
+    saved = notebook.read_text()
+    notebook.write_text(saved.replace("steps = 300", "steps = 7"))
+    try:
+        done = run_job(course, name)
+    finally:
+        notebook.write_text(saved)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "03_data_parallel" in done.stderr and "make sync" in done.stderr
+
+
+@pytest.fixture
+def in_the_course(course, tmp_path, monkeypatch):
+    """A notebook's process: it lies in the course's notebooks/ and sees no scheduler."""
+    monkeypatch.chdir(course / "notebooks")
+    monkeypatch.setenv("VENV", sys.prefix)
+    monkeypatch.setenv("NPROC_PER_NODE", "1")
+    return course
+
+
+def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(
+    in_the_course, monkeypatch, capsys
+):
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    job = submit.submit("ddp_shakespeare", " ".join(short_flags()), via="bash")
+    assert job.watch(200) == "completed"
+    job.grep("validation loss")
+    said = capsys.readouterr().out
+    assert said.startswith("$ bash jobs/ddp_shakespeare.pbs --steps")
+    assert "running: this machine" in said and "step   0: validation loss" in said
+    assert job.metrics("03_data_parallel")["world_size"] == 2
+    assert job.metrics("02_collectives") is None
+
+
+def test_a_cancelled_job_leaves_no_process(in_the_course, capsys):
+    job = submit.submit("ddp_shakespeare", via="bash")
+    here = psutil.Process(int(job.number))
+    deadline = time.monotonic() + 60
+    while not any("03_data_parallel" in " ".join(child.cmdline()) for child in here.children()):  # a rank
+        assert time.monotonic() < deadline and not job.ended()
+        time.sleep(0.2)
+    family = [here, *here.children(recursive=True)]
+    job.cancel()
+    assert job.state()[0] == "cancelled"
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert alive == []
+
+
+def test_a_failed_job_says_so(in_the_course, capsys):
+    job = submit.submit("ddp_shakespeare", "--no-such-flag 1", via="bash")
+    assert job.watch(60) == "failed"
+    job.grep("no-such-flag")
+    assert "--no-such-flag is unknown" in capsys.readouterr().out
+
+
+def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(
+    in_the_course, monkeypatch, tmp_path
+):
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    with pytest.raises(submit.SubmitError, match=r"Invalid account\n.*make jobs SITE="):
+        submit.submit("ddp_shakespeare", via="slurm")

@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from manyhands.lessons import find_lessons
-from manyhands.pairs import PairError, as_notebook, as_script, check, course_here, read, replace
+from manyhands.lessons import course_here, find_lessons
+from manyhands.pairs import PairError, as_notebook, as_script, check, read, replace
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 LEFT_OUT = shutil.ignore_patterns(

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ from manyhands.screen import write
 __all__ = ["LaunchError", "Place", "Ranks", "join", "joined", "leave", "mpi_world", "rejoin", "resolve"]
 
 PATIENCE_S = 5  # launchers end a job with its first process: those with nothing to say let rank 0 speak first
+LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 _last = {}  # "ranks": what the last join returned; "again": its arguments, until the lesson leaves
 
 
@@ -79,6 +81,10 @@ def leave() -> None:
     _last.pop("again", None)
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of gloo may still hold the last tensor that it sent. If it lets go while the interpreter ends, the
+        # process dies of "terminate called without an active exception" (torch 2.13, one run in ten): let it go now.
+        gc.collect()
+        time.sleep(LAST_TENSOR_S)
 
 
 def rejoin() -> bool:

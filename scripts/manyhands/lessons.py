@@ -61,6 +61,11 @@ class Lesson:
         return " and ".join(found)
 
 
+def course_here():
+    """The course whose lessons a command means: that of the current folder, else the one around this package."""
+    return Path.cwd() if (Path.cwd() / "notebooks").is_dir() else ROOT
+
+
 def find_lessons(root=ROOT, only=()):
     """The lessons below `root` in order of their numbers; `only` names some ("03", "3" or "03_data_parallel").
 

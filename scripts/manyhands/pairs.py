@@ -20,7 +20,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 
-from manyhands.lessons import ROOT, find_lessons
+from manyhands.lessons import course_here, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec", "language_info")
 KEPT_CELL_METADATA = ("tags", "jupyter")
@@ -86,14 +86,28 @@ def check(lesson):
         )
 
 
+def identical(lesson):
+    """Whether the notebook, written as a script, is the script, to the last blank line.
+
+    JupyterLab does not open a notebook that is newer than a script from which it differs. Which of the two is newer is
+    an accident after `git clone`, so the pairs of the course are identical.
+    """
+    return as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")
+
+
 def sync(lesson):
     """Write the form that was saved last into the other. Returns a sentence about what it did.
 
     Outputs of the notebook are kept. Raises PairError where both forms were saved within the same second.
     """
     found = difference(lesson)
-    if found is None:
+    if found is None and identical(lesson):
         return f"{lesson.name}: notebook and script are the same"
+    if found is None:
+        _write_from_script(lesson)
+        return (
+            f"{lesson.name}: the same cells; blank lines and header of the notebook are now the script's, too"
+        )
     times = {path: path.stat().st_mtime for path in (lesson.notebook, lesson.script) if path.exists()}
     if len(times) == 2 and abs(times[lesson.notebook] - times[lesson.script]) < 1:
         raise PairError(
@@ -101,11 +115,11 @@ def sync(lesson):
         )
     newer = max(times, key=times.get)
     if newer == lesson.script:
-        _write_notebook(lesson, _with_outputs(read(lesson.script), lesson.notebook))
+        _write_from_script(lesson)
     else:
         notebook = read(lesson.notebook)
-        if lesson.script.exists():
-            _take_layout(notebook, read(lesson.script))
+        if lesson.script.exists():  # another kernel chosen in the browser is no change of the lesson
+            notebook.metadata = read(lesson.script).metadata
         lesson.script.parent.mkdir(exist_ok=True)
         replace(lesson.script, as_script(notebook))
     return f"{lesson.name}: wrote {newer.name} into the {'notebook' if newer == lesson.script else 'script'} ({found})"
@@ -117,18 +131,8 @@ def sync(lesson):
 def as_script(notebook):
     """The text of `notebook` as a script; what the browser and papermill note in cells stays out."""
     for cell in notebook.cells:
-        cell.metadata = _only(cell.metadata, (*KEPT_CELL_METADATA, LAYOUT))
+        cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
     return jupytext.writes(notebook, fmt="py:percent")
-
-
-def _take_layout(notebook, script):
-    """Give `notebook` the header and the blank lines of the old script, so that only what was edited changes."""
-    notebook.metadata = script.metadata  # another kernel chosen in the browser is no change of the lesson
-    by_source = {cell.source: cell for cell in script.cells}
-    same_places = len(notebook.cells) == len(script.cells)
-    for place, cell in enumerate(notebook.cells):
-        like = by_source.get(cell.source) or (script.cells[place] if same_places else cell)
-        cell.metadata[LAYOUT] = like.metadata.get(LAYOUT)
 
 
 def as_notebook(notebook):
@@ -175,19 +179,21 @@ def _with_outputs(notebook, old_path):
     return notebook
 
 
-def _write_notebook(lesson, notebook):
-    """Write `notebook` as the lesson's, under the header of its script."""
-    if lesson.script.exists():
-        notebook.metadata = read(lesson.script).metadata
+def _write_from_script(lesson):
+    """Write the notebook from the script, and the script as saving that notebook would write it."""
+    notebook = read(lesson.script)
+    text = as_script(notebook)
+    if text != lesson.script.read_text("utf-8"):
+        replace(lesson.script, text)
     lesson.notebook.parent.mkdir(exist_ok=True)
-    replace(lesson.notebook, as_notebook(notebook))
+    replace(lesson.notebook, as_notebook(_with_outputs(notebook, lesson.notebook)))
 
 
 def store_outputs(lesson, timeout_s=600):
     """Run the lesson's notebook (made from the script) with papermill and store its outputs in it."""
     import papermill
 
-    _write_notebook(lesson, read(lesson.script))
+    _write_from_script(lesson)
     with tempfile.TemporaryDirectory() as folder:
         executed = Path(folder) / lesson.notebook.name
         os.environ["MANYHANDS_LIVE"] = "0"
@@ -200,15 +206,11 @@ def store_outputs(lesson, timeout_s=600):
         for output in cell.get("outputs", []):
             if output.output_type == "stream" and output.name == "stderr":
                 raise PairError(f"{lesson.name}: a cell wrote to stderr: {output.text[:200]!r}")
-    _write_notebook(lesson, notebook)
+    notebook.metadata = read(lesson.script).metadata
+    replace(lesson.notebook, as_notebook(notebook))
 
 
 # ------------------------------------------------------------------ the command
-
-
-def course_here():
-    """The course whose lessons a command means: that of the current folder, else the one of this package."""
-    return Path.cwd() if (Path.cwd() / "notebooks").is_dir() else ROOT
 
 
 def main(arguments=None):

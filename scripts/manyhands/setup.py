@@ -1,6 +1,6 @@
 """What `make lab`, `make kernel` and `make shared` do once the environment is there.
 
-    python -m manyhands.setup data               # fetch Shakespeare, or say that the offline corpus will be used
+    python -m manyhands.setup data               # Shakespeare into the cache, or say that the offline corpus is used
     python -m manyhands.setup kernel [--user]    # a kernel named "Many Hands", here or for this user's JupyterLab
     python -m manyhands.setup lab [--open no]    # start JupyterLab on the first lesson
 
@@ -12,22 +12,16 @@ import os
 import sys
 from pathlib import Path
 
-from manyhands.lessons import ROOT
+from manyhands import shakespeare
+from manyhands.lessons import course_here, find_lessons
 
 KERNEL = "manyhands"
 
 
-def fetch_data():
-    """Fetch the corpus into the cache. Returns the exit status: 2 where a named file is missing or wrong."""
-    from manyhands import data
-
-    try:
-        corpus = data.load_corpus()
-    except data.DataError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"corpus: {corpus.name}, {len(corpus.text):,} characters")
-    return 0
+def prepare_data():
+    """Put the corpus into the cache, so that no run needs the network. Raises DataError as `shakespeare` does."""
+    path, why_not = shakespeare.prepare()
+    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
 
 
 def install_kernel(user):
@@ -36,7 +30,7 @@ def install_kernel(user):
 
     environ = {"PYTHONNOUSERSITE": "1"}
     shared_data = Path(sys.prefix) / "share" / "manyhands" / "data"
-    if shared_data.is_dir():
+    if shared_data.is_dir():  # `make shared` put it there
         environ["MANYHANDS_DATA"] = str(shared_data)
     folder = install(
         user=user,
@@ -45,21 +39,30 @@ def install_kernel(user):
         display_name="Many Hands",
         env=environ,
     )
-    print(f"kernel: {folder}")
+    print(f'kernel "Many Hands": {folder}')
 
 
 def start_lab(open_browser):
-    """Replace this process by JupyterLab, on loopback, with the first lesson open."""
-    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
-    lesson = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))[0]
+    """Replace this process by JupyterLab on loopback, with the first lesson open. It asks for a token.
+
+    Raises ValueError where there is no lesson.
+    """
+    course = course_here()
+    lessons = [lesson for lesson in find_lessons(course) if lesson.notebook.exists()]
+    if not lessons:
+        raise ValueError(
+            f"there are no notebooks below {course}; run `make sync`, or start in the course's folder"
+        )
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # not another checkout's kernel of the same name
     command = [
-        sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}", "--ServerApp.ip=127.0.0.1",
-        f"--LabApp.default_url=/lab/tree/notebooks/{lesson.name}",
+        sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
+        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",
     ]  # fmt: skip
     if not open_browser:
         command.append("--no-browser")
     if os.geteuid() == 0:
         command.append("--allow-root")
+    sys.stdout.flush()
     os.execv(sys.executable, command)
 
 
@@ -73,14 +76,17 @@ def main(arguments=None):
     )
     parser.add_argument("--open", choices=["yes", "no"], default="yes", help="open a browser")
     options = parser.parse_args(arguments)
-    for action in options.actions:
-        if action == "data":
-            if status := fetch_data():
-                return status
-        elif action == "kernel":
-            install_kernel(options.user)
-        else:
-            start_lab(options.open == "yes")
+    try:
+        for action in options.actions:
+            if action == "data":
+                prepare_data()
+            elif action == "kernel":
+                install_kernel(options.user)
+            else:
+                start_lab(options.open == "yes")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

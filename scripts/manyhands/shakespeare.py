@@ -46,6 +46,23 @@ def find():
     return content, why_not
 
 
+def prepare():
+    """See to it that the file lies in the cache, from wherever `find` has it: (path, None), or (None, why not).
+
+    Raises DataError as `find` and `store` do.
+    """
+    content, why_not = find()
+    if content is None:
+        return None, why_not
+    cached = from_cache()
+    return (cached[0] if cached else store(content)), None
+
+
+def prepared_notice(path):
+    """The line that says where the file lies."""
+    return f"corpus: Shakespeare, {NUM_BYTES:,} characters, sha256 checked, in {path}"
+
+
 def _named_file(path):
     try:
         content = path.read_bytes()

@@ -73,7 +73,7 @@ def main(argv=None, named=None):
         print(json.dumps([finding.as_dict() for finding in findings], indent=1))
     else:
         findings = show(examine(named))
-    return 1 if any(finding.status != "ok" for finding in findings) else 0
+    return 1 if any(finding.status == "error" for finding in findings) else 0
 
 
 def show(findings):

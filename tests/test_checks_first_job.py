@@ -1,0 +1,202 @@
+"""The checks of lesson 04 accept its solutions and reject each usual mistake with the sentence that names it."""
+
+import jupytext
+import pytest
+from manyhands import recorded
+from manyhands.catch_up import taken_from
+from manyhands.checks import CORRECT, NOT_ATTEMPTED
+from manyhands.checks import first_job as checks
+
+LESSON = "04_first_job"
+solutions = taken_from(LESSON, "my_sequences", "stale", jupytext=jupytext)
+
+
+def shares(per_rank, rank_of=lambda node, local, ranks_per_node: node * ranks_per_node + local, refuse=True):
+    """An answer to exercise 1 with `per_rank(global_batch, n)` sequences for each rank."""
+
+    def answer(global_batch, nodes, ranks_per_node, node, local_rank):
+        n = nodes * ranks_per_node
+        if refuse and global_batch % n:
+            raise ValueError(f"{global_batch} sequences do not split over {n} ranks")
+        share, rank = per_rank(global_batch, n), rank_of(node, local_rank, ranks_per_node)
+        return range(rank * share, (rank + 1) * share)
+
+    return answer
+
+
+def evenly(global_batch, n):
+    return global_batch // n
+
+
+def last_takes_the_rest(global_batch, nodes, ranks_per_node, node, local_rank):
+    n, rank = nodes * ranks_per_node, node * ranks_per_node + local_rank
+    if global_batch % n:
+        raise ValueError(f"{global_batch} does not split over {n}")
+    begin = rank * (global_batch // n - (n > 4))
+    return range(begin, global_batch if rank == n - 1 else begin + global_batch // n - (n > 4))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (shares(evenly, rank_of=lambda node, local, _: local), "a rank is node * ranks_per_node + local_rank"),
+        (shares(evenly, rank_of=lambda node, local, _: node), "is taken twice"),
+        (shares(evenly, refuse=False), "do not split evenly: raise a ValueError"),
+        (shares(lambda batch, n: batch // n - 1), "the global batch shrank from 24"),
+        (shares(lambda batch, n: batch // 2), "the global batch ends with 23"),
+        (last_takes_the_rest, "would weigh them wrongly"),
+        (lambda batch, nodes, per_node, node, local: list(shares(evenly)(batch, nodes, per_node, node, local)),
+         "eturn a range such as range(3, 6), not list"),
+        (lambda *_: (_ for _ in ()).throw(ValueError("no")), "split evenly, 12 each, and you refused them"),
+    ],
+)  # fmt: skip
+def test_twice_the_nodes_rejects(answer, sentence):
+    assert sentence in checks.twice_the_nodes(answer)
+
+
+def test_twice_the_nodes_wants_both_numbers_in_the_refusal():
+    def terse(global_batch, nodes, ranks_per_node, node, local_rank):
+        if global_batch % (nodes * ranks_per_node):
+            raise ValueError("does not split")
+        return shares(evenly)(global_batch, nodes, ranks_per_node, node, local_rank)
+
+    assert "does not name 12 and 8" in checks.twice_the_nodes(terse)
+
+
+RIGHT = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({4705: "wait"}, "the job that it waits for has failed, so it would wait forever"),
+        ({4706: "wait"}, "scontrol release 4706"),
+        ({4708: "wait"}, "asks for a day, and this queue gives an hour"),
+        ({4703: "cancel"}, "jobs with a higher priority come first"),
+        ({4702: "shout"}, "'shout' for job 4702 is none of wait, release, ask for less, cancel"),
+    ],
+)
+def test_why_it_waits_rejects(change, sentence):
+    assert sentence in checks.why_it_waits(RIGHT | change)
+
+
+def test_why_it_waits_wants_every_job():
+    assert "ob 4708 is missing" in checks.why_it_waits(
+        {job: act for job, act in RIGHT.items() if job != 4708}
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((0, "RuntimeError"), "an echo: its connection was closed because another rank had gone"),
+        ((3, "ChildFailedError"), "a report that some rank failed, not the failure"),
+        ((0, "SignalException"), "a report that some rank failed, not the failure"),
+        ((1, "IndexError"), "1 is its local rank"),
+        ((2, "IndexError"), "ank 2 did not raise the IndexError"),
+        ((3, "KeyError"), "o rank failed with 'KeyError' first"),
+    ],
+)
+def test_first_error_rejects(answer, sentence):
+    assert sentence in checks.first_error(answer)
+
+
+def compares_files(notebook, script):
+    return notebook.read_text() != script.read_text()
+
+
+def compares_numbers_of_cells(notebook, script):
+    return len(jupytext.read(notebook).cells) != len(jupytext.read(script).cells)
+
+
+def compares_outputs_too(notebook, script):
+    def whole(path):
+        return [(cell.source, str(cell.get("outputs"))) for cell in jupytext.read(path).cells]
+
+    return whole(notebook) != whole(script)
+
+
+def looks_at_common_cells_only(notebook, script):
+    pairs = zip(jupytext.read(notebook).cells, jupytext.read(script).cells, strict=False)
+    return any(ours.source != theirs.source for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda notebook, script: notebook.stat().st_mtime > script.stat().st_mtime, "Times do not tell"),
+        (compares_files, "their cells are the same: nothing is stale"),
+        (compares_numbers_of_cells, "a job would run 10, and you call it fresh"),
+        (compares_outputs_too, "no job runs outputs"),
+        (looks_at_common_cells_only, "a cell more than the script"),
+        (lambda notebook, script: False, "a job would run 10"),
+        (
+            lambda notebook, script: (
+                solutions.stale(notebook, script) and notebook.stat().st_mtime > script.stat().st_mtime
+            ),
+            "as in a fresh clone",
+        ),
+    ],
+)
+def test_yesterdays_code_rejects(answer, sentence):
+    assert sentence in checks.yesterdays_code(answer)
+
+
+def test_the_lessons_solutions_are_correct():
+    assert checks.twice_the_nodes(solutions.my_sequences, solution=True) == CORRECT
+    assert checks.why_it_waits(RIGHT, solution=True) == CORRECT
+    assert checks.first_error((3, "IndexError"), solution=True) == CORRECT
+    assert checks.yesterdays_code(solutions.stale, solution=True) == CORRECT
+
+
+def test_an_untouched_exercise_is_not_attempted():
+    def stub(*_):
+        raise NotImplementedError
+
+    assert checks.twice_the_nodes(stub) == checks.yesterdays_code(stub) == NOT_ATTEMPTED
+    assert checks.why_it_waits({**RIGHT, 4705: ...}) == NOT_ATTEMPTED
+    assert checks.first_error((..., ...)) == NOT_ATTEMPTED
+
+
+def test_the_recorded_log_holds_what_the_check_asks_for():
+    log = recorded.text("04_failed.out").splitlines()
+    errors = [line for line in log if line.startswith("[rank") and "Error: " in line]
+    own = [line for line in errors if not any(echo in line for echo in checks.ECHOES)]
+    assert [line.split(":")[0] for line in own] == [f"[rank{checks.FAILED_RANK}]"]
+    assert checks.FAILED_ERROR in own[0]
+    assert len({line.split("]")[0] for line in errors}) >= 2  # there are echoes to be led astray by
+    place = f"rank      : {checks.FAILED_RANK} (local_rank: {checks.FAILED_LOCAL_RANK})"
+    assert any(place in line for line in log)
+
+
+def test_the_recorded_queue_holds_the_jobs_that_the_check_asks_for():
+    reasons = {"wait": ("Resources", "Priority", "Dependency"), "cancel": ("DependencyNeverSatisfied",),
+               "release": ("JobHeldUser",), "ask for less": ("PartitionTimeLimit",)}  # fmt: skip
+    shown = {int(line.split()[0]): line.split("(")[-1].rstrip(")") for line in
+             recorded.text("04_pending.out").splitlines()[2:]}  # fmt: skip
+    for job, (act, why) in checks.PENDING.items():
+        assert shown[job] in reasons[act]
+        assert why.startswith(f"{shown[job]}:")
+
+
+def test_recordings_say_on_what_they_were_made_and_name_no_private_place():
+    for name in ("04_queue.json", "04_ddp_shakespeare.json"):
+        conditions = recorded.numbers(name)["conditions"]
+        assert {"date", "hardware", "torch", "commit", "command"} <= set(conditions)
+    for name in ("04_ddp_shakespeare.out", "04_failed.out", "04_pending.out"):
+        text = recorded.text(name)
+        assert "/tmp/" not in text and "/root" not in text and "/work" not in text
+
+
+def test_the_recorded_starts_are_those_that_the_lessons_schedulers_predict():
+    lesson = taken_from(LESSON, "start_times", "with_overtaking")
+    content = recorded.numbers("04_queue.json")
+    jobs = [(job["nodes"], job["minutes"]) for job in content["jobs"].values()]
+    predicted = {
+        "in order": lesson.start_times(jobs, 2),
+        "overtaking": lesson.with_overtaking(jobs, 2),
+        "overtaking, D asks for 60 minutes": lesson.with_overtaking([*jobs[:3], (1, 60)], 2),
+    }
+    for way, starts in content["start_minutes"].items():
+        for job, minute in zip("ABCD", predicted[way], strict=True):
+            assert 0 <= starts[job] - minute < 0.1, (way, job)

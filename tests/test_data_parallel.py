@@ -1,0 +1,416 @@
+"""Lesson 03's data parallel, built by hand, computes what the library's DDP and one process compute, and sends no more.
+
+What is tested is the lesson's own code, taken from its script. Plain SGD in float64: Adam would hide a wrong factor.
+"""
+
+import ast
+import os
+import re
+import statistics
+import subprocess
+import sys
+
+import jupytext
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from manyhands import wire
+from manyhands.catch_up import taken_from
+from manyhands.metrics import compare
+from rank_pool import run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+LESSON = "03_data_parallel"
+ROWS = 12  # of the global batch: 1, 2, 3 and 4 ranks divide it
+STEPS = 3
+
+
+def ours():
+    """The lesson's definitions, fresh."""
+    return taken_from(
+        LESSON,
+        "flat",
+        "broadcast_state",
+        "pack",
+        "Bucket",
+        "BucketedDDP",
+        "no_sync",
+        world_size=dist.get_world_size(),
+    )
+
+
+class Tidy(nn.Sequential):
+    """6 -> 4 -> 2 with 38 parameters: every one is used by every row."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class Tied(nn.Module):
+    """One matrix is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.again(torch.tanh(self.first(x)))))
+
+
+class Frozen(nn.Module):
+    """The first layer does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 5), nn.Linear(5, 2)
+        self.first.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.first(x)))
+
+
+class Unused(nn.Module):
+    """`nobody` is never used; `rare` only where a row's last input is 1: on one rank, another one at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.nobody, self.rare, self.out = nn.Linear(3, 3), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        special = x[:, -1:] == 1
+        if special.any():
+            x = torch.where(special, torch.tanh(self.rare(x)), x)
+        return self.out(x)
+
+
+MODELS = [Tidy, Tied, Frozen, Unused]
+BUCKETS_MIB = [1e-9, 1.2e-4, 1.0]  # one parameter each; a few; everything in one
+
+
+def make(kind):
+    torch.manual_seed(7)
+    return kind().double()
+
+
+def global_rows(step):
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.rand(ROWS, width, generator=generator, dtype=torch.float64) for width in (6, 2))
+    x[(5 * step) % ROWS, -1] = 1  # rows 0, 5, 10: another rank's
+    return x, y
+
+
+def train(model, share=lambda x: x, finish=lambda: None, steps=STEPS):
+    """Gradients of the last step and weights after it, of what trains; None counts as zeros."""
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = global_rows(step)
+        F.mse_loss(model(share(x)), share(y)).backward()
+        finish()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return torch.cat([g.flatten() for g in gradients]), torch.cat(
+        [p.detach().flatten() for p in model.parameters()]
+    )
+
+
+def three_ways(ranks):
+    """{(model, way): (gradients, weights)} of one process, the library and ours with all bucket sizes and orders."""
+
+    def share(rows):
+        return rows.chunk(ranks.world_size)[ranks.rank]
+
+    lesson, found = ours(), {}
+    for kind in MODELS:
+        found[kind.__name__, "one process"] = train(make(kind))
+        library = DistributedDataParallel(make(kind), find_unused_parameters=kind is Unused)
+        found[kind.__name__, "library"] = train(library, share)
+        for overlap in (True, False):
+            for bucket_mib in BUCKETS_MIB:
+                model = lesson.BucketedDDP(make(kind), bucket_mib, overlap)
+                found[kind.__name__, f"ours {overlap} {bucket_mib}"] = train(model, share, model.finish)
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def ways(request):
+    return run_on_ranks(request.param, three_ways, timeout_s=120)
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in MODELS])
+def test_ours_the_library_and_one_process_have_the_same_gradients_and_weights(ways, kind):
+    for rank, found in enumerate(ways):
+        expected = found[kind, "one process"]
+        for (name, way), result in found.items():
+            for what, given, right in zip(("gradients", "weights"), result, expected, strict=True):
+                if name == kind:
+                    apart = (given - right).abs().max().item()
+                    assert apart < 1e-10, f"{way}, rank {rank}: {what} are {apart:.1e} off"
+
+
+def test_copies_stay_identical_to_the_last_bit(ways):
+    for way in ways[0]:
+        gradients, weights = zip(*(found[way] for found in ways), strict=True)
+        if way[1] != "one process":
+            assert all(torch.equal(g, gradients[0]) for g in gradients)
+            assert all(torch.equal(w, weights[0]) for w in weights)
+
+
+# ---- bytes and calls ----
+
+
+def count_a_step(ranks):
+    lesson = ours()
+    seen = {}
+    for bucket_mib in BUCKETS_MIB:
+        model = lesson.BucketedDDP(make(Tidy), bucket_mib)
+        x, y = global_rows(0)
+        with wire.watch() as calls:
+            F.mse_loss(model(x), y).backward()
+            model.finish()
+        seen[bucket_mib] = calls.count("all_reduce"), calls.payload_bytes("all_reduce"), len(model.buckets)
+    return seen
+
+
+def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket():
+    for found in run_on_ranks(2, count_a_step):
+        assert [calls for calls, _, _ in found.values()] == [4, 2, 1]
+        assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
+
+
+def transport_of_a_step(ranks):
+    lesson = ours()
+    torch.manual_seed(0)
+    model = lesson.BucketedDDP(nn.Linear(600, 600))
+    for _ in range(2):
+        with wire.watch() as seen:
+            model(torch.ones(1, 600)).sum().backward()
+            model.finish()
+    return seen.transport_bytes, wire.ring_all_reduce_bytes(4 * 600 * 601, ranks.world_size)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO"
+)
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_leaves_a_rank_is_two_n_minus_one_nths_of_the_gradient(n):
+    for sent, predicted in run_on_ranks(n, transport_of_a_step):
+        assert sent == pytest.approx(predicted, rel=0.02)
+
+
+def order_of_starts(ranks):
+    """On rank 1 the second bucket is full first; which buckets do the ranks' all-reduces meet in?"""
+    lesson = ours()
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    model = lesson.BucketedDDP(nn.ModuleList([first, second]), 1e-9)
+    sizes = []
+    for bucket in model.buckets:
+        bucket.start_all_reduce = lambda b=bucket: (
+            sizes.append(b.flat_P.numel()) or lesson.Bucket.start_all_reduce(b)
+        )
+    x = torch.ones(1, 4, dtype=torch.float64)
+    chain = (first, second) if ranks.rank == 0 else (second, first)
+    chain[1](chain[0](x)).sum().backward()
+    model.finish()
+    return sizes
+
+
+def test_ranks_whose_gradients_come_in_another_order_start_the_same_buckets():
+    orders = run_on_ranks(2, order_of_starts)
+    assert orders[0] == orders[1] == [4, 16, 4, 16]
+
+
+def accumulate(ranks):
+    lesson = ours()
+    share = [
+        tuple(rows.chunk(ranks.world_size)[ranks.rank] for rows in global_rows(step)) for step in range(3)
+    ]
+    model, expected = lesson.BucketedDDP(make(Tidy), 1.2e-4), make(Tidy)
+    for step in range(3):
+        x, y = global_rows(step)
+        (F.mse_loss(expected(x), y) / 3).backward()
+    with wire.watch() as seen:
+        with lesson.no_sync(model):
+            for x, y in share[:2]:
+                (F.mse_loss(model(x), y) / 3).backward()
+        x, y = share[2]
+        (F.mse_loss(model(x), y) / 3).backward()
+        model.finish()
+    apart = lesson.flat(p.grad for p in model.parameters()) - lesson.flat(
+        p.grad for p in expected.parameters()
+    )
+    return seen.payload_bytes(), apart.abs().max().item()
+
+
+def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one():
+    for sent, apart in run_on_ranks(2, accumulate):
+        assert sent == 38 * 8
+        assert apart < 1e-10
+
+
+def start_from_rank_0(ranks):
+    lesson = ours()
+    torch.manual_seed(ranks.rank)  # every rank its own weights, buffers and memory
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = global_rows(ranks.rank)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    before = lesson.flat([*model.parameters(), *model.buffers()])
+    lesson.broadcast_state(model, optimizer)
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    return before, lesson.flat([*model.parameters(), *model.buffers(), *state])
+
+
+def test_broadcast_gives_every_rank_rank_0s_parameters_buffers_and_optimizer_state():
+    results = run_on_ranks(3, start_from_rank_0)
+    assert not torch.equal(results[1][0], results[0][0])
+    assert torch.equal(results[0][1][: len(results[0][0])], results[0][0])
+    assert all(torch.equal(after, results[0][1]) for _, after in results)
+
+
+def test_buckets_keep_to_their_size_their_order_and_one_dtype():
+    lesson = taken_from(LESSON, "pack")
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(300, 300))
+    layers[1].double()
+    buckets = lesson.pack(layers, 0.05)
+    assert [p for bucket in buckets for p in bucket] == list(reversed(list(layers.parameters())))
+    assert all(len(b) == 1 or sum(p.nbytes for p in b) <= 0.05 * 2**20 for b in buckets)
+    assert all(len({p.dtype for p in bucket}) == 1 for bucket in buckets)
+
+
+# ---- the lesson as a whole ----
+
+
+@pytest.fixture(scope="module")
+def cells(root):
+    return jupytext.read(root / "scripts" / f"{LESSON}.py", fmt="py:percent").cells
+
+
+def run_script(root, folder, launcher, *flags):
+    """metrics.json of a short run."""
+    environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    flags = ["--steps=6", "--repeats=1", *flags]
+    run = subprocess.run(
+        [*launcher, str(root / "scripts" / f"{LESSON}.py"), *flags],
+        env=environ, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    return folder / LESSON / "latest" / "metrics.json"
+
+
+def torchrun(n):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+
+
+@pytest.fixture(scope="module")
+def of_one(root, tmp_path_factory):
+    return run_script(root, tmp_path_factory.mktemp("one"), [sys.executable])
+
+
+def test_losses_are_those_of_one_process_for_the_same_global_batch(root, tmp_path, of_one):
+    assert compare(run_script(root, tmp_path, torchrun(3)), of_one) == []
+
+
+def test_our_own_ddp_trains_as_the_librarys_does(root, tmp_path, of_one):
+    import json
+
+    ours, one = (
+        json.loads(p.read_text()) for p in (run_script(root, tmp_path, torchrun(2), "--ddp=ours"), of_one)
+    )
+    ours["parameters"]["ddp"] = one["parameters"]["ddp"]
+    assert compare(ours, one) == []
+
+
+SECTIONS = r"""
+import sys
+import jupytext
+cells = [c for c in jupytext.read(sys.argv[1], fmt="py:percent").cells]
+parts, name = {"": []}, ""
+for cell in cells:
+    if cell.cell_type == "markdown" and cell.source.startswith(("## ", "### ")):
+        name = cell.source.splitlines()[0]
+        parts[name] = []
+    elif cell.cell_type == "code" and "active-ipynb" not in cell.metadata.get("tags", []):
+        parts[name].append(cell.source.replace("%%ranks", "#", 1))
+start = parts.pop("") + parts.pop(next(name for name in parts if name.startswith("## Start")))
+for name, sources in parts.items():
+    lesson = {"__name__": "section"}
+    for source in start:
+        exec(source, lesson)
+    lesson.update(steps=2, repeats=1)
+    lesson["ranks"] = __import__("dataclasses").replace(lesson["ranks"], lesson=sys.argv[2])
+    for source in sources:
+        exec(source, lesson)
+    print("section runs:", name)
+"""
+
+
+def test_every_section_runs_after_the_start_cells_alone(root, tmp_path):
+    environ = {
+        **os.environ,
+        "MANYHANDS_OUTPUTS": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(root / "scripts"),
+    }
+    script = root / "scripts" / f"{LESSON}.py"
+    run = subprocess.run(
+        [sys.executable, "-c", SECTIONS, str(script), LESSON],
+        env=environ, capture_output=True, text=True, timeout=200, cwd=root / "notebooks", check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    assert run.stdout.count("section runs:") >= 14
+
+
+def test_cells_are_short_and_alternate_with_text(cells):
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    lengths = [len(cell.source.splitlines()) for cell in code]
+    assert 4 <= statistics.median(lengths) <= 15
+    assert max(lengths) <= 31, "the magic and 30 lines"
+    text = sum(cell.cell_type == "markdown" for cell in cells)
+    assert text >= 0.6 * len(code)
+
+
+def test_lesson_has_the_sections_that_every_lesson_has(cells):
+    text = "\n".join(cell.source for cell in cells)
+    headings = re.findall(r"^#+ (.*)$", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
+    for words in (
+        "warm-up",
+        "experiment",
+        "a bug from the zoo",
+        "on the cluster",
+        "recap",
+        "further reading",
+    ):
+        assert any(heading.lower().startswith(words) for heading in headings), words
+    assert "you can" in text and text.count("**Predict.**") >= 10
+    assert sum(heading.startswith("Exercise ") for heading in headings) >= 3
+    assert sum("solution" in cell.metadata.get("tags", []) for cell in cells) >= 3
+    recap = next(c.source for c in cells if c.source.startswith("## Recap")).split("## Further")[0]
+    assert len(re.findall(r"^\d\. ", recap, re.M)) == 5
+
+
+def test_no_device_is_hard_coded(root):
+    source = (root / "scripts" / f"{LESSON}.py").read_text()
+    literals = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert "cpu" not in literals
+
+
+def test_glossary_links_and_figures_exist(root, cells):
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    for figure in set(re.findall(r"\]\(\.\./(assets/[^)#]+\.svg)\)", text.replace("\n", " "))):
+        assert (root / figure).is_file(), figure
+    glossary = root / "assets" / "glossary.md"
+    if not glossary.exists():
+        pytest.skip("assets/glossary.md is not there")
+    terms = {
+        line[3:].strip().lower().replace(" ", "-")
+        for line in glossary.read_text().splitlines()
+        if line[:3] == "## "
+    }
+    assert set(re.findall(r"glossary\.md#([a-z_0-9-]+)", text)) <= terms

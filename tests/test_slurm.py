@@ -1,0 +1,211 @@
+"""Lessons and job files on a real Slurm of two nodes: the same numbers as under torchrun, to the bit.
+
+Slurm is started for this file and stopped at its end (see slurm_nodes). Where it cannot be, the tests skip and say why;
+in the project's CI, which has it, that is a failure. Jobs are polled: `sbatch --wait` looks ever more rarely.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from course_copy import copy_course
+from manyhands.lessons import find_lessons
+from manyhands.metrics import compare
+from slurm_nodes import SlurmNodes, missing
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+LESSONS = ["02_collectives", "03_data_parallel"]
+RANKS, NODES = 4, 2
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    if why := missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+    with SlurmNodes() as nodes:
+        yield nodes
+        left = nodes.folder
+    assert not left.exists()
+
+
+@pytest.fixture(scope="session")
+def course(tmp_path_factory):
+    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands")
+
+
+@pytest.fixture(scope="session")
+def environ(tmp_path_factory, course):
+    """What every run gets: this Python, and outputs in one place. Caches of the user's own home serve the corpus."""
+    return {
+        "VENV": sys.prefix,
+        "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")),
+        "NPROC_PER_NODE": "2",
+    }
+
+
+def flags(name):
+    short = find_lessons(only=[name])[0].short
+    return [part for key, value in short.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def metrics(environ, lesson):
+    """What the last run of this lesson wrote."""
+    latest = os.path.join(environ["MANYHANDS_OUTPUTS"], lesson, "latest")
+    with open(os.path.join(latest, "metrics.json")) as file:
+        return json.load(file)
+
+
+@pytest.fixture(scope="session")
+def under_torchrun(course, environ):
+    """{lesson: metrics of four ranks under torchrun}, each run once, when it is first asked for."""
+    done = {}
+
+    def run(lesson):
+        if lesson not in done:
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={RANKS}",
+            ]
+            subprocess.run(
+                [*command, f"scripts/{lesson}.py", *flags(lesson)], cwd=course, env={**os.environ, **environ},
+                capture_output=True, timeout=200, check=True,
+            )  # fmt: skip
+            done[lesson] = metrics(environ, lesson)
+        return done[lesson]
+
+    return run
+
+
+def assert_same_numbers(found, expected, launcher):
+    assert (found["launcher"], found["world_size"]) == (launcher, RANKS)
+    assert compare(found, expected) == []
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, under_torchrun, lesson):
+    done = slurm.run(
+        "srun", f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
+        f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=course, timeout_s=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node1: ranks 0, 1" in done.stdout and "node2: ranks 2, 3" in done.stdout
+    assert_same_numbers(metrics(environ, lesson), under_torchrun(lesson), "srun")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
+    slurm, course, environ, under_torchrun, tmp_path, lesson
+):
+    step = f"srun --mpi=pmi2 --ntasks={RANKS} {sys.executable} scripts/{lesson}.py {' '.join(flags(lesson))}"
+    job = slurm.submit(
+        "sbatch",
+        f"--nodes={NODES}",
+        f"--output={tmp_path}/out",
+        f"--wrap={step}",
+        environ=environ,
+        cwd=course,
+    )
+    assert slurm.wait(job, timeout_s=200) == "COMPLETED", (tmp_path / "out").read_text()
+    found = metrics(environ, lesson)
+    assert_same_numbers(found, under_torchrun(lesson), "srun")
+
+
+def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_torchrun):
+    job = slurm.submit(
+        "sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course
+    )
+    state = slurm.wait(job, timeout_s=200)
+    output = (course / f"ddp_shakespeare.o{job}").read_text()
+    assert state == "COMPLETED", output
+    assert "node1: ranks 0, 1" in output and "node2: ranks 2, 3" in output
+    assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
+
+
+def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, course, environ, under_torchrun):
+    """Through Debian's qsub, which splits `-v` values at blanks and has an mpiexec of its own: hence = and MPIEXEC."""
+    values = dict(
+        part.split(" ") for part in " ".join(flags("03_data_parallel")).replace(" --", "\n--").splitlines()
+    )
+    passed = {**environ, "MPIEXEC": shutil.which("mpiexec", path=f"{sys.prefix}/bin")}
+    passed["LESSON_ARGS"] = " ".join(f"{flag}={value}" for flag, value in values.items())
+    job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=course)
+    state = slurm.wait(job, timeout_s=200)
+    output = "".join(path.read_text() for path in course.glob(f"ddp_shakespeare*{job}"))
+    assert state == "COMPLETED", output
+    assert "node1: ranks 0, 1" in output and "node2: ranks 2, 3" in output
+    assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
+
+
+HELLO = """\
+from manyhands import join, leave, say
+ranks = join(globals())
+say(f"rank {ranks.rank} of {ranks.world_size} on {ranks.host}")
+leave()
+"""
+
+
+@pytest.fixture
+def hello(tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text(HELLO)
+    return script
+
+
+def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, course, environ, tmp_path):
+    """STARTER=srun, as on Frontier. A lesson of one line stands in for lesson 03."""
+    folder = tmp_path / "many-hands"
+    shutil.copytree(course, folder, ignore=shutil.ignore_patterns("notebooks", "*_*.py"))
+    (folder / "notebooks").mkdir()
+    header = (course / "scripts" / "03_data_parallel.py").read_text().split("# %% [markdown]")[0]
+    (folder / "scripts" / "03_data_parallel.py").write_text(header + "# %%\n" + HELLO)
+    sync = [sys.executable, "-m", "manyhands.pairs", "sync", "03"]
+    subprocess.run(sync, cwd=folder, check=True, capture_output=True)
+    job = slurm.submit(
+        "sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=folder
+    )
+    state = slurm.wait(job)
+    output = (folder / f"ddp_shakespeare.o{job}").read_text()
+    assert state == "COMPLETED", output
+    assert "4 ranks, launcher srun" in output
+    assert [f"rank {r} of 4 on node{r // 2 + 1}" in output for r in range(4)] == [True] * 4
+
+
+def test_a_batch_script_is_no_rank(slurm, environ, hello):
+    """It has SLURM_PROCID=0 and SLURM_NTASKS=4, and runs as a world of one."""
+    output = hello.with_name("out")
+    job = slurm.submit(
+        "sbatch",
+        "--nodes=2",
+        "--ntasks=4",
+        f"--output={output}",
+        f"--wrap={sys.executable} {hello}",
+        environ=environ,
+    )
+    assert slurm.wait(job) == "COMPLETED", output.read_text()
+    assert "rank 0 of 1 on node1" in output.read_text()
+
+
+def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ, monkeypatch, capsys):
+    from manyhands import submit
+
+    for name, value in {**slurm.environ, **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(course / "notebooks")
+    assert submit.scheduler() == "slurm"
+    first = submit.submit("ddp_shakespeare", "--no-such-flag 1")
+    second = submit.submit("ddp_shakespeare")
+    assert second.state()[0] == "waiting"
+    second.cancel()
+    assert second.watch(20) == "cancelled"
+    assert first.watch(100) == "failed"
+    first.grep("no-such-flag")
+    said = capsys.readouterr().out
+    assert "$ sbatch jobs/ddp_shakespeare.slurm --no-such-flag 1\nSubmitted batch job" in said
+    assert f"$ scancel {second.number}" in said and "running: node[1-2]" in said
+    assert "--no-such-flag is unknown" in said
