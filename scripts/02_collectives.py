@@ -24,8 +24,8 @@
 # - predict the time of a message by two numbers, α and β, and find both on your machine;
 # - recognise a deadlock and a missing rank, say whose fault it is, and go on.
 #
-# **You need** [rank](../assets/glossary.md#rank) and launcher ([lesson 00](00_start.ipynb)). In two lines: a *rank* is one of
-# n processes that all run this same file; `torch.distributed` lets them send tensors to each other.
+# **You need** [rank](../assets/glossary.md#rank) and launcher ([lesson 00](00_start.ipynb)). In two lines: a *rank* is
+# one of n processes that all run this same file; `torch.distributed` lets them send tensors to each other.
 #
 # **New here:** [message](../assets/glossary.md#message), [collective](../assets/glossary.md#collective),
 # [all-reduce](../assets/glossary.md#all-reduce) and its relatives, [ring](../assets/glossary.md#ring),
@@ -40,23 +40,25 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.**
-# Minutes of the CORE: warm-up 5, collectives 9, ring 12 with exercise 1 in it, timeouts and deadlocks 8, experiment 7, bug 3.
+# **For the instructor: the whole lesson.** Minutes of the CORE: warm-up 5, collectives 9, ring 12 with exercise 1 in
+# it, timeouts and deadlocks 8, experiment 7, bug 3.
 #
-# *Say:* one picture carries the lesson: everybody talks at the same time, and only to the neighbour. Whatever is slow later
-# (DDP, FSDP, tensor parallel) is slow because one of these messages is too large, too small, or waits for somebody.
+# *Say:* one picture carries the lesson: everybody talks at the same time, and only to the neighbour. Whatever is slow
+# later (DDP, FSDP, tensor parallel) is slow because one of these messages is too large, too small, or waits for
+# somebody.
 #
-# *Three usual mistakes:* thinking that rank 0 collects and redistributes; thinking that `send` is fire and forget; comparing
-# milliseconds of this machine with those of a GPU node (compare shapes of curves, not heights).
+# *Three usual mistakes:* thinking that rank 0 collects and redistributes; thinking that `send` is fire and forget;
+# comparing milliseconds of this machine with those of a GPU node (compare shapes of curves, not heights).
 #
 # *When late:* skip gather, scatter and all-to-all (the figures suffice) and the fit; keep the ring and the missing rank.
 #
-# *Ask the room:* "A hundred ranks instead of four, the same gradient. How much more does each rank send?" Vote before the ring.
+# *Ask the room:* "A hundred ranks instead of four, the same gradient. How much more does each rank send?" Vote before
+# the ring.
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 largest_mib = 16.0  # largest message of the experiment in MiB, > 0
-repeats = 5  # samples of each timing, >= 1
+repeats = 7  # samples of each timing, >= 1
 wait_s = 3.0  # seconds that a rank waits for one that is missing, > 0
 points = 1_000_000  # random points in the estimate of pi, >= 1
 
@@ -95,8 +97,8 @@ left, right = (rank - 1) % world_size, (rank + 1) % world_size
 metrics = Metrics(ranks, parameters={"points": points})
 
 # %% [markdown]
-# Each rank knows four things: its own number, how many there are, and who sits to its `left` and `right` when they sit in a
-# circle. That is all it needs in this lesson.
+# Each rank knows four things: its own number, how many there are, and who sits to its `left` and `right` when they sit
+# in a circle. That is all it needs in this lesson.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -105,20 +107,20 @@ say(f"I am rank {rank} of {world_size}; left of me is {left}, right of me {right
 # %% [markdown]
 # ## Warm-up: four numbers by hand (CORE, 5 min)
 #
-# Four ranks hold 3, 1, 4 and 2, one number each. **Every rank is to know the sum.** No rank can look into another's memory:
-# all it can do is *send* a tensor to a rank, and *receive* one from a rank.
+# Four ranks hold 3, 1, 4 and 2, one number each. **Every rank is to know the sum.** No rank can look into another's
+# memory: all it can do is *send* a tensor to a rank, and *receive* one from a rank.
 #
 # ![Send and recv: rank 1 sends its 1 to rank 2; ranks 0 and 3 do not take part.](../assets/02_send_recv.svg)
 #
 # The most natural way: rank 0 tells its number to rank 1, which adds its own and tells rank 2, and so on.
 #
-# **Predict.** What does each rank know when rank 3 has added its number? How many [messages](../assets/glossary.md#message)
-# were sent, and how many more must follow until *every* rank knows the sum?
+# **Predict.** What does each rank know when rank 3 has added its number? How many
+# [messages](../assets/glossary.md#message) were sent, and how many more must follow until *every* rank knows the sum?
 #
 # <details><summary>Answer</summary>
 #
-# They know 3, 4, 8 and 10: only rank 3 knows the sum. That took 3 messages; 3 more must carry the 10 back. For n ranks it is
-# 2(n-1) messages, **one after the other**: while one rank sends and one receives, all others wait.
+# They know 3, 4, 8 and 10: only rank 3 knows the sum. That took 3 messages; 3 more must carry the 10 back. For n ranks
+# it is 2(n-1) messages, **one after the other**: while one rank sends and one receives, all others wait.
 #
 # </details>
 
@@ -144,20 +146,21 @@ dist.all_reduce(total)  # all ranks
 say(f"the sum is {total.item()}")
 
 # %% [markdown]
-# A call that *all* ranks of a group must make, together, is a [collective](../assets/glossary.md#collective). Keep the number
-# six in mind: six messages for four ranks. The ring below sends six per rank, and is faster. How can that be?
+# A call that *all* ranks of a group must make, together, is a [collective](../assets/glossary.md#collective). Keep the
+# number six in mind: six messages for four ranks. The ring below sends six per rank, and is faster. How can that be?
 
 # %% [markdown] tags=["notes"]
-# **Instructor, warm-up.** 5 minutes. *Say:* act it out with four people in the first row and slips of paper. *Usual mistakes:*
-# "rank 0 knows the sum" (it knows 3); "recv returns the tensor" (it fills the one that you give); "`total` must be sent back"
-# (all-reduce works in place). *When late:* run both cells without the prediction. *Ask:* "Who is idle while rank 1 talks to 2?"
+# **Instructor, warm-up.** 5 minutes. *Say:* act it out with four people in the first row and slips of paper. *Usual
+# mistakes:* "rank 0 knows the sum" (it knows 3); "recv returns the tensor" (it fills the one that you give); "`total`
+# must be sent back" (all-reduce works in place). *When late:* run both cells without the prediction. *Ask:* "Who is
+# idle while rank 1 talks to 2?"
 
 # %% [markdown]
 # ## The collectives (CORE, 9 min)
 #
-# **Why.** Nearly all communication in distributed training is one of eight patterns. Libraries make each of them fast, on each
-# kind of network, so you will rarely write `send`. You choose a pattern by two questions: who has the data before, and who
-# needs it afterwards?
+# **Why.** Nearly all communication in distributed training is one of eight patterns. Libraries make each of them fast,
+# on each kind of network, so you will rarely write `send`. You choose a pattern by two questions: who has the data
+# before, and who needs it afterwards?
 #
 # ### From one rank to all
 #
@@ -166,16 +169,26 @@ say(f"the sum is {total.item()}")
 # ![Scatter: rank 0 holds the parts 0, 1, 2 and 3; afterwards rank k holds part k and nothing else.](../assets/02_scatter.svg)
 #
 # [Broadcast](../assets/glossary.md#broadcast) is how ranks start with the same weights.
-# [Scatter](../assets/glossary.md#scatter) deals out different parts. **Predict:** rank 0 scatters four numbers to four ranks.
-# What is the shape of the tensor that receives them?
+# [Scatter](../assets/glossary.md#scatter) deals out different parts.
+#
+# **Predict.** Rank 0 holds a tensor of shape [4] and scatters it to four ranks. What is the shape of the tensor that
+# receives?
+#
+# <details><summary>Answer</summary>
+#
+# [1]: the shape of *one part*. Who allocates [4] on each rank gets an error, or, with the wrong call, four times the
+# memory.
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
+number = torch.tensor([(3, 1, 4, 2)[rank % 4]], device=device)  # as in the warm-up
 parts = torch.arange(world_size, device=device) + 10 * rank  # rank 2 holds 20, 21, ...: one for each rank
 x = number.clone() if rank == 0 else torch.zeros_like(number)
 dist.broadcast(x, src=0)
 
-part = torch.empty_like(parts[:1])  # what scatter fills has the shape of one part, not of the whole
+part = torch.empty_like(parts[:1])
 dist.scatter(part, list(parts.split(1)) if rank == 0 else None, src=0)
 say(f"after broadcast I hold {x.tolist()}, after scatter {part.tolist()}: shape {list(part.shape)}")
 
@@ -186,8 +199,9 @@ say(f"after broadcast I hold {x.tolist()}, after scatter {part.tolist()}: shape 
 #
 # ![Reduce: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds their sum, 10.](../assets/02_reduce.svg)
 #
-# [Gather](../assets/glossary.md#gather) puts tensors side by side (some texts say "aggregates", which sounds like a sum; it is
-# a concatenation). [Reduce](../assets/glossary.md#reduce) adds them up, or takes the largest, or the product.
+# [Gather](../assets/glossary.md#gather) puts tensors side by side (some texts say "aggregates", which sounds like a
+# sum; it is a concatenation). [Reduce](../assets/glossary.md#reduce) adds them up, or takes the largest, or the
+# product.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -224,10 +238,18 @@ say(f"all-reduce: {total.tolist()}, all-gather: {torch.cat(everything).tolist()}
 # ![All-to-all: every rank holds four parts; afterwards rank k holds everybody's part k, in rank
 # order.](../assets/02_all_to_all.svg)
 #
-# [Reduce-scatter](../assets/glossary.md#reduce-scatter) leaves each rank *one part* of the sum: gradients of sharded weights
-# (lesson 06). [All-to-all](../assets/glossary.md#all-to-all) is a transposition: tokens on their way to experts (lesson 09).
+# [Reduce-scatter](../assets/glossary.md#reduce-scatter) leaves each rank *one part* of the sum: gradients of sharded
+# weights (lesson 06). [All-to-all](../assets/glossary.md#all-to-all) is a transposition: tokens on their way to experts
+# (lesson 09).
 #
 # **Predict.** Rank 2 holds 20, 21, 22, 23, and the others alike. What does it hold after each of the two?
+#
+# <details><summary>Answer</summary>
+#
+# After the reduce-scatter the sum of everybody's part 2: 2 + 12 + 22 + 32 = 68. After the all-to-all the same four
+# numbers side by side, not added: 2, 12, 22, 32.
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -238,11 +260,11 @@ dist.all_to_all_single(column, parts)
 say(f"reduce-scatter: {my_sum.tolist()}, all-to-all: {column.tolist()}")
 
 # %% [markdown]
-# Look at the figures of reduce-scatter and all-gather once more, one after the other: first each rank gets one part of the
-# sum, then everybody gets all parts. **Together they are an all-reduce.** The ring below is built on that.
+# Look at the figures of reduce-scatter and all-gather once more, one after the other: first each rank gets one part of
+# the sum, then everybody gets all parts. **Together they are an all-reduce.** The ring below is built on that.
 #
-# And one that carries no data. A [barrier](../assets/glossary.md#barrier) ends on every rank after all have reached it. It is
-# for timing and for files, hardly ever for correctness: every collective waits for its partners anyway.
+# And one that carries no data. A [barrier](../assets/glossary.md#barrier) ends on every rank after all have reached it.
+# It is for timing and for files, hardly ever for correctness: every collective waits for its partners anyway.
 #
 # ![Barrier: the ranks arrive one by one, wait for the last, and go on together.](../assets/02_barrier.svg)
 
@@ -256,9 +278,9 @@ say(f"I waited {time.perf_counter() - arrived:.1f} s")
 # %% [markdown]
 # ### The same in MPI
 #
-# All of this is older than GPUs. MPI, the message passing interface of 1994, has the same patterns under nearly the same names,
-# and in Python they come from `mpi4py`. Names with a capital (`Allreduce`) take arrays and are fast; with a small letter
-# (`allreduce`) they pickle any Python object.
+# All of this is older than GPUs. MPI, the message passing interface of 1994, has the same patterns under nearly the
+# same names, and in Python they come from `mpi4py`. Names with a capital (`Allreduce`) take arrays and are fast; with a
+# small letter (`allreduce`) they pickle any Python object.
 #
 # | pattern | torch.distributed | mpi4py | each rank gives | each rank gets |
 # |---|---|---|---|---|
@@ -273,8 +295,8 @@ say(f"I waited {time.perf_counter() - arrived:.1f} s")
 # | all-to-all | `all_to_all_single(out, x)` | `Alltoall(x, out)` | N | N |
 # | barrier | `barrier()` | `Barrier()` | nothing | nothing |
 #
-# Two traps between the two: torch works **in place** where MPI takes an input and an output, and torch names the output first.
-# Not every launcher makes an MPI world; where there is none, the next cell says so and nothing is missing later.
+# Two traps between the two: torch works **in place** where MPI takes an input and an output, and torch names the output
+# first. Not every launcher makes an MPI world; where there is none, the next cell says so and nothing is missing later.
 
 # %%
 # %%ranks
@@ -315,8 +337,8 @@ if comm is not None:
 # | gloo | Meta | CPUs | TCP | on CPUs, and beside NCCL for what lives on the CPU |
 # | MPI | a standard; MPICH, Open MPI, Cray MPICH | CPUs, GPUs if built for it | whatever the machine has | where your code speaks MPI already |
 #
-# NCCL had no gather, scatter or all-to-all of its own before version 2.28; torch built them of NCCL's send and receive, and
-# they work all the same.
+# NCCL had no gather, scatter or all-to-all of its own before version 2.28; torch built them of NCCL's send and receive,
+# and they work all the same.
 
 # %%
 # %%ranks
@@ -324,26 +346,27 @@ if rank == 0:
     say(f"my tensors live on {device}, and {ranks.backend} carries them")
 
 # %% [markdown] tags=["notes"]
-# **Instructor, collectives.** 9 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let the room
-# name the pattern. *Usual mistakes:* an output of the whole shape in scatter and reduce-scatter; reading `total` on rank 3
-# after a reduce; a collective under `if rank == 0`. *When late:* broadcast, all-reduce, all-gather, reduce-scatter; the rest is
-# in the table. *Ask:* "Which of these does a parameter server need, and which does it make superfluous?"
+# **Instructor, collectives.** 9 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let
+# the room name the pattern. *Usual mistakes:* an output of the whole shape in scatter and reduce-scatter; reading
+# `total` on rank 3 after a reduce; a collective under `if rank == 0`. *When late:* broadcast, all-reduce, all-gather,
+# reduce-scatter; the rest is in the table. *Ask:* "Which of these does a parameter server need, and which does it make
+# superfluous?"
 
 # %% [markdown]
 # ## All-reduce on a ring (CORE, 12 min)
 #
-# **Why.** Four ranks have computed four gradients of 40 MB each, and every rank needs their sum. The obvious way is to send your
-# gradient to everyone: three times 40 MB leave your machine. With a hundred ranks it is 99 times 40 MB, and the network, not
-# the GPU, decides how fast you train.
+# **Why.** Four ranks have computed four gradients of 40 MB each, and every rank needs their sum. The obvious way is to
+# send your gradient to everyone: three times 40 MB leave your machine. With a hundred ranks it is 99 times 40 MB, and
+# the network, not the GPU, decides how fast you train.
 #
-# The ring does better, and the idea fits on one hand. Cut your gradient into as many chunks as there are ranks. Pass chunks
-# only to your right-hand neighbour, and let each chunk *collect its sum while it travels*.
+# The ring does better, and the idea fits on one hand. Cut your gradient into as many chunks as there are ranks. Pass
+# chunks only to your right-hand neighbour, and let each chunk *collect its sum while it travels*.
 #
 # ![Four ranks on a ring; rank k sends chunk k to rank k+1, all four at the same time.](../assets/02_ring.svg)
 #
-# First half, **reduce-scatter**: at every hop each rank receives one chunk from its left, adds its own numbers, and sends
-# *that* chunk on at the next hop. Follow one chunk: it starts on one rank with that rank's numbers, and after three hops it
-# has visited everybody.
+# First half, **reduce-scatter**: at every hop each rank receives one chunk from its left, adds its own numbers, and
+# sends *that* chunk on at the next hop. Follow one chunk: it starts on one rank with that rank's numbers, and after
+# three hops it has visited everybody.
 #
 # ![Reduce-scatter on the ring: at each of three hops every rank receives one chunk and adds it; then rank k holds the finished
 # sum of chunk k+1.](../assets/02_ring_reduce_scatter.svg)
@@ -354,20 +377,21 @@ if rank == 0:
 # four.](../assets/02_ring_all_gather.svg)
 
 # %% [markdown]
-# **Predict, before you run anything.** Four ranks, a 40 MB gradient. How many messages does each rank send, and how many MB?
-# And with a hundred ranks?
+# **Predict, before you run anything.** Four ranks, a 40 MB gradient. How many messages does each rank send, and how
+# many MB? And with a hundred ranks?
 #
 # <details><summary>Answer</summary>
 #
-# 2(n-1) = 6 messages of 40/4 = 10 MB each: 60 MB. With a hundred ranks 198 messages of 0.4 MB: 79.2 MB. In general it is
-# 2(n-1)/n times the gradient, which never exceeds 80 MB, however many ranks join. That is why rings are used: the bytes per
-# rank hardly grow. (The *number* of messages does; we come back to that.)
+# 2(n-1) = 6 messages of 40/4 = 10 MB each: 60 MB. With a hundred ranks 198 messages of 0.4 MB: 79.2 MB. In general it
+# is 2(n-1)/n times the gradient, which never exceeds 80 MB, however many ranks join. That is why rings are used: the
+# bytes per rank hardly grow. (The *number* of messages does; we come back to that.)
 #
 # </details>
 
 # %% [markdown]
-# The step that everything is made of: give one tensor to the right and take one from the left, **both at once**. `P2POp` only
-# describes a message; `batch_isend_irecv` starts them together and gives back one handle for each, to wait for.
+# The step that everything is made of: give one tensor to the right and take one from the left, **both at once**.
+# `P2POp` only describes a message; `batch_isend_irecv` starts them together and gives back one handle for each, to wait
+# for.
 
 
 # %%
@@ -383,8 +407,9 @@ def exchange(give, to, take, source):
 
 
 # %% [markdown]
-# Now the first half. In the figure, at hop 0 rank k sends chunk k; at hop 1 it sends the one that has just arrived, chunk k-1;
-# at hop h, chunk k-h. All of it modulo n, because it is a circle.
+# Now the first half. At the first hop rank k sends chunk k. At the second it sends the one that has just arrived, chunk
+# k-1, and so on: with `hop` counted from 0, rank k sends chunk k - hop and receives chunk k - hop - 1. All of it modulo
+# n, because it is a circle.
 
 
 # %%
@@ -409,8 +434,8 @@ ring_reduce_scatter(chunks)
 say(f"my chunks: {torch.cat(chunks).tolist()}; chunk {right} is finished")
 
 # %% [markdown]
-# The second half is shorter. The chunk arrives where it will stay: `chunks[...]` are *views* of the tensor, so receiving into
-# one writes to the tensor itself, and nothing is copied.
+# The second half is shorter. The chunk arrives where it will stay: `chunks[...]` are *views* of the tensor, so
+# receiving into one writes to the tensor itself, and nothing is copied.
 
 
 # %%
@@ -443,9 +468,10 @@ say(f"{x_N.tolist()} becomes {ring_all_reduce(x_N.clone()).tolist()}")
 # %% [markdown]
 # ### Three ways to one sum
 #
-# Right for four numbers is not yet right. Take twelve "gradients" of 240,000 random numbers in float64. The ranks share them,
-# each sums its own and then all of them sum over the ranks: once by our ring, once by the library. The third way is one process
-# that adds up all twelve. Throughout this course a technique has to pass this test: **from scratch = library = one process**.
+# Right for four numbers is not yet right. Take twelve "gradients" of 240,000 random numbers in float64. The ranks share
+# them, each sums its own and then all of them sum over the ranks: once by our ring, once by the library. The third way
+# is one process that adds up all twelve. Throughout this course a technique has to pass this test: **from scratch =
+# library = one process**.
 
 # %%
 # %%ranks
@@ -469,9 +495,19 @@ metrics.exact(ring_sum=fingerprint([ours_N]), messages=seen.messages, sent_bytes
 metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 
 # %% [markdown]
-# The counter saw every message enter the library. Did the bytes also leave the process? The operating system knows: it counts
-# what each TCP connection has delivered. **Predict** the ratio of bytes on the wire to bytes of the tensor, for our ring, and
-# for gloo's own all-reduce, of which we know nothing.
+# The counter saw every message enter the library. Did the bytes also leave the process? The operating system knows: it
+# counts what each TCP connection has delivered.
+#
+# **Predict** the ratio of bytes on the wire to bytes of the tensor, on 4 ranks: for our ring, and for gloo's own
+# all-reduce, of which we know nothing.
+#
+# <details><summary>Answer</summary>
+#
+# Ours: 2(n-1)/n = 1.5, and a little more for the headers of TCP and gloo. gloo's: let it tell you. If it sent
+# everything to everyone it would be 3; a tree that sums at rank 0 and broadcasts would give different ranks different
+# numbers.
+#
+# </details>
 
 # %%
 # %%ranks
@@ -480,19 +516,21 @@ with wire.watch() as ours:
 with wire.watch() as library:
     dist.all_reduce(mine_N.clone())
 if rank == 0 and device.type == "cpu" and ours.transport_bytes is not None:
-    say(f"theory {2 * (world_size - 1) / world_size:.3f} x the tensor, on the wire: our ring "
-        f"{ours.transport_bytes / mine_N.nbytes:.3f} x, gloo {library.transport_bytes / mine_N.nbytes:.3f} x")  # fmt: skip
+    say(f"theory   {2 * (world_size - 1) / world_size:.3f} x the tensor")
+    say(f"our ring {ours.transport_bytes / mine_N.nbytes:.3f} x")
+    say(f"gloo     {library.transport_bytes / mine_N.nbytes:.3f} x")
 
 # %% [markdown]
-# Both within a thousandth or two of the theory: what is more are headers. So gloo's all-reduce of large tensors *is* a ring, and
-# you have just found out without reading its source.
+# Both within a thousandth or two of the theory: what is more are headers. So gloo's all-reduce of large tensors *is* a
+# ring, and you have just found out without reading its source.
 
 # %% [markdown]
 # ### Exercise 1: any length
 #
-# Our ring refuses 7 numbers on 4 ranks, and real gradients have any number of elements. Write an all-reduce for **any length**,
-# also shorter than the number of ranks, in place. The check wants the right sum, exactly 2(n-1) messages, and chunks no larger
-# than needed: sending everything to everyone gives the right sum too. You may use the two halves from above.
+# Our ring refuses 7 numbers on 4 ranks, and real gradients have any number of elements. Write an all-reduce for **any
+# length**, also shorter than the number of ranks, in place. The check wants the right sum, exactly 2(n-1) messages, and
+# chunks no larger than needed: sending everything to everyone gives the right sum too. You may use the two halves from
+# above.
 #
 # <details><summary>Hint</summary>
 #
@@ -514,7 +552,7 @@ checks.all_reduce_any_length(all_reduce_any_length, ranks)
 # #### Solution 1
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 def all_reduce_any_length(x_N):
     """Sum x_N over all ranks, in place, and return it."""
@@ -527,23 +565,32 @@ def all_reduce_any_length(x_N):
 checks.all_reduce_any_length(all_reduce_any_length, ranks, solution=True)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, ring.** 12 minutes, four of them for exercise 1. *Say:* follow chunk 0 with your finger through the grids; then
-# the punch line: six messages per rank instead of six in all, and yet faster, because they all travel at once and are a
-# quarter as large. *Usual mistakes:* adding in the second half too; sending the chunk that was just *sent* instead of the one
-# that arrived; allocating for the first chunk's size when sizes differ. *When late:* show the solution of exercise 1, it is one
-# word. *Ask:* "What limits the ring with 10,000 ranks?" (2(n-1) latencies: the tree below, and lesson 10.)
+# **Instructor, ring.** 12 minutes, four of them for exercise 1. *Say:* follow chunk 0 with your finger through the
+# grids; then the punch line: six messages per rank instead of six in all, and yet faster, because they all travel at
+# once and are a quarter as large. *Usual mistakes:* adding in the second half too; sending the chunk that was just
+# *sent* instead of the one that arrived; allocating for the first chunk's size when sizes differ. *When late:* show the
+# solution of exercise 1, it is one word. *Ask:* "What limits the ring with 10,000 ranks?" (2(n-1) latencies: the tree
+# below, and lesson 10.)
 
 # %% [markdown]
 # ## When somebody does not call (CORE, 8 min)
 #
-# **Why.** A collective ends when *all* ranks have called it. If one does not (it crashed, it took another branch, it is still
-# loading data), the others wait. On a cluster that is the most frequent way to burn node hours, and it looks like nothing: no
-# error, no output, GPUs at 100 %.
+# **Why.** A collective ends when *all* ranks have called it. If one does not (it crashed, it took another branch, it is
+# still loading data), the others wait. On a cluster that is the most frequent way to burn node hours, and it looks like
+# nothing: no error, no output, GPUs at 100%.
 #
-# They do not wait forever, as one often reads, but for the *time-out* of the process group: 30 minutes with gloo, 10 minutes
-# with NCCL, unless you set one. Let the last rank forget to call, in a group of its own that waits for three seconds.
+# They do not wait forever, as one often reads, but for the *time-out* of the process group: 30 minutes with gloo, 10
+# minutes with NCCL, unless you set one. Let the last rank forget to call, in a group of its own that waits for three
+# seconds.
 #
 # **Predict.** How long does each rank wait, and does the error say who is missing?
+#
+# <details><summary>Answer</summary>
+#
+# All of them about three seconds, also the one that waits for a rank which itself waits. And no: the library knows on
+# which neighbour it waits, not why.
+#
+# </details>
 
 # %%
 # %%ranks
@@ -557,9 +604,9 @@ if rank != world_size - 1:  # the last rank takes another branch
 dist.barrier()  # only for tidy output; the ranks' main group is not affected
 
 # %% [markdown]
-# An honest error, and it does not say who is missing: rank 0 waits for a neighbour, which waits for its neighbour. To **name
-# the missing rank**, take a roll call. `monitored_barrier` is a barrier in which every rank reports to rank 0, and rank 0 says
-# who did not:
+# An honest error, and it does not say who is missing: rank 0 waits for a neighbour, which waits for its neighbour. To
+# **name the missing rank**, take a roll call. `monitored_barrier` is a barrier in which every rank reports to rank 0,
+# and rank 0 says who did not:
 
 # %%
 # %%ranks
@@ -576,51 +623,60 @@ dist.barrier()
 # And **recover**: the broken group stays broken (some ranks are one collective ahead of others; the next answers would be
 # mixed up), but every other group goes on. Throw it away and make a new one.
 #
-# Two warnings for GPUs. On NCCL a time-out ends the *process*, so you cannot catch it as we did here: that is why the roll call
-# uses gloo, which works beside NCCL. And a time-out says who *noticed*; the culprit is a rank that has no error at all.
+# Two warnings for GPUs. On NCCL a time-out ends the *process*, so you cannot catch it as we did here: that is why the
+# roll call uses gloo, which works beside NCCL. And a time-out says who *noticed*; the culprit is a rank that has no
+# error at all.
 
 # %%
 # %%ranks
 dist.destroy_process_group(impatient)
 dist.destroy_process_group(roll_call)
-total = number.clone()
-dist.all_reduce(total)
-say(f"everybody is back, the sum is {total.item()}")
+everybody = torch.ones(1, device=device)
+dist.all_reduce(everybody)
+say(f"{everybody.item():g} ranks are here again")
 
 # %% [markdown]
 # ### A deadlock of good manners
 #
-# The second way to wait forever needs nobody to be missing. Everybody passes a tensor to the right, and everybody is polite:
-# first send, then receive.
+# The second way to wait forever needs nobody to be missing. Everybody passes a tensor to the right, and everybody is
+# polite: first send, then receive.
 #
 # ![Four ranks that all send before they receive: each send waits for a receive that never
 # starts.](../assets/02_ordered_sends.svg)
 #
-# **Predict.** With one number per message, does it pass or hang? With a million?
+# **Predict.** With 4 bytes per message, does it pass or hang? With 4 million?
+#
+# <details><summary>Answer</summary>
+#
+# On gloo it hangs with both. Run it: each rank gives up after half of `wait_s`.
+#
+# </details>
 
 # %%
 # %%ranks
-for length in (1, 1_000_000):
+for length in (1, 1_000_000) if world_size > 1 else ():  # a world of one has no neighbour
     polite = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s / 2))
     mine, theirs = torch.full((length,), float(rank)), torch.empty(length)
     try:
-        dist.send(mine, right, group=polite) if world_size > 1 else theirs.copy_(mine)
-        dist.recv(theirs, left, group=polite) if world_size > 1 else None
-        say(f"{length} numbers: passed, I hold {theirs[0].item():g}")
+        dist.send(mine, right, group=polite)
+        dist.recv(theirs, left, group=polite)
+        say(f"{mine.nbytes:,} bytes: passed, I hold {theirs[0].item():g}")
     except RuntimeError:
-        say(f"{length} numbers: nobody received what I sent")
+        say(f"{mine.nbytes:,} bytes: nobody received what I sent")
     dist.barrier()
 
 # %% [markdown]
 # gloo's `send` ends when the other side receives, whatever the size. So all ranks stand in their first line, a
 # [deadlock](../assets/glossary.md#deadlock).
 #
-# MPI is more treacherous. It copies a small message into a buffer on the other side and lets the sender go on ("eager"); a large
-# one waits for its receiver ("rendezvous"). A program with this bug passes all its small tests and hangs on the first real run.
-# We ask MPI without hanging: `Isend` starts a message and `Test` asks whether the sender could go on, before anybody receives.
+# MPI is more treacherous. It copies a small message into a buffer on the other side and lets the sender go on
+# ("eager"); a large one waits for its receiver ("rendezvous"). A program with this bug passes all its small tests and
+# hangs on the first real run. We ask MPI without hanging: `Isend` starts a message and `Test` asks whether the sender
+# could go on, before anybody receives.
 
 # %%
 # %%ranks
+comm = mpi_world()
 if comm is not None:
     for n_bytes in (400, 4_000, 40_000, 400_000):
         mine, theirs = np.zeros(n_bytes, np.uint8), np.empty(n_bytes, np.uint8)
@@ -637,18 +693,21 @@ elif rank == 0:
     say("no MPI world here: mpiexec -n 4 python scripts/02_collectives.py shows where sends begin to hang")
 
 # %% [markdown]
-# On NCCL even `isend` followed by `recv` hangs around a ring: both are kernels on one stream, and the receive is queued behind
-# a send that waits for the neighbour's receive. In one batch they are one operation; hence `batch_isend_irecv`.
+# On NCCL even `isend` followed by `recv` hangs around a ring: both are kernels on one stream, and the receive is queued
+# behind a send that waits for the neighbour's receive. In one batch they are one operation; hence `batch_isend_irecv`.
 #
 # ### Exercise 2: mend the polite ring
 #
-# Every rank has a tensor and wants its left neighbour's. The check wants it to end, for small and large tensors, with one
-# message per rank. And nobody may wait for a *turn*: "rank 0 sends first, the others receive first" ends, too, but n messages
-# travel one after the other.
+# Every rank has a tensor and wants its left neighbour's. The check wants it to end, for small and large tensors, with
+# one message per rank. And nobody may wait for a *turn*: "rank 0 sends first, the others receive first" ends, too, but
+# n messages travel one after the other.
 
 
 # %%
 # %%ranks
+catch_up(globals(), "exchange")
+
+
 def pass_right(mine):
     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
     raise NotImplementedError  # your turn: this was dist.send(mine, right), then dist.recv(theirs, left)
@@ -660,7 +719,7 @@ checks.pass_right(pass_right, ranks)
 # #### Solution 2
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 def pass_right(mine):
     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
@@ -672,31 +731,33 @@ def pass_right(mine):
 checks.pass_right(pass_right, ranks, solution=True)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, waiting.** 8 minutes. *Say:* the rank with the error message is the honest one; look for the silent one. *Usual
-# mistakes:* raising the time-out; putting a barrier before each collective "to be safe" (it hangs just the same, one line
-# earlier); mending the order with `if rank == 0`. *When late:* only the missing rank. *Ask:* "Your job printed nothing for eight
-# minutes. What do you look at first?" (Lesson 11 answers with the flight recorder.)
+# **Instructor, waiting.** 8 minutes. *Say:* the rank with the error message is the honest one; look for the silent one.
+# *Usual mistakes:* raising the time-out; putting a barrier before each collective "to be safe" (it hangs just the same,
+# one line earlier); mending the order with `if rank == 0`. *When late:* only the missing rank. *Ask:* "Your job printed
+# nothing for eight minutes. What do you look at first?" (Lesson 11 answers with the flight recorder.)
 
 # %% [markdown]
 # ## Experiment: what does a message cost? (CORE, 7 min)
 #
-# **Why.** One formula decides how large DDP's buckets are, when a tree beats a ring, and whether a model is better split within a
-# node or across nodes. It has two numbers, and you can find both for any machine in a minute:
-#
-# $$ t(\text{bytes}) = \alpha + \text{bytes} / \beta $$
+# **Why.** One formula decides how large DDP's buckets are, when a tree beats a ring, and whether a model is better
+# split within a node or across nodes. It has two numbers, and you can find both for any machine in a minute: a message
+# takes **α + bytes / β**.
 #
 # ![The time of a message against its size is a straight line that starts at alpha and rises by
 # 1/beta.](../assets/02_alpha_beta.svg)
 #
-# [α](../assets/glossary.md#alpha-beta), the latency, is what even an empty message costs: waking the other side, software. β, the
-# bandwidth, is bytes per second once they flow. (Some texts write β for its inverse, seconds per byte.)
+# [α](../assets/glossary.md#alpha-beta), the latency, is what even an empty message costs: waking the other side,
+# software. β, the bandwidth, is bytes per second once they flow. (Some texts write β for its inverse, seconds per
+# byte.)
 #
 # The plan: measure one *hop* (every rank gives to the right and takes from the left) for many sizes. Fit α and β. Then
 # **predict** a quantity that was not used in the fit: the ring all-reduce takes 2(n-1) hops of N/n bytes.
 
 # %%
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
+catch_up(
+    globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"
+)  # if you begin here
 comm = mpi_world()
 sizes_b = [64 * 4**k for k in range(20) if 64 * 4**k <= largest_mib * 2**20] or [64]
 
@@ -720,9 +781,9 @@ for n_bytes in sizes_b:
         hop_s["MPI"].append(seconds(swap, n_bytes))
 
 # %% [markdown]
-# The fit is a least-squares line through (bytes, seconds). One detail decides whether it is any good: seconds span four orders of
-# magnitude, and plain least squares cares only about the largest. Dividing each row by its own time makes all *relative*
-# errors count alike.
+# The fit is a least-squares line through (bytes, seconds). One detail decides whether it is any good: seconds span four
+# orders of magnitude, and plain least squares cares only about the largest. Dividing each row by its own time makes all
+# *relative* errors count alike.
 
 
 # %%
@@ -741,8 +802,8 @@ for name, (alpha, beta) in line.items():
         say(f"{name}: alpha = {1e6 * alpha:,.0f} µs, beta = {beta / 1e6:,.0f} MB/s")
 
 # %% [markdown]
-# Before you look: on a logarithmic plot α + bytes/β is flat on the left, where α rules, and a slope of one on the right, where β
-# does. The knee lies at α·β bytes. Below, the *residual*: measured divided by fitted, 1 is perfect.
+# Before you look: on a logarithmic plot α + bytes/β is flat on the left, where α rules, and a slope of one on the
+# right, where β does. The knee lies at α·β bytes. Below, the *residual*: measured divided by fitted, 1 is perfect.
 
 # %%
 # %%ranks
@@ -752,7 +813,14 @@ if rank == 0:
     show(figure, "hop", alt="Time of one hop against bytes: points around the fitted line.")
 
 # %% [markdown]
-# RESIDUAL1
+# Where bytes rule, on the right, the line holds: one β for messages that differ by a factor of sixteen. Where α rules,
+# the points scatter, and that is not the network. Your ranks share cores (the start cell says how many), and a rank
+# whose message is there may still have to wait for a core.
+#
+# gloo and MPI wait in different ways, and you can see it. gloo's ranks sleep, and the kernel wakes them. MPICH's ranks
+# ask again and again, without a pause: where each rank has a core of its own that is much faster (restart with `n_ranks
+# = 2`), and where they share cores, the rank that asks holds the very core that the sender needs. So α is a property of
+# network, software *and* load: measure it where you will run.
 
 # %%
 # %%ranks --timeout 120
@@ -766,7 +834,15 @@ for n_bytes in sizes_b:
         reduce_s["MPI"].append(seconds(functools.partial(comm.Allreduce, mine, total), n_bytes))
 
 # %% [markdown]
-# **Predict** the ring from the hop, and compare with what was measured.
+# **Predict** the ring from the hop: 2(n-1)·(α + N/n / β), with the α and β of gloo from above. Will the measured ring
+# lie on the line, above it, or below?
+#
+# <details><summary>Answer</summary>
+#
+# Above. The formula has no term for the *adding*, which half of the hops do, and it takes the median of one hop, where
+# a ring of six hops waits for the slowest rank six times.
+#
+# </details>
 
 # %%
 # %%ranks
@@ -780,14 +856,23 @@ if rank == 0:
 metrics.measured(hop_s=hop_s, all_reduce_s=reduce_s, alpha_beta=line, sizes_b=sizes_b)
 
 # %% [markdown]
-# RESIDUAL2
+# The prediction has the right shape and the right knee. What is left over is what the answer says: work between the
+# messages, and the luck of the slowest rank.
+#
+# gloo's own all-reduce is a ring as well, and a little cleverer: it cuts each chunk into smaller pieces and adds one
+# while the next is still under way. The printed line says what that is worth at the largest size. MPI changes its
+# algorithm with the size: few hops for small messages, few bytes for large ones (the MORE section below has both).
+#
+# A recorded run of a GPU node does not come with this lesson yet. On one, look for the knee, not for the milliseconds:
+# α and β are others there.
 
 # %% [markdown]
 # ### Algorithm bandwidth and bus bandwidth
 #
-# "All-reduce at 100 GB/s" can mean two things. *Algorithm bandwidth* is bytes of the tensor by time: what you feel. *Bus
-# bandwidth* multiplies it by 2(n-1)/n, the bytes that each rank really sends: what the link feels, and the only one that can be
-# compared with a data sheet, or between numbers of ranks. Benchmarks such as nccl-tests print both (`algbw`, `busbw`).
+# "All-reduce at 100 GB/s" can mean two things. *Algorithm bandwidth* is bytes of the tensor by time: what you feel.
+# *Bus bandwidth* multiplies it by 2(n-1)/n, the bytes that each rank really sends: what the link feels, and the only
+# one that can be compared with a data sheet, or between numbers of ranks. Benchmarks such as nccl-tests print both
+# (`algbw`, `busbw`).
 
 # %%
 # %%ranks
@@ -796,24 +881,27 @@ if rank == 0:
     show(figure, "bandwidth", alt="Algorithm and bus bandwidth of the all-reduce: gloo, our ring and MPI.")
 
 # %% [markdown]
-# BANDWIDTH
+# The same measurements, seen from the other side. Up to some 100 kB nearly all of the bandwidth is wasted on α, and no
+# faster network would help. That is why DDP does not send gradients one by one, but collects 25 MiB of them in a
+# *bucket* first ([lesson 03](03_data_parallel.ipynb)).
 
 # %% [markdown] tags=["notes"]
-# **Instructor, experiment.** 7 minutes. *Say:* two numbers describe a network; below α·β bytes you pay for the message, above for
-# the bytes. *Usual mistakes:* timing without a barrier; one sample; reading α off a plot with a linear axis. *When late:* show the
-# stored output, skip the fit. *Ask:* "DDP has 200 small gradients. One message each, or one for all?" (That is lesson 03.)
+# **Instructor, experiment.** 7 minutes. *Say:* two numbers describe a network; below α·β bytes you pay for the message,
+# above for the bytes. *Usual mistakes:* timing without a barrier; one sample; reading α off a plot with a linear axis.
+# *When late:* show the stored output, skip the fit. *Ask:* "DDP has 200 small gradients. One message each, or one for
+# all?" (That is lesson 03.)
 
 # %% [markdown]
 # ## Other shapes, on a virtual network (MORE, 15 min)
 #
-# **Why.** The ring has the fewest bytes and the most hops: with 1,000 ranks 1,998 latencies in a row. Other shapes trade bytes for
-# hops. Whether that pays depends on the network, and this laptop has only one, a bad one. So we take a **virtual network**: the
-# messages are real, the sums are real, a wrong algorithm hangs or gives wrong numbers as ever; only *time* is computed. Every
-# rank has a logical clock, a message moves it by α + bytes/β of the link that it takes. No real clock is read, so each run gives
-# the same times to the last digit.
+# **Why.** The ring has the fewest bytes and the most hops: with 1,000 ranks 1,998 latencies in a row. Other shapes
+# trade bytes for hops. Whether that pays depends on the network, and this laptop has only one, a bad one. So we take a
+# **virtual network**: the messages are real, the sums are real, a wrong algorithm hangs or gives wrong numbers as ever;
+# only *time* is computed. Every rank has a logical clock, a message moves it by α + bytes/β of the link that it takes.
+# No real clock is read, so each run gives the same times to the last digit.
 #
-# Two nodes. Inside, NVLink at 150 GB/s per direction and peer; between them, InfiniBand NDR: 400 Gb/s, that is 50 GB/s. Those are
-# data-sheet numbers; the latencies of 2 and 5 µs are assumed.
+# Two nodes. Inside, NVLink at 150 GB/s per direction and peer; between them, InfiniBand NDR: 400 Gb/s, that is 50 GB/s.
+# Those are data-sheet numbers; the latencies of 2 and 5 µs are assumed.
 
 # %%
 # %%ranks
@@ -837,8 +925,8 @@ def virtual_s(algorithm, *args):
 # ![Broadcast by a tree: in rounds 1, 2 and 3 the ranks that have the data double from 1 to 2, 4 and
 # 8.](../assets/02_tree.svg)
 #
-# Rank 0 could send to everybody in turn: n-1 messages in a row. In a **binary tree** whoever has the data passes it on, so the
-# number of those who have it doubles each round. **Predict** the rounds for 4 ranks, and for 1,000.
+# Rank 0 could send to everybody in turn: n-1 messages in a row. In a **binary tree** whoever has the data passes it on,
+# so the number of those who have it doubles each round. **Predict** the rounds for 4 ranks, and for 1,000.
 #
 # <details><summary>Answer</summary>
 #
@@ -877,22 +965,22 @@ times = {"one by one": virtual_s(flat_broadcast, x.clone()), "tree": virtual_s(t
 if rank == 0:
     for name, t in times.items():
         say(f"broadcast of 4 kB, {name}: {1e6 * t:.2f} virtual µs")
-say(f"every number arrived: {bool((x == 7).all())}")
+assert (x == 7).all()  # virtual time, real numbers: they have arrived
 metrics.exact(broadcast_virtual_s=times)
 
 # %% [markdown]
-# Three messages in both. But one by one rank 0 sends all three in a row, two of them over the slow link; in the tree rank 0 and
-# rank 1 send at the same time in round 2, and only one slow message is in the way of the last rank.
+# Three messages in both. But one by one rank 0 sends all three in a row, two of them over the slow link; in the tree
+# rank 0 and rank 1 send at the same time in round 2, and only one slow message is in the way of the last rank.
 
 # %% [markdown]
 # ### All-to-all, in pairs
 #
-# Every rank has something for every other: n-1 messages each, and no way around that. What can go wrong is the *order*: if all
-# start with rank 0, rank 0 is a bottleneck and the others wait. In step s let everybody send to the rank s places to the right
-# and receive from s places to the left. Every step is then a perfect round of pairs.
+# Every rank has something for every other: n-1 messages each, and no way around that. What can go wrong is the *order*:
+# if all start with rank 0, rank 0 is a bottleneck and the others wait. In step s let everybody send to the rank s
+# places to the right and receive from s places to the left. Every step is then a perfect round of pairs.
 
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 def pairwise_all_to_all(parts):
     """parts[k] goes to rank k; returns everybody's part for this rank, in rank order."""
@@ -904,15 +992,18 @@ def pairwise_all_to_all(parts):
     return got
 
 
+parts, library = torch.arange(world_size) + 10 * rank, torch.empty(world_size, dtype=torch.int64)
 net.reset()
-got = pairwise_all_to_all(list((10 * rank + torch.arange(world_size)).split(1)))
-say(f"{torch.cat(got).tolist()} after {1e6 * net.clock_s:.2f} virtual µs, the library says {column.tolist()}")
+got = pairwise_all_to_all(list(parts.split(1)))
+dist.all_to_all_single(library, parts)
+say(f"{torch.cat(got).tolist()} after {1e6 * net.clock_s:.2f} virtual µs; the library: {library.tolist()}")
 
 # %% [markdown]
 # ### All-reduce in log₂ n hops, and one that knows its nodes
 #
-# **Recursive doubling**: swap the whole tensor with the rank whose number differs in the last bit, add; then in the second-last
-# bit, and so on. After log₂ n hops everybody has the sum. Few hops, many bytes: n must be a power of two here.
+# **Recursive doubling**: swap the whole tensor with the rank whose number differs in the last bit, add; then in the
+# second-last bit, and so on. After log₂ n hops everybody has the sum. Few hops, many bytes: n must be a power of two
+# here.
 #
 # **Hierarchical**: bytes are cheap inside a node and dear between nodes. So sum inside first.
 #
@@ -970,13 +1061,21 @@ def hierarchical(x_N):
 
 
 # %% [markdown]
-# **Predict**, for 4 ranks on these two nodes: which of the three is fastest for 4 KiB, and which for 4 MiB? By the formula:
+# **Predict**, for 4 ranks on these two nodes: which of the three is fastest for 4 KiB, and which for 4 MiB? From which
+# size on?
 #
 # | algorithm | hops | time for N bytes |
 # |---|---|---|
 # | ring | 6, each waits for the slow link | 6 · (5 µs + N/4 / 50 GB/s) |
 # | doubling | 1 inside, 1 across | 2 µs + N / 150 GB/s + 5 µs + N / 50 GB/s |
 # | hierarchical | 2 inside, 2 across | 2 · (2 µs + N/2 / 150 GB/s) + 2 · (5 µs + N/4 / 50 GB/s) |
+#
+# <details><summary>Answer</summary>
+#
+# 4 KiB: doubling, 7.1 µs against 14.1 and 30.1. 4 MiB: hierarchical, 84 µs against 119 and 156. They cross where
+# 7 µs + N·(1/150 + 1/50) ns/B = 14 µs + N·(1/150 + 1/100) ns/B: at N = 700 kB.
+#
+# </details>
 
 # %%
 # %%ranks
@@ -993,8 +1092,8 @@ for n_bytes in virtual_sizes_b:
 metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %% [markdown]
-# Expect two crossing lines, and above them one that never wins. The formulas for 4 ranks are dotted; the ratio below them is 1,
-# or one of us has miscounted a hop.
+# Expect two crossing lines, and above them one that never wins. The formulas for 4 ranks are dotted; the ratio below
+# them is 1, or one of us has miscounted a hop.
 
 # %%
 # %%ranks
@@ -1011,10 +1110,9 @@ if rank == 0:
     show(figure, "shapes", alt="Virtual time against bytes: doubling first, then hierarchical wins.")
 
 # %% [markdown]
-# Doubling wins up to about 700 kB, where 7 µs + N·(1/150 + 1/50) ns/B meets 14 µs + N·(1/150 + 1/100) ns/B; above it the
-# hierarchical one. The flat ring loses everywhere here: half of its links are fast, but in every hop *some* rank uses a slow one,
-# and at the next hop all others wait for it. That is why real libraries look at the topology first, and switch algorithm with
-# the size (`NCCL_ALGO` names NCCL's choices).
+# Doubling wins up to 700 kB, the hierarchical one above. The flat ring loses everywhere here: half of its links are
+# fast, but in every hop *some* rank uses a slow one, and at the next hop all others wait for it. That is why real
+# libraries look at the topology first, and switch algorithm with the size (`NCCL_ALGO` names NCCL's choices).
 #
 # Where the time goes, for 1 MiB: six hops at the pace of the slow link above; two short and two long ones below.
 
@@ -1028,30 +1126,27 @@ for name in ("ring", "hierarchical"):
         show(figure, f"gantt_{name}", alt=f"Each rank's messages in virtual time: {name}.")
 
 # %% [markdown] tags=["notes"]
-# **Instructor, other shapes.** 15 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the plot repeats
-# to the last digit. *Usual mistakes:* reading virtual microseconds as this machine's; thinking that a tree sends fewer bytes;
-# forgetting that the slowest link sets the pace of a ring. *When late:* only the last plot. *Ask:* "Where does the crossing move
-# when the network between the nodes gets ten times slower?"
+# **Instructor, other shapes.** 15 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
+# plot repeats to the last digit. *Usual mistakes:* reading virtual microseconds as this machine's; thinking that a tree
+# sends fewer bytes; forgetting that the slowest link sets the pace of a ring. *When late:* only the last plot. *Ask:*
+# "Where does the crossing move when the network between the nodes gets ten times slower?"
 
 # %% [markdown]
 # ## Exercises (MORE, 15 min)
 #
-# Exercises 1 and 2 are above, where their idea is. `catch_up` in the next cell brings what these need, if you start here.
+# Exercises 1 and 2 are above, where their idea is, and exercise 5 is below. These two need only the start cells.
 
 # %% [markdown]
 # ### Exercise 3: pi, with one reduce
 #
-# Throw points at random into the unit square; the share that falls into the quarter circle is π/4. Points do not depend on each
-# other, so n ranks throw n times as many. `count_hits(points, seed)` throws and counts. Write what is around it: **share** the
-# points over the ranks (1,003 points on 4 ranks: nothing may be lost), give every rank **other random numbers**, and bring the
-# hits to rank 0 with **one reduce**.
+# Throw points at random into the unit square; the share that falls into the quarter circle is π/4. Points do not depend
+# on each other, so n ranks throw n times as many. `count_hits(points, seed)` throws and counts. Write what is around
+# it: **share** the points over the ranks (1,003 points on 4 ranks: nothing may be lost), give every rank **other random
+# numbers**, and bring the hits to rank 0 with **one reduce**.
 
 
 # %%
 # %%ranks
-catch_up(globals(), "exchange")  # catch up to here
-
-
 def count_hits(points, seed):
     """How many of `points` random points of the unit square lie in the quarter circle."""
     xy_P2 = torch.rand(points, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -1069,7 +1164,7 @@ checks.estimate_pi(estimate_pi, ranks)
 # #### Solution 3
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 def estimate_pi(points, count_hits):
     """pi on rank 0, None on the others."""
@@ -1091,10 +1186,20 @@ metrics.exact(pi=estimate)
 # %% [markdown]
 # ### Exercise 4: speed-up and efficiency
 #
-# Somebody ran such a program on 1, 2, 4 and 8 ranks, always with the same number of points in all
-# ([strong scaling](../assets/glossary.md#strong-scaling)), and measured 8.03, 4.21, 2.09 and 1.06 s. *Speed-up* on n ranks is the
-# time on one by the time on n; *efficiency* is the speed-up by n. Write both as a function. **Predict** first: is 8 ranks
-# more or less efficient than 2?
+# ![Strong scaling: eight pieces of work on one rank take 8.03 s; shared by 2, 4 and 8 ranks 4.21, 2.09 and 1.06
+# s.](../assets/02_strong_scaling.svg)
+#
+# Somebody ran such a program on 1, 2, 4 and 8 ranks, always with the same number of points in all ([strong
+# scaling](../assets/glossary.md#strong-scaling)), and measured 8.03, 4.21, 2.09 and 1.06 s. *Speed-up* on n ranks is
+# the time on one by the time on n; *efficiency* is the speed-up by n. Write both as a function.
+#
+# **Predict** first, by eye: are 8 ranks more or less efficient than 2?
+#
+# <details><summary>Answer</summary>
+#
+# Neither, 95% both. 8.03/1.06 = 7.58, by 8 is 0.947; 8.03/4.21 = 1.91, by 2 is 0.954.
+#
+# </details>
 
 
 # %%
@@ -1110,7 +1215,7 @@ checks.speed_up(scaling, ranks)
 # #### Solution 4
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 def scaling(seconds):
     """{n: (speed-up, efficiency)} from {n: seconds on n ranks}."""
@@ -1123,26 +1228,28 @@ if rank == 0:
         say(f"{n} ranks: speed-up {ratio:.2f}, efficiency {efficiency:.0%}")
 
 # %% [markdown]
-# 95 %, 96 % and 95 %: as good as constant. An efficiency that *rises* from 2 to 4 ranks is a hint that these are single
+# 95%, 96% and 95%: as good as constant. An efficiency that *rises* from 2 to 4 ranks is a hint that these are single
 # measurements: the differences are noise, and the table should have said so. (Lesson 05 asks that of a famous one.)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, exercises.** 15 minutes, or at home. *Say:* exercise 3 is the pattern of every parallel evaluation: share, work,
-# one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n ranks find one rank's
-# answer n times; an all-reduce where one rank needs the result. *When late:* skip 4. *Ask:* "With one seed for all, is the estimate
-# wrong?" (No: it is as good as one rank's. That is why nobody notices.)
+# **Instructor, exercises.** 15 minutes, or at home. *Say:* exercise 3 is the pattern of every parallel evaluation:
+# share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
+# ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 4. *Ask:* "With
+# one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# This ring all-reduce was the *reference solution* of a well-known course (ours is written anew, the mistake is the same). It has
-# a ring, two phases and 2(n-1) hops, and its sums are right. **Find what is wrong with it by measuring**, before you read the
-# lines closely. You have three instruments: the sum, the number of messages, and the bytes.
+# This ring all-reduce was the *reference solution* of a well-known course (ours is written anew, the mistake is the
+# same). It has a ring, two phases and 2(n-1) hops, and its sums are right. **Find what is wrong with it by measuring**,
+# before you read the lines closely. You have three instruments: the sum, the number of messages, and the bytes.
 
 
 # %%
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
+catch_up(
+    globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"
+)  # if you begin here
 
 
 def suspicious_ring(x_N):
@@ -1173,13 +1280,15 @@ for name, algorithm in {"our ring": ring_all_reduce, "suspicious": suspicious_ri
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
 #
-# It ships **whole tensors**. After the first loop every rank already holds the full sum, and the second loop hands around what
-# everybody has. 2(n-1) messages of N instead of N/n: **n times the bytes**. The sum cannot tell, the number of messages cannot
-# tell; only the bytes can. On 4 ranks it is four times slower than it should be, on 64 ranks sixty-four times.
+# It ships **whole tensors**. After the first loop every rank already holds the full sum, and the second loop hands
+# around what everybody has. 2(n-1) messages of N instead of N/n: **n times the bytes**. The sum cannot tell, the number
+# of messages cannot tell; only the bytes can. On 4 ranks it is four times slower than it should be, on 64 ranks
+# sixty-four times.
 #
-# It happened in [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). The test that came with the exercise
-# raised a `TypeError` before it called the solution, so the cell had been run and nothing had been checked. That is why
-# the checks here count messages and bytes, and why each of them is itself tested with wrong answers that it must reject.
+# It happened in [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). The test that came with the
+# exercise raised a `TypeError` before it called the solution, so the cell had been run and nothing had been checked.
+# That is why the checks here count messages and bytes, and why each of them is itself tested with wrong answers that it
+# must reject.
 #
 # </details>
 #
@@ -1201,7 +1310,7 @@ checks.mended_ring(mended_ring, ranks)
 # #### Solution 5
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 def mended_ring(x_N):
     """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
@@ -1227,18 +1336,20 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # mpiexec -n 8 --ppn 4 python scripts/02_collectives.py --largest-mib 256                    # PBS, PALS
 # ```
 #
-# **What changes on GPUs.** `join()` puts each rank on its GPU and the tensors of this lesson with it; NCCL carries them, over NVLink
-# within a node. α and β are other numbers there, so the knee of the curve moves: look for it. What the links of a current node are
-# good for, from the data sheets, and what that means for our 40 MB gradient on a ring of four:
+# **What changes on GPUs.** `join()` puts each rank on its GPU and the tensors of this lesson with it; NCCL carries
+# them, over NVLink within a node. α and β are other numbers there, so the knee of the curve moves: look for it. What
+# the links of a current node are good for, from the data sheets, and what that means for our 40 MB gradient on a ring
+# of four:
 #
 # | link | per direction | 60 MB per rank take at least |
 # |---|---|---|
 # | NVLink 4 on a board of 4 GPUs | 150 GB/s to each of 3 peers (x 3 peers x 2 directions = the 900 GB/s of the data sheet) | 0.4 ms |
 # | InfiniBand NDR | 400 Gb/s = 50 GB/s | 1.2 ms |
 #
-# **What to look for.** Bus bandwidth near the link's number for large messages: if it is a tenth of it, NCCL may have fallen back to
-# TCP (`NCCL_DEBUG=INFO` says which transport it chose). A sharp drop from one node to two: are the ranks of one node neighbours on
-# the ring? And set a time-out that you are willing to pay for: 10 minutes on 512 GPUs are 85 GPU hours.
+# **What to look for.** Bus bandwidth near the link's number for large messages: if it is a tenth of it, NCCL may have
+# fallen back to TCP (`NCCL_DEBUG=INFO` says which transport it chose). A sharp drop from one node to two: are the ranks
+# of one node neighbours on the ring? And set a time-out that you are willing to pay for: 10 minutes on 512 GPUs are 85
+# GPU hours.
 
 # %% [markdown]
 # ## Recap
@@ -1251,17 +1362,19 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 #
 # ## Further reading
 #
-# - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations* (2009): the ring, and why it is optimal.
-# - Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in MPICH* (2005): trees, doubling, and when.
-# - [nccl-tests, PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): algorithm and bus bandwidth.
+# - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations* (2009): the ring, and why it
+#   is optimal.
+# - Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in MPICH* (2005): trees, doubling,
+#   and when.
+# - [nccl-tests, PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): the two bandwidths.
 # - [nccl#479](https://github.com/NVIDIA/nccl/issues/479): ordered sends on GPUs, asked and answered.
 # - Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step.
 
 # %%
 # %%ranks
-path = metrics.write()
+metrics.write()
 if rank == 0:
-    say(f"metrics: {path}")
+    say("metrics.json is in this run's folder under outputs/02_collectives; `latest` points to it")
 leave()
 
 # %% tags=["active-ipynb"]

@@ -109,7 +109,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # The lesson's model is **ShakespeareGPT**: it reads 64 characters of Shakespeare and guesses the next. Four layers, four
 # heads, width 128. Small enough for a laptop, and a real GPT in every part.
 #
-# One **global batch** is what all ranks together learn from in one step. `batch(step)` gives each rank its share of it, and
+# One [**global batch**](../assets/glossary.md#global-batch) is what all ranks together learn from in one step. `batch(step)` gives each rank its share of it, and
 # the global batch itself is the same for any number of ranks: that is what will let us compare.
 #
 # Letters at the end of a name are its shape: `B` sequences in the global batch, `b` this rank's share, `T` positions,
@@ -285,7 +285,7 @@ if rank == 0:
 
 # %% [markdown]
 # So somebody's weights must become everybody's, once, before the first step. Not only the weights: whatever the step reads
-# and the gradient does not carry. *Buffers* are numbers that a layer keeps without learning them (BatchNorm's running mean).
+# and the gradient does not carry. [*Buffers*](../assets/glossary.md#buffer) are numbers that a layer keeps without learning them (BatchNorm's running mean).
 # The *optimizer's state* matters when a run is resumed: Adam divides by what it remembers of earlier gradients.
 
 
@@ -446,7 +446,7 @@ def average_by_hooks(model):
 checks.gradient_hook(average_by_hooks, ranks)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 1
 def average_by_hooks(model):
@@ -694,7 +694,7 @@ metrics.measured(step_s=step_s)
 # | HF Accelerate | `accelerator.prepare(model)`, a DDP inside | `accelerator.backward(loss)` | `with accelerator.accumulate(model):` |
 #
 # DDP's buckets hold 25 MiB unless you say otherwise, the first one 1 MiB, so that something is on its way early. A parameter that
-# took no part in the loss makes it wait for a gradient that never comes: it then asks you for `find_unused_parameters=True`.
+# took no part in the loss leaves its bucket waiting; at the next forward DDP stops and asks for `find_unused_parameters=True`.
 #
 # Three ways now lead to one gradient: ours, the library's, and one process that reads the whole global batch. They must
 # agree. Compare *gradients*, under plain SGD, in float64: Adam divides by the gradient's size and so hides a wrong factor, and
@@ -749,6 +749,11 @@ for name, (a, b) in pairs.items():
 metrics.exact(float64_gradient=fingerprint([ours_P]), float64_losses=losses_5)
 metrics.close(float64_losses_close=losses_5)
 
+# %% [markdown] tags=["notes"]
+# **For the instructor: the library.** Read the four bold lines aloud; they are what people get wrong in interviews. *Ask:* "DDP
+# never sends weights after the start. What keeps them equal?" *Usual mistakes:* calling `model.module(...)` in training, which
+# goes past DDP; expecting that `DDP(model)` shares out the data; wrapping before `.to(device)`. *When late:* skip the bytes.
+
 # %% [markdown]
 # And the bytes. Two instruments that know nothing of each other: *calls* are what is handed to `torch.distributed`, DDP's own
 # buckets included; *transport* is what the operating system says really left this process (Linux only).
@@ -780,11 +785,12 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
     metrics.exact(**{f"{name}_bytes": payload})
 
 # %% [markdown]
-# Which of the two is faster? Take turns, so that a busy moment of the machine hits both, and compare the medians.
+# Which of the two is faster, with buckets of the same size? Take turns, so that a busy moment of the machine hits both, and
+# compare the medians. Expect a ratio near 1: the work is the same, and a handful of Python calls per bucket is soon paid for.
 
 # %%
 # %%ranks --timeout 120
-rivals = {"ours": BucketedDDP(new_model(), 25), "library": DDP(new_model(), bucket_cap_mb=25)}
+rivals = {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model(), bucket_cap_mb=bucket_mib)}
 optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in rivals.items()}
 
 
@@ -809,7 +815,8 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 # %% [markdown]
 # ### Half the bytes: a communication hook (MORE, 4 min)
 #
-# DDP lets you replace what happens to a full bucket. The hook gets the bucket and returns a *future* of the averaged one. Here
+# DDP lets you replace what happens to a full bucket by a
+# [communication hook](../assets/glossary.md#communication-hook). It gets the bucket and returns a *future* of the averaged one. Here
 # it travels in bf16, 2 bytes per number instead of 4. (PyTorch ships this one as `bf16_compress_hook`, for NCCL; ours runs
 # on gloo too.)
 #
@@ -817,8 +824,8 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 #
 # <details><summary>Answer</summary>
 #
-# One rounding errs by at most 2⁻⁹ of the number, about 0.2 %. Each rank rounds once and every addition on the way rounds
-# again, so expect a few times that for the worst number, and much less on average.
+# One rounding errs by at most 2⁻⁸ of the number, about 0.4 %. Each rank rounds once and every addition on the way rounds
+# again, so it can be a little more for the worst number, and it is much less on average.
 #
 # </details>
 
@@ -853,8 +860,9 @@ if rank == 0:
 # %% [markdown]
 # ### `no_sync`: average once for several backward passes (MORE, 6 min)
 #
-# A global batch that does not fit into memory is read in *micro-batches*: several backward passes add up their gradients in
-# `p.grad` (**accumulation**), then comes one update. Averaging after each of them would be wasted.
+# A global batch that does not fit into memory is read in [*micro-batches*](../assets/glossary.md#micro-batch): several
+# backward passes add up their gradients in `p.grad` ([**accumulation**](../assets/glossary.md#accumulation)), then comes one
+# update. Averaging after each of them would be wasted.
 #
 # ![Three micro-batches: without no_sync an all-reduce follows each backward, with it only the
 # last](../assets/03_no_sync.svg)
@@ -1040,7 +1048,7 @@ metrics.measured(training_tok_per_s=rate)
 #
 # </details>
 #
-# The two ways, one after the other, on your ranks. Solid is compute, outlined is waiting.
+# Now both ways, one after the other, on your ranks. In the picture solid is compute and outlined is waiting.
 
 # %%
 # %%ranks
@@ -1173,12 +1181,11 @@ metrics.exact(virtual_step_s=virtual_s)
 metrics.measured(bucket_counts=bucket_counts, bucket_step_s=measured_s, bucket_predicted_s=alone_s)
 
 # %% [markdown]
-# **The residual.** On the left there is none: the formula *is* the schedule. On the right there is no U. The left branch of
-# the curve is missing, the one where a single large bucket comes too late: gloo's all-reduce is work for the very cores that
-# compute, so there is nothing to hide behind, and what you pay for is the number of calls. The measured points may even lie
-# below "no overlap", or above: while one rank computes another can receive, or they get into each other's way. On GPUs the
-# copying is done by others, and the U is real: it is why DDP's default is neither 0.1 nor 1000 but 25 MB, and why its first
-# bucket is only 1 MB.
+# **The residual.** On the left there is none: the formula *is* the schedule. On the right the U has lost its left branch, the one
+# where a single large bucket comes too late. gloo's all-reduce is work for the very cores that compute, so there is little to
+# hide behind, and what you pay for is the number of calls. Measured points *above* the dashed line say that sending and computing
+# get into each other's way; points below it, that something was hidden after all. On GPUs the network and the copy engines do
+# most of the sending, and the U is real: DDP's 25 MiB are its authors' estimate of where its floor lies (Li et al. 2020).
 #
 # What overlap looks like, once with 8 buckets, where the network keeps up, and once with 32, where latency piles up:
 
@@ -1190,6 +1197,12 @@ for k in (8, 32):
     if rank == 0:
         figure = gantt(spans, f"{k} buckets: {1e3 * took_s:.1f} virtual ms", virtual=True)
         show(figure, f"overlap_{k}", f"hatched communication under solid backward, {k} buckets on each rank")
+
+# %% [markdown] tags=["notes"]
+# **For the instructor: the experiment.** *Say:* the left picture is what DDP was built for, the right one is what you have. *Usual
+# mistakes:* concluding from the right one that overlap is useless; reading the virtual milliseconds as this machine's. *When
+# late:* show the two virtual charts only. *Ask:* "you double the latency; where does the floor of the U move?" (To fewer
+# buckets. Let somebody change `latency_s` and run the cell.)
 
 # %% [markdown]
 # ### The same picture from real time (MORE, 3 min)
@@ -1304,7 +1317,7 @@ def average_untidy(model):
 checks.untidy(average_untidy, ranks)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 2
 def average_untidy(model):
@@ -1339,7 +1352,7 @@ def accumulate(ddp, micro_batches):
 checks.accumulation(accumulate, ranks)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 3
 def accumulate(ddp, micro_batches):
@@ -1370,7 +1383,7 @@ def bytes_per_step(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_s
 checks.bytes_per_step(bytes_per_step, ranks)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 4
 def bytes_per_step(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
@@ -1474,6 +1487,11 @@ say(f"dropout is {'on' if model.training else 'off'}")
 # %% [markdown]
 # Only rank 0. Whatever changes the state of a model belongs outside `if rank == 0`. Only files and the screen belong inside.
 
+# %% [markdown] tags=["notes"]
+# **For the instructor: the zoo.** Two minutes of silence after the first cell, then hands up: who suspects the division, who the
+# hook, who the loss? Only then the cell that measures. The point is not the bug but the instrument. *When late:* keep this, drop
+# the two MORE ones.
+
 # %% [markdown]
 # ## On the cluster
 #
@@ -1491,7 +1509,7 @@ say(f"dropout is {'on' if model.training else 'off'}")
 # more: evaluation, printing, `loss.item()`, which waits for the GPU.
 #
 # **What to look for** in the job's output: the line that says who is here (as many ranks as you asked for, each on its own
-# GPU, not n times "rank 0 of 1"); the same `first_losses` in `metrics.json` as on your laptop, to 1e-3, for the same
+# GPU, not n times "rank 0 of 1"); the same `first_losses` in the run's `metrics.json` as on your laptop, to 1e-3, for the same
 # `--global-batch`; and tokens per second on 1, 2 and 4 nodes, from which you compute the efficiency as above.
 
 # %% [markdown]

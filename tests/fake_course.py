@@ -82,7 +82,13 @@ def write_lesson(root, name, body):
 
 
 def write_course(root):
-    """One lesson that is well, one that raises on rank 1, one that hangs, one whose metrics differ."""
-    bodies = {"01_good": GOOD, "02_raises": RAISES, "03_hangs": HANGS, "04_differs": DIFFERS}
+    """One lesson that is well, one that raises on rank 1, one that hangs, one whose metrics differ, one more that is well."""
+    bodies = {
+        "01_good": GOOD,
+        "02_raises": RAISES,
+        "03_hangs": HANGS,
+        "04_differs": DIFFERS,
+        "05_after": GOOD,
+    }
     for name, body in bodies.items():
         write_lesson(root, name, body)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "qsub", "generate_pbs_nodefile", "unshare", "setpriv"]
@@ -97,13 +98,17 @@ class SlurmNodes:
 
     def __init__(self, cpus_per_node=2, settings=None):
         self.cpus_per_node, self.settings = cpus_per_node, settings or {}
-        self.folder = self.environ = None
+        self.folder = self.environ = self._janitor = None
         self._daemons = {}
 
     def __enter__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="two-nodes-"))  # short: it holds a Unix socket
         self.environ = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
         self.environ["PATH"] = os.environ["PATH"] + ":/usr/sbin"
+        # whose standard input ends when this process does, however it ends
+        self._janitor = subprocess.Popen(
+            [sys.executable, __file__, "clean-up", self.folder], stdin=subprocess.PIPE, start_new_session=True
+        )
         try:
             self._write_configuration()
             self._start_daemons()
@@ -225,25 +230,33 @@ class SlurmNodes:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        for pid in self.processes():  # what a job left behind
-            os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._janitor.communicate(timeout=30)
         self.folder, self._daemons = None, {}
 
-    def processes(self):
-        """The ids of all processes that carry this Slurm's folder in their environment (jobs and daemons)."""
-        mine, found = f"SLURM_CONF={self.folder}/".encode(), []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            pid = int(entry.parent.name)
-            try:
-                if pid != os.getpid() and mine in entry.read_bytes():
-                    found.append(pid)
-            except OSError:
-                pass
-        return found
+
+def processes_of(folder):
+    """The ids of all processes that carry this Slurm's folder in their environment: jobs and daemons."""
+    mine, found = f"SLURM_CONF={folder}/".encode(), []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(entry.parent.name)
+        with suppress(OSError):
+            if pid != os.getpid() and mine in entry.read_bytes():
+                found.append(pid)
+    return found
 
 
-if __name__ == "__main__":
+def clean_up(folder):
+    """End what this Slurm left behind, and remove its folder."""
+    for pid in processes_of(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["clean-up"]:
+    sys.stdin.read()
+    clean_up(sys.argv[2])
+elif __name__ == "__main__":
     if why := missing():
         sys.exit(why)
     with SlurmNodes() as slurm:

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 
-import jupytext
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,13 +117,16 @@ def train(model, share=lambda x: x, finish=lambda: None, steps=STEPS):
     )
 
 
-def three_ways(ranks):
+# ---- what the ranks measure: all of it in one start of n processes ----
+
+
+def three_ways(ranks, lesson):
     """{(model, way): (gradients, weights)} of one process, the library and ours with all bucket sizes and orders."""
 
     def share(rows):
         return rows.chunk(ranks.world_size)[ranks.rank]
 
-    lesson, found = ours(), {}
+    found = {}
     for kind in MODELS:
         found[kind.__name__, "one process"] = train(make(kind))
         library = DistributedDataParallel(make(kind), find_unused_parameters=kind is Unused)
@@ -136,35 +138,8 @@ def three_ways(ranks):
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def ways(request):
-    return run_on_ranks(request.param, three_ways, timeout_s=120)
-
-
-@pytest.mark.parametrize("kind", [kind.__name__ for kind in MODELS])
-def test_ours_the_library_and_one_process_have_the_same_gradients_and_weights(ways, kind):
-    for rank, found in enumerate(ways):
-        expected = found[kind, "one process"]
-        for (name, way), result in found.items():
-            for what, given, right in zip(("gradients", "weights"), result, expected, strict=True):
-                if name == kind:
-                    apart = (given - right).abs().max().item()
-                    assert apart < 1e-10, f"{way}, rank {rank}: {what} are {apart:.1e} off"
-
-
-def test_copies_stay_identical_to_the_last_bit(ways):
-    for way in ways[0]:
-        gradients, weights = zip(*(found[way] for found in ways), strict=True)
-        if way[1] != "one process":
-            assert all(torch.equal(g, gradients[0]) for g in gradients)
-            assert all(torch.equal(w, weights[0]) for w in weights)
-
-
-# ---- bytes and calls ----
-
-
-def count_a_step(ranks):
-    lesson = ours()
+def calls_of_a_step(ranks, lesson):
+    """{bucket size: (all-reduces, bytes, buckets)}"""
     seen = {}
     for bucket_mib in BUCKETS_MIB:
         model = lesson.BucketedDDP(make(Tidy), bucket_mib)
@@ -176,35 +151,18 @@ def count_a_step(ranks):
     return seen
 
 
-def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket():
-    for found in run_on_ranks(2, count_a_step):
-        assert [calls for calls, _, _ in found.values()] == [4, 2, 1]
-        assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
-
-
-def transport_of_a_step(ranks):
-    lesson = ours()
+def transport_of_a_step(ranks, lesson):
     torch.manual_seed(0)
     model = lesson.BucketedDDP(nn.Linear(600, 600))
     for _ in range(2):
         with wire.watch() as seen:
             model(torch.ones(1, 600)).sum().backward()
             model.finish()
-    return seen.transport_bytes, wire.ring_all_reduce_bytes(4 * 600 * 601, ranks.world_size)
+    return seen.transport_bytes
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO"
-)
-@pytest.mark.parametrize("n", [2, 4])
-def test_what_leaves_a_rank_is_two_n_minus_one_nths_of_the_gradient(n):
-    for sent, predicted in run_on_ranks(n, transport_of_a_step):
-        assert sent == pytest.approx(predicted, rel=0.02)
-
-
-def order_of_starts(ranks):
-    """On rank 1 the second bucket is full first; which buckets do the ranks' all-reduces meet in?"""
-    lesson = ours()
+def order_of_starts(ranks, lesson):
+    """Sizes of the buckets in the order in which a rank starts them; rank 0 finishes its gradients in another order."""
     torch.manual_seed(0)
     first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
     model = lesson.BucketedDDP(nn.ModuleList([first, second]), 1e-9)
@@ -214,19 +172,14 @@ def order_of_starts(ranks):
             sizes.append(b.flat_P.numel()) or lesson.Bucket.start_all_reduce(b)
         )
     x = torch.ones(1, 4, dtype=torch.float64)
-    chain = (first, second) if ranks.rank == 0 else (second, first)
+    chain = (first, second) if ranks.rank else (second, first)
     chain[1](chain[0](x)).sum().backward()
     model.finish()
     return sizes
 
 
-def test_ranks_whose_gradients_come_in_another_order_start_the_same_buckets():
-    orders = run_on_ranks(2, order_of_starts)
-    assert orders[0] == orders[1] == [4, 16, 4, 16]
-
-
-def accumulate(ranks):
-    lesson = ours()
+def accumulated(ranks, lesson):
+    """(bytes, largest difference from the gradient of all rows) of three micro-batches under no_sync."""
     share = [
         tuple(rows.chunk(ranks.world_size)[ranks.rank] for rows in global_rows(step)) for step in range(3)
     ]
@@ -247,31 +200,87 @@ def accumulate(ranks):
     return seen.payload_bytes(), apart.abs().max().item()
 
 
-def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one():
-    for sent, apart in run_on_ranks(2, accumulate):
-        assert sent == 38 * 8
-        assert apart < 1e-10
-
-
-def start_from_rank_0(ranks):
-    lesson = ours()
-    torch.manual_seed(ranks.rank)  # every rank its own weights, buffers and memory
+def states(ranks, lesson):
+    """Parameters, buffers and Adam's memory, before and after they are broadcast; every rank begins with its own."""
+    torch.manual_seed(ranks.rank)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     optimizer = torch.optim.Adam(model.parameters())
     x, y = global_rows(ranks.rank)
     F.mse_loss(model(x), y).backward()
     optimizer.step()
-    before = lesson.flat([*model.parameters(), *model.buffers()])
+
+    def everything():
+        memory = [t for state in optimizer.state.values() for t in state.values()]
+        return lesson.flat([*model.parameters(), *model.buffers(), *memory])
+
+    before = everything()
     lesson.broadcast_state(model, optimizer)
-    state = [t for s in optimizer.state.values() for t in s.values()]
-    return before, lesson.flat([*model.parameters(), *model.buffers(), *state])
+    return before, everything()
 
 
-def test_broadcast_gives_every_rank_rank_0s_parameters_buffers_and_optimizer_state():
-    results = run_on_ranks(3, start_from_rank_0)
-    assert not torch.equal(results[1][0], results[0][0])
-    assert torch.equal(results[0][1][: len(results[0][0])], results[0][0])
-    assert all(torch.equal(after, results[0][1]) for _, after in results)
+MEASUREMENTS = (three_ways, calls_of_a_step, transport_of_a_step, order_of_starts, accumulated, states)
+
+
+def measure(ranks):
+    lesson = ours()
+    return {measurement.__name__: measurement(ranks, lesson) for measurement in MEASUREMENTS}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n} ranks")
+def measured(request):
+    """{measurement: [its result on each rank]}"""
+    results = run_on_ranks(request.param, measure, timeout_s=120)
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in MODELS])
+def test_ours_the_library_and_one_process_have_the_same_gradients_and_weights(measured, kind):
+    for rank, found in enumerate(measured["three_ways"]):
+        expected = found[kind, "one process"]
+        for (name, way), result in found.items():
+            for what, given, right in zip(("gradients", "weights"), result, expected, strict=True):
+                if name == kind:
+                    apart = (given - right).abs().max().item()
+                    assert apart < 1e-10, f"{way}, rank {rank}: {what} are {apart:.1e} off"
+
+
+def test_copies_stay_identical_to_the_last_bit(measured):
+    for (name, way), first in measured["three_ways"][0].items():
+        for other in measured["three_ways"][1:]:
+            if way != "one process":
+                assert all(torch.equal(a, b) for a, b in zip(first, other[name, way], strict=True))
+
+
+def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket(measured):
+    for found in measured["calls_of_a_step"]:
+        assert [calls for calls, _, _ in found.values()] == [4, 2, 1]
+        assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO"
+)
+def test_what_leaves_a_rank_is_two_n_minus_one_nths_of_the_gradient(measured):
+    sent = measured["transport_of_a_step"]
+    predicted = wire.ring_all_reduce_bytes(4 * 600 * 601, len(sent))
+    assert sent == pytest.approx([predicted] * len(sent), rel=0.02, abs=2000)
+
+
+def test_ranks_whose_gradients_come_in_another_order_start_the_same_buckets(measured):
+    assert all(sizes == [4, 16, 4, 16] for sizes in measured["order_of_starts"])
+
+
+def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one(measured):
+    for sent, apart in measured["accumulated"]:
+        assert sent == 38 * 8
+        assert apart < 1e-10
+
+
+def test_broadcast_gives_every_rank_rank_0s_parameters_buffers_and_optimizer_state(measured):
+    rank_0s, _ = measured["states"][0]
+    for rank, (before, after) in enumerate(measured["states"]):
+        assert torch.equal(after, rank_0s)
+        assert rank == 0 or not torch.equal(before, rank_0s)
 
 
 def test_buckets_keep_to_their_size_their_order_and_one_dtype():
@@ -289,6 +298,8 @@ def test_buckets_keep_to_their_size_their_order_and_one_dtype():
 
 @pytest.fixture(scope="module")
 def cells(root):
+    import jupytext  # not above: the ranks import this module too
+
     return jupytext.read(root / "scripts" / f"{LESSON}.py", fmt="py:percent").cells
 
 

@@ -48,3 +48,31 @@ def test_tints_stay_between_the_colour_and_white():
 def test_rank_colours_repeat_after_eight():
     assert figures.rank_colour(8) == figures.rank_colour(0)
     assert len(set(figures.RANK_COLOURS)) == 8
+
+
+def test_a_sweep_shows_measured_over_predicted_below_the_times():
+    from manyhands.figures.sweep import against_size
+
+    figure = against_size([64, 1024], {"gloo": [2e-3, 3e-3]}, {"gloo": [1e-3, 3e-3]}, "a hop")
+    times, ratios = figure.axes
+    assert list(ratios.lines[0].get_ydata()) == [2, 1]
+    assert times.get_yscale() == "log"
+    assert times.get_ylabel() == "measured time, ms"
+
+
+def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
+    from manyhands.figures.sweep import against_size, bandwidths
+
+    against_size(
+        [64, 1024], {"ring": [0, 0]}, {"ring": [0, 0]}, "nobody to talk to", unit="virtual"
+    ).draw_without_rendering()
+    bandwidths([64, 1024], {"ring": [0, 0]}, 0, "nobody to talk to").draw_without_rendering()
+    assert not recwarn.list
+
+
+def test_bus_bandwidth_is_algorithm_bandwidth_times_its_factor():
+    from manyhands.figures.sweep import bandwidths
+
+    algorithm, bus = bandwidths([2_000_000], {"gloo": [1.0]}, 1.5, "all-reduce").axes
+    assert algorithm.lines[0].get_ydata()[0] == 2
+    assert bus.lines[0].get_ydata()[0] == 3

@@ -81,7 +81,7 @@ def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
         dist.barrier()
     """)
     assert time.monotonic() - began < 20
-    assert output.text.splitlines() == ["all ranks | before"]
+    assert output.text.splitlines() == ["all ranks | before"], output.text
     assert "did not end within 2 s" in output.error[1]
     assert "rank 0: waiting in barrier, line 5" in output.error[2]
     assert "rank 3: " in output.error[2] and "line 4: while True: pass" in output.error[2]

@@ -63,11 +63,14 @@ def main(argv=None, root=ROOT):
     output = (options.output or root / "outputs" / "bench").resolve()
     output.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
-    numbers = (
-        [first_output(lessons[0], output / "runs", options.starts)] if lessons and options.starts else []
-    )
-    for lesson in lessons:
-        numbers += lesson_numbers(lesson, output / "runs" / lesson.name, options.timeout)
+    from manyhands.preflight.supervise import sigterm_interrupts
+
+    with sigterm_interrupts():
+        numbers = (
+            [first_output(lessons[0], output / "runs", options.starts)] if lessons and options.starts else []
+        )
+        for lesson in lessons:
+            numbers += lesson_numbers(lesson, output / "runs" / lesson.name, options.timeout)
     write(output, numbers, load, root)
     show(numbers, output)
     return int(any(number.value is None for number in numbers))

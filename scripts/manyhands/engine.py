@@ -25,6 +25,7 @@ _line = None  # the control line of this process: one rank per process, one line
 _store = None  # the listening socket of rank 0 until the first join, then the torch store
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
 _running = threading.Event()
+_recorder = None  # of the cell that runs
 _cell = 0  # number of the cell that runs: all ranks agree on it
 _joins = 0  # joins made in this cell
 
@@ -74,21 +75,13 @@ def store(timeout_s):
     return dist.PrefixStore(f"cell{_cell}/join{_joins}", _store)
 
 
-def joined_device():
-    """The kind of device of this rank's last join, or None."""
-    if "manyhands.launch" not in sys.modules:
-        return None
-    ranks = sys.modules["manyhands.launch"].joined()
-    return ranks and ranks.device.type
-
-
-def rejoin(cell, device):
-    """After a failure: leave what is left of the broken group and join a new one, on all ranks."""
+def rejoin(cell):
+    """After a failure: leave what is left of the broken group and join again as before. False if there was none."""
     global _cell, _joins
-    from manyhands import launch
-
+    if "manyhands.launch" not in sys.modules:
+        return False
     _cell, _joins = cell, 0
-    launch.join(device=device, quiet=True)
+    return sys.modules["manyhands.launch"].rejoin()
 
 
 # ------------------------------------------------------------------ the control line
@@ -106,6 +99,8 @@ def _listen():
             if message["do"] == "where":
                 _tell(reply=message["id"], where=where())
             elif message["do"] == "free":
+                if _recorder is not None:
+                    _recorder.deaf = True
                 _abort_groups()
             elif message["do"] == "interrupt" and _running.is_set():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -172,13 +167,13 @@ def run_cell(source, cell, live):
 
     Returns what `Recorder.result` returns.
     """
-    global _cell, _joins
+    global _cell, _joins, _recorder
     _cell, _joins = cell, 0
     shell = get_ipython()
-    _running.set()
     try:
-        with recording(shell, (lambda text: _tell(output=text)) if live else None) as recorder:
+        with recording(shell, (lambda text: _tell(output=text)) if live else None) as _recorder:
+            _running.set()
             shell.run_cell(source, store_history=False)
     finally:
         _running.clear()
-    return recorder.result()
+    return _recorder.result()

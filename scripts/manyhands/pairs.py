@@ -23,10 +23,8 @@ import nbformat
 from manyhands.lessons import course_here, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec", "language_info")
-KEPT_CELL_METADATA = ("tags", "jupyter")
-LAYOUT = (
-    "lines_to_next_cell"  # how jupytext notes blank lines between cells that are not as it would put them
-)
+LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
+KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted
 
 
 class PairError(RuntimeError):
@@ -92,7 +90,8 @@ def identical(lesson):
     JupyterLab does not open a notebook that is newer than a script from which it differs. Which of the two is newer is
     an accident after `git clone`, so the pairs of the course are identical.
     """
-    return as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")
+    both_there = lesson.notebook.exists() and lesson.script.exists()
+    return both_there and as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")
 
 
 def sync(lesson):

@@ -10,6 +10,7 @@ Several actions may be given at once: `data kernel`.
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands import shakespeare
@@ -53,17 +54,29 @@ def start_lab(open_browser):
         raise ValueError(
             f"there are no notebooks below {course}; run `make sync`, or start in the course's folder"
         )
+    _ask_no_questions()
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # not another checkout's kernel of the same name
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
-        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",
-    ]  # fmt: skip
+        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",    ]  # fmt: skip
     if not open_browser:
         command.append("--no-browser")
     if os.geteuid() == 0:
         command.append("--allow-root")
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def _ask_no_questions():
+    """Switch off JupyterLab's question about news, and its look-ups of newer versions, in this environment."""
+    page_config = Path(sys.prefix) / "etc" / "jupyter" / "labconfig" / "page_config.json"
+    if page_config.exists():
+        return
+    with suppress(OSError):  # somebody else's environment
+        page_config.parent.mkdir(parents=True, exist_ok=True)
+        page_config.write_text(
+            '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}\n'
+        )
 
 
 def main(arguments=None):

@@ -119,7 +119,9 @@ def gantt(spans, title, virtual=False, until_s=None):
         axes.broken_barh(
             [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **LOOKS[span.lane], **look
         )
-        if span.lane != "waiting" and length > 0.013 * longest * len(span.name):  # the name fits into the box
+        if span.lane != "waiting" and length > 0.0095 * longest * len(
+            span.name
+        ):  # the name fits into the box
             ground = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) * scale
             axes.text(middle, top + 0.18, span.name, fontsize=7, ha="center", va="center", bbox=ground)

@@ -32,6 +32,15 @@ class Wrong(Exception):
     """What is wrong with an answer: one sentence to the learner, with the numbers."""
 
 
+class Verdict(str):
+    """What a check returns: a text that a notebook does not echo, as the check has said it already."""
+
+    __slots__ = ()
+
+    def _ipython_display_(self):
+        pass
+
+
 def exercise(number, title, timeout_s=TIMEOUT_S):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
@@ -55,7 +64,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
                 say(f"{label}: {shown}")
             if solution and verdict != CORRECT:
                 raise AssertionError(f"{label}: {shown}")
-            return verdict
+            return Verdict(verdict)
 
         return check
 

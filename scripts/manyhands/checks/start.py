@@ -145,6 +145,7 @@ STARTS = {
         4, [(0, 2), (1, 2), (0, 2), (1, 2)], False,
     ),
     "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)], False),
+    "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)], False),
     "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)], False),
 }  # fmt: skip
 

@@ -7,14 +7,14 @@ from . import HATCH, INK, QUIET, Drawing, arrow, card, cell, rank_box, rank_colo
 N = 4
 NUMBERS = (3, 1, 4, 2)  # what ranks 0 to 3 hold in the warm-up
 COLUMN, LEFT = 17, 11  # width of a rank's column; where the first one begins
-BEFORE, AFTER = 11.5, 22  # rows, top edge
+BEFORE, AFTER = 10.3, 19.3  # rows, top edge
 
 
 def _centre(rank):
     return LEFT + COLUMN * rank + COLUMN / 2 - 1
 
 
-def _stage(title, height=28.5):
+def _stage(title, height=24.5):
     """A card with four ranks side by side and the two rows 'before' and 'after'."""
     figure, axes = card(LEFT + COLUMN * N + 1, height, title)
     for rank in range(N):
@@ -49,7 +49,7 @@ def _between(axes, source, target, parts=(1, 1)):
     arrow(axes, start, end, colour=rank_colour(source))
 
 
-def _collective(title, before, after, flows, height=28.5):
+def _collective(title, before, after, flows, height=24.5):
     """A drawing function from its data: cells per rank before and after, and who sends to whom."""
 
     def draw():
@@ -330,7 +330,42 @@ def _box(axes, x, y, label):
     write(axes, x + 5.5, y + 1.2, label, size=8, colour=QUIET)
 
 
+def strong_scaling():
+    """The same work cut into more and more pieces, and the times that somebody measured."""
+    figure, axes = card(78, 26, "strong scaling: the same work on 1, 2, 4, 8 ranks")
+    for row, (n, seconds) in enumerate({1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06}.items()):
+        y, pieces = 6 + 4.6 * row, 8 // n
+        write(axes, 9.5, y + 1.6, f"{n} rank{'s' if n > 1 else ''}", ha="right", weight="bold")
+        for rank in range(n):
+            for piece in range(pieces):
+                height = 3.4 / n
+                cell(
+                    axes,
+                    11 + 5.6 * piece,
+                    y + height * rank,
+                    rank=rank,
+                    width=5.6,
+                    height=height,
+                    strength=0.4,
+                )
+        write(
+            axes,
+            11 + 5.6 * pieces + 1.2,
+            y + 1.6,
+            f"{seconds} s",
+            size=9,
+            ha="left",
+        )
+    arrow(axes, (11, 24.4), (56, 24.4), colour=QUIET)
+    write(axes, 59, 24.4, "time", size=9, colour=QUIET)
+    return figure
+
+
 FIGURES = {
+    "02_strong_scaling": Drawing(
+        strong_scaling,
+        "Strong scaling: eight pieces of work on one rank take 8.03 s; shared by 2, 4 and 8 ranks 4.21, 2.09 and 1.06 s.",
+    ),
     "02_broadcast": Drawing(
         broadcast, "Broadcast: rank 0 holds 3, the others nothing; afterwards all four hold 3."
     ),

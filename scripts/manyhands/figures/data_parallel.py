@@ -78,11 +78,11 @@ def same_start():
                 write(axes, left + x - 1.4, y, f"rank {rank}", ha="right", size=9)
         if one:
             write(axes, left + 6.4, 28, "ranks\n0 and 1", ha="right", size=9)
-            write(axes, path[-1][0] + 1.8, path[-1][1], "the same", ha="left", size=9, colour=QUIET)
+            write(axes, path[-1][0] - 4, path[-1][1] - 3.4, "still the same", size=9, colour=QUIET)
         else:
             end_x, end_y = path[-1]
             arrow(axes, (end_x - 2.5, end_y - 2.5), (end_x - 0.5, end_y - 0.5), style="<->")
-            write(axes, end_x + 1.2, end_y - 2, "as far\napart", ha="left", size=9, colour=QUIET)
+            write(axes, end_x - 4, end_y - 5.4, "still as far apart", size=9, colour=QUIET)
         write(axes, left + 18, 33.4, "one weight →  (the other one upwards)", size=8, colour=QUIET)
     return figure
 

@@ -20,14 +20,15 @@ def against_size(sizes_b, measured, predicted, title, unit="measured"):
     without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured", "virtual").
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(7.5, 5.4), layout="constrained")
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     names = list(dict.fromkeys([*measured, *predicted]))
-    positive = any(
-        s > 0 for seconds in measured.values() for s in seconds
-    )  # a world of one sends nothing: all zero
+    # a world of one sends nothing, and zero has no place on a logarithmic axis
+    positive = any(s > 0 for seconds in measured.values() for s in seconds)
     times.set(xscale="log", yscale="log" if positive else "linear")
+    found = []
     for name, style in zip(names, STYLES, strict=False):
         if name in predicted:
             label = None if name in measured else name
@@ -37,14 +38,23 @@ def against_size(sizes_b, measured, predicted, title, unit="measured"):
             loose = {**style, "ls": "none"} if name in predicted else style
             times.plot(sizes_b, [1e3 * s for s in measured[name]], label=name, ms=5, **loose)
         if name in measured and name in predicted:
-            ratio = [m / p if p else 1 for m, p in zip(measured[name], predicted[name], strict=True)]
+            ratio = [m / p if p and m else 1 for m, p in zip(measured[name], predicted[name], strict=True)]
+            found += ratio
             ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **style)
+    if positive:
+        times.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        times.yaxis.set_major_formatter(lambda ms, _: f"{ms:g}")
+        times.yaxis.set_minor_formatter(NullFormatter())
     times.set(ylabel=f"{unit} time, ms", title=title)
     if any(name in measured for name in predicted):
         times.plot([], [], color=QUIET, ls=":", label="the formula")
     times.legend(frameon=False)
     ratios.axhline(1, color=QUIET, lw=1)
-    ratios.set(xlabel="bytes", ylabel=f"{unit} /\nformula", ylim=(0, None))
+    reach = max([2, *(max(ratio, 1 / ratio) for ratio in found)])  # half and twice are equally far from 1
+    ratios.set(xlabel="bytes", ylabel=f"{unit} /\nformula", yscale="log")
+    ratios.set_yticks([1 / 16, 1 / 4, 1, 4, 16] if reach > 4 else [1 / 4, 1 / 2, 1, 2, 4])
+    ratios.set_ylim(0.8 / reach, reach / 0.8)
+    ratios.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
     _bytes_axis(ratios)
     return figure
 

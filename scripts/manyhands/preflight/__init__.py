@@ -45,7 +45,7 @@ def parser():
 
 
 def main(argv=None, root=ROOT):
-    """Run the preflight of the course below `root`. The exit status: 0 all is well, 1 something is not, 2 refused."""
+    """Run the preflight of the course below `root`. Exit status: 0 well, 1 not, 2 refused, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
     if refusal := refuse_on_login_node("make preflight"):
@@ -53,6 +53,7 @@ def main(argv=None, root=ROOT):
     output = (options.output or root / "outputs" / "preflight").resolve()
     from manyhands.preflight.plan import carry_out, judge, plan
     from manyhands.preflight.progress import Watch
+    from manyhands.preflight.supervise import sigterm_interrupts
 
     try:
         lessons = find_lessons(root, options.lesson)
@@ -64,8 +65,12 @@ def main(argv=None, root=ROOT):
     except (ValueError, OSError) as error:
         return _refuse(error)
     started = time.monotonic()
-    with Watch(len(runs)) as watch:
-        results = judge(carry_out(runs, options.timeout, on_start=watch.started, on_end=watch.ended))
+    try:
+        with sigterm_interrupts(), Watch(len(runs)) as watch:
+            results = judge(carry_out(runs, options.timeout, on_start=watch.started, on_end=watch.ended))
+    except KeyboardInterrupt:
+        print("preflight: interrupted; all its runs were ended, there is no report", file=sys.stderr)
+        return 130
     return _write(output, results, root, time.monotonic() - started, argv)
 
 

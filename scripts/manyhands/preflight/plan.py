@@ -1,5 +1,6 @@
 """Which runs a preflight makes, how many go at once, and whether their metrics agree."""
 
+import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -68,22 +69,29 @@ def at_once(run, running, cores, memory_bytes):
 
 
 def carry_out(runs, timeout_s, *, on_start=None, on_end=None, cores=None, memory_bytes=None):
-    """Carry out all runs, in order, several at once where cores and memory allow; their Outcomes, in order."""
+    """Carry out all runs, in order, several at once where cores and memory allow; their Outcomes, in order.
+
+    Interrupted (Ctrl-C, the end of a job), it ends the processes of all runs before it passes the interrupt on.
+    """
     cores = cores or free_cores()
     memory_bytes = memory_bytes or available_memory_bytes()
     waiting, running, outcomes = list(runs), {}, {}
+    stop = threading.Event()
     with ThreadPoolExecutor(max_workers=max(1, cores)) as pool:
-        while waiting or running:
-            while waiting and at_once(waiting[0], running.values(), cores, memory_bytes):
-                run = waiting.pop(0)
-                if on_start:
-                    on_start(run)
-                running[pool.submit(run.carry_out, timeout_s)] = run
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                run = running.pop(future)
-                outcomes[run] = future.result()
-                if on_end:
-                    on_end(outcomes[run])
+        try:
+            while waiting or running:
+                while waiting and at_once(waiting[0], running.values(), cores, memory_bytes):
+                    run = waiting.pop(0)
+                    if on_start:
+                        on_start(run)
+                    running[pool.submit(run.carry_out, timeout_s, stop=stop)] = run
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    run = running.pop(future)
+                    outcomes[run] = future.result()
+                    if on_end:
+                        on_end(outcomes[run])
+        finally:
+            stop.set()  # nothing runs any more, or nothing should
     return [outcomes[run] for run in runs]
 
 

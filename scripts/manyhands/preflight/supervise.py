@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +107,13 @@ class Family:
             psutil.wait_procs(members, timeout=0.5)
 
 
-def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", linger_s=LINGER_S):
+def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", stop=None, linger_s=LINGER_S):
     """Run `command` (a list) with its output in the file `log`; returns Ended, raises nothing for what it does.
 
-    Ranks that run `program` at the time-out print their stacks first.
+    Ranks that run `program` at the time-out print their stacks first. `stop` is a threading.Event: once it is set, the
+    command is ended at once.
     """
+    stop = stop or threading.Event()
     mark = secrets.token_hex(8)
     family = Family(mark)
     environ = {**(os.environ if environ is None else environ), MARK: mark, "PYTHONFAULTHANDLER": "1"}
@@ -125,12 +128,14 @@ def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", li
         except OSError as error:
             return Ended(None, 0.0, 0, error=f"{command[0]} did not start: {error}")
         try:
-            while child.poll() is None and time.monotonic() - started < timeout_s:
+            while child.poll() is None and time.monotonic() - started < timeout_s and not stop.is_set():
                 peak_bytes = max(peak_bytes, family.memory_bytes())
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(min(sample_s, max(0.01, timeout_s - (time.monotonic() - started))))
                 sample_s = min(SAMPLE_S, 2 * sample_s)
             seconds = time.monotonic() - started
+            if stop.is_set():
+                return Ended(None, seconds, peak_bytes, error="stopped")
             if child.poll() is None:
                 family.print_stacks(program)
                 family.end()
@@ -142,7 +147,21 @@ def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", li
             return Ended(child.returncode, seconds, peak_bytes, left_behind=names)
         finally:
             family.end(grace_s=1.0)
-            child.poll()
+            child.wait()
+
+
+@contextlib.contextmanager
+def sigterm_interrupts():
+    """SIGTERM, which a job gets at its wall time, raises KeyboardInterrupt as Ctrl-C does: runs are ended on the way out."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _quietly(action, *args):

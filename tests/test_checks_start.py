@@ -1,0 +1,294 @@
+"""Lesson 00's checks accept the solutions and reject each wrong answer with the sentence that names its fault."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from manyhands.catch_up import taken_from
+from manyhands.checks import start as checks
+from rank_pool import run_on_ranks
+
+LESSON = "00_start"
+
+# ---------------------------------------------------------------- exercise 1: who am I?
+
+LETTERS = [
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+]
+
+
+def read(letters, environ, as_type=int):
+    for names in letters:
+        if all(name in environ for name in names):
+            return tuple(as_type(environ[name]) for name in names)
+    return 0, 1, 0
+
+
+def takes_the_jobs_tasks(environ):
+    return read([*LETTERS[:4], ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")], environ)
+
+
+def forgets_int(environ):
+    return read(LETTERS, environ, str)
+
+
+def asks_mpi_before_torchrun(environ):
+    return read([*LETTERS[1:], LETTERS[0]], environ)
+
+
+def asks_slurm_first(environ):
+    return read([LETTERS[4], *LETTERS[:4]], environ)
+
+
+def takes_the_rank_for_the_local_rank(environ):
+    rank, size, _ = read(LETTERS, environ)
+    return rank, size, rank
+
+
+def knows_no_pals(environ):
+    return read([LETTERS[0], LETTERS[1], *LETTERS[3:]], environ)
+
+
+def needs_a_launcher(environ):
+    return int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
+
+
+def returns_two(environ):
+    return read(LETTERS, environ)[:2]
+
+
+def empties_the_letter_box(environ):
+    answer = read(LETTERS, environ)
+    environ.clear()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (takes_the_jobs_tasks, "For rank 2 of srun, in a job of 8 tasks that started a step of 4 the world size is 4, you say 8"),
+        (forgets_int, "variables are text, make numbers of them with int()"),
+        (asks_mpi_before_torchrun, "For rank 1 of a torchrun that mpiexec started the rank is 1, you say 0"),
+        (asks_slurm_first, "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks the rank is 1"),
+        (takes_the_rank_for_the_local_rank, "For rank 3 of torchrun the local rank is 1, you say 3"),
+        (knows_no_pals, "For rank 5 of PALS the rank is 5, you say 0"),
+        (needs_a_launcher, "Your code raised KeyError"),
+        (returns_two, "Return three values, rank, world size and local rank"),
+        (empties_the_letter_box, "Leave the environment as it is"),
+    ],
+)  # fmt: skip
+def test_a_wrong_reading_of_the_environment_is_named(mutant, sentence):
+    assert checks.who_am_i(mutant).startswith(sentence) or sentence in checks.who_am_i(mutant)
+
+
+def test_the_batch_script_of_a_job_is_no_rank():
+    def batch_script_is_rank_0(environ):
+        if "SLURM_STEP_ID" not in environ and "SLURM_NTASKS" in environ:
+            return 0, int(environ["SLURM_NTASKS"]), 0
+        return read(LETTERS, environ)
+
+    assert (
+        "the batch script of a Slurm job, which is no rank the world size is 1, you say 4"
+        in checks.who_am_i(batch_script_is_rank_0)
+    )
+
+
+def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
+    from manyhands.launch import resolve
+
+    for what, environ, expected in checks.ENVIRONMENTS:
+        extra = (
+            {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
+        )
+        if "GROUP_RANK" in environ or "torchrun" in what:
+            extra = {
+                "TORCHELASTIC_RUN_ID": "x",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1",
+                "LOCAL_WORLD_SIZE": "2",
+            }
+        place = resolve(environ | extra)
+        assert (place.rank, place.world_size, place.local_rank) == expected, what
+
+
+# ---------------------------------------------------------------- exercise 2: one world or many?
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (lambda started, said: len(said) == started, "`mpiexec -n 4, but of another MPI` is not one world of 4"),
+        (lambda started, said: all(size == started for _, size in said), "one task died` is not one world of 4"),
+        (
+            lambda started, said: len(said) == started and all(size == started for _, size in said),
+            "takes the local rank for the rank, two nodes` is not one world of 4",
+        ),
+        (lambda started, said: {r for r, _ in said} == set(range(len(said))), "one did not start` is not one world"),
+        (lambda started, said: said == [(r, started) for r in range(started)], "nproc-per-node 4` is one world"),
+        (lambda started, said: started > 1 and sorted(said) == [(r, started) for r in range(started)], "`python` is one"),
+    ],
+)  # fmt: skip
+def test_a_wrong_idea_of_a_world_is_named(mutant, sentence):
+    assert sentence in checks.is_one_world(mutant)
+
+
+# ---------------------------------------------------------------- exercise 3: whose turn is it?
+
+
+def everybody_at_once(append, ranks):
+    append(f"rank {ranks.rank}")
+
+
+def hands_the_pen_on_before_writing(append, ranks):
+    pen = torch.zeros(1)
+    if ranks.rank > 0:
+        dist.recv(pen, ranks.rank - 1)
+    if ranks.rank < ranks.world_size - 1:
+        dist.send(pen, ranks.rank + 1)
+    append(f"rank {ranks.rank}")
+
+
+def takes_turns_by_barriers(append, ranks):
+    for turn in range(ranks.world_size):
+        if turn == ranks.rank:
+            append(f"rank {ranks.rank}")
+        dist.barrier()
+
+
+def everybody_waits_first(append, ranks):
+    dist.recv(torch.zeros(1), (ranks.rank - 1) % ranks.world_size)
+    append(f"rank {ranks.rank}")
+    dist.send(torch.zeros(1), (ranks.rank + 1) % ranks.world_size)
+
+
+def goes_round_the_ring(append, ranks):
+    pen = torch.zeros(1)
+    if ranks.rank > 0:
+        dist.recv(pen, ranks.rank - 1)
+    append(f"rank {ranks.rank}")
+    dist.send(pen, (ranks.rank + 1) % ranks.world_size)
+    if ranks.rank == 0:
+        dist.recv(pen, ranks.world_size - 1)
+
+
+def rank_0_writes_nothing(append, ranks):
+    if ranks.rank > 0:
+        if ranks.rank > 1:
+            dist.recv(torch.zeros(1), ranks.rank - 1)
+        append(f"rank {ranks.rank}")
+        if ranks.rank < ranks.world_size - 1:
+            dist.send(torch.zeros(1), ranks.rank + 1)
+
+
+def not_yet(append, ranks):
+    raise NotImplementedError
+
+
+TURNS = [
+    (everybody_at_once, "wait until the rank before you has written"),
+    (hands_the_pen_on_before_writing, "wait until the rank before you has written"),
+    (takes_turns_by_barriers, "The order is right, but you used barrier; send and recv are enough"),
+    (goes_round_the_ring, "The order is right, but 3 messages were sent; 2 are enough"),
+    (rank_0_writes_nothing, "Each rank appends one line; yours appended [0, 1, 1]"),
+    (everybody_waits_first, "A rank waited 5 s for a message that never came"),
+    (not_yet, "not attempted"),
+]
+
+
+def judge_turns(ranks):
+    solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
+    return [checks.in_turn(mutant, ranks) for mutant, _ in TURNS] + [
+        checks.in_turn(solution, ranks, solution=True)
+    ]
+
+
+def test_a_line_out_of_turn_is_named(tmp_path):
+    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
+    verdicts = run_on_ranks(3, judge_turns, timeout_s=60, environ=environ)
+    assert verdicts[0] == verdicts[1] == verdicts[2], "all ranks agree"
+    for (mutant, sentence), verdict in zip(TURNS, verdicts[0], strict=False):
+        assert sentence in verdict, mutant.__name__
+    assert verdicts[0][-1] == "correct"
+
+
+# ---------------------------------------------------------------- exercise 4: read the profile
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (lambda profile, steps: profile[0][3] / 10 * steps, "you multiplied all of it, also what happens once"),
+        (
+            lambda profile, steps: profile[0][3] + sum(t / n for d, _, n, t in profile if n > 1) * (steps - 10)
+            - sum(t for d, _, n, t in profile if d == 2), "you say",
+        ),
+        (
+            lambda profile, steps: sum(t for d, _, n, t in profile if d > 0 and n == 1)
+            + sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps, "add up what happened once",
+        ),
+        (
+            lambda profile, steps: sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps,
+            "something is missing or subtracted twice",
+        ),
+        (
+            lambda profile, steps: sum(t for d, _, n, t in profile if d == 1 and n == 1)
+            + sum(t / n for d, _, n, t in profile if n > 1) * steps, "with 20 iterations in 9 s",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_reading_of_the_profile_is_named(mutant, sentence):
+    assert sentence.lower() in checks.predict_seconds(mutant).lower()
+
+
+def test_the_parts_of_the_profile_add_up():
+    whole, parts = checks.PROFILE[0][3], [row[3] for row in checks.PROFILE if row[0] == 1]
+    assert sum(parts) == pytest.approx(whole, abs=1e-9)
+
+
+# ---------------------------------------------------------------- exercise 5: samples per second
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (lambda batch, step_s: 1 / step_s[0], "these are steps per second, the batch is missing"),
+        (lambda batch, step_s: len(step_s) / max(step_s), "these are steps per second, the batch is missing"),
+        (lambda batch, step_s: batch / max(step_s), "that is one rank's share, all of them work"),
+        (
+            lambda batch, step_s: sum(batch / s for s in step_s),
+            "a step ends when the slowest rank has done it",
+        ),
+        (
+            lambda batch, step_s: batch * len(step_s) / min(step_s),
+            "a step ends when the slowest rank has done it",
+        ),
+        (lambda batch, step_s: batch * len(step_s) ** 2 / sum(step_s), "a step ends when the slowest rank"),
+        (lambda batch, step_s: batch * max(step_s), "count the samples of one step on all ranks"),
+    ],
+)
+def test_a_wrong_number_of_samples_per_second_is_named(mutant, sentence):
+    assert sentence in checks.samples_per_s(mutant)
+
+
+# ---------------------------------------------------------------- what the lesson itself holds
+
+
+@pytest.mark.parametrize("name", ["who_am_i", "is_one_world", "predict_seconds", "samples_per_s"])
+def test_the_lessons_solution_is_correct_and_its_stub_is_not_attempted(name):
+    def stub(*_):
+        raise NotImplementedError
+
+    check = getattr(checks, name)
+    assert check(getattr(taken_from(LESSON, name), name), solution=True) == "correct"
+    assert check(stub) == "not attempted"
+    assert check(lambda *_: None) == "not attempted"
+    with pytest.raises(AssertionError):
+        check(stub, solution=True)
+
+
+def test_the_smoke_test_has_the_parameters_that_the_lesson_says():
+    model = taken_from(LESSON, "mlp", device="cpu").mlp()
+    assert sum(p.numel() for p in model.parameters()) == 837_632
