@@ -142,7 +142,7 @@ say(f"my share of the global batch of {global_batch}: {len(x_bT)} sequences")
 # %% [markdown]
 # ## A terminal in two minutes (CORE, 2 min)
 #
-# **Why.** When something is stuck, the helpers will say "open a terminal". In JupyterLab: menu **File > New > Terminal**. It
+# **Why.** When something is stuck, the helpers will say "open a [terminal](../assets/glossary.md#terminal)". In JupyterLab: menu **File > New > Terminal**. It
 # looks like 1980 and works like this:
 #
 # ![A terminal: the prompt says who you are, on which machine and in which folder; you type a command after the dollar sign,
@@ -355,6 +355,7 @@ if rank == 0:
 # %% tags=["active-ipynb"]
 # job.tail(2)
 # job.grep("validation loss")
+# assert state != "failed", "the job failed; job.tail(20) shows the end of its output, exercise 3 how to read it"
 
 # %% [markdown]
 # The numbers of a run are not only on the screen. Each run has a folder, `outputs/<lesson>/<date and time>...`, with a
@@ -480,7 +481,7 @@ if rank == 0:
 # ![Two nodes, four jobs. In order of submission node 2 stands idle for six minutes, because job B waits for both nodes. With
 # overtaking the short jobs C and D run in that gap, and B starts no later](../assets/04_overtaking.svg)
 #
-# So schedulers let a later job go first **if that delays nobody before it**. It is called *backfill*. The scheduler cannot know
+# So schedulers let a later job go first **if that delays nobody before it**. It is called [*backfill*](../assets/glossary.md#backfill). The scheduler cannot know
 # how long C will run. It believes what C asked for, its walltime.
 #
 # **Predict.** In the right half D fills the gap from minute 2 to 5. Suppose its owner had asked for 60 minutes, "to be safe". It

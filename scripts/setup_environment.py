@@ -87,7 +87,7 @@ def requirements():
 
 
 def ranges():
-    """{name: (2, 6)}: the oldest versions that pyproject.toml accepts. Python 3.10 has no TOML reader."""
+    """{name: (2, 6)}: the oldest versions that pyproject.toml accepts."""
     found = re.findall(r'"([\w-]+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     return {name.lower().replace("_", "-"): numbers(version) for name, version in found}
 

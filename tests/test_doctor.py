@@ -37,9 +37,9 @@ def answering(text, status=0):
 # ------------------------------------------------------------------ software
 
 
-def test_python_must_be_3_10_or_newer_64_bit_and_not_windows_own():
+def test_python_must_be_3_11_or_newer_64_bit_and_not_windows_own():
     says(software.python((3, 11, 7), "Linux", 64), "ok", "3.11.7")
-    says(software.python((3, 9, 18), "Linux", 64), "error", "older than 3.10", "make kernel PYTHON=")
+    says(software.python((3, 10, 18), "Linux", 64), "error", "older than 3.11", "make kernel PYTHON=")
     says(software.python((3, 11, 7), "Windows", 64), "error", "WSL2")
     says(software.python((3, 11, 7), "Linux", 32), "error", "64-bit")
 

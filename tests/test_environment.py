@@ -3,14 +3,13 @@
 import importlib.metadata
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader for pyproject.toml")
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import jupytext
 import pytest
 from course_copy import copy_course
+from manyhands import recorded
 from manyhands.lessons import find_lessons
 from manyhands.metrics import compare
-from slurm_nodes import SlurmNodes, missing
+from slurm_nodes import SlurmNodes, missing, processes_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 LESSONS = ["02_collectives", "03_data_parallel"]
@@ -127,6 +131,18 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_tor
     assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
 
 
+def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_torchrun):
+    content, found = (
+        recorded.numbers("04_ddp_shakespeare.json")["metrics"],
+        under_torchrun("03_data_parallel"),
+    )
+    if found["corpus"] != content["corpus"]:
+        pytest.skip("recorded on Shakespeare, which is not here: name its file in MANYHANDS_SHAKESPEARE")
+    again = "record it again: python tests/record_first_job.py run"
+    assert content["parameters"]["global_batch"] == found["parameters"]["global_batch"], again
+    assert found["exact"]["losses"][:4] == pytest.approx(content["exact"]["losses"][:4], abs=1e-3), again
+
+
 def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, course, environ, under_torchrun):
     """Through Debian's qsub, which splits `-v` values at blanks and has an mpiexec of its own: hence = and MPIEXEC."""
     values = dict(
@@ -191,6 +207,23 @@ def test_a_batch_script_is_no_rank(slurm, environ, hello):
     assert "rank 0 of 1 on node1" in output.read_text()
 
 
+def test_srun_that_starts_worlds_of_one_is_noticed(slurm, environ, hello):
+    """Without PMI each mpi4py is rank 0 of 1, with exit status 0. `join` takes Slurm's word, and sees a broken PMI."""
+    bare = "from mpi4py import MPI; print(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)"
+    done = slurm.run("srun", "-N2", "-n2", sys.executable, "-c", bare)
+    assert (done.returncode, done.stdout) == (0, "0 1\n0 1\n")
+    done = slurm.run("srun", "-N2", "-n2", sys.executable, hello, environ=environ)
+    assert done.returncode == 0 and "rank 1 of 2 on node2" in done.stdout
+    done = slurm.run(
+        "srun", "-N2", "-n2", "--mpi=pmi2", "env", "-u", "PMI_FD", sys.executable, hello, environ=environ
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr.count("as rank 0 of 2, but MPI says rank 0 of 1") == 1
+        and "srun --mpi=pmi2" in done.stderr
+    )
+
+
 def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ, monkeypatch, capsys):
     from manyhands import submit
 
@@ -209,3 +242,50 @@ def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ
     assert "$ sbatch jobs/ddp_shakespeare.slurm --no-such-flag 1\nSubmitted batch job" in said
     assert f"$ scancel {second.number}" in said and "running: node[1-2]" in said
     assert "--no-such-flag is unknown" in said
+
+
+TINY = """\
+# %% tags=["parameters"]
+n_ranks = None  # processes: all slots of the allocation
+# %% tags=["active-ipynb"]
+# from manyhands.ranks import start_ranks
+# hands = start_ranks("90_hands", globals())
+# %%
+# %%ranks
+import torch, torch.distributed as dist
+from manyhands import join, leave, mpi_world, say
+ranks = join(globals(), quiet=True)
+total = torch.tensor([float(ranks.rank)])
+dist.all_reduce(total)
+say(f"rank {ranks.rank} of {ranks.world_size} on {ranks.host}, MPI {mpi_world().size}, sum {total.item():g}")
+leave()
+# %% tags=["active-ipynb"]
+# hands.stop()
+"""
+
+
+def test_a_notebook_inside_a_job_step_starts_its_ranks_on_all_nodes_of_the_job(slurm, environ, tmp_path):
+    """As a hub spawns it: the notebook's server is a step of the job. mpiexec would die there, srun --overlap does not."""
+    for folder in ("scripts", "notebooks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "90_hands.py").write_text(TINY)
+    jupytext.write(
+        jupytext.read(tmp_path / "scripts" / "90_hands.py"), tmp_path / "notebooks" / "90_hands.ipynb"
+    )
+    papermill = f"{sys.executable} -m papermill --no-progress-bar -k python3 90_hands.ipynb out.ipynb"
+    job = slurm.submit(
+        "sbatch", f"--nodes={NODES}", "--ntasks-per-node=2", f"--output={tmp_path}/out",
+        f"--wrap=srun --nodes=1 --ntasks=1 --ntasks-per-node=1 {papermill}",
+        environ=environ | {"HOME": str(tmp_path)}, cwd=tmp_path / "notebooks",
+    )  # fmt: skip
+    state = slurm.wait(job, timeout_s=150)
+    assert state == "COMPLETED", (tmp_path / "out").read_text()
+    said = (tmp_path / "notebooks" / "out.ipynb").read_text()
+    for rank in range(RANKS):
+        assert f"rank {rank} of 4 on node{rank // 2 + 1}, MPI 4, sum 6" in said
+    deadline = time.monotonic() + 15
+    while any(
+        b"ipyparallel" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(slurm.folder)
+    ):
+        assert time.monotonic() < deadline, "engines outlived their notebook"
+        time.sleep(0.5)

@@ -87,8 +87,9 @@ def engine_launcher(allocation, n, mpi):
     if not mpi:
         return None
     if allocation.kind == "slurm step":
-        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=0", f"--nodes={allocation.num_nodes}",
-                f"--ntasks={n}", f"--ntasks-per-node={-(-n // allocation.num_nodes)}"]  # fmt: skip
+        # block: ranks 0 and 1 on the first node. The notebook's own step may have left SLURM_DISTRIBUTION=cyclic.
+        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block",
+                f"--nodes={allocation.num_nodes}", f"--ntasks={n}", f"--ntasks-per-node={-(-n // allocation.num_nodes)}"]  # fmt: skip
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

@@ -20,6 +20,8 @@ from manyhands.ranks import current_ranks
 
 LIVE_AFTER_S = 2.0
 SHARED_COLOUR = "#6b7280"
+# JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
+FONT = "font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -49,9 +51,10 @@ def ranks(line, cell):
         on_wait=live.update if live else None,
         on_output=live.add if live else None,
     )
+    shown = sections(result)
     if live:
-        live.close()
-    for section in sections(result):
+        live.close(followed=bool(shown))
+    for section in shown:
         display(*section[:1], metadata=section[1], raw=True)
     if result.failed:
         raise CellFailed(*report(result))
@@ -137,16 +140,18 @@ def _text_bundle(rows):
         for text_line in _ANSI.sub("", text).split("\n")
     )
     cells = "".join(
-        f'<div style="border-left:4px solid {colour};padding-left:8px;white-space:nowrap;opacity:.85">{label}</div>'
-        f'<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;background:none;line-height:1.35">'
+        f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
+        f'<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;background:none;font:inherit">'
         f"{html.escape(_ANSI.sub('', text))}</pre>"
         for label, colour, text in rows
     )
-    page = (
-        '<div style="display:grid;grid-template-columns:max-content 1fr;row-gap:3px;font-family:monospace;'
-        f'font-size:13px;line-height:1.35">{cells}</div>'
-    )
+    page = f'<div style="display:grid;grid-template-columns:max-content 1fr;row-gap:3px;{FONT}">{cells}</div>'
     return {"text/plain": plain, "text/html": page}
+
+
+def _bar(colour):
+    """The coloured bar before a label; its grey edge shows a black one on a dark page."""
+    return f"border-left:4px solid {colour};box-shadow:-1px 0 #8888;padding-left:8px"
 
 
 class _Live:
@@ -166,18 +171,17 @@ class _Live:
         shown = _ANSI.sub("", "\n".join(lines)).rstrip()
         page = {
             "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
-            "text/html": f'<pre style="margin:0;font-size:13px;border-left:4px solid {RANK_COLOURS[0]};'
-            f'padding-left:8px">{html.escape(shown)}\n<i>running on all ranks for {elapsed_s:.0f} s; '
-            "this is rank 0</i></pre>",
+            "text/html": f'<pre style="margin:0;{FONT};{_bar(RANK_COLOURS[0])}">{html.escape(shown)}\n'
+            f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0</i></pre>",
         }
         if self.handle is None:
             self.handle = display(page, raw=True, display_id=True)
         else:
             self.handle.update(page, raw=True)
 
-    def close(self):
+    def close(self, followed):
         if self.handle is not None:
-            clear_output(wait=True)
+            clear_output(wait=followed)  # without output of the ranks nothing would follow that clears it
 
 
 # ------------------------------------------------------------------ failures

@@ -1,14 +1,10 @@
 """The machines that the job files can be written for: one small file each in jobs/sites, with its date and source."""
 
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands import directives
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10; JupyterLab brings tomli there
-    import tomli as tomllib
 
 SITES = Path(__file__).resolve().parents[2] / "jobs" / "sites"
 

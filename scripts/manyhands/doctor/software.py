@@ -9,12 +9,13 @@ import re
 import site
 import struct
 import sys
+import tomllib
 from pathlib import Path
 
 from manyhands.doctor.finding import ask, error, ok, warning
 
 COURSE = Path(__file__).resolve().parents[3]
-OLDEST = (3, 10)
+OLDEST = (3, 11)
 SLOW_IMPORT_S = 20
 NAMES_AT_RISK = ("torch", "numpy", "mpi4py", "ipyparallel", "ipykernel", "IPython", "matplotlib", "manyhands")
 
@@ -30,7 +31,7 @@ def python(version=None, system=None, bits=None):
         return error("python", f"{text} is a 32-bit build", "install a 64-bit Python: torch has no other")
     if tuple(version[:2]) < OLDEST:
         return error(
-            "python", f"{text} is older than 3.10", "make kernel PYTHON=/path/to/python3.11 (3.10 or newer)"
+            "python", f"{text} is older than 3.11", "make kernel PYTHON=/path/to/python3.11 (or newer)"
         )
     return ok("python", text)
 
@@ -63,11 +64,10 @@ def packages(required=None, installed=None, pins=None):
 
 
 def requirements(pyproject):
-    """Package -> range, such as {"torch": ">=2.6"}, of the dependencies in pyproject.toml (no TOML reader in 3.10)."""
-    text = Path(pyproject).read_text(encoding="utf-8")
-    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
-    found = re.findall(r'"([\w.-]+)(?:\[.*?\])?\s*([^";]*)', block[1]) if block else []
-    return {name: range_.strip() for name, range_ in found}
+    """Package -> range, such as {"torch": ">=2.6"}, of the dependencies in pyproject.toml."""
+    lines = tomllib.loads(Path(pyproject).read_text("utf-8"))["project"]["dependencies"]
+    found = (re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", line) for line in lines)
+    return {line[1]: line[2].strip() for line in found}
 
 
 def pinned(requirements_txt):

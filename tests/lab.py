@@ -1,0 +1,145 @@
+"""JupyterLab in a copy of the course, started as `make lab OPEN=no` starts it, and a notebook in it as one sees it.
+
+Cells out of sight do not exist in the page: `NotebookPage.cell` scrolls, as a reader does, until one shows.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--disable-component-update",
+    "--disable-quic",
+]
+ADDRESS = re.compile(r"(http://127\.0\.0\.1:(\d+))/lab\S*[?&]token=(\w+)")
+
+
+class Lab:
+    """`with Lab(course, folder) as lab`: a running server; `address`, `token` and `process` say where it is.
+
+    What the server and its kernels write, settings and outputs, goes below `folder`.
+    """
+
+    def __init__(self, course, folder):
+        self.course, self.log = course, folder / "lab.log"
+        places = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "runtime"}
+        self.environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder / "outputs"), "MANYHANDS_LIVE": "1"}
+        self.environ |= {f"JUPYTER_{name}": str(folder / place) for name, place in places.items()}
+
+    def __enter__(self):
+        command = [sys.executable, "-m", "manyhands.setup", "lab", "--open", "no"]
+        with open(self.log, "w") as log:
+            started = subprocess.Popen(command, cwd=self.course, env=self.environ, stdout=log, stderr=log)
+        self.process = psutil.Process(started.pid)
+        deadline = time.monotonic() + 60
+        while not (found := ADDRESS.search(self.log.read_text())):
+            assert started.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        self.address, self.token = found[1], found[3]
+        return self
+
+    def __exit__(self, *error):
+        family = [self.process, *self.process.children(recursive=True)]
+        self.process.terminate()
+        _, left = psutil.wait_procs(family, timeout=15)
+        for process in left:
+            process.kill()
+
+    def url(self, lesson):
+        return f"{self.address}/lab/tree/notebooks/{lesson}.ipynb?token={self.token}"
+
+
+class NotebookPage:
+    """A notebook in the browser; methods are what a reader does with mouse and keyboard."""
+
+    def __init__(self, page):
+        self.page = page
+        self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        self.scroller = self.panel.locator(".jp-WindowedPanel-outer")
+
+    def wait_for_kernel(self, timeout_s=60):
+        """Wait until the kernel is idle and no cell waits for it."""
+        self.page.wait_for_function(
+            """() => document.querySelector('#jp-main-statusbar')?.innerText.includes('Many Hands | Idle') &&
+                     document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'""",
+            timeout=1000 * timeout_s,
+        )
+
+    def cell(self, text):
+        """The first cell that shows `text`, scrolled into view."""
+        wanted = self.panel.locator(".jp-Cell").filter(has_text=text).first
+        self.scroller.evaluate("e => e.scrollTop = 0")
+        deadline = time.monotonic() + 60
+        while not wanted.count():
+            assert time.monotonic() < deadline, f"no cell shows {text!r}"
+            self.scroller.evaluate("e => e.scrollTop += e.clientHeight / 2")
+            self.page.wait_for_timeout(100)  # what scrolls into view is rendered a moment later
+        place = wanted.get_attribute("data-windowed-list-index")
+        cell = self.panel.locator(f'.jp-Cell[data-windowed-list-index="{place}"]')
+        cell.scroll_into_view_if_needed()
+        return cell
+
+    def menu(self, menu, *items):
+        """Choose an item of a menu of the menu bar, or of a menu in it."""
+        self.page.locator(".lm-MenuBar-item").get_by_text(menu, exact=True).click()
+        for item in items:
+            self.page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
+
+    def select(self, cell):
+        """Click beside the cell's code: what the menus and keys mean from now on."""
+        cell.locator(".jp-InputPrompt").click()
+
+    def type_over(self, cell, line, lines):
+        """Click at the end of `line` of a cell's code, select the line and type `lines` in its place, key by key."""
+        cell.locator(".cm-line").filter(has_text=line).click()
+        self.page.keyboard.press("End")
+        self.page.keyboard.press("Shift+Home")
+        for number, text in enumerate(lines):
+            if number:
+                self.page.keyboard.press("Enter")
+                self.page.keyboard.press("Shift+Home")  # whatever the editor has indented by itself
+            self.page.keyboard.type(text)
+
+    def run(self, cell, wait=True):
+        """Run a cell with Ctrl+Enter; its outputs."""
+        self.select(cell)
+        self.page.keyboard.press("Control+Enter")
+        if wait:
+            self.wait_for_kernel()
+        return cell.locator(".jp-Cell-outputArea")
+
+    def new_cell_below(self, cell, code):
+        """Insert a cell below with the key b and type its code."""
+        self.select(cell)
+        self.page.keyboard.press("b")
+        self.page.keyboard.press("Enter")
+        new = self.panel.locator(".jp-Cell.jp-mod-active")
+        self.page.keyboard.insert_text(code)
+        place = new.get_attribute("data-windowed-list-index")
+        return self.panel.locator(f'.jp-Cell[data-windowed-list-index="{place}"]')
+
+    def delete(self, cell):
+        self.select(cell)
+        self.page.keyboard.press("d")
+        self.page.keyboard.press("d")
+
+    def stop(self):
+        """The stop button."""
+        self.panel.locator('[data-jp-item-name="interrupt"]').click()
+
+    def save(self):
+        """Save with Ctrl+S and wait until the server has it."""
+        with self.page.expect_response(
+            lambda answer: answer.request.method == "PUT" and "/api/contents/" in answer.url
+        ):
+            self.page.keyboard.press("Control+s")

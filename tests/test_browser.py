@@ -1,0 +1,171 @@
+"""Lesson 02 as an attendee meets it: real JupyterLab in real Chromium, by mouse and keyboard."""
+
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from course_copy import copy_course
+from lab import CHROMIUM, FLAGS, Lab, NotebookPage
+from manyhands import pairs
+from manyhands.figures import RANK_COLOURS
+from manyhands.lessons import find_lessons
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+STUB = "raise NotImplementedError  # your turn"
+FEW = {"n_ranks": 2, "largest_mib": 0.1, "repeats": 1, "wait_s": 0.5, "points": 1_000}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    missing = None if Path(CHROMIUM).exists() else f"{CHROMIUM} is missing: apt-get install chromium"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing = "playwright is missing: make test installs it"
+    if missing:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
+    with sync_playwright() as play:
+        yield play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory):
+    """Lesson 02 of a copy of the course, with few ranks and small messages; its notebook is newer than its script."""
+    (lesson,) = find_lessons(copy_course(tmp_path_factory.mktemp("class") / "course"), ["02"])
+    script = lesson.script.read_text("utf-8")
+    for parameter, value in FEW.items():
+        (line,) = [line for line in script.splitlines() if line.startswith(f"{parameter} = ")]
+        script = script.replace(line, f"{parameter} = {value}  #{line.partition('#')[2]}")
+    lesson.script.write_text(script, "utf-8")
+    lesson.notebook.unlink()
+    pairs.sync(lesson)
+    os.utime(lesson.script, (1_000_000, 1_000_000))
+    return lesson
+
+
+@pytest.fixture(scope="module")
+def lab(lesson, tmp_path_factory):
+    with Lab(lesson.root, tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def notebook(browser, lab, lesson):
+    """The lesson, open, with its kernel ready and no rank yet."""
+    page = browser.new_page(viewport={"width": 1300, "height": 1000})
+    page.set_default_timeout(30_000)
+    page.goto(lab.url(lesson.name))
+    notebook = NotebookPage(page)
+    notebook.wait_for_kernel()
+    yield notebook
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def exercise(notebook):
+    """The cell of exercise 1; all cells above it have run."""
+    cell = notebook.cell("all_reduce_any_length(x_N):")
+    notebook.select(cell)
+    notebook.menu("Run", "Run All Above Selected Cell")
+    notebook.wait_for_kernel(120)
+    return notebook.cell("all_reduce_any_length(x_N):")
+
+
+def solution_lines(lesson):
+    """The body of the lesson's own solution 1, without its docstring."""
+    cells = nbformat.read(lesson.notebook, 4).cells
+    (source,) = [
+        cell.source
+        for cell in cells
+        if "solution" in cell.metadata.get("tags", []) and "def all_reduce_any_length" in cell.source
+    ]
+    body = source.split('"""')[2].split("\n\n")[0]
+    return [line for line in body.split("\n") if line.strip()]
+
+
+def test_the_server_listens_on_this_machine_only_and_asks_for_a_token(lab):
+    listening = [c for c in lab.process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(f"{lab.address}/api/contents")
+
+
+def test_the_lesson_opens_with_its_own_kernel_and_asks_nothing(notebook):
+    assert notebook.panel.locator(".jp-KernelName").inner_text().strip() == "Many Hands"
+    assert notebook.page.locator(".jp-Dialog").count() == 0
+    assert notebook.page.get_by_text("official Jupyter news").count() == 0
+
+
+def test_solutions_are_folded_and_open_at_a_click(notebook):
+    heading = notebook.cell("Solution 1")
+    place = int(heading.get_attribute("data-windowed-list-index"))
+    folded = notebook.panel.locator(f'.jp-Cell[data-windowed-list-index="{place + 1}"]')
+    assert folded.locator(".cm-editor").count() == 0
+    assert "tensor_split" not in folded.inner_text()
+    folded.locator(".jp-Placeholder-content").click()
+    folded.locator(".cm-editor").wait_for()
+    assert "tensor_split" in folded.inner_text()
+    folded.locator(".jp-InputCollapser, .jp-Collapser").first.click()
+    folded.locator(".jp-Placeholder-content").wait_for()
+
+
+def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_script(
+    notebook, exercise, lesson
+):
+    assert "exercise 1 (ring all-reduce): not attempted" in notebook.run(exercise).inner_text()
+    answer = solution_lines(lesson)
+    notebook.type_over(exercise, STUB, answer)
+    assert "exercise 1 (ring all-reduce): correct" in notebook.run(exercise).inner_text()
+    before = lesson.script.read_text("utf-8")
+    notebook.save()
+    assert lesson.script.read_text("utf-8") == before.replace(f"    {STUB}", "\n".join(answer), 1)
+    assert pairs.difference(lesson) is None
+
+
+def test_the_stop_button_frees_a_hung_cell_and_the_ranks_go_on(notebook, exercise):
+    cell = notebook.new_cell_below(exercise, "%%ranks\nif rank == 0:\n    dist.recv(torch.ones(1), src=1)")
+    outputs = notebook.run(cell, wait=False)
+    outputs.get_by_text("running on all ranks for").wait_for()
+    notebook.stop()
+    notebook.wait_for_kernel(20)
+    assert "interrupted: the ranks were freed" in outputs.inner_text()
+    assert "rank 0: waiting in recv, line 3" in outputs.inner_text()
+    assert "running on all ranks" not in outputs.inner_text()
+    again = notebook.new_cell_below(cell, "%%ranks\ndist.barrier()\nsay('still here')")
+    assert notebook.run(again).inner_text().split() == ["all", "ranks", "still", "here"]
+    silent = notebook.new_cell_below(again, "%%ranks\ntime.sleep(2.5)")
+    assert notebook.run(silent).inner_text().strip() == "", "what showed that it runs is gone"
+    for one in (silent, again, cell):
+        notebook.delete(one)
+
+
+def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
+    notebook.menu("Edit", "Clear Outputs of All Cells")
+    notebook.menu("Run", "Run All Cells")
+    notebook.wait_for_kernel(200)
+    said = notebook.cell("I am rank {rank} of {world_size}").locator(".jp-Cell-outputArea")
+    assert [line for line in said.inner_text().split("\n") if line.startswith("I am")] == [
+        "I am rank 0 of 2; left of me is 1, right of me 1",
+        "I am rank 1 of 2; left of me is 0, right of me 0",
+    ]
+    for rank in (0, 1):
+        colour = said.get_by_text(f"rank {rank}", exact=True).evaluate(
+            "e => getComputedStyle(e).borderLeftColor"
+        )
+        assert colour == "rgb({}, {}, {})".format(*bytes.fromhex(RANK_COLOURS[rank][1:]))
+    once = notebook.cell("the sum is {total.item()}").locator(".jp-Cell-outputArea")
+    assert once.inner_text().split("\n") == ["all ranks", "the sum is 4"]
+    picture = notebook.cell('show(figure, "hop"').locator(".jp-Cell-outputArea img")
+    picture.scroll_into_view_if_needed()
+    assert picture.evaluate("e => e.complete && e.naturalWidth") > 300
+    notebook.save()
+    stored = nbformat.read(lesson.notebook, 4).cells
+    assert [
+        output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"
+    ] == []
+    assert [cell.source for cell in stored if cell.cell_type == "code" and not cell.execution_count] == []
