@@ -475,9 +475,9 @@ if rank == 0:
     say("\n".join(lines))
 
 # %% [markdown]
-# How to read it. The loss falls, so the gradients are good enough to learn from. `dtf + dtb` is most of `dt`; the
-# rest is the optimizer. On one device backward takes about twice as long as forward. Here `dtb` is far more than
-# twice `dtf`: the difference is communication.
+# How to read it. The loss falls, so the gradients are good enough to learn from. `dtf + dtb` is most of `dt`; the rest
+# is the optimizer. On one device backward takes about twice as long as forward. Here `dtb` is far more than twice `dtf`:
+# the difference is communication and, with more ranks than cores, waiting for a core.
 #
 # A terminal on a cluster has no pictures, but it has characters. Plots made of them survive in every log file.
 # This one is the loss:
@@ -875,8 +875,8 @@ torch.set_num_threads(threads_now)
 #   itself.
 # - [srun](https://slurm.schedmd.com/srun.html), "Output environment variables": the long list behind the last row
 #   of the table.
-# - Next: [lesson 02](02_collectives.ipynb) builds the all-reduce that you have used here; [lesson
-#   01](01_one_device.ipynb) stays on one device and asks where memory and time go.
+# - Next: [lesson 02](02_collectives.ipynb) builds the all-reduce that you have used here; lesson
+#   01 stays on one device and asks where memory and time go.
 
 # %%
 # %%ranks

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 04 Your first job
 #
-# **25 minutes** for the sections marked CORE, 45 with those marked MORE.
+# **25 minutes** for the sections marked CORE, 40 with those marked MORE.
 #
 # After this lesson **you can**
 # - submit a job, watch it, find its output and cancel it, from a cell or in a terminal;
@@ -43,8 +43,8 @@
 
 # %% [markdown] tags=["notes"]
 # **For the instructor: the whole lesson.**
-# Minutes of the CORE: where a job goes 2, terminal 2, four jobs by hand 3, the job file 4, submit 5, while it waits 2,
-# exercises 1 to 3 five together, zoo with exercise 4 2.
+# Minutes of the CORE: start 1, where a job goes 2, terminal 2, four jobs by hand 3, the job file 4, submit 4, while it waits 2,
+# exercises 1 to 3 together 5, zoo with exercise 4 2.
 #
 # *Before the event:* run `make jobs SITE=... ACCOUNT=... RESERVATION=...` once in the shared course, and submit the job
 # yourself from an attendee's account. A wrong account costs the whole room ten minutes.
@@ -272,7 +272,7 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## Submit, watch, cancel (CORE, 5 min)
+# ## Submit, watch, cancel (CORE, 4 min)
 #
 # **Why now.** Because a job waits, one submits first and reads on meanwhile.
 #
@@ -375,8 +375,8 @@ if rank == 0:
 #         print(f"{name:>9}: {found['world_size']} ranks, corpus {found['corpus']['name']}, first losses {first}")
 
 # %% [markdown]
-# They agree to five digits or more: with the same corpus, more ranks change *who* computes a sequence, not what is computed.
-# The last digits differ because floating-point sums depend on their order.
+# They agree to six digits or so: with the same corpus, more ranks change *who* computes a sequence, not what is computed. The last
+# digits differ because floating-point sums depend on their order.
 #
 # To cancel is as easy, and nothing to be shy about: a job that you no longer need keeps others waiting. This one lives for a
 # moment only:
@@ -763,8 +763,8 @@ if rank == 0:
         say(f"the job says:      {job.stdout.strip()}")
 
 # %% [markdown]
-# No error anywhere. The job ran the script, and the script is yesterday's: **results that the notebook cannot explain.** It has
-# cost an afternoon on every hub without jupytext in the server. So a job file should refuse to run a stale pair. Somebody's guard:
+# No error anywhere. The job ran the script, and the script is yesterday's: **results that the notebook cannot explain.** It
+# happens on every hub whose server lacks jupytext. So a job file should refuse to run a stale pair. Somebody's guard:
 #
 # ```python
 # def stale(notebook, script):

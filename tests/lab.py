@@ -67,11 +67,15 @@ class NotebookPage:
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.scroller = self.panel.locator(".jp-WindowedPanel-outer")
 
-    def wait_for_kernel(self, timeout_s=60):
-        """Wait until the kernel is idle and no cell waits for it."""
+    def wait_for_kernel(self, timeout_s=60, busy=False):
+        """Wait until the kernel is idle and no cell waits for it, or until it is busy."""
         self.page.wait_for_function(
-            """() => document.querySelector('#jp-main-statusbar')?.innerText.includes('Many Hands | Idle') &&
-                     document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'""",
+            """busy => {
+                const idle = document.querySelector('#jp-main-statusbar')?.innerText.includes('Many Hands | Idle') &&
+                    document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle';
+                return Boolean(idle) != busy;
+            }""",
+            arg=busy,
             timeout=1000 * timeout_s,
         )
 
@@ -102,21 +106,50 @@ class NotebookPage:
     def type_over(self, cell, line, lines):
         """Click at the end of `line` of a cell's code, select the line and type `lines` in its place, key by key."""
         cell.locator(".cm-line").filter(has_text=line).click()
-        self.page.keyboard.press("End")
-        self.page.keyboard.press("Shift+Home")
-        for number, text in enumerate(lines):
-            if number:
-                self.page.keyboard.press("Enter")
-                self.page.keyboard.press("Shift+Home")  # whatever the editor has indented by itself
-            self.page.keyboard.type(text)
+        keys = self.page.keyboard
+        keys.press("End")
+        keys.press("Shift+Home")  # to the first letter
+        for text in lines:
+            keys.press(
+                "Shift+Home"
+            )  # to the margin: the indentation is typed, whatever the editor makes by itself
+            keys.type(text)
+            if text is not lines[-1]:
+                keys.press("Enter")
 
     def run(self, cell, wait=True):
-        """Run a cell with Ctrl+Enter; its outputs."""
+        """Run a cell with Ctrl+Enter."""
+        prompt = cell.locator(".jp-InputPrompt")
+        before = prompt.inner_text()
         self.select(cell)
         self.page.keyboard.press("Control+Enter")
         if wait:
-            self.wait_for_kernel()
-        return cell.locator(".jp-Cell-outputArea")
+            self.wait_for_number(cell, before)
+
+    def output(self, cell, text):
+        """All that the cell has put out, once `text` is in it: outputs are rendered after what they come from."""
+        outputs = cell.locator(".jp-Cell-outputArea")
+        outputs.filter(has_text=text).wait_for(state="attached")
+        return outputs.text_content()
+
+    def rows(self, cell, text):
+        """[label, what it said, label, what it said, ...] of a cell's rank output, once `text` is in it."""
+        self.output(cell, text)
+        return cell.locator(".jp-OutputArea-output div[style*=grid] > *").all_text_contents()
+
+    def wait_for_number(self, cell, before="[*]:", timeout_s=60):
+        """Wait until the cell has run: its prompt shows a number again, another than before."""
+        prompt = cell.locator(".jp-InputPrompt")
+        deadline = time.monotonic() + timeout_s
+        while not re.fullmatch(r"\[\d+\]:", text := prompt.inner_text()) or text == before:
+            assert time.monotonic() < deadline, f"the cell still runs after {timeout_s} s"
+            self.page.wait_for_timeout(50)
+
+    def run_many(self, item, timeout_s):
+        """Choose `item` of the menu Run and wait until the cells have run."""
+        self.menu("Run", item)
+        self.wait_for_kernel(busy=True)
+        self.wait_for_kernel(timeout_s)
 
     def new_cell_below(self, cell, code):
         """Insert a cell below with the key b and type its code."""

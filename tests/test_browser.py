@@ -71,8 +71,7 @@ def exercise(notebook):
     """The cell of exercise 1; all cells above it have run."""
     cell = notebook.cell("all_reduce_any_length(x_N):")
     notebook.select(cell)
-    notebook.menu("Run", "Run All Above Selected Cell")
-    notebook.wait_for_kernel(120)
+    notebook.run_many("Run All Above Selected Cell", timeout_s=120)
     return notebook.cell("all_reduce_any_length(x_N):")
 
 
@@ -117,10 +116,12 @@ def test_solutions_are_folded_and_open_at_a_click(notebook):
 def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_script(
     notebook, exercise, lesson
 ):
-    assert "exercise 1 (ring all-reduce): not attempted" in notebook.run(exercise).inner_text()
+    notebook.run(exercise)
+    notebook.output(exercise, "exercise 1 (ring all-reduce): not attempted")
     answer = solution_lines(lesson)
     notebook.type_over(exercise, STUB, answer)
-    assert "exercise 1 (ring all-reduce): correct" in notebook.run(exercise).inner_text()
+    notebook.run(exercise)
+    notebook.output(exercise, "exercise 1 (ring all-reduce): correct")
     before = lesson.script.read_text("utf-8")
     notebook.save()
     assert lesson.script.read_text("utf-8") == before.replace(f"    {STUB}", "\n".join(answer), 1)
@@ -128,39 +129,44 @@ def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_scri
 
 
 def test_the_stop_button_frees_a_hung_cell_and_the_ranks_go_on(notebook, exercise):
-    cell = notebook.new_cell_below(exercise, "%%ranks\nif rank == 0:\n    dist.recv(torch.ones(1), src=1)")
-    outputs = notebook.run(cell, wait=False)
-    outputs.get_by_text("running on all ranks for").wait_for()
+    hung = notebook.new_cell_below(exercise, "%%ranks\nif rank == 0:\n    dist.recv(torch.ones(1), src=1)")
+    notebook.run(hung, wait=False)
+    notebook.output(hung, "running on all ranks for")
     notebook.stop()
-    notebook.wait_for_kernel(20)
-    assert "interrupted: the ranks were freed" in outputs.inner_text()
-    assert "rank 0: waiting in recv, line 3" in outputs.inner_text()
-    assert "running on all ranks" not in outputs.inner_text()
-    again = notebook.new_cell_below(cell, "%%ranks\ndist.barrier()\nsay('still here')")
-    assert notebook.run(again).inner_text().split() == ["all", "ranks", "still", "here"]
-    silent = notebook.new_cell_below(again, "%%ranks\ntime.sleep(2.5)")
-    assert notebook.run(silent).inner_text().strip() == "", "what showed that it runs is gone"
-    for one in (silent, again, cell):
-        notebook.delete(one)
+    notebook.wait_for_number(hung, timeout_s=20)
+    said = notebook.output(hung, "interrupted: the ranks were freed")
+    assert "rank 0: waiting in recv, line 3" in said
+    assert "running on all ranks" not in said
+    again = notebook.new_cell_below(hung, "%%ranks\ndist.barrier()\nsay('still here')")
+    notebook.run(again)
+    assert notebook.rows(again, "still here") == ["all ranks", "still here"]
+    notebook.delete(again)
+    notebook.delete(hung)
+
+
+def test_what_shows_that_a_cell_runs_goes_when_it_ends(notebook, exercise):
+    silent = notebook.new_cell_below(exercise, "%%ranks\ntime.sleep(2.5)")
+    notebook.run(silent, wait=False)
+    notebook.output(silent, "running on all ranks for")
+    silent.locator(".jp-OutputArea-output").wait_for(state="detached")
+    notebook.delete(silent)
 
 
 def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
     notebook.menu("Edit", "Clear Outputs of All Cells")
-    notebook.menu("Run", "Run All Cells")
-    notebook.wait_for_kernel(200)
-    said = notebook.cell("I am rank {rank} of {world_size}").locator(".jp-Cell-outputArea")
-    assert [line for line in said.inner_text().split("\n") if line.startswith("I am")] == [
-        "I am rank 0 of 2; left of me is 1, right of me 1",
-        "I am rank 1 of 2; left of me is 0, right of me 0",
-    ]
+    notebook.run_many("Run All Cells", timeout_s=200)
+    greetings = notebook.cell("I am rank {rank} of {world_size}")
+    assert notebook.rows(greetings, "I am rank 1") == [
+        "rank 0", "I am rank 0 of 2; left of me is 1, right of me 1",
+        "rank 1", "I am rank 1 of 2; left of me is 0, right of me 0",
+    ]  # fmt: skip
     for rank in (0, 1):
-        colour = said.get_by_text(f"rank {rank}", exact=True).evaluate(
-            "e => getComputedStyle(e).borderLeftColor"
-        )
+        label = greetings.locator(".jp-OutputArea-output").get_by_text(f"rank {rank}", exact=True)
+        colour = label.evaluate("e => getComputedStyle(e).borderLeftColor")
         assert colour == "rgb({}, {}, {})".format(*bytes.fromhex(RANK_COLOURS[rank][1:]))
-    once = notebook.cell("the sum is {total.item()}").locator(".jp-Cell-outputArea")
-    assert once.inner_text().split("\n") == ["all ranks", "the sum is 4"]
-    picture = notebook.cell('show(figure, "hop"').locator(".jp-Cell-outputArea img")
+    once = notebook.cell("the sum is {total.item()}")
+    assert notebook.rows(once, "the sum is 4") == ["all ranks", "the sum is 4"]
+    picture = notebook.cell('show(figure, "hop"').locator(".jp-OutputArea-output img")
     picture.scroll_into_view_if_needed()
     assert picture.evaluate("e => e.complete && e.naturalWidth") > 300
     notebook.save()

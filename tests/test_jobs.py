@@ -319,3 +319,42 @@ def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     with pytest.raises(submit.SubmitError, match=r"Invalid account\n.*make jobs SITE="):
         submit.submit("ddp_shakespeare", via="slurm")
+
+
+PBS_STATES = [
+    (
+        "    job_state = Q\n    comment = Not Running: Insufficient amount of resource",
+        "waiting",
+        "Insufficient",
+    ),
+    ("    job_state = H\n    comment = Job held by ada", "waiting", "held"),
+    ("    job_state = R\n    exec_host = x1/0+x2/0", "running", "x1/0+x2/0"),
+    ("    job_state = F\n    Exit_status = 0", "completed", ""),
+    ("    job_state = F\n    Exit_status = 1", "failed", "exit 1"),
+    ("    job_state = F\n    Exit_status = 271", "cancelled", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "remark"), PBS_STATES, ids=[f"{state}" for _, state, _ in PBS_STATES]
+)
+def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys, answer, state, remark):
+    """qsub and qstat as PBS Pro answers, written down: no PBS runs in these tests."""
+    (tmp_path / "bin").mkdir()
+    for name, lines in {
+        "qsub": 'echo "$@" >&2\necho 123.server',
+        "qstat": f"echo 'Job Id: 123.server\n{answer}'",
+    }.items():
+        fake = tmp_path / "bin" / name
+        fake.write_text(f"#!/bin/sh\n{lines}\n")
+        fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    job = submit.submit("ddp_shakespeare", "--steps 20 --repeats 1", via="pbs")
+    said = capsys.readouterr().out
+    assert (
+        f"VENV={sys.prefix}" in said
+        and 'LESSON_ARGS=--steps 20 --repeats 1" jobs/ddp_shakespeare.pbs' in said
+    )
+    assert job.number == "123" and job.output == in_the_course / "ddp_shakespeare.o123"
+    found = job.state()
+    assert found[0] == state and remark in found[1]

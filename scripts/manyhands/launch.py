@@ -31,7 +31,9 @@ from manyhands.screen import write
 
 __all__ = ["LaunchError", "Place", "Ranks", "join", "joined", "leave", "mpi_world", "rejoin", "resolve"]
 
-PATIENCE_S = 5  # launchers end a job with its first process: those with nothing to say let rank 0 speak first
+PATIENCE_S = (
+    10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
+)
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 _last = {}  # "ranks": what the last join returned; "again": its arguments, until the lesson leaves
 
@@ -120,14 +122,16 @@ def _take_flags(lesson, script):
 
 def _end(text, status, stream, everybody=False):
     """End this script. Rank 0 says why, or everybody where the others do not know."""
+    launcher = ""
     try:
-        rank = resolve(os.environ).rank
+        place = resolve(os.environ)
+        rank, launcher = place.rank, place.launcher
     except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
         names = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
         rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
     if rank == 0 or everybody:
         print(text, file=stream, flush=True)
-    elif status:
+    elif status and launcher != "mpich":  # Hydra waits for all by itself
         time.sleep(PATIENCE_S)
     raise SystemExit(status)
 
