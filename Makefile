@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= $(CURDIR)/.venv
 BIN = $(VENV)/bin
 RUN = PYTHONNOUSERSITE=1 "$(BIN)/python"
-SETUP = "$(or $(SITE_PYTHON),$(PYTHON))" scripts/setup_environment.py
+SETUP = "$(PYTHON)" scripts/setup_environment.py
 LESSON ?=
 OPEN ?= yes
 SHELL = /bin/bash

@@ -51,7 +51,8 @@ def main():
     options = parser.parse_args()
     stamp = options.venv / "manyhands-stamp"
     built = read_stamp(stamp)
-    site_python = options.site_python or built.get("site_python")
+    named = options.site_python
+    site_python = shutil.which(named) or named if named else built.get("site_python")
     wanted = {
         "site_python": site_python,
         "course": None if options.copy else str(ROOT),
@@ -93,8 +94,8 @@ def ranges():
 
 
 def numbers(version):
-    """ "2.13.0+cpu" -> (2, 13, 0)"""
-    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version).group().split("."))
+    """ "2.13.0+cpu" -> (2, 13, 0); () for what is no version."""
+    return tuple(int(part) for part in re.findall(r"\d+", (version or "").split("+")[0])[:3])
 
 
 def what_it_is_built_from(copy):
@@ -125,7 +126,7 @@ def ask_site(python):
         answer = subprocess.run(
             [python, "-c", ASK_SITE], env=environ, stdout=subprocess.PIPE, check=True
         ).stdout
-        site = json.loads(answer.decode())
+        site = json.loads(answer.decode().strip().split("\n")[-1])  # a site's own greeting may come first
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         stop(f"SITE_PYTHON={python} does not run: {error}")
     check_python(tuple(site["python"]), "SITE_PYTHON")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from manyhands import wire
 from manyhands.catch_up import taken_from
@@ -58,7 +58,8 @@ cases = st.lists(
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+# shrinking would start ranks hundreds of times
+@settings(max_examples=3, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(cases=cases)
 def test_the_ring_sums_any_length_and_dtype_like_gloo_with_2_n_minus_1_messages(n, cases):
     for found in run_on_ranks(n, _sums, cases):

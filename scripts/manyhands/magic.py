@@ -9,6 +9,7 @@ import html
 import os
 import re
 import shlex
+import textwrap
 import time
 
 from IPython import get_ipython
@@ -141,7 +142,7 @@ def _text_bundle(rows):
     )
     cells = "".join(
         f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
-        f'<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;background:none;font:inherit">'
+        f'<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere;background:none;font:inherit">'
         f"{html.escape(_ANSI.sub('', text))}</pre>"
         for label, colour, text in rows
     )
@@ -204,7 +205,7 @@ def report(result):
     if not lines:
         lines.append(message)
     lines += [f"  rank {rank}: {_state(result, rank)}" for rank in range(result.world_size)]
-    lines.append(_outlook(result))
+    lines += textwrap.wrap(_outlook(result), 96)  # JupyterLab breaks long lines of an error within words
     return message, lines
 
 

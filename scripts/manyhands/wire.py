@@ -43,12 +43,8 @@ _NAMES = {
     "gather_": "gather", "barrier": "barrier", "monitored_barrier_": "barrier",
     "send": "send", "recv_": "recv", "recv_any_source_": "recv",
 }  # fmt: skip
-_WHERE_THE_WHOLE_IS = {
-    "all_gather": 0,
-    "gather": 0,
-    "reduce_scatter": 1,
-    "scatter": 1,
-}  # argument of the c10d operator
+# Which argument of the c10d operator holds all ranks' parts.
+_WHERE_THE_WHOLE_IS = {"all_gather": 0, "gather": 0, "reduce_scatter": 1, "scatter": 1}
 
 
 @dataclass(frozen=True)
@@ -151,11 +147,8 @@ def _global_rank(group, peer):
 
 # ---- transport ----
 
-_UNACKED, _BYTES_ACKED, _NOT_SENT = (
-    24,
-    120,
-    144,
-)  # offsets in struct tcp_info (linux/tcp.h): u32 packets, u64, u32 bytes
+# Offsets in struct tcp_info (linux/tcp.h): packets (u32), bytes (u64), bytes (u32).
+_UNACKED, _BYTES_ACKED, _NOT_SENT = 24, 120, 144
 
 
 def _delivered_bytes(patience_s=0.5):

@@ -1,0 +1,376 @@
+"""Two commands do everything: what the Makefile's targets build, install and start. pip is recorded, never run."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setup_environment
+from manyhands import setup
+from packaging.specifiers import SpecifierSet
+
+PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njupyterlab==4.6.6\nnot_at_the_site==1.0\n"
+RANGES = 'dependencies = ["torch>=2.6", "mpi4py>=4.0", "numpy>=1.26", "jupyterlab>=4.2"]\n'
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course with a package of one line."""
+    root = tmp_path / "course"
+    (root / "scripts" / "manyhands").mkdir(parents=True)
+    (root / "scripts" / "manyhands" / "__init__.py").write_text("WHERE = __file__\n")
+    (root / "requirements.txt").write_text(PINS)
+    (root / "pyproject.toml").write_text(RANGES)
+    monkeypatch.setattr(setup_environment, "ROOT", root)
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    return root
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The pip commands that were given, each as what follows `pip install -q`. Environments are real, but without pip."""
+    given, run = [], setup_environment.run
+
+    def record(*command):
+        words = [str(word) for word in command]
+        if words[1:3] == ["-m", "venv"]:
+            run(*words[:3], "--without-pip", *words[3:])
+        else:
+            assert words[1:5] == ["-m", "pip", "install", "-q"]
+            given.append([word for word in words[5:] if word != "--disable-pip-version-check"])
+
+    monkeypatch.setattr(setup_environment, "run", record)
+    return given
+
+
+@pytest.fixture
+def venv(tmp_path):
+    return tmp_path / "venv"
+
+
+def build(monkeypatch, venv, *flags):
+    monkeypatch.setattr(sys, "argv", ["setup_environment.py", "--venv", str(venv), *map(str, flags)])
+    setup_environment.main()
+
+
+def refusal(monkeypatch, capsys, venv, *flags):
+    """The sentence with which building ends; the status is 2."""
+    with pytest.raises(SystemExit) as ending:
+        build(monkeypatch, venv, *flags)
+    assert ending.value.code == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    return sentence
+
+
+def ask(venv, code):
+    """What a line of Python prints in an environment."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [venv / "bin" / "python", "-c", f"import importlib.util as u; print({code})"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def site_with(folder, *packages):
+    """A Python that has these packages, (name, version), by name only."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    for name, version in packages:
+        info = setup_environment.packages_of(folder) / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder / "bin" / "python"
+
+
+# ------------------------------------------------------------------ the environment
+
+
+def test_torch_is_installed_first_and_alone_then_every_pin_and_the_course_as_it_is(
+    course, commands, venv, monkeypatch
+):
+    build(monkeypatch, venv)
+    pins = (
+        ["torch==2.13.0", "mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6", "jupyterlab==4.6.6", "not_at_the_site==1.0"]
+    )
+    assert commands == [["torch==2.13.0"], pins]
+    assert ask(venv, "__import__('manyhands').WHERE") == str(course / "scripts" / "manyhands" / "__init__.py")
+
+
+def test_an_environment_that_is_up_to_date_is_left_alone_and_another_pin_is_installed(
+    course, commands, venv, monkeypatch, capsys
+):
+    build(monkeypatch, venv)
+    commands.clear()
+    capsys.readouterr()
+    build(monkeypatch, venv)
+    assert commands == [] and capsys.readouterr().out == ""
+    kept = setup_environment.packages_of(venv) / "kept.txt"
+    kept.touch()
+    (course / "requirements.txt").write_text(PINS.replace("numpy==2.4.6", "numpy==2.4.7"))
+    build(monkeypatch, venv)
+    assert "numpy==2.4.7" in commands[-1] and kept.exists()
+
+
+def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypatch, capsys):
+    record = setup_environment.run
+
+    def fail(*command):
+        record(*command)
+        if "pip" in command:
+            setup_environment.stop("pip failed")
+
+    monkeypatch.setattr(setup_environment, "run", fail)
+    assert refusal(monkeypatch, capsys, venv) == "pip failed"
+    monkeypatch.setattr(setup_environment, "run", record)
+    commands.clear()
+    build(monkeypatch, venv)
+    assert len(commands) == 2
+
+
+def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, commands, venv, monkeypatch):
+    monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
+    build(monkeypatch, venv)
+    assert commands[0] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
+    assert "--index-url" not in commands[1]
+
+
+def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_course(
+    course, commands, venv, monkeypatch
+):
+    build(monkeypatch, venv, "--copy")
+    package = setup_environment.packages_of(venv) / "manyhands"
+    assert ask(venv, "__import__('manyhands').WHERE") == str(package / "__init__.py")
+    (course / "scripts" / "manyhands" / "new.py").touch()
+    build(monkeypatch, venv, "--copy")
+    assert (package / "new.py").exists()
+
+
+def test_a_folder_that_holds_other_things_is_refused_and_kept(course, commands, venv, monkeypatch, capsys):
+    venv.mkdir()
+    (venv / "thesis.tex").touch()
+    assert "exists and is no environment" in refusal(monkeypatch, capsys, venv)
+    assert os.listdir(venv) == ["thesis.tex"]
+
+
+def test_what_pip_runs_in_is_not_led_astray_by_the_users_own_settings(monkeypatch, tmp_path):
+    for name, value in {"PYTHONPATH": "/elsewhere", "PIP_USER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    setup_environment.run(sys.executable, "-c", code, tmp_path / "environ")
+    environ = json.loads((tmp_path / "environ").read_text())
+    assert "PYTHONPATH" not in environ
+    assert (environ["PIP_USER"], environ["PYTHONNOUSERSITE"]) == ("0", "1")
+
+
+def test_a_command_that_fails_ends_with_its_status_in_a_sentence(capsys):
+    with pytest.raises(SystemExit) as ending:
+        setup_environment.run(sys.executable, "-c", "raise SystemExit(3)")
+    assert ending.value.code == 2
+    assert "failed with status 3" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ a Python that is too old
+
+
+def test_an_old_python_is_told_so(capsys):
+    with pytest.raises(SystemExit):
+        setup_environment.check_python((3, 6, 8), "PYTHON")
+    assert "or newer, not 3.6.8; name one: make lab PYTHON=" in capsys.readouterr().err
+
+
+def test_an_old_python_gets_as_far_as_being_told(root):
+    ast.parse((root / "scripts" / "setup_environment.py").read_text(), feature_version=(3, 7))
+
+
+def test_every_pin_accepts_the_oldest_python_that_is_accepted():
+    oldest = ".".join(str(number) for number in setup_environment.OLDEST)
+    for name in setup_environment.requirements():
+        wanted = importlib.metadata.metadata(name).get("Requires-Python") or ""
+        assert oldest in SpecifierSet(wanted), f"{name} needs Python {wanted}"
+
+
+# ------------------------------------------------------------------ on a site's Python
+
+
+def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(
+    course, commands, venv, monkeypatch
+):
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    installed = {word.split("==")[0] for command in commands for word in command if "==" in word}
+    assert installed == {"jupyterlab", "not_at_the_site"}
+    for name in ("torch", "mpi4py", "numpy"):
+        here = importlib.util.find_spec(name).origin
+        assert ask(venv, f"u.find_spec('{name}').origin") == here
+    assert (
+        str(Path(here).parents[1])
+        in (setup_environment.packages_of(venv) / "site-python.pth").read_text().splitlines()
+    )
+
+
+def test_what_a_jupyter_server_reads_from_its_own_folders_is_installed_even_if_the_site_has_it(
+    course, commands, venv, monkeypatch
+):
+    """Else this environment's JupyterLab would lack its pages, and jupytext in the server."""
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    assert commands[0] == [
+        "--no-deps",
+        "jupyterlab==4.6.6",
+    ]  # before the site's is visible: pip would be content with it
+
+
+def test_a_package_of_the_site_that_is_too_old_is_installed_anew(course, commands, venv, monkeypatch):
+    (course / "pyproject.toml").write_text(RANGES.replace("numpy>=1.26", "numpy>=99.0"))
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    assert "numpy==2.4.6" in commands[-1]
+
+
+def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew(
+    course, commands, venv, monkeypatch
+):
+    build(monkeypatch, venv)
+    rest = setup_environment.packages_of(venv) / "torch"
+    rest.mkdir()
+    commands.clear()
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    assert not rest.exists(), "the course's own torch would hide the site's"
+    commands.clear()
+    build(monkeypatch, venv)
+    assert commands == []
+
+
+def test_a_site_without_torch_or_mpi_is_refused_with_a_sentence(
+    course, commands, venv, tmp_path, monkeypatch, capsys
+):
+    bare = site_with(tmp_path / "bare")
+    assert "has no mpi4py and no torch; load the site's modules" in refusal(
+        monkeypatch, capsys, venv, "--site-python", bare
+    )
+    without_mpi = site_with(tmp_path / "half", ("torch", "2.9.1+cu128"))
+    assert "has no mpi4py; load" in refusal(monkeypatch, capsys, venv, "--site-python", without_mpi)
+    assert not venv.exists() and commands == []
+
+
+def test_a_site_whose_torch_is_too_old_is_refused_with_both_versions(
+    course, commands, venv, tmp_path, monkeypatch, capsys
+):
+    site = site_with(tmp_path / "site", ("torch", "2.5.1a0+gitdeadbee"), ("mpi4py", "4.0.0"))
+    sentence = refusal(monkeypatch, capsys, venv, "--site-python", site)
+    assert sentence.endswith("has torch 2.5.1a0+gitdeadbee; the course needs 2.6 or newer")
+
+
+def test_a_site_python_that_is_not_there_is_named(course, commands, venv, monkeypatch, capsys):
+    assert refusal(monkeypatch, capsys, venv, "--site-python", "/nowhere/python").startswith(
+        "SITE_PYTHON=/nowhere/python does not run"
+    )
+
+
+# ------------------------------------------------------------------ the Makefile
+
+
+@pytest.fixture
+def make(root, tmp_path):
+    """make(*words): runs make for a user whose home is empty and whose environment would be built in `tmp_path`/venv."""
+    home = tmp_path / "home"
+    home.mkdir()
+
+    def run(*words):
+        environ = {**os.environ, "HOME": str(home), "JUPYTER_DATA_DIR": str(home / "jupyter")}
+        command = ["make", "--no-print-directory", f"VENV={tmp_path / 'venv'}", *words]
+        return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=60)
+
+    run.home = home
+    return run
+
+
+def test_make_alone_lists_the_targets(make):
+    listed = {line.split()[0] for line in make().stdout.splitlines()}
+    wanted = "lab kernel shared jobs sync reset copy notebooks preflight doctor bench test"
+    assert listed >= set(wanted.split())
+
+
+def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_nothing_else(make, tmp_path):
+    done = make("kernel", f"ENV={sys.prefix}")
+    assert done.returncode == 0, done.stderr
+    kernel = make.home / "jupyter" / "kernels" / "manyhands"
+    files = [path for path in make.home.rglob("*") if path.is_file()]
+    assert files and all(path.parent == kernel for path in files)
+    spec = json.loads((kernel / "kernel.json").read_text())
+    assert (spec["display_name"], spec["env"]["PYTHONNOUSERSITE"]) == ("Many Hands", "1")
+    assert spec["argv"][0] == f"{sys.prefix}/bin/python"
+    assert str(kernel) in done.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["shared", "PREFIX="], "name the folder: make shared PREFIX=/path/that/all/can/read"),
+        (["kernel", "ENV=/nowhere"], "ENV=/nowhere is no environment"),
+        (["lab", "SITE_PYTHON=/nowhere/python"], "SITE_PYTHON=/nowhere/python does not run"),
+    ],
+)
+def test_make_refuses_with_a_sentence_and_status_2(make, words, sentence):
+    done = make(*words)
+    assert done.returncode == 2
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------ data, kernel, lab
+
+
+def test_the_kernel_of_a_shared_environment_knows_its_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    data = tmp_path / "share" / "manyhands" / "data"
+    data.mkdir(parents=True)
+    setup.install_kernel(user=False)
+    spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
+    assert spec["env"]["MANYHANDS_DATA"] == str(data)
+
+
+def test_a_wrong_corpus_ends_the_set_up_with_status_2_before_the_kernel(monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_SHAKESPEARE", "/nowhere/input.txt")
+    monkeypatch.setattr(setup, "install_kernel", lambda user: pytest.fail("went on"))
+    assert setup.main(["data", "kernel"]) == 2
+    assert "MANYHANDS_SHAKESPEARE=/nowhere/input.txt cannot be read" in capsys.readouterr().err
+
+
+def test_a_named_corpus_goes_into_the_cache_where_every_kernel_finds_it(monkeypatch, tmp_path, capsys):
+    named = os.environ.get("MANYHANDS_SHAKESPEARE")
+    if not named:
+        pytest.skip("MANYHANDS_SHAKESPEARE names no file")
+    monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "data"))
+    assert setup.main(["data"]) == 0
+    (stored,) = (tmp_path / "data").iterdir()
+    assert stored.read_bytes() == Path(named).read_bytes()
+    assert str(stored) in capsys.readouterr().out
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The command by which setup replaced itself; its environment is `tmp_path`/env, the course `tmp_path`/course."""
+    (tmp_path / "course" / "notebooks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "course")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    command = []
+    monkeypatch.setattr(os, "execv", lambda program, words: command.extend(words))
+    return command
+
+
+@pytest.mark.parametrize(("flag", "opens"), [("yes", True), ("no", False)])
+def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, tmp_path, flag, opens):
+    for name in ("03_b", "00_a"):
+        (tmp_path / "course" / "notebooks" / f"{name}.ipynb").touch()
+    assert setup.main(["lab", "--open", flag]) == 0
+    assert started[1:3] == ["-m", "jupyterlab"]
+    assert "--ServerApp.ip=127.0.0.1" in started
+    assert f"--ServerApp.root_dir={tmp_path / 'course'}" in started
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_a.ipynb" in started
+    assert ("--no-browser" not in started) == opens
+    config = json.loads((tmp_path / "env" / "etc" / "jupyter" / "labconfig" / "page_config.json").read_text())
+    assert config["disabledExtensions"] == {"@jupyterlab/apputils-extension:announcements": True}
+
+
+def test_lab_without_a_lesson_says_so(started, capsys):
+    assert setup.main(["lab"]) == 2
+    assert "there are no notebooks below" in capsys.readouterr().err and started == []
