@@ -96,6 +96,7 @@ from manyhands import join, leave, recorded, say, show
 from manyhands.catch_up import catch_up
 from manyhands.checks import first_job as checks
 from manyhands.data import get_batch, load_corpus
+from manyhands.launch import refuse
 from manyhands.metrics import Metrics
 from manyhands.model import GPT, GPTConfig
 from matplotlib.figure import Figure
@@ -103,6 +104,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+if global_batch % world_size:
+    refuse(
+        f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
+    )
 
 # %%
 # %%ranks
@@ -576,7 +581,7 @@ def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
 checks.twice_the_nodes(my_sequences, ranks)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 1
 def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
@@ -661,7 +666,7 @@ acts = {4702: ..., 4703: ..., 4704: ..., 4705: ..., 4706: ..., 4708: ...}  # you
 if rank == 0:
     checks.why_it_waits(acts)
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 2
 acts = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
@@ -707,7 +712,7 @@ first_error = ...  # and a name such as "ValueError"
 if rank == 0:
     checks.first_error((first_rank, first_error))
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 3
 first_rank = 3  # not 1: that is its local rank, its number on node2
@@ -788,7 +793,7 @@ if rank == 0:
     checks.yesterdays_code(stale)
 
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 4
 def stale(notebook, script):

@@ -103,7 +103,8 @@ def what_it_is_built_from(copy):
     files = [ROOT / "requirements.txt", Path(__file__)]
     if copy:
         files += sorted((ROOT / "scripts" / "manyhands").rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    named = (str(path.relative_to(path.parents[1])).encode() + path.read_bytes() for path in files)
+    return hashlib.sha256(b"".join(named)).hexdigest()
 
 
 def read_stamp(path):
@@ -157,9 +158,31 @@ def install_beside(venv, site):
     install(venv, {name: line for name, line in pins.items() if name in site["jupyter"]}, "--no-deps")
     (packages_of(venv) / "site-python.pth").write_text("\n".join(site["paths"]) + "\n")
     install(venv, {n: line for n, line in pins.items() if n not in keep or n in site["jupyter"]})
-    find = "import importlib.util as u; assert all(u.find_spec(name) for name in ('torch', 'mpi4py'))"
-    if subprocess.run([str(venv / "bin" / "python"), "-c", find]).returncode:
+    modules = {
+        "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"),
+        "MANYHANDS_MPIEXEC": shutil.which("mpiexec"),
+    }
+    (venv / "manyhands-site.json").write_text(
+        json.dumps({name: value for name, value in modules.items() if value})
+    )
+    try_imports(venv)
+
+
+def try_imports(venv):
+    """Ends with a sentence if torch is not visible; warns if mpi4py finds no MPI library. MPI is not started."""
+    tried = "import importlib.util as u, mpi4py; assert u.find_spec('torch')"
+    loaded = "mpi4py.rc.initialize = False; from mpi4py import MPI"
+    status = [
+        subprocess.run([str(venv / "bin" / "python"), "-c", code], stderr=subprocess.DEVNULL).returncode
+        for code in (tried, f"{tried}; {loaded}")
+    ]
+    if status[0]:
         stop(f"torch and mpi4py of the site are not visible from {venv}; name the Python itself")
+    if status[1]:
+        print(
+            "warning: the site's mpi4py finds no MPI library; load the site's MPI module and run this again, else ranks "
+            "start without MPI (MANYHANDS_MPI=off)"
+        )
 
 
 # ------------------------------------------------------------------ building

@@ -308,7 +308,8 @@ def verdicts():
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
 def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
-    assert REJECTED[check][mutant].lower() in verdicts[mutant.__name__].lower()  # a sentence begins with a capital
+    # case aside: what is said begins with a capital
+    assert REJECTED[check][mutant].lower() in verdicts[mutant.__name__].lower()
 
 
 @pytest.mark.parametrize("name", SOLUTIONS.values())

@@ -338,6 +338,12 @@ def test_our_own_ddp_trains_as_the_librarys_does(root, tmp_path, of_one):
     assert compare(ours, one) == []
 
 
+def test_a_global_batch_that_does_not_split_is_refused_in_one_sentence(root, tmp_path):
+    with pytest.raises(AssertionError) as failed:
+        run_script(root, tmp_path, torchrun(2), "--global-batch=9")
+    assert str(failed.value).count("global_batch=9 does not split over 2 ranks; use a multiple of 2") == 1
+
+
 SECTIONS = r"""
 import sys
 import jupytext

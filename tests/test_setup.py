@@ -74,10 +74,13 @@ def ask(venv, code):
 
 
 def site_with(folder, *packages):
-    """A Python that has these packages, (name, version), by name only."""
+    """A Python that has these packages, (name, version), all of them empty."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     for name, version in packages:
-        info = setup_environment.packages_of(folder) / f"{name}-{version}.dist-info"
+        packages_here = setup_environment.packages_of(folder)
+        (packages_here / name).mkdir()
+        (packages_here / name / "__init__.py").touch()
+        info = packages_here / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return folder / "bin" / "python"
@@ -90,9 +93,14 @@ def test_torch_is_installed_first_and_alone_then_every_pin_and_the_course_as_it_
     course, commands, venv, monkeypatch
 ):
     build(monkeypatch, venv)
-    pins = (
-        ["torch==2.13.0", "mpi4py==4.1.2", "mpich==5.0.2", "numpy==2.4.6", "jupyterlab==4.6.6", "not_at_the_site==1.0"]
-    )
+    pins = [
+        "torch==2.13.0",
+        "mpi4py==4.1.2",
+        "mpich==5.0.2",
+        "numpy==2.4.6",
+        "jupyterlab==4.6.6",
+        "not_at_the_site==1.0",
+    ]
     assert commands == [["torch==2.13.0"], pins]
     assert ask(venv, "__import__('manyhands').WHERE") == str(course / "scripts" / "manyhands" / "__init__.py")
 
@@ -208,6 +216,16 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(
     )
 
 
+def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(
+    course, commands, venv, tmp_path, monkeypatch
+):
+    site = site_with(tmp_path / "site", ("torch", "2.9.1+cu128"), ("mpi4py", "4.1.0"))
+    build(monkeypatch, venv, "--site-python", site)
+    assert [word for command in commands for word in command] == [
+        "numpy==2.4.6", "jupyterlab==4.6.6", "not_at_the_site==1.0",
+    ]  # fmt: skip
+
+
 def test_what_a_jupyter_server_reads_from_its_own_folders_is_installed_even_if_the_site_has_it(
     course, commands, venv, monkeypatch
 ):
@@ -217,6 +235,30 @@ def test_what_a_jupyter_server_reads_from_its_own_folders_is_installed_even_if_t
         "--no-deps",
         "jupyterlab==4.6.6",
     ]  # before the site's is visible: pip would be content with it
+
+
+def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_built(
+    course, commands, venv, tmp_path, monkeypatch
+):
+    """A hub starts kernels without them."""
+    mpiexec = tmp_path / "mpi" / "bin" / "mpiexec"
+    mpiexec.parent.mkdir(parents=True)
+    mpiexec.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(mpiexec.parent), prepend=os.pathsep)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/mpi/lib")
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    setup.install_kernel(user=False)
+    spec = json.loads((venv / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
+    assert spec["env"] == {
+        "PYTHONNOUSERSITE": "1", "LD_LIBRARY_PATH": "/site/mpi/lib", "MANYHANDS_MPIEXEC": str(mpiexec)
+    }  # fmt: skip
+
+
+def test_an_mpi4py_without_its_library_is_a_warning(course, commands, venv, monkeypatch, capsys):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    build(monkeypatch, venv, "--site-python", sys.executable)
+    assert "warning: the site's mpi4py finds no MPI library; load" in capsys.readouterr().out
 
 
 def test_a_package_of_the_site_that_is_too_old_is_installed_anew(course, commands, venv, monkeypatch):

@@ -130,6 +130,23 @@ def test_calls_and_transport_agree_on_messages():
         assert transported == pytest.approx(called, rel=0.01)
 
 
+def _one_way(ranks):
+    x = torch.ones(250_000)
+    for measured in (False, True):
+        with wire.watch() as seen:
+            (dist.send if ranks.rank == 0 else dist.recv)(x, 1 - ranks.rank)
+            dist.barrier()
+        if measured:
+            return seen.transport_bytes
+
+
+@pytest.mark.skipif(not LINUX, reason="TCP_INFO is Linux's")
+def test_transport_counts_what_was_sent_not_what_was_received():
+    sender, receiver = run_on_ranks(2, _one_way)
+    assert sender == pytest.approx(1_000_000, rel=0.01)
+    assert receiver < 2000
+
+
 def test_without_tcp_info_the_transport_is_unknown_and_calls_still_count(monkeypatch):
     monkeypatch.setattr(wire, "_tcp_sockets", lambda: None)
     with wire.watch() as seen:

@@ -29,7 +29,18 @@ from manyhands.launchers import LaunchError, Place, resolve, without_foreign_mpi
 from manyhands.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
 from manyhands.screen import write
 
-__all__ = ["LaunchError", "Place", "Ranks", "join", "joined", "leave", "mpi_world", "rejoin", "resolve"]
+__all__ = [
+    "LaunchError",
+    "Place",
+    "Ranks",
+    "join",
+    "joined",
+    "leave",
+    "mpi_world",
+    "refuse",
+    "rejoin",
+    "resolve",
+]
 
 PATIENCE_S = (
     10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
@@ -103,6 +114,20 @@ def rejoin() -> bool:
 def joined() -> Ranks | None:
     """What the last `join` returned, for those that label lines and name files."""
     return _last.get("ranks")
+
+
+def refuse(sentence: str) -> None:
+    """A lesson's value does not fit the ranks that `join` found: end, before any work. All ranks call it.
+
+    A script says the sentence once, on rank 0, and ends with status 2; in a notebook it is a ValueError.
+    """
+    ranks = joined()
+    if ranks is None or ranks.launcher == "notebook":
+        raise ValueError(sentence)
+    if dist.is_initialized():
+        dist.barrier()  # nobody leaves while another is still connecting to it
+    leave()
+    _end(f"{ranks.lesson}.py: {sentence}", 2, sys.stderr)
 
 
 def mpi_world():

@@ -8,6 +8,7 @@ Several actions may be given at once: `data kernel`.
 """
 
 import argparse
+import json
 import os
 import sys
 from contextlib import suppress
@@ -33,6 +34,11 @@ def install_kernel(user):
     shared_data = Path(sys.prefix) / "share" / "manyhands" / "data"
     if shared_data.is_dir():  # `make shared` put it there
         environ["MANYHANDS_DATA"] = str(shared_data)
+    site = Path(sys.prefix) / "manyhands-site.json"
+    if (
+        site.exists()
+    ):  # a hub starts kernels without the modules that were loaded when this was built on a site's Python
+        environ |= json.loads(site.read_text())
     folder = install(
         user=user,
         prefix=None if user else sys.prefix,
