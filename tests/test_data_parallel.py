@@ -344,46 +344,6 @@ def test_a_global_batch_that_does_not_split_is_refused_in_one_sentence(root, tmp
     assert str(failed.value).count("global_batch=9 does not split over 2 ranks; use a multiple of 2") == 1
 
 
-SECTIONS = r"""
-import sys
-import jupytext
-cells = [c for c in jupytext.read(sys.argv[1], fmt="py:percent").cells]
-parts, name = {"": []}, ""
-for cell in cells:
-    if cell.cell_type == "markdown" and cell.source.startswith(("## ", "### ")):
-        name = cell.source.splitlines()[0]
-        parts[name] = []
-    elif cell.cell_type == "code" and "active-ipynb" not in cell.metadata.get("tags", []):
-        parts[name].append(cell.source.replace("%%ranks", "#", 1))
-start = parts.pop("") + parts.pop(next(name for name in parts if name.startswith("## Start")))
-for name, sources in parts.items():
-    lesson = {"__name__": "section"}
-    for source in start:
-        exec(source, lesson)
-    lesson.update(steps=2, repeats=1)
-    lesson["ranks"] = __import__("dataclasses").replace(lesson["ranks"], lesson=sys.argv[2])
-    for source in sources:
-        exec(source, lesson)
-    print("section runs:", name)
-"""
-
-
-def test_every_section_runs_after_the_start_cells_alone(root, tmp_path):
-    environ = {
-        **os.environ,
-        "MANYHANDS_OUTPUTS": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(root / "scripts"),
-    }
-    script = root / "scripts" / f"{LESSON}.py"
-    run = subprocess.run(
-        [sys.executable, "-c", SECTIONS, str(script), LESSON],
-        env=environ, capture_output=True, text=True, timeout=200, cwd=root / "notebooks", check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    assert run.stdout.count("section runs:") >= 14
-
-
 def test_cells_are_short_and_alternate_with_text(cells):
     code = [cell for cell in cells if cell.cell_type == "code"]
     lengths = [len(cell.source.splitlines()) for cell in code]
