@@ -110,17 +110,14 @@ class NotebookPage:
         keys.press("End")
         keys.press("Shift+Home")  # to the first letter
         for text in lines:
-            keys.press(
-                "Shift+Home"
-            )  # to the margin: the indentation is typed, whatever the editor makes by itself
+            keys.press("Shift+Home")  # to the margin: what the editor indents by itself is typed over
             keys.type(text)
             if text is not lines[-1]:
                 keys.press("Enter")
 
     def run(self, cell, wait=True):
         """Run a cell with Ctrl+Enter."""
-        prompt = cell.locator(".jp-InputPrompt")
-        before = prompt.inner_text()
+        before = cell.locator(".jp-InputPrompt").inner_text()
         self.select(cell)
         self.page.keyboard.press("Control+Enter")
         if wait:

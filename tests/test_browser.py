@@ -35,12 +35,16 @@ def browser():
 
 @pytest.fixture(scope="module")
 def lesson(tmp_path_factory):
-    """Lesson 02 of a copy of the course, with few ranks and small messages; its notebook is newer than its script."""
+    """Lesson 02 of a copy of the course, with few ranks and small messages.
+
+    As after a clone, its notebook is newer than its script; and the script has a blank line where jupytext puts none.
+    """
     (lesson,) = find_lessons(copy_course(tmp_path_factory.mktemp("class") / "course"), ["02"])
     script = lesson.script.read_text("utf-8")
     for parameter, value in FEW.items():
         (line,) = [line for line in script.splitlines() if line.startswith(f"{parameter} = ")]
         script = script.replace(line, f"{parameter} = {value}  #{line.partition('#')[2]}")
+    script = script.replace("\n# %% [markdown]\n# ## ", "\n\n\n# %% [markdown]\n# ## ", 1)
     lesson.script.write_text(script, "utf-8")
     lesson.notebook.unlink()
     pairs.sync(lesson)

@@ -34,7 +34,8 @@ for title, section in sections[1:]:
 """
 
 
-@pytest.mark.parametrize("lesson", find_lessons(only=["02"]), ids=lambda lesson: lesson.name)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lesson", find_lessons(only=["02", "03"]), ids=lambda lesson: lesson.name)
 def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     flags = [
         text for name, value in lesson.short.items() for text in (f"--{name.replace('_', '-')}", str(value))
@@ -42,6 +43,6 @@ def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     program = "import sys; sys.argv = sys.argv[1:]\n" + PROGRAM
     done = subprocess.run(
         [sys.executable, "-c", program, str(lesson.script), *flags],
-        check=False, capture_output=True, text=True, timeout=240, cwd=tmp_path,
+        check=False, capture_output=True, text=True, timeout=360, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -51,7 +51,8 @@ def environ(tmp_path_factory, course):
 
 
 def flags(name):
-    short = find_lessons(only=[name])[0].short
+    """Shorter than short: five runs of lesson 03 share two cores here."""
+    short = find_lessons(only=[name])[0].short | ({"steps": 6, "repeats": 1} if name.startswith("03") else {})
     return [part for key, value in short.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 
