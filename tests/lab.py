@@ -23,6 +23,10 @@ FLAGS = [
 ]
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:(\d+))/lab\S*[?&]token=(\w+)")
 
+IDLE = """() => Boolean(
+    document.querySelector('#jp-main-statusbar')?.innerText.includes('Many Hands | Idle') &&
+    document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle')"""
+
 
 class Lab:
     """`with Lab(course, folder) as lab`: a running server; `address`, `token` and `process` say where it is.
@@ -69,15 +73,13 @@ class NotebookPage:
 
     def wait_for_kernel(self, timeout_s=60, busy=False):
         """Wait until the kernel is idle and no cell waits for it, or until it is busy."""
-        self.page.wait_for_function(
-            """busy => {
-                const idle = document.querySelector('#jp-main-statusbar')?.innerText.includes('Many Hands | Idle') &&
-                    document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle';
-                return Boolean(idle) != busy;
-            }""",
-            arg=busy,
-            timeout=1000 * timeout_s,
-        )
+        deadline = time.monotonic() + timeout_s
+        while self.page.evaluate(IDLE) == busy:
+            asked = self.page.locator(".jp-Dialog").all_inner_texts()
+            assert time.monotonic() < deadline, (
+                f"not {'busy' if busy else 'idle'} after {timeout_s} s; {asked}"
+            )
+            self.page.wait_for_timeout(50)
 
     def cell(self, text):
         """The first cell that shows `text`, scrolled into view."""

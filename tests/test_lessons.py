@@ -78,7 +78,7 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     ]  # fmt: skip
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stdout[-6000:]
-    metrics = find_metrics(tmp_path)
+    metrics = find_metrics(tmp_path, lesson.name)
     assert (metrics["launcher"], metrics["world_size"]) == ("notebook", 4)
     assert metrics["exact"] or lesson.number == "04"
 

@@ -122,7 +122,7 @@ class Run:
         append_rank_output(self.folder / "ranks", self.log)
         if self.executed.exists():
             write_page(self.executed, self.page)
-        metrics = find_metrics(self.folder / "outputs")
+        metrics = find_metrics(self.folder / "outputs", self.lesson.name)
         return Outcome(self, ended, self._error(ended, timeout_s, metrics), metrics)
 
     def _error(self, ended, timeout_s, metrics):
@@ -186,9 +186,12 @@ def write_page(notebook, page):
         page.write_text(body, encoding="utf-8")
 
 
-def find_metrics(outputs):
-    """The metrics.json that a run left below `outputs`, as a dict, or None. (`latest` is a link to its folder.)"""
-    for path in sorted(outputs.glob("*/*/metrics.json")):
+def find_metrics(outputs, lesson="*"):
+    """The metrics.json that a run of `lesson` left below `outputs`, as a dict, or None. (`latest` is a link to its folder.)
+
+    Lesson 04 needs the name: its notebook starts a job, which leaves lesson 03's beside its own.
+    """
+    for path in sorted(outputs.glob(f"{lesson}/*/metrics.json")):
         if not path.parent.is_symlink():
             return {**json.loads(path.read_text()), "path": str(path)}
     return None
