@@ -134,8 +134,8 @@ def ask_site(python):
     missing = sorted({"torch", "mpi4py"} - set(site["versions"]))
     if missing:
         stop(
-            f"SITE_PYTHON={python} has no {' and no '.join(missing)}; load the site's modules first and name the Python "
-            "that has them, or leave SITE_PYTHON away, and the course installs its own"
+            f"SITE_PYTHON={python} has no {' and no '.join(missing)}; load the site's modules first and name the "
+            "Python that has them, or leave SITE_PYTHON away, and the course installs its own"
         )
     for name in ("torch", "mpi4py"):
         if numbers(site["versions"][name]) < ranges()[name]:
@@ -180,8 +180,8 @@ def try_imports(venv):
         stop(f"torch and mpi4py of the site are not visible from {venv}; name the Python itself")
     if status[1]:
         print(
-            "warning: the site's mpi4py finds no MPI library; load the site's MPI module and run this again, else ranks "
-            "start without MPI (MANYHANDS_MPI=off)"
+            "warning: the site's mpi4py finds no MPI library; load the site's MPI module and run this again, else "
+            "ranks start without MPI (MANYHANDS_MPI=off)"
         )
 
 

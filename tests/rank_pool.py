@@ -16,7 +16,9 @@ from datetime import timedelta
 
 _server = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first collective under a TorchDispatchMode (wire.watch) imports it, one second of CPU on each rank
-_server.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "manyhands"])
+_server.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "hypothesis", "pytest", "manyhands"]
+)
 
 
 class RankFailed(AssertionError):

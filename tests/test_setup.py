@@ -32,7 +32,7 @@ def course(tmp_path, monkeypatch):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The pip commands that were given, each as what follows `pip install -q`. Environments are real, but without pip."""
+    """The pip commands that were given, as what follows `pip install -q`. Environments are real, but without pip."""
     given, run = [], setup_environment.run
 
     def record(*command):
@@ -312,7 +312,7 @@ def test_a_site_python_that_is_not_there_is_named(course, commands, venv, monkey
 
 @pytest.fixture
 def make(root, tmp_path):
-    """make(*words): runs make for a user whose home is empty and whose environment would be built in `tmp_path`/venv."""
+    """make(*words): runs make for a user with an empty home, whose environment would be built in `tmp_path`/venv."""
     home = tmp_path / "home"
     home.mkdir()
 

@@ -142,7 +142,8 @@ def _text_bundle(rows):
     )
     cells = "".join(
         f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
-        f'<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere;background:none;font:inherit">'
+        '<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere;'
+        'background:none;font:inherit">'
         f"{html.escape(_ANSI.sub('', text))}</pre>"
         for label, colour, text in rows
     )

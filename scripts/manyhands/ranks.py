@@ -89,7 +89,9 @@ class Hands:
         self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
         reason = login_node() if self.allocation.kind == "local" else None
         if reason and (self.world_size > 2 or self.mpi):
-            print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")
+            print(
+                f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more."
+            )
             self.world_size, self.mpi = min(self.world_size, 2), False
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"

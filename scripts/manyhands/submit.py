@@ -20,6 +20,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from manyhands import pairs
+from manyhands.lessons import find_lessons
 from manyhands.outputs import COURSE, outputs_folder
 
 PASSED_ON = ("MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "VENV", "NPROC_PER_NODE")
@@ -42,9 +44,11 @@ def scheduler():
 def submit(name, flags="", via=None):
     """Submit jobs/<name>.pbs or .slurm with the lesson's `flags`, and return the Job.
 
-    via: "slurm", "pbs" or "bash"; None takes the scheduler that answers, else bash. Raises SubmitError with what the
-    scheduler said.
+    via: "slurm", "pbs" or "bash"; None takes the scheduler that answers, else bash. The lesson that the job runs is
+    synced first, so that it is what you saved in the notebook. Raises SubmitError with what the scheduler said, and
+    PairError where it is unclear which of the lesson's two files is the newer one.
     """
+    _sync(_course(name), name)
     kind = {"slurm": SlurmJob, "pbs": PbsJob, "bash": LocalJob}[via or scheduler() or "bash"]
     return kind(name, shlex.split(flags))
 
@@ -238,6 +242,14 @@ def _course(name):
         if (folder / "jobs" / f"{name}.pbs").is_file():
             return folder
     raise SubmitError(f"there is no jobs/{name}.pbs: open the notebook in the course's own notebooks/ folder")
+
+
+def _sync(course, name):
+    """Write what was saved last of the lesson's notebook and script into the other; says so if that changed anything."""
+    lessons = set(re.findall(r"scripts/(\d\d_\w+)\.py", (course / "jobs" / f"{name}.pbs").read_text("utf-8")))
+    for lesson in find_lessons(course, lessons):
+        if pairs.difference(lesson):
+            print(pairs.sync(lesson))
 
 
 def _environment():
