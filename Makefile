@@ -23,57 +23,57 @@ environment:
 	@$(SETUP) --venv "$(VENV)" $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
 
 lab: environment  ## JupyterLab on the first lesson (OPEN=no prints the address and opens no browser)
-	@$(RUN) -m manyhands.setup data kernel
-	@$(RUN) -m manyhands.setup lab --open $(OPEN)
+	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) -m manyhands.notebook.jupyter lab --open $(OPEN)
 
 kernel: $(if $(ENV),,environment)  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/path: of a shared environment)
 	@test -z "$(ENV)" || test -x "$(ENV)/bin/python" || { echo "ENV=$(ENV) is no environment" >&2; exit 2; }
-	@$(if $(ENV),PYTHONNOUSERSITE=1 "$(ENV)/bin/python",$(RUN)) -m manyhands.setup $(if $(ENV),,data) kernel --user
+	@$(if $(ENV),PYTHONNOUSERSITE=1 "$(ENV)/bin/python",$(RUN)) -m manyhands.notebook.jupyter $(if $(ENV),,data) kernel --user
 
 shared:  ## PREFIX=/path: one environment, with data, for a whole class
 	@test -n "$(PREFIX)" || { echo "name the folder: make shared PREFIX=/path/that/all/can/read" >&2; exit 2; }
 	@umask 022; $(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
 	@umask 022; export MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" PYTHONNOUSERSITE=1; \
-	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" -m manyhands.setup data
+	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter data
 	@echo "each attendee, in a copy of the course: make kernel ENV=$(abspath $(PREFIX))"
 
 jobs: environment  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=...: write these into the job files
-	@$(RUN) -m manyhands.jobs stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \
+	@$(RUN) -m manyhands.jobs.stamp stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \
 	  $(if $(QUEUE),--queue "$(QUEUE)") $(if $(RESERVATION),--reservation "$(RESERVATION)") \
 	  $(if $(WALLTIME),--walltime "$(WALLTIME)")
 
 sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
-	@$(RUN) -m manyhands.pairs sync $(LESSON)
+	@$(RUN) -m manyhands.course.pairs sync $(LESSON)
 
 reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
-	@$(RUN) -m manyhands.copies reset $(LESSON)
+	@$(RUN) -m manyhands.course.handouts reset $(LESSON)
 
 copy: environment  ## TO=/path: the course for attendees, without the instructor's notes
-	@$(RUN) -m manyhands.copies copy "$(TO)"
+	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
-	@$(RUN) -m manyhands.setup data kernel
-	@$(RUN) -m manyhands.pairs notebooks $(LESSON)
+	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 figures: environment  ## draw assets/*.svg again
 	@$(RUN) -m manyhands.figures
 
 preflight: environment  ## run everything before an event; report in outputs/preflight/report.html (ARGS="--lesson 03")
-	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.notebook.jupyter data kernel
 	@$(RUN) scripts/preflight.py $(ARGS)
 
 doctor: environment  ## what this machine has and lacks, each with its remedy (ARGS=--json)
 	@$(RUN) scripts/doctor.py $(ARGS)
 
 bench: environment  ## measure what the course promises about speed; table in outputs/bench
-	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.notebook.jupyter data kernel
 	@$(RUN) -m manyhands.bench $(ARGS)
 
 record: environment  ## LESSON=06 NAME=h200x4: keep the figures of its last run on GPUs in assets/recorded
-	@$(RUN) -m manyhands.recorded $(LESSON) $(if $(NAME),--name "$(NAME)")
+	@$(RUN) -m manyhands.runs.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
 
 smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under FSDP, then a sample
-	@$(RUN) -m manyhands.setup data
+	@$(RUN) -m manyhands.notebook.jupyter data
 	@set -e; where="$${MANYHANDS_OUTPUTS:-outputs}/smoke"; rm -rf "$$where"; \
 	  train() { $(RUN) scripts/launch.py --nproc 2 --timeout 120 -- --checkpoint.folder "$$where" --log.eval-batches 2 "$$@"; }; \
 	  train --train.steps 20; \
@@ -81,6 +81,6 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 	  $(RUN) scripts/sample.py "$$where" --length 200
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
-	@$(RUN) -m manyhands.login "make test"
-	@$(RUN) -m manyhands.setup data kernel
+	@$(RUN) -m manyhands.machine.login_node "make test"
+	@$(RUN) -m manyhands.notebook.jupyter data kernel
 	@$(RUN) -m pytest $(ARGS)

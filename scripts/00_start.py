@@ -68,7 +68,7 @@ batch = 64  # samples per rank and step, >= 1
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("00_start", globals())
 
@@ -79,11 +79,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import devices, join, leave, mpi_world, say, show, wire
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import start as checks
-from manyhands.metrics import Metrics, fingerprint, max_over_ranks, median_s, synchronise
-from manyhands.screen import text_plot
+from manyhands.launching import devices
+from manyhands.measure import wire
+from manyhands.measure.timing import max_over_ranks, median_s, synchronise
+from manyhands.runs.screen import text_plot
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device

@@ -73,7 +73,7 @@ peak_s = 0.5  # seconds to measure the fastest matrix product, > 0
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("01_one_device", globals())
 
@@ -88,14 +88,17 @@ from math import ceil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import activations, flops, join, leave, memory, recorded, say, show
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import one_device as checks
-from manyhands.data import get_batch, load_corpus
-from manyhands.launch import refuse
-from manyhands.memory_timeline import MemoryTimeline, memory_stack
-from manyhands.metrics import Metrics, fingerprint, synchronise
-from manyhands.model import GPT, GPTConfig
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.figures.memory_stack import memory_stack
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import saved_activations, timing
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.measure.memory_timeline import MemoryTimeline
+from manyhands.measure.timing import synchronise
+from manyhands.predict import activation_memory, bytes_per_parameter, flops, peaks, rank_memory
+from manyhands.runs import recorded_runs
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -266,10 +269,10 @@ say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8
 V, T, D, N = shakespeare.vocab_size, 64, 128, 4  # the sizes of ShakespeareGPT
 by_hand = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
 counted = sum(p.numel() for p in new_model().parameters())
-for term, number in memory.parameter_terms(shakespeare).items():
+for term, number in rank_memory.parameter_terms(shakespeare).items():
     say(f"{term:20} {number:9,}")
 say(f"{'by the formula':20} {by_hand:9,}\n{'counted':20} {counted:9,}")
-assert by_hand == counted == sum(memory.parameter_terms(shakespeare).values())
+assert by_hand == counted == sum(rank_memory.parameter_terms(shakespeare).values())
 
 # %% [markdown]
 # Exact, to the last bias, *for this variant*. Others differ in small print. **GPT-2** has biases on query, key and
@@ -350,7 +353,7 @@ metrics.close(first_loss_close=first_loss)
 # %% tags=["nbval-check-output"]
 # %%ranks
 say(f"{'bytes per parameter':22} weights  gradients  master  moments  cast  total")
-for name, r in memory.RECIPES.items():
+for name, r in bytes_per_parameter.RECIPES.items():
     parts = f"{r.weights:7g}  {r.gradients:9g}  {r.master:6g}  {r.moments:7g}  {r.cast:4g}  {r.total:5g}"
     say(f"{name:22} {parts}")
 
@@ -361,8 +364,8 @@ for name, r in memory.RECIPES.items():
 # %% tags=["nbval-check-output"]
 # %%ranks
 for billions in (0.3, 1, 7, 13, 70):
-    at_14 = memory.state_bytes(billions * 1e9, "14P of many slides")
-    at_16 = memory.state_bytes(billions * 1e9, "bf16 + fp32 master")
+    at_14 = bytes_per_parameter.state_bytes(billions * 1e9, "14P of many slides")
+    at_16 = bytes_per_parameter.state_bytes(billions * 1e9, "bf16 + fp32 master")
     say(f"{billions:5g} billion: {at_14 / 1e9:6.1f} GB at 14P, {at_16 / 1e9:7.1f} GB at 16P")
 
 # %% [markdown]
@@ -417,7 +420,7 @@ def weigh(recipe):
 # %%ranks
 P, recipes = shakespeare.num_params(), ["fp32", "bf16", "bf16 + fp32 master"]
 for recipe, weighed in zip(recipes, share_out(weigh, recipes), strict=True):
-    predicted = memory.state_bytes(P, recipe)
+    predicted = bytes_per_parameter.state_bytes(P, recipe)
     each, ratio = weighed / P, weighed / predicted
     say(f"{recipe:20} weighed {weighed:10,} bytes, {each:g} per parameter, ratio {ratio:.3f}")
     assert weighed == predicted
@@ -425,7 +428,7 @@ model = new_model()
 optimizer = torch.optim.AdamW(model.parameters())
 model(*batch())[1].backward()
 optimizer.step()
-held = memory.tensor_bytes(model, optimizer)
+held = tensor_bytes(model, optimizer)
 say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,} bytes")
 
 # %% [markdown]
@@ -434,7 +437,7 @@ say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,}
 # Choose another model, recipe, number of ranks. The strategies in it are lessons 03 and 06.
 
 # %% tags=["active-ipynb"]
-# from manyhands.widgets import show_memory
+# from manyhands.widgets.memory import show_memory
 #
 # show_memory()
 
@@ -444,7 +447,7 @@ say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,}
 # and reads GB runs out of memory.
 
 # %% tags=["active-ipynb"]
-# from manyhands.widgets import show_sizes
+# from manyhands.widgets.sizes import show_sizes
 #
 # show_sizes()
 
@@ -595,7 +598,7 @@ say("bytes: " + ", ".join(f"{name} {100 * part / moved:.0f} %" for name, part in
 # %% tags=["nbval-check-output"]
 # %%ranks
 h100 = {
-    kind: flops.listed_peak("NVIDIA H100 80GB HBM3", 132, kind) for kind in ("fp64", "fp32", "tf32", "bf16")
+    kind: peaks.listed_peak("NVIDIA H100 80GB HBM3", 132, kind) for kind in ("fp64", "fp32", "tf32", "bf16")
 }
 for kind, peak in h100.items():
     say(f"one H100, dense {kind}: {peak / 1e12:5.1f} TFLOP/s, 384 of them: {384 * peak / 1e15:5.1f} PFLOP/s")
@@ -631,7 +634,7 @@ for step in range(-2, repeats if rank == 0 else -2):  # the first two warm up
     optimizer.zero_grad()
     synchronise(device)
     samples += [time.perf_counter() - begin] if step >= 0 else []
-peak = flops.gemm_peak(device, torch.float32, peak_s) if rank == 0 else None
+peak = timing.gemm_peak(device, torch.float32, peak_s) if rank == 0 else None
 dist.barrier()  # here the others wait
 
 # %%
@@ -639,13 +642,13 @@ dist.barrier()  # here the others wait
 if rank == 0:
     tok_per_s, per_token = sequences * 64 / statistics.median(samples), flops.flops_per_token(shakespeare)
     done = per_token * tok_per_s
-    listed = flops.dense_peak(device, "fp32")
+    listed = peaks.dense_peak(device, "fp32")
     say(f"{tok_per_s:,.0f} tokens/s x {per_token / 1e6:.2f} MFLOP = {done / 1e9:.1f} GFLOP/s")
     say(f"best product here {peak / 1e9:.1f} GFLOP/s: {100 * done / peak:.0f} % of it")
     say(f"MFU {100 * done / listed:.1f} %" if listed else "no vendor lists a peak for this CPU")
     metrics.measured(tok_per_s=tok_per_s, gemm_peak=peak, share_of_gemm_peak=done / peak)
     here = {"tokens/s": (tok_per_s, "", "tok_per_s"), "best product": (peak, "FLOP/s", "gemm_peak")}
-    say(recorded.beside("01", here))
+    say(recorded_runs.beside("01", here))
 
 # %% [markdown]
 # **How to read an MFU.** Ask three questions. *Which peak?* A "50 %" of half the peak is 25 %. *Which FLOPs?*
@@ -765,10 +768,10 @@ say(f"counted {ours:,} bytes, predicted {predicted:,}, ratio {ours / predicted:.
 
 # %%
 # %%ranks
-library = activations.count_saved(lambda: model(x_BT, y_BT), model)
-in_package = sum(activations.saved_bytes(shakespeare, sequences).values())
-slides = 4 * sum(activations.slide_values(shakespeare, sequences).values())
-published = activations.published_bytes(shakespeare, sequences)
+library = saved_activations.count_saved(lambda: model(x_BT, y_BT), model)
+in_package = sum(activation_memory.saved_bytes(shakespeare, sequences).values())
+slides = 4 * sum(activation_memory.slide_values(shakespeare, sequences).values())
+published = activation_memory.published_bytes(shakespeare, sequences)
 say(f"the package counts {library.bytes:,} and predicts {in_package:,}")
 say(f"the slides' formula {slides:,}: counted / formula = {ours / slides:.2f}")
 say(f"Korthikanti et al.  {published:,}: counted / formula = {ours / published:.2f}")
@@ -839,7 +842,7 @@ for name, size in (("A100-40", 40), ("H100-80", 80)):
 for B, flash in ((256, False), (256, True), (1, False), (1, True)):
     kept = does_it_fit(class_70b, B, 14, 40e9, flash)[1]
     say(f"activations of {B:3d} sequences{', flash attention' * flash}: {kept / 1e9:,.0f} GB")
-scores = activations.slide_values(class_70b, 256)
+scores = activation_memory.slide_values(class_70b, 256)
 say(f"T^2 is {100 * scores['attention scores'] / sum(scores.values()):.0f} % of them")
 
 # %% [markdown]
@@ -1030,7 +1033,7 @@ say(f"FLOPs: {at_once.total():,} at once, {in_pieces.total():,} in pieces; gradi
 # yourself:
 
 # %% tags=["active-ipynb"]
-# from manyhands.widgets import show_floats
+# from manyhands.widgets.floats import show_floats
 #
 # show_floats(0.1)
 

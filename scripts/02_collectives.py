@@ -70,7 +70,7 @@ points = 1_000_000  # random points in the estimate of pi, >= 1
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("02_collectives", globals())
 
@@ -83,13 +83,13 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from manyhands import join, leave, mpi_world, say, show, wire
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import collectives as checks
+from manyhands.figures.gantt import gantt
 from manyhands.figures.sweep import against_size, bandwidths
-from manyhands.metrics import Metrics, fingerprint, median_s
-from manyhands.timeline import gantt
-from manyhands.vnet import Link, VirtualNetwork
+from manyhands.measure import wire
+from manyhands.measure.timing import median_s
+from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device

@@ -76,7 +76,7 @@ repeats = 5  # samples of each timing, >= 1
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("03_data_parallel", globals())
 
@@ -90,15 +90,15 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import join, leave, say, show, wire
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import data_parallel as checks
-from manyhands.data import get_batch, load_corpus
-from manyhands.launch import refuse
-from manyhands.metrics import Metrics, fingerprint, median_s, synchronise, tok_per_s
-from manyhands.model import GPT, GPTConfig
-from manyhands.timeline import Timeline, gantt, gather
-from manyhands.vnet import Link, VirtualNetwork
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.figures.gantt import gantt
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.measure.timeline import Timeline, gather
+from manyhands.measure.timing import median_s, synchronise, tok_per_s
+from manyhands.measure.virtual_network import Link, VirtualNetwork
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP

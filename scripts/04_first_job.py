@@ -76,7 +76,7 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("04_first_job", globals())
 
@@ -92,13 +92,11 @@ from pathlib import Path
 import jupytext
 import torch
 import torch.distributed as dist
-from manyhands import join, leave, recorded, say, show
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, join, leave, refuse, say, show
 from manyhands.checks import first_job as checks
-from manyhands.data import get_batch, load_corpus
-from manyhands.launch import refuse
-from manyhands.metrics import Metrics
-from manyhands.model import GPT, GPTConfig
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.runs import recorded_runs
 from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -134,7 +132,7 @@ say(f"my share of the global batch of {global_batch}: {len(x_bT)} sequences")
 # Is there a scheduler where this notebook runs?
 
 # %% tags=["active-ipynb"]
-# from manyhands.submit import scheduler, submit
+# from manyhands.jobs.submit import scheduler, submit
 #
 # via = scheduler() or "bash" if submit_via == "auto" else submit_via
 # answers = {"slurm": "Slurm: sbatch", "pbs": "PBS: qsub", "bash": "none. Jobs run under bash, here, at once"}
@@ -240,9 +238,9 @@ if rank == 0:
 # well. It is ignored without a word.) This command reads the files as the scheduler would, and complains:
 
 # %% tags=["active-ipynb"]
-# from manyhands import jobs
+# from manyhands.jobs import stamp
 #
-# jobs.main(["check"]);
+# stamp.main(["check"]);
 
 # %% [markdown]
 # The second part is yours. `${NAME:-value}` means: the value of the variable NAME if somebody has set it, else `value`.
@@ -262,7 +260,7 @@ if rank == 0:
 # 1. `cd "${PBS_O_WORKDIR...` : a PBS job starts in your home folder. This goes to where you were when you submitted.
 # 2. `source "$VENV/bin/activate"` : this course's Python. Every guard ends with *stop here*: without it a job would go on with
 #    another Python and fail an hour later, elsewhere.
-# 3. `manyhands.pairs check` : refuses to run when notebook and script differ. You will see why in exercise 4.
+# 3. `manyhands.course.pairs check` : refuses to run when notebook and script differ. You will see why in exercise 4.
 # 4. `hosts=(...)` : the names of the nodes that the scheduler gave us.
 # 5. The last lines: `torch.distributed.run`, as on your laptop. On several nodes `mpiexec` starts one of them *per node*, and
 #    each starts that node's ranks; they find each other at the first host.
@@ -312,8 +310,8 @@ if rank == 0:
 
 # %%
 # %%ranks
-printed = recorded.text("04_ddp_shakespeare.out").splitlines()
-run = recorded.numbers("04_ddp_shakespeare.json")
+printed = recorded_runs.text("04_ddp_shakespeare.out").splitlines()
+run = recorded_runs.numbers("04_ddp_shakespeare.json")
 if rank == 0:
     say("\n".join(printed[:4]))
     say("   ...")
@@ -369,10 +367,10 @@ if rank == 0:
 # number of ranks, but **the same global batch**:
 
 # %% tags=["active-ipynb"]
-# from manyhands import recorded
+# from manyhands.runs import recorded_runs
 #
 # mine = job.metrics("03_data_parallel")
-# theirs = recorded.numbers("04_ddp_shakespeare.json")["metrics"]
+# theirs = recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"]
 # for name, found in {"my job": mine, "recorded": theirs}.items():
 #     if found is None:
 #         print(f"{name:>9}: has not written its metrics yet; run this cell again when it has ended")
@@ -539,7 +537,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-queue = recorded.numbers("04_queue.json")["start_minutes"]
+queue = recorded_runs.numbers("04_queue.json")["start_minutes"]
 measured = {way: [queue[way][job] for job in "ABCD"] for way in predicted}
 if rank == 0:
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
@@ -646,7 +644,7 @@ if rank == 0:
 # %% tags=["nbval-check-output"]
 # %%ranks
 if rank == 0:
-    say(recorded.text("04_pending.out").rstrip())
+    say(recorded_runs.text("04_pending.out").rstrip())
 
 # %% [markdown]
 # | Slurm says | PBS (`qstat`) | it means |
@@ -688,7 +686,7 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-log = recorded.text("04_failed.out").splitlines()
+log = recorded_runs.text("04_failed.out").splitlines()
 if rank == 0:
     say(f"{len(log)} lines; the last three:")
     say("\n".join(line[:110] for line in log[-3:]))
@@ -809,7 +807,7 @@ if rank == 0:
     checks.yesterdays_code(stale, solution=True)
 
 # %% [markdown]
-# That is what `python -m manyhands.pairs check 03_data_parallel` does in our job file: it stops with [exit
+# That is what `python -m manyhands.course.pairs check 03_data_parallel` does in our job file: it stops with [exit
 # status](../assets/glossary.md#exit-status) 2 and says which cell differs. The cure is `make sync`, in a terminal. (jupytext's
 # own `--sync` also trusts the files' times, see its [documentation](https://jupytext.readthedocs.io/en/latest/using-cli.html):
 # save what you want to keep last.)

@@ -77,7 +77,7 @@ repeats = 3  # samples of each timing, >= 1
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("05_same_science", globals())
 
@@ -93,19 +93,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import join, leave, mpi_world, reading, recorded, say, show, wire
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, refuse, say, show
 from manyhands.checks import same_science as checks
-from manyhands.data import get_batch, load_corpus
+from manyhands.data import file_shares, token_file
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.data.prefetch import Prefetch
+from manyhands.data.samplers import DrawnSampler, PartitionedSampler
 from manyhands.figures import many_ranks
-from manyhands.heat_map import heat_map
-from manyhands.launch import refuse
-from manyhands.metrics import Metrics, fingerprint, median_s
-from manyhands.model import GPT, GPTConfig
-from manyhands.outputs import run_folder
-from manyhands.prefetch import Prefetch
-from manyhands.samplers import DrawnSampler, PartitionedSampler
-from manyhands.vnet import Link, VirtualNetwork
+from manyhands.figures.heat_map import heat_map
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.measure.timing import median_s
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.runs import recorded_runs
+from manyhands.runs.run_folder import run_folder
 from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
@@ -1134,7 +1135,7 @@ metrics.measured(strong_s=strong_s, weak_s=weak_s)
 if rank == 0:
     here = {f"strong, n={n}": (strong_s[n - 1], "s", f"strong_s.{n - 1}") for n in sizes}
     here |= {f"weak, n={n}": (weak_s[n - 1], "s", f"weak_s.{n - 1}") for n in sizes}
-    say(recorded.beside("05", here))
+    say(recorded_runs.beside("05", here))
 
 # %% [markdown]
 # ### A published series, read with care
@@ -1242,11 +1243,11 @@ dist.broadcast_object_list(where, src=0)  # all ranks must name one folder
 folder, tokens = Path(where[0]), corpus.train_ids.repeat(8)
 if rank == 0:
     folder.mkdir()
-    reading.write_tokens(folder / "all.bin", tokens)
-    reading.write_own_files(folder, tokens, world_size)
+    token_file.write_tokens(folder / "all.bin", tokens)
+    file_shares.write_own_files(folder, tokens, world_size)
     say(f"{len(tokens):,} tokens, {(folder / 'all.bin').stat().st_size / 1e6:.1f} MB")
 dist.barrier()
-mine = reading.share(len(tokens), rank, world_size)
+mine = file_shares.share(len(tokens), rank, world_size)
 say(f"my share: tokens {mine.start:,} to {mine.stop - 1:,}")
 
 # %% [markdown]
@@ -1263,13 +1264,13 @@ say(f"my share: tokens {mine.start:,} to {mine.stop - 1:,}")
 # %%
 # %%ranks
 ways = {
-    "memory map": lambda: reading.memory_map(folder / "all.bin")[mine].clone(),
-    "own file": lambda: reading.read_own_file(folder, rank, world_size),
-    "1 reader scatters": lambda: reading.scatter_from_readers(folder / "all.bin", 1, ranks),
+    "memory map": lambda: token_file.memory_map(folder / "all.bin")[mine].clone(),
+    "own file": lambda: file_shares.read_own_file(folder, rank, world_size),
+    "1 reader scatters": lambda: file_shares.scatter_from_readers(folder / "all.bin", 1, ranks),
 }
 comm = mpi_world()
 if comm is not None:
-    ways["MPI-IO"] = lambda: reading.read_mpi_io(folder / "all.bin", comm)
+    ways["MPI-IO"] = lambda: file_shares.read_mpi_io(folder / "all.bin", comm)
 elif rank == 0:
     say("MPI-IO needs an MPI world: mpiexec -n 4 python scripts/05_same_science.py")
 for name, read in ways.items():

@@ -79,7 +79,7 @@ steps = 5  # steps of SGD that are compared, >= 1
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("06_zero_fsdp", globals())
 
@@ -93,21 +93,23 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import join, leave, memory, recorded, say, show, traffic, wire
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import zero_fsdp as checks
-from manyhands.data import get_batch, load_corpus
-from manyhands.launch import refuse
-from manyhands.layout import resolve_layout
-from manyhands.memory_timeline import MemoryTimeline, memory_stack
-from manyhands.metrics import Metrics, fingerprint
-from manyhands.model import GPT, GPTConfig
-from manyhands.optimizers import build_optimizer
-from manyhands.options import OptionError, model_config, read_options
-from manyhands.parallelize import parallelize
-from manyhands.sharding import units
-from manyhands.timeline import gantt
-from manyhands.vnet import Link, VirtualNetwork
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import OptionError, model_config, read_options
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.figures.gantt import gantt
+from manyhands.figures.memory_stack import memory_stack
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.measure.memory_timeline import MemoryTimeline
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.parallel.fsdp import units
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.parallel.parallelize import parallelize
+from manyhands.predict import bytes_per_parameter, rank_memory, step_traffic
+from manyhands.runs import recorded_runs
 from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -281,7 +283,7 @@ if rank == 0:
 names = ["none", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 if rank == 0:
     for stage, name in enumerate(names):
-        gigabytes = [memory.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
+        gigabytes = [bytes_per_parameter.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
         say(f"{name:6}" + "".join(f"{value:8.1f} GB" for value in gigabytes) + "   on 1, 8, 64, 1,024 ranks")
 
 # %% [markdown]
@@ -293,7 +295,7 @@ if rank == 0:
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes, counts = figure.subplots(), [2**k for k in range(11)]
     for stage, (name, style) in enumerate(zip(names, ("-", "--", "-.", ":"), strict=True)):
-        gigabytes = [memory.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in counts]
+        gigabytes = [bytes_per_parameter.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in counts]
         axes.loglog(counts, gigabytes, style, color="black", label=name)
     axes.axhline(80, color="#D55E00", lw=1, label="a GPU of 80 GB")
     axes.set_xticks(counts, [f"{n:,}" for n in counts])
@@ -332,7 +334,7 @@ if rank == 0:
 # %%ranks
 if rank == 0:
     for stage, name in enumerate(names):
-        volume = traffic.ideal_volume(stage, P)
+        volume = step_traffic.ideal_volume(stage, P)
         say(f"{name:6} ideal volume {volume / P:.0f} P = {volume:,} numbers")
 
 # %% [markdown] tags=["notes"]
@@ -440,7 +442,7 @@ class ShardedOptimizer:
 # </details>
 #
 # Two instruments tell: `wire.watch()` lists this rank's collectives and what it *hands over* to each, and
-# `memory.tensor_bytes` adds up the tensors that it holds.
+# `tensor_bytes` adds up the tensors that it holds.
 
 # %%
 # %%ranks
@@ -449,7 +451,7 @@ optimizer = ShardedOptimizer([Unit(model.parameters())], adamw)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
     optimizer.step()
-moments_bytes = memory.tensor_bytes(model, optimizer).optimizer
+moments_bytes = tensor_bytes(model, optimizer).optimizer
 if rank == 0:
     say(f"Adam's moments: {moments_bytes / 1e6:.2f} MB, predicted {8 * P / world_size / 1e6:.2f}")
     for op in ("reduce_scatter", "all_gather"):
@@ -499,7 +501,7 @@ for unit in parts:
 optimizer = ShardedOptimizer(parts, adamw)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
-shares = memory.tensor_bytes(model, optimizer).gradients
+shares = tensor_bytes(model, optimizer).gradients
 if rank == 0:
     say(f"{seen.count('reduce_scatter')} reduce-scatters in backward, {seen.payload_bytes() / (4 * P):.3f} P")
     say(f"gradients after it: {shares / 1e6:.2f} MB, a share of {4 * P / 1e6:.2f} MB")
@@ -740,7 +742,7 @@ for step in range(2):
     optimizer.step()
     if step == 0:
         optimizer.zero_grad()
-held = memory.tensor_bytes(model, optimizer)  # weight, gradient, two moments of each share
+held = tensor_bytes(model, optimizer)  # weight, gradient, two moments of each share
 rows = sum(unit.whole_P.untyped_storage().size() for unit in optimizer.units)
 measured, formula = held.total, 16 * P / world_size
 if rank == 0:
@@ -1076,7 +1078,7 @@ if rank == 0:
 # Everything so far was a claim about bytes, so measure them all. For each strategy and wrapping: build the model
 # with the trainer's own code (`scripts/train.py` does the same), make three steps, and count what this rank holds
 # when the last backward is done, and what it hands over in a step. Beside it the formulas, which look at the
-# configuration only: `memory.bytes_per_rank` and `traffic.per_step`.
+# configuration only: `rank_memory.bytes_per_rank` and `step_traffic.per_step`.
 #
 # **What you should see**: ratios of 1 within 2 %; DDP's bar 16 bytes per parameter long; zero1's with a shorter
 # end; fsdp's a 1/n of everything, whatever the wrapping; and in volumes 2 for DDP, 3 for zero1, just below 3 for
@@ -1098,8 +1100,8 @@ def build(flags):
     layout = resolve_layout(options, its_config, world_size)
     parallel = parallelize(its_config, layout, options, ranks)
     predicted = (
-        memory.bytes_per_rank(its_config, layout, options),
-        traffic.per_step(its_config, layout, options),
+        rank_memory.bytes_per_rank(its_config, layout, options),
+        step_traffic.per_step(its_config, layout, options),
     )
     return parallel, build_optimizer(parallel, options), predicted
 
@@ -1118,7 +1120,7 @@ def measure(flags):
         optimizer.zero_grad()
         with wire.watch() as seen:
             parallel.forward_backward(*batch(step))
-            held = memory.tensor_bytes(parallel.model, optimizer)
+            held = tensor_bytes(parallel.model, optimizer)
             optimizer.step()
     return held, seen, *predicted
 
@@ -1195,7 +1197,7 @@ if rank == 0:
     totals = [sum(volumes(seen).values()) for _, seen, *_ in table.values()]
     axes.barh(list(table), totals, color="#999999", label="measured")
     stages = [1 if name in ("ddp", "zero1") or "grad_op" in name else 3 for name in table]
-    ideal = [traffic.ideal_volume(stage, P) / P for stage in stages]
+    ideal = [step_traffic.ideal_volume(stage, P) / P for stage in stages]
     axes.plot(ideal, range(len(table)), "k|", ms=16, label="by ZeRO's count")
     axes.invert_yaxis()
     axes.set(xlabel="P handed over in a step", title="volume", xlim=(0, 4.8))
@@ -1303,11 +1305,11 @@ if rank == 0:
     peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
     metrics.measured(peak_bytes=peaks)
     here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
-    say(recorded.beside("06", here))
+    say(recorded_runs.beside("06", here))
     options = read_options(shlex.split("--preset olmo-7b"))
     large = model_config(options, 0)
-    held = memory.bytes_per_rank(large, resolve_layout(options, large, 64), options)
-    whole = memory.zero_bytes(large.num_params(), 64, 0)
+    held = rank_memory.bytes_per_rank(large, resolve_layout(options, large, 64), options)
+    whole = bytes_per_parameter.zero_bytes(large.num_params(), 64, 0)
     each, gathered = held.total / 1e9, held.gathered / 1e9
     say("7 B, shards in fp32, gathered in bf16, on 64 ranks, by formula:")
     say(f"{each:.2f} GB on each, {gathered:.2f} of it gathered;")

@@ -77,7 +77,7 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("11_when_it_breaks", globals())
 
@@ -98,13 +98,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import join, leave, recorded, say, show
-from manyhands.catch_up import catch_up
+from manyhands import Metrics, catch_up, join, leave, refuse, say, show
 from manyhands.checks import when_it_breaks as checks
-from manyhands.data import get_batch, load_corpus
-from manyhands.launch import refuse
-from manyhands.metrics import Metrics, run_folder
-from manyhands.model import GPT, GPTConfig
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.runs import recorded_runs
+from manyhands.runs.run_folder import run_folder
 from matplotlib.figure import Figure
 
 # %% [markdown]
@@ -284,7 +283,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-hangs = recorded.numbers("11_hangs.json")["hangs"]
+hangs = recorded_runs.numbers("11_hangs.json")["hangs"]
 if rank == 0:
     for i, hang in enumerate(hangs):
         say(f"hang {i}, groups {hang['members']}")
@@ -346,7 +345,7 @@ if rank == 0:
 # the rank with the longest message. *Usual mistakes:* raising the time-out ("it needs longer");
 # `if rank == 0: evaluate()` with a collective inside; reading `state`. *When late:* run solution 1 without
 # discussing it. The course's own trainer does the comparison by itself: a rank that hangs in `scripts/train.py` is
-# named in a sentence after `--train.stall-s` seconds (module `manyhands.stalls`).
+# named in a sentence after `--train.stall-s` seconds (module `manyhands.trainer.stalls`).
 
 # %% [markdown]
 # ## A straggler: who is slow, and who only waits (CORE, 4 min)
@@ -373,8 +372,8 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.heat_map import heat_map
-from manyhands.vnet import Link, VirtualNetwork
+from manyhands.figures.heat_map import heat_map
+from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 slow = min(1, world_size - 1)
 network = VirtualNetwork(
@@ -1042,7 +1041,7 @@ if rank == 0:
 # Two warnings. DCP's `.metadata` is a pickle, and its reader runs what is in it: load only what you trust. And a
 # byte that flipped in a shard loads without a word. `scripts/train.py` uses DCP for the tensors, with what you have
 # just built around it: manifest, sha256, rename, and an unpickler with a list of what may appear
-# (`manyhands.checkpoint`).
+# (`manyhands.checkpoints.checkpoints`).
 #
 # ### Save while training goes on (MORE, 4 min)
 #
@@ -1081,7 +1080,7 @@ if rank < max(group_of):
     if rank == 0:
         say(", ".join(f"{kind}: training stands still for {1e3 * s:.0f} ms" for kind, s in stands_s.items()))
         shown = {kind: (1e3 * s, "ms", f"stands_ms.{kind}") for kind, s in stands_s.items()}
-        say(recorded.beside("11_when_it_breaks", shown))
+        say(recorded_runs.beside("11_when_it_breaks", shown))
         metrics.measured(stands_ms={kind: 1e3 * s for kind, s in stands_s.items()})
 
 # %% [markdown] tags=["notes"]
@@ -1177,10 +1176,9 @@ from pathlib import Path
 import safetensors.torch, torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import join, leave, say
-from manyhands.catch_up import catch_up
-from manyhands.data import get_batch, load_corpus
-from manyhands.model import GPT, GPTConfig
+from manyhands import catch_up, join, leave, say
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
 
 ranks = join(name="11_when_it_breaks", device="cpu")
 corpus, told = load_corpus(ranks), []
@@ -1211,7 +1209,7 @@ if rank == 0:
 
 # %%
 # %%ranks --timeout 120
-from manyhands.children import Torchrun
+from manyhands.launching.torchrun_child import Torchrun
 
 where = folder / "killed"
 if rank == 0 and failures != "none":

@@ -19,6 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 if __name__ == "__main__":
-    from manyhands.starting import main
+    from manyhands.launching.commands import main
 
     sys.exit(main(description=__doc__))

@@ -12,7 +12,7 @@ corrupt download or a full disk, with the cure.
 import argparse
 import sys
 
-from manyhands import shakespeare
+from manyhands.data import shakespeare
 
 
 def main():

@@ -3,7 +3,7 @@
 
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
-    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.export wrote it
+    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoints.export wrote it
 
 On stdout you see the prompt and what the model makes of it, symbol by symbol; on stderr what was read: the file, its
 step and validation loss. The same seed writes the same text on the same machine. Status 2: there is nothing to read, or a
@@ -18,7 +18,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
-from manyhands.manifest import CheckpointError
+from manyhands.checkpoints.manifest import CheckpointError
 
 SMALL = 20e6  # parameters
 
@@ -90,8 +90,8 @@ def write_text(options):
     """Read the model, say on stderr what it is, and write on stdout. Raises CheckpointError or ValueError."""
     refuse_senseless(options)
     import torch
-    from manyhands.export import load_model
-    from manyhands.screen import write
+    from manyhands.checkpoints.export import load_model
+    from manyhands.runs.screen import write
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu")

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main():
-    from manyhands.stopping import hold
+    from manyhands.trainer.stopping import hold
 
     hold()  # a scheduler's SIGUSR1 may come while torch is still being imported
-    from manyhands.launch import end
-    from manyhands.options import OptionError, read_options
+    from manyhands.config.options import OptionError, read_options
+    from manyhands.launching.join import end
 
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
         if _some_other_rank():  # all ranks read the same flags: one says what is wrong with them
@@ -44,16 +44,16 @@ def main():
     if status is not None:
         end(why, status, sys.stderr)
     if options.dry_run:
-        from manyhands.dry_run import dry_run
+        from manyhands.trainer.dry_run import dry_run
 
         return dry_run(options)
-    from manyhands.training import train
+    from manyhands.trainer.run import train
 
     return train(options)
 
 
 def _some_other_rank():
-    from manyhands.launch import LaunchError, resolve
+    from manyhands.launching.launchers import LaunchError, resolve
 
     try:
         return resolve(os.environ).rank != 0
@@ -62,14 +62,15 @@ def _some_other_rank():
 
 
 if __name__ == "__main__":
-    from manyhands.stopping import INTERRUPTED, exit_process
+    from manyhands.runs.ranks import joined
+    from manyhands.trainer.stopping import INTERRUPTED, exit_process
 
     try:
         status = main()
     except SystemExit as ended:  # it has said why
         status = ended.code
     except KeyboardInterrupt:  # Ctrl-C before the training began, or for the second time
-        if "manyhands.launch" not in sys.modules or not _some_other_rank():
+        if not _some_other_rank():
             print("train.py: ended by Ctrl-C", file=sys.stderr)
         status = INTERRUPTED
-    exit_process(status)
+    exit_process(status, joined())

@@ -3,12 +3,12 @@
 import shutil
 from pathlib import Path
 
-from manyhands import pairs
-from manyhands.lessons import find_lessons
+from manyhands.course import pairs
+from manyhands.course.lessons import find_lessons
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "outputs", "data", "tests", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis",
+    ".git", ".venv", "outputs", "tests", "tinyshakespeare.txt", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis",
     ".ipynb_checkpoints",
 )  # fmt: skip
 

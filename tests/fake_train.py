@@ -22,9 +22,9 @@ sys.path.insert(0, os.environ.get("MANYHANDS_SCRIPTS", str(Path(__file__).resolv
 
 import torch
 import torch.distributed as dist
-from manyhands.launch import join, leave
-from manyhands.stalls import StallWatch
-from manyhands.stopping import Stopping, clear_requeue, write_requeue
+from manyhands.launching.join import join, leave
+from manyhands.trainer.stalls import StallWatch
+from manyhands.trainer.stopping import Stopping, clear_requeue, write_requeue
 
 
 def main():
@@ -44,7 +44,7 @@ def main():
     if ranks.rank == 0:
         print(f"from step {step}", flush=True)
     if folder:
-        clear_requeue(folder)
+        clear_requeue(folder, ranks)
     lingers_at, asked, stop = None if step else args.linger, step, None
     with Stopping(ranks) as stopping, StallWatch(ranks, args.stall_s) as watch:
         while step < args.steps and stop is None:
@@ -68,7 +68,7 @@ def main():
             saved.write_text(json.dumps([step, total]))
         dist.barrier()
     if folder and stop:
-        write_requeue(folder, stop, step)
+        write_requeue(folder, stop, step, ranks)
     if ranks.rank == 0:
         print(f"stopped by {stop} and saved at step {step}" if stop else f"done, sum {total}", flush=True)
     leave()

@@ -70,7 +70,7 @@ class Lab:
         self.environ |= {f"JUPYTER_{name}": str(folder / place) for name, place in places.items()}
 
     def __enter__(self):
-        command = [sys.executable, "-m", "manyhands.setup", "lab", "--open", "no"]
+        command = [sys.executable, "-m", "manyhands.notebook.jupyter", "lab", "--open", "no"]
         with open(self.log, "w") as log:
             started = subprocess.Popen(command, cwd=self.course, env=self.environ, stdout=log, stderr=log)
         self.process = psutil.Process(started.pid)

@@ -8,11 +8,11 @@ import time
 
 import psutil
 from jupyter_client.manager import start_new_kernel
-from manyhands.watchdog import marked
+from manyhands.notebook.watchdog import marked
 
 START = """
 import sys; sys.path.insert(0, {scripts!r})
-from manyhands.ranks import start_ranks
+from manyhands.notebook.start import start_ranks
 n_ranks, length = {n_ranks}, {length}
 hands = start_ranks("90_tiny", globals())
 """

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 from course_copy import copy_course
-from manyhands import pairs
-from manyhands.lessons import find_lessons
+from manyhands.course import pairs
+from manyhands.course.lessons import find_lessons
 from slurm_nodes import SlurmNodes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from manyhands.activations import count_saved, published_bytes, saved_bytes, slide_values
-from manyhands.model import GPT, GPTConfig
-from manyhands.recompute import recompute
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.recompute import recompute
+from manyhands.measure.saved_activations import count_saved
+from manyhands.predict.activation_memory import published_bytes, saved_bytes, slide_values
 from torch import nn
 
 CONFIGS = {

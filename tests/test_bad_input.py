@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from manyhands.options import OptionError, read_options
+from manyhands.config.options import OptionError, read_options
 from rank_pool import _server
 
 TINY = [

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from manyhands import bench
-from manyhands.bench import comparison, rows, start_up, trainer, trainer_report, worker
+from manyhands.bench import compared_runs, comparison, start_up, trainer, trainer_report, worker
 from manyhands.bench.comparison import Burst
 from manyhands.bench.crew import Crew, CrewError
-from manyhands.bench.quiet import Others
-from manyhands.options import ModelOptions, ParallelOptions
+from manyhands.bench.other_load import Others
+from manyhands.config.options import ModelOptions, ParallelOptions
 from rank_pool import RankPool
 
 TINY = ModelOptions(n_layer=2, n_head=2, n_embd=8, block_size=8)
 TEXT = "to be, or not to be: that is the question. " * 20
-BROKEN = rows.Row("broken", threads=1, parallel=ParallelOptions(strategy="fsdp", tensor=3))
+BROKEN = compared_runs.Row("broken", threads=1, parallel=ParallelOptions(strategy="fsdp", tensor=3))
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def corpus(tmp_path):
 
 
 def job_of(row, corpus, timeout_s=120.0):
-    return rows.Job(row.kind, 0, 1, 1, "", corpus, rows.options_of(row, TINY, timeout_s))
+    return compared_runs.Job(row.kind, 0, 1, 1, "", corpus, compared_runs.options_of(row, TINY, timeout_s))
 
 
 def workers():
@@ -57,7 +57,10 @@ def wait_for(condition, timeout_s=120):
 def test_a_run_measures_its_rows_and_says_why_one_is_missing(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "write_corpus", lambda folder: corpus)
     monkeypatch.setattr(trainer, "PATIENCE_S", 0)
-    output, chosen = tmp_path / "bench", (rows.PLAIN, rows.ONE_THREAD, rows.TWO, BROKEN)
+    output, chosen = (
+        tmp_path / "bench",
+        (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO, BROKEN),
+    )
     status = trainer.measure_trainer(output, tmp_path, rounds=1, steps=12, rows=chosen, model=TINY, starts=())
     printed = capsys.readouterr().out
     assert status == 1 and not workers()
@@ -101,7 +104,7 @@ def test_every_row_of_two_ranks_trains(corpus, tmp_path):
     """Through the pool: its processes have imported torch already."""
     (tmp_path / "outputs").mkdir()
     with RankPool(2) as pool:
-        for row in rows.ROWS:
+        for row in compared_runs.ROWS:
             if row.ranks == 2 and not row.compiled:  # test_strategies compiles
                 environ = {"MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
                 for answers in pool.run(2, take_turns, row, corpus, environ=environ):
@@ -109,7 +112,7 @@ def test_every_row_of_two_ranks_trains(corpus, tmp_path):
 
 
 def test_a_crew_whose_rank_is_killed_says_so_and_leaves_nobody(tmp_path, corpus):
-    crew = Crew(rows.APART, job_of(rows.APART, corpus), tmp_path / "crew")
+    crew = Crew(compared_runs.APART, job_of(compared_runs.APART, corpus), tmp_path / "crew")
     try:
         wait_for(lambda: len(workers()) == 2)  # a process has no command line for a moment while it starts
         psutil.Process(crew.pids[1]).kill()
@@ -121,7 +124,7 @@ def test_a_crew_whose_rank_is_killed_says_so_and_leaves_nobody(tmp_path, corpus)
 
 
 def test_a_crew_that_is_silent_is_ended_after_the_time_out(tmp_path, corpus):
-    crew = Crew(rows.PLAIN, job_of(rows.PLAIN, corpus), tmp_path / "crew")
+    crew = Crew(compared_runs.PLAIN, job_of(compared_runs.PLAIN, corpus), tmp_path / "crew")
     try:
         with pytest.raises(CrewError, match="rank 0 of 1 did not answer within 0.2 s"):
             crew.burst(10**9, timeout_s=0.2)
@@ -131,7 +134,7 @@ def test_a_crew_that_is_silent_is_ended_after_the_time_out(tmp_path, corpus):
 
 
 def test_workers_end_with_a_bench_that_was_killed_during_a_burst(tmp_path, corpus):
-    crew = Crew(rows.PLAIN, job_of(rows.PLAIN, corpus), tmp_path / "crew")
+    crew = Crew(compared_runs.PLAIN, job_of(compared_runs.PLAIN, corpus), tmp_path / "crew")
     (_, process, pipe), crew.members = crew.members[0], []
     try:
         pipe.send(10**9)
@@ -181,12 +184,15 @@ def test_a_burst_times_its_steps_and_not_the_first(monkeypatch):
 
 def test_worlds_add_up_and_the_slowest_rank_of_each_counts():
     def summed(row, seconds):
-        crew = SimpleNamespace(row=row, job=SimpleNamespace(options=rows.options_of(row)))
+        crew = SimpleNamespace(row=row, job=SimpleNamespace(options=compared_runs.options_of(row)))
         return Crew._summed(crew, 10, [{"seconds": s, "peak_gib": s / 10} for s in seconds])
 
     tokens = 10 * 12 * 64
-    assert summed(rows.TWO, [2.0, 4.0]) == {"tokens_per_s": 2 * tokens / 4, "peak_gib": 0.4}
-    assert summed(rows.APART, [2.0, 4.0]) == {"tokens_per_s": tokens / 2 + tokens / 4, "peak_gib": 0.4}
+    assert summed(compared_runs.TWO, [2.0, 4.0]) == {"tokens_per_s": 2 * tokens / 4, "peak_gib": 0.4}
+    assert summed(compared_runs.APART, [2.0, 4.0]) == {
+        "tokens_per_s": tokens / 2 + tokens / 4,
+        "peak_gib": 0.4,
+    }
 
 
 def test_what_others_use_is_not_what_we_use():
@@ -215,7 +221,11 @@ def test_what_others_use_is_not_what_we_use():
 def made_up_rounds():
     """Plain loops at 100, 200 and 400 tokens/s while the machine gets faster; the rows keep their ratios, nearly."""
     speeds = (100.0, 200.0, 400.0)
-    ratios = {rows.PLAIN: (1, 1, 1), rows.ONE_THREAD: (0.7, 0.7, 0.7), rows.TWO: (1.3, 1.4, 1.2)}
+    ratios = {
+        compared_runs.PLAIN: (1, 1, 1),
+        compared_runs.ONE_THREAD: (0.7, 0.7, 0.7),
+        compared_runs.TWO: (1.3, 1.4, 1.2),
+    }
     return [
         {row: Burst(speed * ratios[row][i], 0.5 + i, 0.01 * (i + 1), plain=speed) for row in ratios}
         for i, speed in enumerate(speeds)
@@ -223,15 +233,15 @@ def made_up_rounds():
 
 
 def test_a_ratio_is_that_of_neighbours_in_time():
-    chosen = (rows.PLAIN, rows.ONE_THREAD, rows.TWO)
+    chosen = (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO)
     found = comparison.compare(chosen, made_up_rounds(), {}, 1e6, 1000)
-    two = found[rows.TWO]
+    two = found[compared_runs.TWO]
     # of the medians it would be 280 / 200 too; of the means 293 / 233
     assert two.ratio == comparison.Range(1.3, 1.2, 1.4)
     assert two.tokens_per_s == comparison.Range(280.0, 130.0, 480.0)
     assert two.scaling.median == pytest.approx(1.3 / 1.4) and two.scaling.least == pytest.approx(1.2 / 1.4)
     assert two.mfu == pytest.approx(280 * 1000 / 1e6) and two.peak_gib == 2.5 and two.others == 0.03
-    assert found[rows.PLAIN].ratio is None and found[rows.ONE_THREAD].scaling is None
+    assert found[compared_runs.PLAIN].ratio is None and found[compared_runs.ONE_THREAD].scaling is None
     ratio, scaling = comparison.numbers(found)
     assert (ratio.value, ratio.within, ratio.aim) == (1.3, True, 1.3)
     assert (scaling.within, scaling.aim) == (True, 0.9)
@@ -240,31 +250,34 @@ def test_a_ratio_is_that_of_neighbours_in_time():
 
 def test_what_a_failed_row_is_needed_for_is_missing_too():
     failed = [
-        {row: b for row, b in measured.items() if row != rows.ONE_THREAD} for measured in made_up_rounds()
+        {row: b for row, b in measured.items() if row != compared_runs.ONE_THREAD}
+        for measured in made_up_rounds()
     ]
-    chosen = (rows.PLAIN, rows.ONE_THREAD, rows.TWO)
-    found = comparison.compare(chosen, failed, {rows.ONE_THREAD: "it fell asleep"}, None, 1000)
-    assert found[rows.ONE_THREAD].error == "it fell asleep"
+    chosen = (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO)
+    found = comparison.compare(chosen, failed, {compared_runs.ONE_THREAD: "it fell asleep"}, None, 1000)
+    assert found[compared_runs.ONE_THREAD].error == "it fell asleep"
     assert (
-        found[rows.TWO].ratio.median == 1.3
-        and found[rows.TWO].scaling is None
-        and found[rows.TWO].mfu is None
+        found[compared_runs.TWO].ratio.median == 1.3
+        and found[compared_runs.TWO].scaling is None
+        and found[compared_runs.TWO].mfu is None
     )
     ratio, scaling = comparison.numbers(found)
     assert ratio.within and scaling.value is None and "failed" in scaling.note
 
 
 def test_a_row_without_the_plain_loop_has_speed_and_no_ratio():
-    rounds = [{rows.TWO: Burst(130.0, 0.5, 0.0, plain=None)}]
-    found = comparison.compare((rows.PLAIN, rows.TWO), rounds, {rows.PLAIN: "no torch"}, 1e6, 1000)
-    assert found[rows.TWO].tokens_per_s.median == 130.0 and found[rows.TWO].ratio is None
+    rounds = [{compared_runs.TWO: Burst(130.0, 0.5, 0.0, plain=None)}]
+    found = comparison.compare(
+        (compared_runs.PLAIN, compared_runs.TWO), rounds, {compared_runs.PLAIN: "no torch"}, 1e6, 1000
+    )
+    assert found[compared_runs.TWO].tokens_per_s.median == 130.0 and found[compared_runs.TWO].ratio is None
     assert comparison.numbers(found)[0].value is None
     trainer_report.plot(found)  # and it can be drawn
 
 
 def test_a_loud_machine_is_said():
-    rounds = [{rows.PLAIN: Burst(100.0, 0.5, 1.25)}, {rows.PLAIN: Burst(100.0, 0.5, 0.0)}]
-    found = comparison.compare((rows.PLAIN,), rounds, {}, 1e6, 1000)
+    rounds = [{compared_runs.PLAIN: Burst(100.0, 0.5, 1.25)}, {compared_runs.PLAIN: Burst(100.0, 0.5, 0.0)}]
+    found = comparison.compare((compared_runs.PLAIN,), rounds, {}, 1e6, 1000)
     assert (
         "NOT quiet: others used more than 0.1 cores during 1 of 2 bursts, up to 1.2"
         in trainer_report.quiet(found)
@@ -298,29 +311,34 @@ def fake_bursts(crews, loads, monkeypatch):
 
     monkeypatch.setattr(trainer, "Others", FakeOthers)
     bursts = trainer.Bursts.__new__(trainer.Bursts)
-    bursts.rows, bursts.burst_s, bursts.patience_s = (rows.PLAIN, rows.TWO), 10, 60
+    bursts.rows, bursts.burst_s, bursts.patience_s = (compared_runs.PLAIN, compared_runs.TWO), 10, 60
     bursts.crews, bursts.failures, bursts.flop_per_s = crews, {}, None
     return bursts
 
 
 def test_a_loud_burst_is_done_again_and_the_quietest_counts(monkeypatch):
-    crews = {rows.PLAIN: FakeCrew([100.0, 110.0]), rows.TWO: FakeCrew([1.0, 2.0, 3.0, 4.0, 5.0])}
+    crews = {
+        compared_runs.PLAIN: FakeCrew([100.0, 110.0]),
+        compared_runs.TWO: FakeCrew([1.0, 2.0, 3.0, 4.0, 5.0]),
+    }
     bursts = fake_bursts(crews, [0.0, 0.0, 0.9, 0.3, 0.5, 0.4], monkeypatch)
     measured = bursts.round(0, 1, 40)
-    assert measured[rows.TWO] == Burst(2.0, 0.1, 0.3, plain=110.0)  # four attempts, none of them quiet
-    assert measured[rows.PLAIN].tokens_per_s == 100.0
+    assert measured[compared_runs.TWO] == Burst(
+        2.0, 0.1, 0.3, plain=110.0
+    )  # four attempts, none of them quiet
+    assert measured[compared_runs.PLAIN].tokens_per_s == 100.0
 
 
 def test_a_row_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch):
-    crews = {rows.PLAIN: FakeCrew([100.0] * 4), rows.TWO: FakeCrew([130.0, None])}
+    crews = {compared_runs.PLAIN: FakeCrew([100.0] * 4), compared_runs.TWO: FakeCrew([130.0, None])}
     bursts = fake_bursts(crews, [0.0] * 20, monkeypatch)
     rounds = [bursts.round(i, 2, 40) for i in range(2)]
     assert [sorted(row.name for row in measured) for measured in rounds] == [
-        sorted([rows.PLAIN.name, rows.TWO.name]),
-        [rows.PLAIN.name],
+        sorted([compared_runs.PLAIN.name, compared_runs.TWO.name]),
+        [compared_runs.PLAIN.name],
     ]
-    found = comparison.compare((rows.PLAIN, rows.TWO), rounds, bursts.failures, 1e6, 1)
-    assert "no more" in found[rows.TWO].error and found[rows.TWO].tokens_per_s is None
+    found = comparison.compare((compared_runs.PLAIN, compared_runs.TWO), rounds, bursts.failures, 1e6, 1)
+    assert "no more" in found[compared_runs.TWO].error and found[compared_runs.TWO].tokens_per_s is None
 
 
 # --- the command

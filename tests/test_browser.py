@@ -9,9 +9,9 @@ import psutil
 import pytest
 from course_copy import copy_course
 from lab import Lab, chromium, opened
-from manyhands import pairs
+from manyhands.course import pairs
+from manyhands.course.lessons import find_lessons
 from manyhands.figures import RANK_COLOURS
-from manyhands.lessons import find_lessons
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from manyhands import catch_up as module
-from manyhands.catch_up import catch_up, taken_from
+from manyhands.course import catch_up as module
+from manyhands.course.catch_up import catch_up, taken_from
 
 LESSON = '''
 import math
@@ -28,7 +28,7 @@ raise SystemExit("the lesson itself was run")
 @pytest.fixture
 def lesson(tmp_path, monkeypatch):
     (tmp_path / "99_try.py").write_text(LESSON)
-    monkeypatch.setattr(module, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(module, "script_of", lambda lesson: tmp_path / f"{lesson}.py")
     return {"ranks": SimpleNamespace(lesson="99_try"), "math": __import__("math"), "scale": 2}
 
 

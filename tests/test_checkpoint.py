@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands import checkpoint as checkpoint_module
-from manyhands import checkpoint_folder, manifest, tensor_files
-from manyhands.checkpoint import CheckpointError, Checkpoints
+from manyhands.checkpoints import checkpoints as checkpoint_module
+from manyhands.checkpoints import manifest, step_folders, tensor_files
+from manyhands.checkpoints.checkpoints import Checkpoints
+from manyhands.checkpoints.manifest import CheckpointError
 from rank_pool import run_on_ranks
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -485,7 +486,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(
 
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
-    partial = checkpoint_folder.make_partial(folder, 20, set())
+    partial = step_folders.make_partial(folder, 20, set())
     shutil.copytree(folder / "step-00000020", partial, dirs_exist_ok=True)
     files = manifest.read_manifest(partial)["files"]
     (partial / "manifest.json").unlink()
@@ -500,7 +501,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(
 
     monkeypatch.setattr(Path, "rename", renamed_until_killed)
     try:
-        checkpoint_folder.complete(partial, 20, None, {"new": True}, files, keep=9)
+        step_folders.complete(partial, 20, None, {"new": True}, files, keep=9)
         assert renames == 2
     except Killed:
         assert renames < 2
@@ -509,7 +510,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(
     manifest.verify(newest)
     assert manifest.step_of(newest) == 20
     assert manifest.read_facts(newest).get("new", False) == (renames == 2)
-    checkpoint_folder.make_partial(folder, 20, set())  # the next save tidies up
+    step_folders.make_partial(folder, 20, set())  # the next save tidies up
     assert names_in(folder) == ["step-00000010", "step-00000020", "step-00000020.partial"]
 
 
@@ -545,7 +546,7 @@ def _one_rank_fails(ranks, folder):
     for module, name in (
         (torch, "save"),  # while DCP writes
         (checkpoint_module, "describe_file"),  # while it is hashed
-        (checkpoint_folder, "write_manifest"),  # at the very end, on rank 0 only
+        (step_folders, "write_manifest"),  # at the very end, on rank 0 only
     ):
         right = getattr(module, name)
         if ranks.rank == 1 or name == "write_manifest":
@@ -615,12 +616,12 @@ def test_a_write_that_the_system_cuts_off_fails_on_all_ranks(tmp_path):
 
 
 def _save_beside_another_run(ranks, folder):
-    checkpoint_folder.PATIENCE_S = 0.3
+    step_folders.PATIENCE_S = 0.3
     return error_of(lambda: saved(ranks, folder))
 
 
 def test_a_folder_into_which_another_run_writes_is_refused_until_that_run_ends(tmp_path):
-    ours = checkpoint_folder.lock(tmp_path, "process 123 on host7")
+    ours = step_folders.lock(tmp_path, "process 123 on host7")
     told = f"another run (process 123 on host7) writes its checkpoints into {tmp_path}; wait until it ends"
     assert all(told in sentence for sentence in run_on_ranks(2, _save_beside_another_run, tmp_path))
     assert names_in(tmp_path) == []

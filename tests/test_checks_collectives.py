@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.catch_up import taken_from
 from manyhands.checks import collectives as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 SOLUTIONS = {

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from exercises import exercises_of
-from manyhands.catch_up import taken_from
 from manyhands.checks import data_parallel as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 LESSON = "03_data_parallel"

@@ -2,10 +2,10 @@
 
 import jupytext
 import pytest
-from manyhands import recorded
-from manyhands.catch_up import taken_from
 from manyhands.checks import CORRECT, NOT_ATTEMPTED
 from manyhands.checks import first_job as checks
+from manyhands.course.catch_up import taken_from
+from manyhands.runs import recorded_runs
 
 LESSON = "04_first_job"
 solutions = taken_from(LESSON, "my_sequences", "stale", jupytext=jupytext)
@@ -160,7 +160,7 @@ def test_an_untouched_exercise_is_not_attempted():
 
 
 def test_the_recorded_log_holds_what_the_check_asks_for():
-    log = recorded.text("04_failed.out").splitlines()
+    log = recorded_runs.text("04_failed.out").splitlines()
     errors = [line for line in log if line.startswith("[rank") and "Error: " in line]
     own = [line for line in errors if not any(echo in line for echo in checks.ECHOES)]
     assert [line.split(":")[0] for line in own] == [f"[rank{checks.FAILED_RANK}]"]
@@ -174,7 +174,7 @@ def test_the_recorded_queue_holds_the_jobs_that_the_check_asks_for():
     reasons = {"wait": ("Resources", "Priority", "Dependency"), "cancel": ("DependencyNeverSatisfied",),
                "release": ("JobHeldUser",), "ask for less": ("PartitionTimeLimit",)}  # fmt: skip
     shown = {int(line.split()[0]): line.split("(")[-1].rstrip(")") for line in
-             recorded.text("04_pending.out").splitlines()[2:]}  # fmt: skip
+             recorded_runs.text("04_pending.out").splitlines()[2:]}  # fmt: skip
     for job, (act, why) in checks.PENDING.items():
         assert shown[job] in reasons[act]
         assert why.startswith(f"{shown[job]}:")
@@ -182,16 +182,16 @@ def test_the_recorded_queue_holds_the_jobs_that_the_check_asks_for():
 
 def test_recordings_say_on_what_they_were_made_and_name_no_private_place():
     for name in ("04_queue.json", "04_ddp_shakespeare.json"):
-        conditions = recorded.numbers(name)["conditions"]
+        conditions = recorded_runs.numbers(name)["conditions"]
         assert {"date", "hardware", "torch", "commit", "command"} <= set(conditions)
     for name in ("04_ddp_shakespeare.out", "04_failed.out", "04_pending.out"):
-        text = recorded.text(name)
+        text = recorded_runs.text(name)
         assert "/tmp/" not in text and "/root" not in text and "/work" not in text
 
 
 def test_the_recorded_starts_are_those_that_the_lessons_schedulers_predict():
     lesson = taken_from(LESSON, "start_times", "with_overtaking")
-    content = recorded.numbers("04_queue.json")
+    content = recorded_runs.numbers("04_queue.json")
     jobs = [(job["nodes"], job["minutes"]) for job in content["jobs"].values()]
     predicted = {
         "in order": lesson.start_times(jobs, 2),

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exercises import exercises_of
-from manyhands.catch_up import taken_from
 from manyhands.checks import one_device as checks
+from manyhands.course.catch_up import taken_from
 
 LESSON = "01_one_device"
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from exercises import exercises_of
-from manyhands.catch_up import taken_from
 from manyhands.checks import same_science as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 from torch.utils.data.distributed import DistributedSampler
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.catch_up import taken_from
 from manyhands.checks import start as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 LESSON = "00_start"
@@ -97,7 +97,7 @@ def test_the_batch_script_of_a_job_is_no_rank():
 
 
 def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
-    from manyhands.launch import resolve
+    from manyhands.launching.launchers import resolve
 
     for what, environ, expected in checks.ENVIRONMENTS:
         extra = (

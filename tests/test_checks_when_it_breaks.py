@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from exercises import exercises_of
-from manyhands.catch_up import taken_from
 from manyhands.checks import when_it_breaks as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 LESSON = "11_when_it_breaks"

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from exercises import exercises_of
-from manyhands.catch_up import taken_from
 from manyhands.checks import zero_fsdp as checks
+from manyhands.course.catch_up import taken_from
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -5,9 +5,10 @@ import socket
 import sys
 
 import pytest
-from manyhands import cluster
-from manyhands.cluster import Allocation, RanksError, engine_launcher, find_mpiexec
-from manyhands.control import ControlLines
+from manyhands.launching.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.notebook import engine_processes
+from manyhands.notebook.control_lines import ControlLines
+from manyhands.notebook.engine_processes import engine_launcher
 
 
 def test_outside_an_allocation_ranks_start_on_this_machine_and_are_at_most_four():
@@ -66,7 +67,7 @@ def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch
     monkeypatch.setenv("MANYHANDS_MPIEXEC", "")
     assert engine_launcher(Allocation("local", 1, None), 4, mpi=True) is None
     with pytest.raises(RanksError, match="2 nodes need MPI"):
-        cluster.Processes(4, Allocation("pbs", 2, 4), mpi=True)
+        engine_processes.Processes(4, Allocation("pbs", 2, 4), mpi=True)
 
 
 def talk(lines, **hello):

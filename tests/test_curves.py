@@ -5,7 +5,7 @@ import math
 
 import matplotlib.image
 import pytest
-from manyhands import curves
+from manyhands.trainer import curves
 from matplotlib.figure import Figure
 
 

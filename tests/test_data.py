@@ -15,8 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manyhands import shakespeare
-from manyhands.data import Corpus, DataError, get_batch, load_corpus
+from manyhands.data import shakespeare
+from manyhands.data.corpus import Corpus, get_batch, load_corpus
+from manyhands.data.shakespeare import DataError
 from rank_pool import run_on_ranks
 
 GIVEN = os.environ.get("MANYHANDS_SHAKESPEARE")  # before a test takes the variable away
@@ -142,15 +143,15 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
     (course / "data").mkdir()
     monkeypatch.delenv("MANYHANDS_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(shakespeare, "COURSE", course)
-    real_mkstemp = shakespeare.tempfile.mkstemp
+    monkeypatch.setattr(shakespeare, "DATA", course / "data")
+    really_write = shakespeare.write_whole
 
-    def mkstemp(prefix, dir):
-        if dir == course / "data":  # root may write anywhere: say what a read-only file system says
+    def write_whole(path, content, mode):
+        if path.parent == course / "data":  # root may write anywhere: say what a read-only file system says
             raise OSError(30, "Read-only file system")
-        return real_mkstemp(prefix=prefix, dir=dir)
+        return really_write(path, content, mode)
 
-    monkeypatch.setattr(shakespeare.tempfile, "mkstemp", mkstemp)
+    monkeypatch.setattr(shakespeare, "write_whole", write_whole)
     monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(b"text").hexdigest())
     path = tmp_path / "home" / "manyhands" / shakespeare.FILE_NAME
     assert shakespeare.store(b"text") == path
@@ -285,7 +286,7 @@ LESSON = """
 seed = 1  # what the windows are drawn with
 # %%
 from manyhands import join, leave
-from manyhands.data import load_corpus
+from manyhands.data.corpus import load_corpus
 ranks = join(globals(), device="cpu", quiet=True)
 load_corpus(ranks)
 leave()

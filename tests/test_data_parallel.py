@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import wire
-from manyhands.catch_up import taken_from
-from manyhands.metrics import compare
+from manyhands.course.catch_up import taken_from
+from manyhands.measure import wire
+from manyhands.runs.metrics import compare
 from rank_pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

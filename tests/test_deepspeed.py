@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from manyhands.layout import resolve_layout
-from manyhands.options import model_config, read_options
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import model_config, read_options
 from rank_pool import run_on_ranks
 
 installed = pytest.mark.skipif(
@@ -23,8 +23,8 @@ SMALL = (
 
 
 def build(ranks, flags):
-    from manyhands.optimizers import build_optimizer
-    from manyhands.parallelize import parallelize
+    from manyhands.parallel.optimizer import build_optimizer
+    from manyhands.parallel.parallelize import parallelize
 
     options = read_options(f"{SMALL} {flags}".split())
     config = model_config(options, 65)
@@ -35,7 +35,7 @@ def build(ranks, flags):
 
 def train(parallel, optimizer, options, steps, first=0):
     """[(loss, gradient norm) per step], and the full gradients after the first one's clipping."""
-    from manyhands.data import get_batch
+    from manyhands.data.corpus import get_batch
 
     ids, seen, gradients = torch.arange(3000) ** 2 % 65, [], None
     for step in range(first, first + steps):
@@ -121,7 +121,7 @@ def test_bf16_multiplies_in_bfloat16_and_steps_in_float32():
 
 def without_deepspeed(ranks, flags):
     sys.modules["deepspeed"] = None  # an import raises ImportError
-    from manyhands.options import OptionError
+    from manyhands.config.options import OptionError
 
     try:
         build(ranks, flags)

@@ -104,7 +104,7 @@ def test_mpi_is_not_tried_on_a_login_node_and_its_absence_is_no_error(monkeypatc
         raise AssertionError("mpiexec was started on a login node")
 
     says(software.mpi(["mpiexec"], "its name is login3", never), "warning", "not tried", "compute node")
-    monkeypatch.setattr("manyhands.preflight.runs.mpi_launcher", lambda n: None)
+    monkeypatch.setattr("manyhands.launching.allocation.mpi_launcher", lambda n: None)
     says(software.mpi(), "warning", "no mpiexec", "pip install mpich", "torchrun work without")
 
 
@@ -348,7 +348,7 @@ def test_outputs_of_a_read_only_course_go_elsewhere_and_a_wrong_name_is_an_error
 
 
 def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):
-    from manyhands import shakespeare
+    from manyhands.data import shakespeare
 
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
     monkeypatch.setattr(shakespeare, "download", lambda url: pytest.fail("the doctor downloads nothing"))

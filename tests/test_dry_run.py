@@ -11,11 +11,12 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands import dry_run
-from manyhands.layout import resolve_layout
-from manyhands.memory import bytes_per_rank
-from manyhands.options import PRESETS, OptionError, from_file, from_preset, merged, model_config, read_options
-from manyhands.step_bytes import activation_bytes, sequences_at_once
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import OptionError, from_file, from_preset, merged, model_config, read_options
+from manyhands.config.presets import PRESETS
+from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
+from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.trainer import dry_run
 
 
 def described(flags, world_size=1):
@@ -182,7 +183,7 @@ def test_a_corpus_that_would_be_fetched_only_for_a_check_is_not_and_that_is_said
 def test_no_weight_is_allocated_for_the_largest_preset(root):
     """6.7 billion parameters are 25 GiB in fp32: the program's peak stays at what importing torch takes."""
     code = (
-        "import resource, sys; from manyhands import dry_run; from manyhands.options import read_options;"
+        "import resource, sys; from manyhands.trainer import dry_run; from manyhands.config.options import read_options;"
         "print(dry_run.describe(read_options(sys.argv[1:]), 1));"
         "unit = 1 if sys.platform == 'darwin' else 1024;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, file=sys.stderr)"

@@ -5,14 +5,15 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from manyhands import figures
+from manyhands.course.folders import ASSETS
 
-LESSONS = sorted((figures.ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
+LESSONS = sorted((ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
 
 
 @pytest.mark.parametrize("name", figures.drawings())
 def test_the_stored_figure_is_what_the_code_draws(name, tmp_path):
     figures.save(figures.drawings()[name], tmp_path / "new.svg")
-    stored = figures.ASSETS / f"{name}.svg"
+    stored = ASSETS / f"{name}.svg"
     assert stored.exists() and stored.read_bytes() == (tmp_path / "new.svg").read_bytes(), (
         f"{stored.name} is stale: python -m manyhands.figures"
     )
@@ -25,7 +26,7 @@ def test_drawing_twice_gives_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", figures.drawings())
 def test_a_figure_carries_its_alt_text_as_title(name):
-    title = ET.parse(figures.ASSETS / f"{name}.svg").getroot().find("{http://www.w3.org/2000/svg}title")
+    title = ET.parse(ASSETS / f"{name}.svg").getroot().find("{http://www.w3.org/2000/svg}title")
     assert title.text == figures.drawings()[name].alt
     assert len(title.text) > 20
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from manyhands import wire
-from manyhands.flat import FlatReplicas
-from manyhands.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.parallel.flat_ddp import FlatReplicas
 from rank_pool import run_on_ranks
 
 CONFIG = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, tie=True, qkv_bias=True)

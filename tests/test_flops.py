@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from manyhands import flops
-from manyhands.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import timing
+from manyhands.predict import flops, peaks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,7 +75,7 @@ def test_nanogpts_estimate_is_its_formula_at_gpt2s_size():
     ],
 )
 def test_a_listed_device_has_its_vendors_dense_peak(name, units, kind, tflops):
-    assert flops.listed_peak(name, units, kind) == pytest.approx(tflops * 1e12)
+    assert peaks.listed_peak(name, units, kind) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -90,21 +91,21 @@ def test_a_listed_device_has_its_vendors_dense_peak(name, units, kind, tflops):
     ],
 )
 def test_what_is_not_listed_is_not_guessed(name, units, kind):
-    assert flops.listed_peak(name, units, kind) is None
+    assert peaks.listed_peak(name, units, kind) is None
 
 
 def test_a_cpu_has_no_listed_peak():
-    assert flops.dense_peak(torch.device("cpu"), "fp32") is None
+    assert peaks.dense_peak(torch.device("cpu"), "fp32") is None
 
 
 def test_fp32_is_measured_against_tf32_where_torch_may_use_it(monkeypatch):
     h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     module = SimpleNamespace(get_device_properties=lambda device: h200)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert flops.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(66.9e12)
+    assert peaks.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(66.9e12)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert flops.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(494.7e12)
-    assert flops.dense_peak(torch.device("cuda", 0), "bf16") == pytest.approx(989.4e12)
+    assert peaks.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(494.7e12)
+    assert peaks.dense_peak(torch.device("cuda", 0), "bf16") == pytest.approx(989.4e12)
 
 
 def test_the_measured_peak_is_of_the_best_size_of_product(monkeypatch):
@@ -112,9 +113,9 @@ def test_the_measured_peak_is_of_the_best_size_of_product(monkeypatch):
         n = len(a_nn)
         return products * 2 * n**3 / (1e12 * min(1, n / 1024))
 
-    monkeypatch.setattr(flops, "_seconds_of", seconds_of)
-    assert flops.gemm_peak(torch.device("cpu"), torch.float32, seconds=0.02) == pytest.approx(1e12)
+    monkeypatch.setattr(timing, "_seconds_of", seconds_of)
+    assert timing.gemm_peak(torch.device("cpu"), torch.float32, seconds=0.02) == pytest.approx(1e12)
 
 
 def test_a_peak_can_be_measured_here():
-    assert flops.gemm_peak(torch.device("cpu"), torch.float32, seconds=0.02) > 1e8
+    assert timing.gemm_peak(torch.device("cpu"), torch.float32, seconds=0.02) > 1e8

@@ -2,7 +2,7 @@
 
 import re
 
-from manyhands.lessons import find_lessons
+from manyhands.course.lessons import find_lessons
 
 
 def anchors(root):

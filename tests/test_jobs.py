@@ -11,10 +11,10 @@ import time
 import psutil
 import pytest
 from course_copy import copy_course
-from manyhands import directives, jobs, submit
-from manyhands.lessons import find_lessons
+from manyhands.course.lessons import find_lessons
+from manyhands.jobs import directives, sites, stamp, submit
 
-SITES = sorted(jobs.sites())
+SITES = sorted(sites.sites())
 FILES = ["ddp_shakespeare.pbs", "ddp_shakespeare.slurm"]
 
 
@@ -29,12 +29,12 @@ def folder(tmp_path, root):
 
 
 def account_of(site):
-    return "Hands" if "account" in jobs.site_named(site).needs else None
+    return "Hands" if "account" in sites.site_named(site).needs else None
 
 
 def in_order(path, site):
     scheduler = directives.SCHEDULERS[path.suffix]
-    return list(directives.complaints(path.read_text(), scheduler, jobs.site_named(site)))
+    return list(directives.complaints(path.read_text(), scheduler, sites.site_named(site)))
 
 
 def test_sites_that_the_course_promises_are_there():
@@ -43,7 +43,7 @@ def test_sites_that_the_course_promises_are_there():
 
 @pytest.mark.parametrize("site", SITES)
 def test_each_site_says_when_and_where_it_was_read_and_what_was_not_verified(site):
-    known = jobs.site_named(site)
+    known = sites.site_named(site)
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", known.checked)
     assert all(source.startswith("https://") for source in known.sources) and known.sources
     assert "ubmitted" in known.verified  # whether a job of ours ever ran there
@@ -52,38 +52,40 @@ def test_each_site_says_when_and_where_it_was_read_and_what_was_not_verified(sit
 @pytest.mark.parametrize("name", FILES)
 def test_job_files_as_committed_suit_a_generic_site(root, name):
     path = root / "jobs" / name
-    assert jobs.stamped_site(path.read_text()) == "generic"
+    assert stamp.stamped_site(path.read_text()) == "generic"
     assert in_order(path, "generic") == []
 
 
 @pytest.mark.parametrize("site", SITES)
 def test_stamped_files_are_in_order_for_their_site(folder, site):
-    written = jobs.stamp(site, account=account_of(site), folder=folder)
+    written = stamp.stamp(site, account=account_of(site), folder=folder)
     assert written
     for path in written:
         assert in_order(path, site) == []
-        assert jobs.stamped_site(path.read_text()) == site
+        assert stamp.stamped_site(path.read_text()) == site
         subprocess.run(["bash", "-n", path], check=True)
 
 
 @pytest.mark.parametrize("site", SITES)
 def test_stamping_twice_changes_nothing_and_generic_brings_the_committed_file_back(folder, root, site):
-    written = jobs.stamp(site, account=account_of(site), folder=folder)
+    written = stamp.stamp(site, account=account_of(site), folder=folder)
     once = {path: path.read_text() for path in written}
-    jobs.stamp(site, account=account_of(site), folder=folder)
+    stamp.stamp(site, account=account_of(site), folder=folder)
     assert {path: path.read_text() for path in written} == once
-    jobs.stamp("generic", folder=folder)
+    stamp.stamp("generic", folder=folder)
     for path in written:
         assert path.read_text() == (root / "jobs" / path.name).read_text()
 
 
 def test_only_the_file_that_the_site_reads_is_written(folder, root):
-    assert [path.name for path in jobs.stamp("polaris", account="Hands", folder=folder)] == [FILES[0]]
+    assert [path.name for path in stamp.stamp("polaris", account="Hands", folder=folder)] == [FILES[0]]
     assert (folder / FILES[1]).read_text() == (root / "jobs" / FILES[1]).read_text()
 
 
 def test_what_polaris_must_have_stands_in_its_file(folder):
-    jobs.stamp("polaris", account="Hands", queue="debug-scaling", walltime="00:20:00", nodes=4, folder=folder)
+    stamp.stamp(
+        "polaris", account="Hands", queue="debug-scaling", walltime="00:20:00", nodes=4, folder=folder
+    )
     text = (folder / FILES[0]).read_text()
     for line in (
         "#PBS -A Hands", "#PBS -q debug-scaling", "#PBS -l select=4:system=polaris", "#PBS -l place=scatter",
@@ -94,7 +96,7 @@ def test_what_polaris_must_have_stands_in_its_file(folder):
 
 
 def test_what_perlmutter_must_have_stands_in_its_file(folder):
-    jobs.stamp("perlmutter", account="m1234_g", queue="regular", reservation="class", folder=folder)
+    stamp.stamp("perlmutter", account="m1234_g", queue="regular", reservation="class", folder=folder)
     lines = (folder / FILES[1]).read_text().splitlines()
     for line in (
         "--account=m1234_g", "--constraint=gpu", "--gpus-per-node=4", "--qos=regular", "--reservation=class",
@@ -103,19 +105,19 @@ def test_what_perlmutter_must_have_stands_in_its_file(folder):
 
 
 def test_a_reservation_is_a_queue_under_pbs(folder):
-    jobs.stamp("aurora", account="Hands", reservation="R123456", folder=folder)
+    stamp.stamp("aurora", account="Hands", reservation="R123456", folder=folder)
     assert "#PBS -q R123456" in (folder / FILES[0]).read_text().splitlines()
 
 
 def test_stamping_again_keeps_what_the_user_wrote(folder):
     path = folder / FILES[0]
-    jobs.stamp("polaris", account="Hands", folder=folder)
+    stamp.stamp("polaris", account="Hands", folder=folder)
     text = path.read_text().replace("#PBS -j oe", "#PBS -j oe\n#PBS -M me@site.org")
     text = (
         text.replace("select=2:", "select=8:").replace("home:eagle", "home").replace(":-.venv}", ":-/my/env}")
     )
     path.write_text(text.replace("VENV=${VENV-.venv}", "VENV=${VENV-/my/env}"))
-    jobs.stamp("polaris", queue="debug-scaling", walltime="00:45:00", folder=folder)
+    stamp.stamp("polaris", queue="debug-scaling", walltime="00:45:00", folder=folder)
     text = path.read_text()
     for kept in ("-M me@site.org", "select=8:system", "filesystems=home\n", "${VENV-/my/env}", "-A Hands"):
         assert kept in text
@@ -151,13 +153,13 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
 )
 def test_a_wrong_wish_is_refused_with_its_cure_and_nothing_is_written(folder, wish, sentence):
     before = {path: path.read_text() for path in folder.iterdir()}
-    with pytest.raises(jobs.JobError, match=re.escape(sentence)):
-        jobs.stamp(**wish, folder=folder)
+    with pytest.raises(sites.JobError, match=re.escape(sentence)):
+        stamp.stamp(**wish, folder=folder)
     assert {path: path.read_text() for path in folder.iterdir()} == before
 
 
 def test_command_line_says_the_error_once_and_ends_with_status_2(capsys):
-    assert jobs.main(["stamp", "--site", "summit", "--account", ""]) == 2
+    assert stamp.main(["stamp", "--site", "summit", "--account", ""]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: no site 'summit'") and error.count("\n") == 1
 
@@ -194,7 +196,7 @@ WRONG = [
     ("file", "old", "new", "site", "sentence"), WRONG, ids=[wrong[-1] for wrong in WRONG]
 )
 def test_a_wrong_directive_is_rejected_with_the_right_sentence(folder, file, old, new, site, sentence):
-    jobs.stamp(site, account=account_of(site), folder=folder)
+    stamp.stamp(site, account=account_of(site), folder=folder)
     path = folder / FILES[file]
     assert in_order(path, site) == []
     assert old in path.read_text()
@@ -246,7 +248,7 @@ def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tm
 )
 def test_a_batch_that_nobody_names_splits_over_the_ranks(course, tmp_path, name, per_node, flags, batch):
     python = tmp_path / "python"  # says what it was started with
-    python.write_text('#!/bin/sh\n[ "$2" = manyhands.pairs ] || echo "$@"\n')
+    python.write_text('#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n')
     python.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = run_job(course, name, *flags, VENV="", PATH=path, NPROC_PER_NODE=per_node)

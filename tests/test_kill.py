@@ -14,11 +14,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import Ranks, manifest
-from manyhands.data import Corpus
-from manyhands.layout import resolve_layout
-from manyhands.metrics import fingerprint
-from manyhands.options import (
+from manyhands import Ranks
+from manyhands.checkpoints import manifest
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import (
     CheckpointOptions,
     LogOptions,
     ModelOptions,
@@ -27,7 +26,9 @@ from manyhands.options import (
     TrainOptions,
     model_config,
 )
-from manyhands.training import Run
+from manyhands.data.corpus import Corpus
+from manyhands.runs.metrics import fingerprint
+from manyhands.trainer.run import Run
 from rank_pool import _server
 
 N_RANKS = 2

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands import devices
-from manyhands.launch import LaunchError, resolve
-from manyhands.launchers import expand_hosts, without_foreign_mpi
+from manyhands.launching import devices
+from manyhands.launching.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
+from manyhands.machine import cores
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -183,11 +183,11 @@ def test_cores_obey_the_control_group(tmp_path):
     (tmp_path / "job" / "step").mkdir(parents=True)
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
-    assert devices.quota_cores(tmp_path, membership) == math.inf
+    assert cores.quota_cores(tmp_path, membership) == math.inf
     (tmp_path / "job" / "step" / "cpu.max").write_text("max 100000\n")
-    assert devices.quota_cores(tmp_path, membership) == math.inf
+    assert cores.quota_cores(tmp_path, membership) == math.inf
     (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
-    assert devices.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
+    assert cores.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
     assert devices.cores(offer(cpus=range(8), quota=1.5)) == 1
     assert devices.cores(offer(cpus=range(8), quota=0.5)) == 1
     assert devices.cores(offer(cpus=range(8))) == 8

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from manyhands import keeping, starting
-from manyhands.data import load_corpus
-from manyhands.launch import join, joined, leave
-from manyhands.starting import StartError, command_for
-from manyhands.statuses import STATUS_FILE, read_status, say_status
+from manyhands.data.corpus import load_corpus
+from manyhands.launching import commands
+from manyhands.launching.commands import StartError, command_for
+from manyhands.launching.join import join, leave
+from manyhands.machine import kept_command
+from manyhands.runs.exit_status import STATUS_FILE, read_status, say_status
+from manyhands.runs.ranks import joined
 from rank_pool import run_on_ranks
 
 PROGRAM = ["scripts/train.py", "--train.steps", "20"]
@@ -79,7 +81,7 @@ def test_in_a_slurm_job_it_is_srun():
     ],
 )
 def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkeypatch, environ, ranks):
-    monkeypatch.setattr(starting, "_gpus_here", lambda: 0)
+    monkeypatch.setattr(commands, "_gpus_here", lambda: 0)
     command = command_for(PROGRAM, environ)
     assert f"--nproc-per-node={ranks}" in command or f"--ntasks-per-node={ranks}" in command
     assert f"--ntasks-per-node={5}" in command_for(PROGRAM, {**SLURM, **environ}, nproc=5)
@@ -221,7 +223,7 @@ def kept_as(monkeypatch, status, own=None, heard=None):
             say_status(*own)
         return status, heard
 
-    monkeypatch.setattr(starting, "keep", keep)
+    monkeypatch.setattr(commands, "keep", keep)
     return starts
 
 
@@ -244,7 +246,7 @@ def test_under_torchrun_the_programs_own_status_and_sentence_come_last(
     monkeypatch, capsys, own, heard, status, starts, last
 ):
     seen = kept_as(monkeypatch, 1, own, heard)
-    assert starting._with_retries(TORCHRUN, None, 2) == status
+    assert commands._with_retries(TORCHRUN, None, 2) == status
     assert len(seen) == starts and capsys.readouterr().err.rstrip("\n").endswith(last)
 
 
@@ -290,11 +292,12 @@ def until(run, text):
 
 
 def test_srun_which_ends_its_ranks_on_sigterm_is_sent_sigusr1_instead():
-    assert keeping._translated(signal.SIGTERM, ["srun", "python"]) == signal.SIGUSR1
+    assert kept_command._translated(signal.SIGTERM, ["srun", "python"]) == signal.SIGUSR1
     assert (
-        keeping._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"]) == signal.SIGTERM
+        kept_command._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"])
+        == signal.SIGTERM
     )
-    assert keeping._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
+    assert kept_command._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
 
 
 @pytest.mark.parametrize(("starter", "sent"), [("torchrun", "SIGUSR1"), ("mpiexec", "SIGTERM")])

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.layout import AXES, Layout, LayoutError, resolve_layout
-from manyhands.options import from_preset, model_config, read_options
+from manyhands.config.layout import AXES, Layout, LayoutError, resolve_layout
+from manyhands.config.options import from_preset, model_config, read_options
 
 
 def layout_of(flags, world_size, ranks_per_node=None):

@@ -9,10 +9,11 @@ import sys
 
 import nbformat
 import pytest
-from manyhands import pairs
-from manyhands.lessons import ROOT, find_lessons
-from manyhands.metrics import compare
+from manyhands.course import pairs
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
 from manyhands.preflight.runs import Run, find_metrics
+from manyhands.runs.metrics import compare
 
 LESSONS = find_lessons(ROOT)
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from manyhands import limits
+from manyhands.machine import limits
 
 GIB = 2**30
 

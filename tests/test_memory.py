@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from manyhands.layout import Layout, resolve_layout
-from manyhands.memory import Bytes, bytes_per_rank, checkpoint_bytes, parameter_terms, tensor_bytes
-from manyhands.model import GPT
-from manyhands.options import model_config, read_options
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import model_config, read_options
+from manyhands.gpt.model import GPT
+from manyhands.measure.tensor_bytes import Bytes, tensor_bytes
+from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes, parameter_terms
 from rank_pool import RankPool
 
 # odd numbers: nothing splits evenly but what must
@@ -33,10 +34,10 @@ def pool():
 
 def measure(ranks, flags):
     """{kind: bytes} that this rank holds after a step; copies and what is gathered are those of a step's peak."""
-    from manyhands.data import get_batch
-    from manyhands.memory_timeline import MemoryTimeline
-    from manyhands.optimizers import build_optimizer
-    from manyhands.parallelize import parallelize
+    from manyhands.data.corpus import get_batch
+    from manyhands.measure.memory_timeline import MemoryTimeline
+    from manyhands.parallel.optimizer import build_optimizer
+    from manyhands.parallel.parallelize import parallelize
 
     config, layout, options = read(flags, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks)
@@ -232,8 +233,8 @@ def test_an_optimizer_is_found_inside_what_is_made_around_it_and_must_be_there()
 
 def weigh_between_forward_and_backward(ranks):
     """tensor_bytes under FSDP: before the forward, before the backward, after it. grad_op keeps all in between."""
-    from manyhands.optimizers import build_optimizer
-    from manyhands.parallelize import parallelize
+    from manyhands.parallel.optimizer import build_optimizer
+    from manyhands.parallel.parallelize import parallelize
 
     config, layout, options = read(
         "--model.vocab-size 66 --parallel.strategy fsdp --parallel.sharding grad_op", 2

@@ -7,10 +7,12 @@ import weakref
 import matplotlib
 import pytest
 import torch
-from manyhands.activations import count_saved, saved_bytes
-from manyhands.memory_timeline import KINDS, MemoryTimeline, Sample, memory_stack
-from manyhands.model import GPT, GPTConfig
-from manyhands.recompute import recompute
+from manyhands.figures.memory_stack import memory_stack
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.recompute import recompute
+from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
+from manyhands.measure.saved_activations import count_saved
+from manyhands.predict.activation_memory import saved_bytes
 from rank_pool import RankPool
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -381,7 +383,7 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
 
 
 def test_kinds_of_memory_differ_in_lightness_or_hatching_in_black_and_white():
-    from manyhands.memory_figure import LOOKS
+    from manyhands.figures.memory_stack import LOOKS
 
     seen = set()
     for colour, hatch in LOOKS.values():

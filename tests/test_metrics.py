@@ -10,20 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from manyhands import Ranks, outputs
-from manyhands.data import Corpus
-from manyhands.metrics import (
-    Metrics,
-    StepLog,
-    Timing,
-    compare,
-    fingerprint,
-    max_over_ranks,
-    median_s,
-    peak_memory_gib,
-    run_folder,
-    tok_per_s,
-)
+from manyhands import Ranks
+from manyhands.data.corpus import Corpus
+from manyhands.measure.timing import Timing, max_over_ranks, median_s, peak_memory_gib, tok_per_s
+from manyhands.runs import run_folder as run_folder_module
+from manyhands.runs.metrics import Metrics, StepLog, compare, fingerprint
+from manyhands.runs.run_folder import run_folder
 from rank_pool import run_on_ranks
 
 
@@ -72,7 +64,7 @@ def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path
     (course / "outputs").touch()  # where no folder can be made, not even by root
     monkeypatch.delenv("MANYHANDS_OUTPUTS")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(outputs, "COURSE", course)
+    monkeypatch.setattr(run_folder_module, "ROOT", course)
     folder = run_folder(ranks_of())
     assert folder.is_relative_to(tmp_path / "home" / ".local" / "share" / "manyhands" / "outputs" / "05_test")
     assert capsys.readouterr().out.count("cannot be written: the outputs of this run go to") == 1

@@ -12,10 +12,12 @@ import jupytext
 import pytest
 import torch
 import torch.nn.functional as F
-from manyhands import activations, flops, memory, recorded
-from manyhands.catch_up import taken_from
-from manyhands.memory_timeline import MemoryTimeline
-from manyhands.model import GPT, GPTConfig
+from manyhands.course.catch_up import taken_from
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import saved_activations
+from manyhands.measure.memory_timeline import MemoryTimeline
+from manyhands.predict import activation_memory, bytes_per_parameter, flops
+from manyhands.runs import recorded_runs
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -85,9 +87,11 @@ def test_what_is_kept_for_backward_is_what_the_package_counts_and_what_the_formu
     model, (ids, targets) = model_of(SHAKESPEARE), batch_of(SHAKESPEARE)
     ours, _ = lesson.kept_for_backward(lambda: model(ids, targets), model)
     block, head = lesson.predict_kept(SHAKESPEARE, SEQUENCES)
-    assert ours == activations.count_saved(lambda: model(ids, targets), model).bytes
+    assert ours == saved_activations.count_saved(lambda: model(ids, targets), model).bytes
     assert ours == pytest.approx(4 * block + head, rel=0.005)
-    assert ours == pytest.approx(sum(activations.saved_bytes(SHAKESPEARE, SEQUENCES).values()), rel=0.005)
+    assert ours == pytest.approx(
+        sum(activation_memory.saved_bytes(SHAKESPEARE, SEQUENCES).values()), rel=0.005
+    )
 
 
 def test_a_storage_that_is_kept_twice_counts_once_and_parameters_do_not_count(lesson):
@@ -120,7 +124,7 @@ def test_master_weights_take_sixteen_bytes_and_small_steps_that_bf16_would_lose(
             optimizer.step()
     assert alone.item() == 1
     assert mastered.item() == pytest.approx(0.98, abs=0.004)
-    assert memory.RECIPES["bf16 + fp32 master"].total == 16
+    assert bytes_per_parameter.RECIPES["bf16 + fp32 master"].total == 16
     assert optimizers[1].masters[0].dtype == torch.float32
     assert optimizers[1].masters[0].grad is None
 
@@ -208,12 +212,12 @@ def test_sixty_five_billion_parameters_need_23_a100_or_12_h100_and_51_tb_of_acti
 
 
 def test_a_gpu_run_to_record_is_one_process(tmp_path):
-    assert recorded.beside("01", {}, tmp_path).splitlines() == [
+    assert recorded_runs.beside("01", {}, tmp_path).splitlines() == [
         "No GPU run of 01_one_device is recorded yet. On a node with a GPU:",
         "python scripts/01_one_device.py",
-        "python -m manyhands.recorded 01",
+        "python -m manyhands.runs.recorded_runs 01",
     ]
-    assert "--nproc-per-node 4 scripts/05_same_science.py" in recorded.beside("05", {}, tmp_path)
+    assert "--nproc-per-node 4 scripts/05_same_science.py" in recorded_runs.beside("05", {}, tmp_path)
 
 
 # ---- the lesson as a whole ----

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manyhands.model import GPT, GPTConfig
-from manyhands.optimizers import (
+from manyhands.config.options import OptimizerOptions, Options, TrainOptions
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.parallel.optimizer import (
     LossScale,
     build_optimizer,
     learning_rate,
@@ -16,7 +17,6 @@ from manyhands.optimizers import (
     set_learning_rate,
     warmup_steps,
 )
-from manyhands.options import OptimizerOptions, Options, TrainOptions
 
 
 def options(steps, **optimizer):

@@ -4,8 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from manyhands.options import (
-    PRESETS,
+from manyhands.config.options import (
     OptionError,
     Options,
     from_file,
@@ -15,6 +14,7 @@ from manyhands.options import (
     to_dict,
     validate,
 )
+from manyhands.config.presets import PRESETS
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import sys
 import jupytext
 import nbformat
 import pytest
-from manyhands import copies, pairs
-from manyhands.lessons import Lesson, find_lessons
+from manyhands.course import handouts, pairs
+from manyhands.course.lessons import Lesson, find_lessons
 
 SCRIPT = """\
 # ---
@@ -98,7 +98,7 @@ def files(folder):
 
 
 def run(module, *arguments, cwd):
-    command = [sys.executable, "-m", f"manyhands.{module}", *arguments]
+    command = [sys.executable, "-m", f"manyhands.course.{module}", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
 
 
@@ -252,17 +252,17 @@ def test_reset_writes_the_committed_lesson_and_keeps_ones_work(lesson):
     edit(lesson.script, "answer = 42", "answer = 'mine'")
     edit(lesson.notebook, "answer = 42", "answer = 'also mine'")
     edited = files(lesson.root / "scripts") | files(lesson.root / "notebooks")
-    kept = copies.reset(lesson)
+    kept = handouts.reset(lesson)
     assert {name: files(lesson.root)[name] for name in original} == original
     assert files(kept) == edited
     assert kept.parent == lesson.root / "outputs" / "kept"
-    assert copies.reset(lesson) != kept, "a second reset within the second has a folder of its own"
+    assert handouts.reset(lesson) != kept, "a second reset within the second has a folder of its own"
 
 
 def test_reset_touches_nothing_where_there_is_no_original(lesson):
     before = files(lesson.root)
     with pytest.raises(pairs.PairError, match="no original of notebooks/05_tiny.ipynb"):
-        copies.reset(lesson)
+        handouts.reset(lesson)
     assert files(lesson.root) == before
 
 
@@ -276,10 +276,10 @@ def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson,
         path.write_text("x")
     (lesson.root / "data").mkdir()
     (lesson.root / "data" / "tinyshakespeare.txt").write_text("First Citizen")
-    target = copies.copy(tmp_path / "class" / "course", lesson.root)
+    target = handouts.copy(tmp_path / "class" / "course", lesson.root)
     (copied,) = find_lessons(target)
     assert pairs.difference(copied) is None
-    assert {path for path in files(target) if not path.startswith(copies.ORIGINALS)} == {
+    assert {path for path in files(target) if not path.startswith(handouts.ORIGINALS)} == {
         "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
     }  # fmt: skip
     assert "instructor" not in "".join(
@@ -291,22 +291,22 @@ def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson,
 
 
 def test_a_lesson_of_the_copy_can_be_reset_without_git(lesson, tmp_path):
-    (copied,) = find_lessons(copies.copy(tmp_path / "copy", lesson.root))
+    (copied,) = find_lessons(handouts.copy(tmp_path / "copy", lesson.root))
     handed_out = copied.script.read_bytes()
     edit(copied.script, "answer = 42", "answer = 'mine'")
-    kept = copies.reset(copied)
+    kept = handouts.reset(copied)
     assert copied.script.read_bytes() == handed_out
     assert "'mine'" in (kept / "05_tiny.py").read_text("utf-8")
 
 
 def test_a_copy_is_refused_where_it_would_overwrite_or_contain_itself_or_a_pair_differs(lesson, tmp_path):
     with pytest.raises(pairs.PairError, match="exists already"):
-        copies.copy(tmp_path, lesson.root)
+        handouts.copy(tmp_path, lesson.root)
     with pytest.raises(pairs.PairError, match="lies inside the course"):
-        copies.copy(lesson.root / "deep" / "copy", lesson.root)
+        handouts.copy(lesson.root / "deep" / "copy", lesson.root)
     edit(lesson.script, "answer = 42", "answer = 43")
     with pytest.raises(pairs.PairError, match="cell 8 of 05_tiny differs"):
-        copies.copy(tmp_path / "copy", lesson.root)
+        handouts.copy(tmp_path / "copy", lesson.root)
     assert not (tmp_path / "copy").exists()
 
 
@@ -329,15 +329,15 @@ def test_check_ends_with_status_2_and_a_sentence_with_the_cure(lesson):
     ("module", "arguments", "sentence"),
     [
         ("pairs", ["check", "99"], "there is no lesson '99'; the lessons are: 05_tiny"),
-        ("copies", ["reset"], "name the lesson to reset: make reset LESSON=03"),
-        ("copies", ["copy", ""], "name a folder that does not exist yet: make copy TO=/path"),
+        ("handouts", ["reset"], "name the lesson to reset: make reset LESSON=03"),
+        ("handouts", ["copy", ""], "name a folder that does not exist yet: make copy TO=/path"),
     ],
 )
 def test_a_wrong_name_is_answered_with_a_sentence_and_status_2(
     lesson, module, arguments, sentence, monkeypatch, capsys
 ):
     monkeypatch.chdir(lesson.root)
-    assert {"pairs": pairs, "copies": copies}[module].main(arguments) == 2
+    assert {"pairs": pairs, "handouts": handouts}[module].main(arguments) == 2
     assert capsys.readouterr().err.strip() == sentence
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands import prefetch
-from manyhands.data import Prefetch
+from manyhands.data import prefetch
+from manyhands.data.prefetch import Prefetch
 
 
 @pytest.fixture(autouse=True)

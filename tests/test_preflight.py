@@ -12,9 +12,10 @@ import fake_course
 import psutil
 import pytest
 from manyhands import preflight
-from manyhands.lessons import SHORT, Lesson, find_lessons
-from manyhands.parameters import read
-from manyhands.preflight import errors, plan, runs, supervise
+from manyhands.course.lesson_parameters import read
+from manyhands.course.lessons import SHORT, Lesson, find_lessons
+from manyhands.machine import processes
+from manyhands.preflight import errors, plan, runs
 from manyhands.preflight.report import page as page_of
 
 
@@ -163,7 +164,7 @@ def test_a_notebook_that_is_not_its_scripts_other_half_is_not_ready(tmp_path):
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     (lesson,) = find_lessons(tmp_path)
     lesson.script.write_text(lesson.script.read_text() + "\n# %%\nprint('a cell that the notebook lacks')\n")
-    outcome = runs.Outcome(runs.Run(lesson, "notebook", None, tmp_path), supervise.Ended(0, 1.0, 0), None)
+    outcome = runs.Outcome(runs.Run(lesson, "notebook", None, tmp_path), processes.Ended(0, 1.0, 0), None)
     (result,) = plan.judge([outcome])
     assert not result.ok and result.stale
     page = report_page(tmp_path, [result])
@@ -271,7 +272,7 @@ def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores
 def test_a_run_that_ignored_the_device_asked_for_is_an_error(tmp_path):
     run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path, device="cuda")
     run.log.write_text("")
-    error = run._error(supervise.Ended(0, 1.0, 0), 60, {"device": "cpu"})
+    error = run._error(processes.Ended(0, 1.0, 0), 60, {"device": "cpu"})
     assert error.says.startswith("ran on cpu although cuda was asked for")
 
 
@@ -304,7 +305,7 @@ def alive(pid):
 
 def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True).pid)"
-    ended = supervise.supervise(
+    ended = processes.supervise(
         [sys.executable, "-c", code], log=tmp_path / "log", timeout_s=120, linger_s=0.3
     )
     pid = int((tmp_path / "log").read_text())
@@ -324,7 +325,7 @@ open(sys.argv[1], "w").close()
 while not os.path.exists(sys.argv[2]):
     time.sleep(0.01)
 """
-    grown, sampled, memory_bytes = tmp_path / "grown", tmp_path / "sampled", supervise.Family.memory_bytes
+    grown, sampled, memory_bytes = tmp_path / "grown", tmp_path / "sampled", processes.Family.memory_bytes
 
     def of_both(family):
         both = grown.exists()
@@ -333,14 +334,14 @@ while not os.path.exists(sys.argv[2]):
             sampled.touch()
         return total
 
-    monkeypatch.setattr(supervise.Family, "memory_bytes", of_both)
+    monkeypatch.setattr(processes.Family, "memory_bytes", of_both)
     command = [sys.executable, "-c", outer, inner, grown, sampled]
-    ended = supervise.supervise(command, log=tmp_path / "log", timeout_s=120)
+    ended = processes.supervise(command, log=tmp_path / "log", timeout_s=120)
     assert ended.status == 0 and 120 < ended.peak_bytes / 2**20 < 160
 
 
 def test_a_command_that_does_not_exist_is_an_error_not_a_crash(tmp_path):
-    ended = supervise.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
+    ended = processes.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
     assert ended.status is None and "no-such-program did not start" in ended.error
 
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 from manyhands import Ranks
-from manyhands.options import from_preset, merged
-from manyhands.profiling import Profile, windows
+from manyhands.config.options import from_preset, merged
+from manyhands.trainer.profiling import Profile, windows
 from rank_pool import run_on_ranks
 
 RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", "test", "here", "train")

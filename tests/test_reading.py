@@ -13,20 +13,17 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from manyhands import wire
-from manyhands.data import (
-    DataError,
-    get_batch,
-    memory_map,
+from manyhands.data.corpus import get_batch
+from manyhands.data.file_shares import (
     read_mpi_io,
     read_own_file,
     scatter_from_readers,
     share,
-    verify_tokens,
     write_own_files,
-    write_tokens,
 )
-from manyhands.token_file import describe_tokens
+from manyhands.data.shakespeare import DataError
+from manyhands.data.token_file import describe_tokens, memory_map, verify_tokens, write_tokens
+from manyhands.measure import wire
 from rank_pool import RankPool
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -295,8 +292,8 @@ def test_an_error_of_one_reader_is_every_ranks_error(pool, files, tmp_path):
 MPI_RUN = """
 import json, sys
 from dataclasses import replace
-from manyhands import reading
-from manyhands.data import read_mpi_io
+from manyhands.data import file_shares
+from manyhands.data.file_shares import read_mpi_io
 from mpi4py import MPI
 
 comm, (folder, paths) = MPI.COMM_WORLD, (sys.argv[1], sys.argv[2:])
@@ -308,8 +305,8 @@ def attempt(path, **options):
 found = {"shares": [attempt(path) for path in paths]}
 found["in rounds of 5 bytes"] = [attempt(path, at_once=5) for path in paths]
 found["nowhere"] = attempt("/nowhere/t.bin")
-described = reading.describe_tokens(paths[-1])
-reading.describe_tokens = lambda path: replace(described, count=1007)
+described = file_shares.describe_tokens(paths[-1])
+file_shares.describe_tokens = lambda path: replace(described, count=1007)
 found["cut behind our back"] = attempt(paths[-1])
 found["gone behind our back"] = attempt("/nowhere/t.bin")
 with open(f"{folder}/{comm.rank}.json", "w") as file:

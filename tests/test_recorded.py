@@ -5,13 +5,15 @@ import subprocess
 
 import pytest
 import torch
-from manyhands import Ranks, conditions, recorded
-from manyhands.lessons import find_lessons
-from manyhands.metrics import Metrics
+from manyhands import Ranks
+from manyhands.course import folders
+from manyhands.course.lessons import find_lessons
+from manyhands.machine.processes import Ended
 from manyhands.preflight.plan import LessonResult
 from manyhands.preflight.recording import export_recorded
 from manyhands.preflight.runs import Outcome, Run
-from manyhands.preflight.supervise import Ended
+from manyhands.runs import conditions, recorded_runs
+from manyhands.runs.metrics import Metrics
 
 
 def metrics(device="cuda", world_size=4, **changes):
@@ -50,11 +52,11 @@ def run_folder(tmp_path, content):
 
 def test_the_command_writes_a_run_as_a_file_that_says_on_what_it_was_made(tmp_path, capsys):
     run = run_folder(tmp_path, metrics())
-    assert recorded.main(["03", "--run", run, "--to", str(tmp_path / "to")]) == 0
+    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path / "to")]) == 0
     path = tmp_path / "to" / "03_data_parallel.h200x4.json"
     assert capsys.readouterr().out == f"{path}\n"
     content = json.loads(path.read_text())
-    assert tuple(content) == recorded.FIELDS
+    assert tuple(content) == recorded_runs.FIELDS
     assert (content["lesson"], content["name"], content["world_size"]) == ("03_data_parallel", "h200x4", 4)
     assert content["versions"]["nccl"] == "2.27.3"
     for section in ("parameters", "measured", "exact"):
@@ -64,28 +66,28 @@ def test_the_command_writes_a_run_as_a_file_that_says_on_what_it_was_made(tmp_pa
 
 def test_the_last_run_of_the_lesson_is_recorded_unless_told_otherwise(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
-    assert recorded.main(["3", "--to", str(tmp_path / "to")]) == 2
+    assert recorded_runs.main(["3", "--to", str(tmp_path / "to")]) == 2
     assert "run the lesson first, or name its folder with --run" in capsys.readouterr().err
     (tmp_path / "03_data_parallel" / "latest").mkdir(parents=True)
     (tmp_path / "03_data_parallel" / "latest" / "metrics.json").write_text(json.dumps(metrics()))
-    assert recorded.main(["3", "--name", "mine", "--to", str(tmp_path / "to")]) == 0
+    assert recorded_runs.main(["3", "--name", "mine", "--to", str(tmp_path / "to")]) == 0
     assert (tmp_path / "to" / "03_data_parallel.mine.json").exists()
 
 
 def test_a_run_on_a_cpu_is_recorded_only_when_asked_for(tmp_path, capsys):
     run = run_folder(tmp_path, metrics("cpu"))
     command = ["03", "--run", run, "--to", str(tmp_path / "to")]
-    assert recorded.main(command) == 2
+    assert recorded_runs.main(command) == 2
     assert "this run of 03_data_parallel was on a CPU" in capsys.readouterr().err
     assert not (tmp_path / "to").exists()
-    assert recorded.main([*command, "--cpu"]) == 0
+    assert recorded_runs.main([*command, "--cpu"]) == 0
     assert (tmp_path / "to" / "03_data_parallel.cpux4.json").exists()
 
 
 def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path, capsys):
     dirty = metrics()["conditions"] | {"commit": "1a2b3c4 with uncommitted changes"}
     run = run_folder(tmp_path, metrics(conditions=dirty))
-    assert recorded.main(["03", "--run", run, "--to", str(tmp_path)]) == 0
+    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path)]) == 0
     assert "not of a commit alone" in capsys.readouterr().out
     assert json.loads((tmp_path / "03_data_parallel.h200x4.json").read_text())["commit"] == dirty["commit"]
 
@@ -102,14 +104,14 @@ def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path,
 )
 def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, capsys, content, arguments, sentence):
     run = run_folder(tmp_path, content)
-    assert recorded.main(["03", "--run", run, "--to", str(tmp_path / "to"), *arguments]) == 2
+    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path / "to"), *arguments]) == 2
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
     assert not (tmp_path / "to").exists()
 
 
 def test_an_unknown_lesson_is_refused_with_those_that_there_are(capsys):
-    assert recorded.main(["77"]) == 2
+    assert recorded_runs.main(["77"]) == 2
     assert "there is no lesson '77'; the lessons are: 00_start" in capsys.readouterr().err
 
 
@@ -125,15 +127,15 @@ def test_an_unknown_lesson_is_refused_with_those_that_there_are(capsys):
 def test_a_name_is_made_of_the_hardware_and_the_number_of_ranks(hardware, name):
     content = metrics(world_size=int(hardware.split()[0]))
     content["conditions"]["hardware"] = hardware
-    assert recorded.default_name(content) == name
+    assert recorded_runs.default_name(content) == name
 
 
 # ---- beside one's own ----
 
 
 def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
-    recorded.record(metrics(), tmp_path)
-    recorded.record(metrics(world_size=8, measured={"step_s": 4321.5}), tmp_path, name="other")
+    recorded_runs.record(metrics(), tmp_path)
+    recorded_runs.record(metrics(world_size=8, measured={"step_s": 4321.5}), tmp_path, name="other")
     here = {
         "step time": (0.25, "s", "step_s"),
         "ddp alone": (3.75, "s", "times.ddp"),
@@ -141,7 +143,7 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
         "first loss": (4.17, "nats", "losses.0"),
         "last loss": (None, "nats", "losses.7"),
     }
-    assert recorded.beside("03", here, tmp_path).splitlines() == [
+    assert recorded_runs.beside("03", here, tmp_path).splitlines() == [
         "                       here     h200x4      other",
         "step time, s           0.25     0.0123      4,322",
         "ddp alone, s           3.75        2.5          -",
@@ -154,25 +156,25 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
 
 
 def test_where_nothing_is_recorded_a_sentence_says_so_with_the_two_commands(tmp_path):
-    said, run, record = recorded.beside("03", {"step time": (0.25, "s")}, tmp_path).split("\n")
+    said, run, record = recorded_runs.beside("03", {"step time": (0.25, "s")}, tmp_path).split("\n")
     assert said.startswith("No GPU run of 03_data_parallel is recorded yet.")
     assert run.endswith("--nproc-per-node 4 scripts/03_data_parallel.py")
-    assert record == "python -m manyhands.recorded 03"
+    assert record == "python -m manyhands.runs.recorded_runs 03"
 
 
 def test_runs_are_found_by_lesson_and_no_other_file_is_taken_for_one(tmp_path):
-    recorded.record(metrics(), tmp_path)
+    recorded_runs.record(metrics(), tmp_path)
     (tmp_path / "03_queue.json").write_text("{}")
     (tmp_path / "02_collectives.h200x4.json").write_text("{}")
-    assert [run["name"] for run in recorded.runs("03_data_parallel", tmp_path)] == ["h200x4"]
+    assert [run["name"] for run in recorded_runs.runs("03_data_parallel", tmp_path)] == ["h200x4"]
 
 
 def test_every_recorded_run_that_the_course_has_is_complete():
     for lesson in find_lessons():
-        for run in recorded.runs(lesson.name):
-            assert tuple(run) == recorded.FIELDS
+        for run in recorded_runs.runs(lesson.name):
+            assert tuple(run) == recorded_runs.FIELDS
             assert run["lesson"] == lesson.name
-            assert recorded.describe(run)
+            assert recorded_runs.describe(run)
 
 
 # ---- conditions ----
@@ -196,7 +198,7 @@ def test_metrics_say_on_what_with_what_and_by_what_they_were_made(tmp_path, monk
 
 
 def test_the_command_is_what_starts_the_same_script_again():
-    script = [str(conditions.ROOT / "scripts" / "03_data_parallel.py"), "--steps", "3"]
+    script = [str(folders.ROOT / "scripts" / "03_data_parallel.py"), "--steps", "3"]
     assert conditions.command(ranks(), script) == (
         "python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 scripts/03_data_parallel.py --steps 3"
     )

@@ -14,14 +14,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import Ranks, columns, report, run_header
-from manyhands.data import Corpus
-from manyhands.flops import flops_per_token
-from manyhands.layout import Layout
-from manyhands.model import GPTConfig
-from manyhands.options import from_preset, merged
-from manyhands.report import KEYS, Report
-from manyhands.stopwatch import HostClock, StepTimer
+from manyhands import Ranks
+from manyhands.config.layout import Layout
+from manyhands.config.options import from_preset, merged
+from manyhands.data.corpus import Corpus
+from manyhands.gpt.model import GPTConfig
+from manyhands.predict.flops import flops_per_token
+from manyhands.trainer import line_columns, report, run_header
+from manyhands.trainer.report import KEYS, Report
+from manyhands.trainer.step_timer import HostClock, StepTimer
 from rank_pool import run_on_ranks
 
 CONFIG = GPTConfig(vocab_size=65)  # block 64
@@ -174,11 +175,15 @@ def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
 @pytest.mark.parametrize(
     "form, width, values",
     [
-        (columns.seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
-        (columns.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
-        (columns.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
-        (columns.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
-        (columns.share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
+        (
+            line_columns.seconds,
+            7,
+            (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0),
+        ),
+        (line_columns.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
+        (line_columns.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
+        (line_columns.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
+        (line_columns.share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
     ],
 )
 def test_values_of_any_size_keep_to_their_columns_width(form, width, values):
@@ -432,7 +437,7 @@ def test_every_line_is_json_with_every_column(tmp_path):
     rows = rows_in(tmp_path)
     assert [row["step"] for row in rows] == [1, 10, 20, 30]
     assert all(tuple(row) == KEYS for row in rows)
-    everything = columns.all_columns(dict.fromkeys(KEYS, ""), 30, "GPU", many_ranks=True, phases=True)
+    everything = line_columns.all_columns(dict.fromkeys(KEYS, ""), 30, "GPU", many_ranks=True, phases=True)
     assert {column.key for column in everything} <= set(KEYS)
     assert [row["tokens"] for row in rows] == [24 * 64 * row["step"] for row in rows]
 
@@ -479,7 +484,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run_and_is_said_once(tmp_path, c
 
 def run_of_two(ranks, folder):
     """Rank 1 takes twice as long a step and holds three times the memory: what rank 0 wrote, and what each rank showed."""
-    report_module = sys.modules["manyhands.report"]
+    report_module = sys.modules["manyhands.trainer.report"]
     report_module.peak_memory_gib = lambda ranks: 1.0 + 2.0 * ranks.rank
     now, shown = FakeTime(), io.StringIO()
     calls, all_reduce = [], dist.all_reduce

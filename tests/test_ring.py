@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from manyhands import wire
-from manyhands.catch_up import taken_from
+from manyhands.course.catch_up import taken_from
+from manyhands.measure import wire
 from rank_pool import run_on_ranks
 
 DTYPES = {  # what gloo's own all-reduce takes: no int16

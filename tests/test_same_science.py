@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands.catch_up import taken_from
-from manyhands.model import GPT, GPTConfig
-from manyhands.samplers import PartitionedSampler
+from manyhands.course.catch_up import taken_from
+from manyhands.data.samplers import PartitionedSampler
+from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import RankPool
 
 LESSON = "05_same_science"
@@ -56,7 +56,7 @@ def on_fewer(ranks):
 
 
 def measurements(ranks):
-    from manyhands.vnet import Link
+    from manyhands.measure.virtual_network import Link
 
     link = Link(50e-6, 1e9)
     ours = lesson(

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands import export, manifest
-from manyhands.checkpoint import CheckpointError, Checkpoints
-from manyhands.export import find_checkpoint, load_model
-from manyhands.model import GPT, GPTConfig
+from manyhands.checkpoints import export, manifest
+from manyhands.checkpoints.checkpoints import Checkpoints
+from manyhands.checkpoints.export import find_checkpoint, load_model
+from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -6,16 +6,17 @@ import sys
 
 import pytest
 import torch
-from manyhands import launch, say, show
-from manyhands.launch import Ranks
-from manyhands.screen import text_plot
+from manyhands import say, show
+from manyhands.runs import ranks as ranks_module
+from manyhands.runs.ranks import Ranks
+from manyhands.runs.screen import text_plot
 
 
 def become(monkeypatch, rank, world_size, launcher="torchrun"):
     ranks = Ranks(
         rank, world_size, rank, world_size, torch.device("cpu"), "gloo", launcher, "host", "02_test"
     )
-    monkeypatch.setattr(launch, "_last", {"ranks": ranks})
+    monkeypatch.setattr(ranks_module, "_joined", ranks)
     return ranks
 
 
@@ -58,7 +59,7 @@ def test_no_label_in_a_world_of_one_nor_in_a_notebook(monkeypatch, capsys, world
 
 
 def test_no_label_before_joining(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "_last", {})
+    monkeypatch.setattr(ranks_module, "_joined", None)
     say(3)
     assert capsys.readouterr().out == "3\n"
 
@@ -90,7 +91,7 @@ def figure():
 def test_a_figure_of_a_script_is_a_file_in_the_runs_folder(monkeypatch, capsys, figure):
     ranks = become(monkeypatch, 0, 1, "alone")
     show(figure, "line", "a rising line")
-    from manyhands.metrics import run_folder
+    from manyhands.runs.run_folder import run_folder
 
     assert (run_folder(ranks) / "line.svg").read_text().lstrip().startswith("<?xml")
     assert "line.svg: a rising line" in capsys.readouterr().out

@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from manyhands.lessons import find_lessons
+from manyhands.course.lessons import find_lessons
 
 # Runs in a process of its own, as a world of one: the start cells once, then each section on a copy of what they define.
 PROGRAM = """
 import sys
 from pathlib import Path
-from manyhands.pairs import read
+from manyhands.course.pairs import read
 
 script = Path(sys.argv[0])
 cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]

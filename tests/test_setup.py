@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import setup_environment
-from manyhands import setup
+from manyhands.notebook import jupyter
 from packaging.specifiers import SpecifierSet
 
 PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njupyterlab==4.6.6\nnot_at_the_site==1.0\n"
@@ -248,7 +248,7 @@ def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site/mpi/lib")
     build(monkeypatch, venv, "--site-python", sys.executable)
     monkeypatch.setattr(sys, "prefix", str(venv))
-    setup.install_kernel(user=False)
+    jupyter.install_kernel(user=False)
     spec = json.loads((venv / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
     assert spec["env"] == {
         "PYTHONNOUSERSITE": "1", "LD_LIBRARY_PATH": "/site/mpi/lib", "MANYHANDS_MPIEXEC": str(mpiexec)
@@ -365,15 +365,15 @@ def test_the_kernel_of_a_shared_environment_knows_its_data(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     data = tmp_path / "share" / "manyhands" / "data"
     data.mkdir(parents=True)
-    setup.install_kernel(user=False)
+    jupyter.install_kernel(user=False)
     spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
     assert spec["env"]["MANYHANDS_DATA"] == str(data)
 
 
 def test_a_wrong_corpus_ends_the_set_up_with_status_2_before_the_kernel(monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE", "/nowhere/input.txt")
-    monkeypatch.setattr(setup, "install_kernel", lambda user: pytest.fail("went on"))
-    assert setup.main(["data", "kernel"]) == 2
+    monkeypatch.setattr(jupyter, "install_kernel", lambda user: pytest.fail("went on"))
+    assert jupyter.main(["data", "kernel"]) == 2
     assert "MANYHANDS_SHAKESPEARE=/nowhere/input.txt cannot be read" in capsys.readouterr().err
 
 
@@ -382,7 +382,7 @@ def test_a_named_corpus_goes_into_the_cache_where_every_kernel_finds_it(monkeypa
     if not named:
         pytest.skip("MANYHANDS_SHAKESPEARE names no file")
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "data"))
-    assert setup.main(["data"]) == 0
+    assert jupyter.main(["data"]) == 0
     (stored,) = (tmp_path / "data").iterdir()
     assert stored.read_bytes() == Path(named).read_bytes()
     assert str(stored) in capsys.readouterr().out
@@ -404,7 +404,7 @@ def started(monkeypatch, tmp_path):
 def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, tmp_path, flag, opens):
     for name in ("03_b", "00_a"):
         (tmp_path / "course" / "notebooks" / f"{name}.ipynb").touch()
-    assert setup.main(["lab", "--open", flag]) == 0
+    assert jupyter.main(["lab", "--open", flag]) == 0
     assert started[1:3] == ["-m", "jupyterlab"]
     # a terminal in it runs the course's Python and mpiexec
     assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
@@ -417,5 +417,5 @@ def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, 
 
 
 def test_lab_without_a_lesson_says_so(started, capsys):
-    assert setup.main(["lab"]) == 2
+    assert jupyter.main(["lab"]) == 2
     assert "there are no notebooks below" in capsys.readouterr().err and started == []

@@ -7,9 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from manyhands.lessons import ROOT, find_lessons
-from manyhands.metrics import compare
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
 from manyhands.preflight.runs import Run, find_metrics
+from manyhands.runs.metrics import compare
 
 START = find_lessons(ROOT, ["00"])[0]
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'

@@ -17,9 +17,9 @@ from pathlib import Path
 import jupytext
 import pytest
 from course_copy import copy_course
-from manyhands import recorded
-from manyhands.lessons import find_lessons
-from manyhands.metrics import compare
+from manyhands.course.lessons import find_lessons
+from manyhands.runs import recorded_runs
+from manyhands.runs.metrics import compare
 from slurm_nodes import ENDED, SlurmNodes, missing, processes_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -156,7 +156,7 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_tor
 
 def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_torchrun):
     content, found = (
-        recorded.numbers("04_ddp_shakespeare.json")["metrics"],
+        recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"],
         under_torchrun("03_data_parallel"),
     )
     if found["corpus"] != content["corpus"]:
@@ -204,7 +204,7 @@ def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, cour
     (folder / "notebooks").mkdir()
     header = (course / "scripts" / "03_data_parallel.py").read_text().split("# %% [markdown]")[0]
     (folder / "scripts" / "03_data_parallel.py").write_text(header + BATCH + "# %%\n" + HELLO)
-    sync = [sys.executable, "-m", "manyhands.pairs", "sync", "03"]
+    sync = [sys.executable, "-m", "manyhands.course.pairs", "sync", "03"]
     subprocess.run(sync, cwd=folder, check=True, capture_output=True)
     job = slurm.submit(
         "sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=folder
@@ -249,7 +249,7 @@ def test_srun_that_starts_worlds_of_one_is_noticed(slurm, environ, hello):
 
 
 def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ, monkeypatch, capsys):
-    from manyhands import submit
+    from manyhands.jobs import submit
 
     for name, value in {**slurm.environ, **environ}.items():
         monkeypatch.setenv(name, value)
@@ -275,7 +275,7 @@ TINY = """\
 # %% tags=["parameters"]
 n_ranks = None  # processes: all slots of the allocation
 # %% tags=["active-ipynb"]
-# from manyhands.ranks import start_ranks
+# from manyhands.notebook.start import start_ranks
 # hands = start_ranks("90_hands", globals())
 # %%
 # %%ranks

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from manyhands.activations import count_saved, saved_bytes
-from manyhands.layout import resolve_layout
-from manyhands.model import GPT
-from manyhands.options import model_config, read_options
-from manyhands.recompute import recompute
-from manyhands.step_bytes import activation_bytes, sequences_at_once
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import model_config, read_options
+from manyhands.gpt.model import GPT
+from manyhands.gpt.recompute import recompute
+from manyhands.measure.saved_activations import count_saved
+from manyhands.predict.activation_memory import activation_bytes, saved_bytes, sequences_at_once
 
 # wide, so that the copies that autocast makes of weights are small beside the activations
 SMALL = (

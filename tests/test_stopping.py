@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from manyhands import stopping
-from manyhands.preflight.supervise import MARK, Family
-from manyhands.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
+from manyhands.machine.processes import MARK, Family
+from manyhands.trainer import stopping
+from manyhands.trainer.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
 from rank_pool import RankFailed, run_on_ranks
 
 
@@ -109,12 +109,12 @@ def test_without_a_signal_the_handlers_of_before_come_back_and_after_one_they_st
 
 
 def ask_and_withdraw(ranks, folder):
-    write_requeue(f"{folder}/{ranks.rank}", "SIGUSR1", 120)
+    write_requeue(f"{folder}/{ranks.rank}", "SIGUSR1", 120, ranks)
     found = os.listdir(f"{folder}/{ranks.rank}") if os.path.isdir(f"{folder}/{ranks.rank}") else None
     said = json.loads(Path(folder, "0", REQUEUE).read_text()) if ranks.rank == 0 else None
     dist.barrier()
-    clear_requeue(f"{folder}/{ranks.rank}")
-    clear_requeue(f"{folder}/{ranks.rank}")  # nothing to remove is no error
+    clear_requeue(f"{folder}/{ranks.rank}", ranks)
+    clear_requeue(f"{folder}/{ranks.rank}", ranks)  # nothing to remove is no error
     return found, said
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from manyhands import wire
-from manyhands.layout import resolve_layout
-from manyhands.model import GPT, GPTConfig
-from manyhands.options import Options, ParallelOptions, TrainOptions
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import Options, ParallelOptions, TrainOptions
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
 from rank_pool import RankFailed, RankPool
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
@@ -35,7 +35,7 @@ def batches(config=CONFIG):
 
 
 def build(ranks, options, config=CONFIG):
-    from manyhands.parallelize import parallelize
+    from manyhands.parallel.parallelize import parallelize
 
     return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
 
@@ -240,13 +240,13 @@ def local_norm(parameters, pipeline_group=None):
 
 
 def steps_clipped_locally(ranks, options):
-    from manyhands import gradients
+    from manyhands.parallel import gradient_norm
 
-    right, gradients.global_norm = gradients.global_norm, local_norm
+    right, gradient_norm.global_norm = gradient_norm.global_norm, local_norm
     try:
         return sgd_steps(ranks, options)
     finally:
-        gradients.global_norm = right
+        gradient_norm.global_norm = right
 
 
 def test_clipping_by_the_norm_of_the_local_shards_is_found(pool, references):
@@ -349,7 +349,7 @@ def test_two_micro_batches_reduce_no_more_than_one(pool, sharding):
 
 
 def bytes_held(ranks, options):
-    from manyhands.optimizers import build_optimizer
+    from manyhands.parallel.optimizer import build_optimizer
 
     parallel = build(ranks, options)
     optimizer = build_optimizer(parallel, options)
@@ -428,7 +428,7 @@ def test_recomputing_repeats_the_blocks_and_selective_only_what_is_cheap(pool):
 
 def look(parallel):
     """Evaluate and sample, with modules in mixed modes; nothing of it may stay."""
-    from manyhands.parallelize import generate
+    from manyhands.gpt.sampling import generate
 
     ids, targets = next(batches())
     frozen = parallel.modules[0].blocks[0]

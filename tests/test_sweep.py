@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from manyhands import jobs
+from manyhands.jobs import stamp
 from slurm_nodes import SlurmNodes, missing
 
 pytestmark = pytest.mark.timeout(600)
@@ -147,14 +147,14 @@ def test_values_meet_no_shell(course):
 
 def test_the_check_of_job_files_counts_the_rows(course):
     for name, option in zip(FILES, ("#PBS -J 1-3", "#SBATCH --array=1-3"), strict=True):
-        said = jobs.table_complaints(course / "jobs" / name, name.split(".")[1])
+        said = stamp.table_complaints(course / "jobs" / name, name.split(".")[1])
         assert said == [f"sweep.tsv has 3 rows, the array is 1-6: write {option}"]
     (course / "jobs" / "sweep.tsv").write_text("a\n" + "1\n" * 6)
-    assert jobs.table_complaints(course / "jobs" / FILES[0], "pbs") == []
+    assert stamp.table_complaints(course / "jobs" / FILES[0], "pbs") == []
 
 
 def test_each_row_of_the_table_as_committed_is_one_that_the_trainer_takes(root):
-    from manyhands.options import read_options
+    from manyhands.config.options import read_options
 
     lines = [
         line.split() for line in (root / "jobs" / "sweep.tsv").read_text().splitlines() if line[0] != "#"

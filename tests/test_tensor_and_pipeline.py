@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import wire
-from manyhands.layout import LayoutError, resolve_layout
-from manyhands.model import GPT, GPTConfig
-from manyhands.options import Options, ParallelOptions, TrainOptions
-from manyhands.stage import layers_of_stages, stage_owners
+from manyhands.config.layout import LayoutError, resolve_layout
+from manyhands.config.options import Options, ParallelOptions, TrainOptions
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
 from rank_pool import RankPool
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
@@ -50,7 +50,7 @@ def optimizer_for(parameters, options):
 
 
 def build(ranks, options, config=CONFIG):
-    from manyhands.parallelize import parallelize
+    from manyhands.parallel.parallelize import parallelize
 
     return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
 
@@ -362,7 +362,7 @@ def executed(ranks, options, config):
             done.append(f"W{chunk}")
             return super().backward_weight_one_chunk(chunk, *args, **kwargs)
 
-    from manyhands import pipeline
+    from manyhands.parallel import pipeline
 
     torch_stage, pipeline.PipelineStage = pipeline.PipelineStage, Watched
     try:
@@ -402,7 +402,7 @@ def test_zero_bubble_splits_the_backward(pool):
 
 def state_around_evaluation(ranks, options):
     """Whether evaluation and sampling change gradients, modes or random numbers."""
-    from manyhands.parallelize import generate
+    from manyhands.gpt.sampling import generate
 
     parallel = build(ranks, options, replace(CONFIG, dropout=0.5))
     share = own_share(parallel, *next(batches(CONFIG)))

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.heat_map import heat_map
-from manyhands.timeline import Span, Timeline, gantt, gather
+from manyhands.figures.gantt import gantt
+from manyhands.figures.heat_map import heat_map
+from manyhands.measure.timeline import Span, Timeline, gather
 from rank_pool import run_on_ranks
 
 

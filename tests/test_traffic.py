@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from manyhands.layout import resolve_layout
-from manyhands.options import model_config, read_options
-from manyhands.traffic import Traffic, ideal_volume, per_step
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import model_config, read_options
+from manyhands.predict.step_traffic import Traffic, ideal_volume, per_step
 from rank_pool import RankPool
 
 # odd numbers: nothing splits evenly but what must
@@ -29,10 +29,10 @@ def read(flags, world_size):
 
 def measure(ranks, all_flags):
     """[{operation: (calls, bytes)}] of each third step: before it, DDP has agreed on the order of its buckets."""
-    from manyhands import wire
-    from manyhands.data import get_batch
-    from manyhands.optimizers import build_optimizer
-    from manyhands.parallelize import parallelize
+    from manyhands.data.corpus import get_batch
+    from manyhands.measure import wire
+    from manyhands.parallel.optimizer import build_optimizer
+    from manyhands.parallel.parallelize import parallelize
 
     found = []
     for flags in all_flags:

@@ -15,15 +15,15 @@ import time
 import psutil
 import pytest
 from course_copy import copy_course
-from manyhands import directives, jobs
-from manyhands.preflight.supervise import MARK, Family
+from manyhands.jobs import directives, sites, stamp
+from manyhands.machine.processes import MARK, Family
 from slurm_nodes import SlurmNodes, missing, processes_of
 
 pytestmark = pytest.mark.timeout(600)
 PATIENCE_S = 280  # a busy machine takes minutes for what takes seconds otherwise
 LINGER = "--linger=20"  # fake_train waits there to be told to leave, however late that is
 FILES = ["train.pbs", "train.slurm", "sweep.pbs", "sweep.slurm"]
-SITES = sorted(jobs.sites())
+SITES = sorted(sites.sites())
 ALL = 3 * 40 * 41 // 2  # what 40 steps of two ranks of fake_train add up to
 
 
@@ -40,22 +40,22 @@ def folder(tmp_path, root):
 def test_job_files_as_committed_suit_a_generic_site(root, name):
     path, scheduler = root / "jobs" / name, directives.SCHEDULERS["." + name.split(".")[1]]
     text = path.read_text()
-    assert jobs.stamped_site(text) == "generic"
-    assert list(directives.complaints(text, scheduler, jobs.site_named("generic"))) == []
-    assert jobs.table_complaints(path, scheduler) == []
+    assert stamp.stamped_site(text) == "generic"
+    assert list(directives.complaints(text, scheduler, sites.site_named("generic"))) == []
+    assert stamp.table_complaints(path, scheduler) == []
 
 
 @pytest.mark.parametrize("site", SITES)
 def test_make_jobs_writes_them_too_and_generic_brings_the_committed_files_back(folder, root, site):
-    account = "Hands" if "account" in jobs.site_named(site).needs else None
-    written = jobs.stamp(site, account=account, folder=folder)
+    account = "Hands" if "account" in sites.site_named(site).needs else None
+    written = stamp.stamp(site, account=account, folder=folder)
     schedulers = {"pbs", "slurm"} if site == "generic" else {path.suffix[1:] for path in written}
     assert {path.name for path in written} == {name for name in FILES if name.split(".")[1] in schedulers}
     for path in written:
-        found = list(directives.complaints(path.read_text(), path.suffix[1:], jobs.site_named(site)))
-        assert found == [] and jobs.table_complaints(path, path.suffix[1:]) == []
+        found = list(directives.complaints(path.read_text(), path.suffix[1:], sites.site_named(site)))
+        assert found == [] and stamp.table_complaints(path, path.suffix[1:]) == []
         subprocess.run(["bash", "-n", path], check=True)
-    jobs.stamp("generic", folder=folder)
+    stamp.stamp("generic", folder=folder)
     assert all(path.read_text() == (root / "jobs" / path.name).read_text() for path in written)
 
 
@@ -333,7 +333,7 @@ def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_nam
 # so that it is still there when it is told to leave
 PATIENT = """\
 import os, runpy, time
-from manyhands.stopping import Stopping, hold
+from manyhands.trainer.stopping import Stopping, hold
 
 hold()
 agreed = Stopping.agreed

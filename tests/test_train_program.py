@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from manyhands.metrics import compare
+from manyhands.runs.metrics import compare
 
 pytestmark = pytest.mark.timeout(900)  # three launchers, one after the other
 ROOT = Path(__file__).parent.parent

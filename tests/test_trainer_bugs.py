@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.layout import Layout, resolve_layout
-from manyhands.model import GPT
-from manyhands.options import OptionError, model_config, read_options
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import OptionError, model_config, read_options
+from manyhands.gpt.model import GPT
 from rank_pool import RankPool
 
 TINY = (
@@ -36,14 +36,14 @@ def read(flags, world_size):
 
 
 def corpus():
-    from manyhands.data import Corpus
+    from manyhands.data.corpus import Corpus
 
     return Corpus.from_text("offline", TEXT)
 
 
 def build(ranks, flags, started=True):
     """A `training.Run`, as scripts/train.py makes it; started: ready for single steps."""
-    from manyhands.training import Run
+    from manyhands.trainer.run import Run
 
     options, config, layout = read(flags, ranks.world_size)
     run = Run(options, config, layout, corpus(), ranks)
@@ -154,7 +154,7 @@ def test_what_is_averaged_are_gradients_and_not_parameters(pool, tmp_path, strat
 
 def accumulate(ranks, flags, count):
     """Gradients of `count` micro-batches, and the bytes that had been sent when each backward was done."""
-    from manyhands import wire
+    from manyhands.measure import wire
 
     options, _, _ = read(flags, ranks.world_size)
     share = options.train.global_batch // ranks.world_size
@@ -191,7 +191,7 @@ def test_micro_batches_add_up_to_the_whole_batch_and_are_sent_once(pool, tmp_pat
     model = GPT(read(flags, 1)[1])
     torch.manual_seed(1337)
     model = GPT(model.config).double()
-    from manyhands.data import get_batch
+    from manyhands.data.corpus import get_batch
 
     model(*get_batch(corpus().train_ids, 0, 12, 8, 0, 1, 1))[1].backward()
     assert_equal(whole, {name: p.grad for name, p in model.named_parameters()}, 1e-12)
@@ -235,7 +235,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(pool, tmp_path, fl
 
 def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
     """seed * (rank + 1) * (local_rank + 1) gave ranks 2 and 8 of two nodes of 6 the same numbers."""
-    from manyhands.random_state import seed_dropout
+    from manyhands.trainer.random_state import seed_dropout
 
     @dataclasses.dataclass
     class Who:
@@ -261,7 +261,7 @@ def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
 
 def test_every_rank_reads_its_own_share_and_the_next_step_another():
     """Ranks that draw the same data, or the same data every epoch, still let the loss go down."""
-    from manyhands.data import get_batch
+    from manyhands.data.corpus import get_batch
 
     ids = torch.arange(100_000)  # a window is known by its first number
     steps = [
@@ -276,7 +276,7 @@ def test_every_rank_reads_its_own_share_and_the_next_step_another():
 
 def test_the_learning_rate_reaches_its_peak_in_every_run_that_is_accepted():
     """515 steps with 1,000 of warm-up ended below the peak."""
-    from manyhands.optimizers import learning_rate
+    from manyhands.parallel.optimizer import learning_rate
 
     with pytest.raises(OptionError, match="warmup=1000.*515"):
         read_options(["--train.steps", "515", "--optimizer.warmup", "1000"])
@@ -308,7 +308,7 @@ def evaluate(ranks):
     batches = [ids for ids in seen if ids.shape == (6, 8)]
     model = GPT(run.config)
     model.load_state_dict(run.parallel.named_full_parameters())
-    from manyhands.data import get_batch
+    from manyhands.data.corpus import get_batch
 
     with torch.no_grad():
         expected = [

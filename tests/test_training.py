@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.data import Corpus
-from manyhands.layout import resolve_layout
-from manyhands.metrics import fingerprint
-from manyhands.options import (
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import (
     CheckpointOptions,
     LogOptions,
     ModelOptions,
@@ -24,6 +22,8 @@ from manyhands.options import (
     TrainOptions,
     model_config,
 )
+from manyhands.data.corpus import Corpus
+from manyhands.runs.metrics import fingerprint
 from rank_pool import RankPool, _server
 
 TEXT = "to be, or not to be: that is the question. " * 40
@@ -53,7 +53,7 @@ def pool():
 
 def begin(ranks, options, outputs):
     """The Run of these options, before it resumes, and the list of all that it will note."""
-    from manyhands.training import Run
+    from manyhands.trainer.run import Run
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     corpus = Corpus.from_text("test", TEXT)
@@ -197,8 +197,8 @@ def test_a_folder_of_broken_checkpoints_is_refused_rather_than_begun_again(pool,
 
 
 def test_a_run_that_goes_on_under_another_layout_does_not_repeat_its_first_masks():
-    from manyhands.layout import Layout
-    from manyhands.random_state import seed_dropout
+    from manyhands.config.layout import Layout
+    from manyhands.trainer.random_state import seed_dropout
 
     class Rank0:
         rank = 0
@@ -286,7 +286,7 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
 
 def record_watch(ranks, options, outputs):
     """[(step, phase, how often it moved on)] as the stall watch of a run hears it."""
-    from manyhands import training
+    from manyhands.trainer import run as trainer_run
 
     heard = []
 
@@ -306,12 +306,12 @@ def record_watch(ranks, options, outputs):
         def moved(self):
             heard[-1][2] += 1
 
-    real, training.StallWatch = training.StallWatch, Recorder
+    real, trainer_run.StallWatch = trainer_run.StallWatch, Recorder
     try:
         run, _ = begin(ranks, options, outputs)
         run.go()
     finally:
-        training.StallWatch = real
+        trainer_run.StallWatch = real
     return heard
 
 
@@ -332,21 +332,23 @@ def test_each_micro_batch_each_validation_batch_and_each_symbol_is_progress(pool
 
 def train_program(ending, folder):
     """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
-    from manyhands import launch, training
+    from manyhands.launching import join
+    from manyhands.runs.ranks import Ranks, remember
+    from manyhands.trainer import run
 
     os.dup2(os.open(f"{folder}/err", os.O_WRONLY | os.O_CREAT), 2)
-    ranks = launch.Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo", "torchrun", "127.0.0.1", "train")
+    ranks = Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo", "torchrun", "127.0.0.1", "train")
 
     def ends(options):
-        launch._last["ranks"] = ranks
+        remember(ranks)
         if ending == "interrupt":
             raise KeyboardInterrupt
         if ending == "refusal":
-            launch.end("train.py: why", 2, sys.stderr)
+            join.end("train.py: why", 2, sys.stderr)
         print("its last line", file=sys.stderr, end="")
         return 0
 
-    training.train = ends
+    run.train = ends
     sys.argv = ["train.py"]
     script = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
     try:

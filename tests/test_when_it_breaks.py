@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.catch_up import SCRIPTS, taken_from
-from manyhands.children import ChildError, Torchrun
-from manyhands.data import Corpus, load_corpus
+from manyhands.course.catch_up import taken_from
+from manyhands.course.folders import SCRIPTS
+from manyhands.data.corpus import Corpus, load_corpus
+from manyhands.launching.torchrun_child import ChildError, Torchrun
 from rank_pool import RankFailed, RankPool, run_on_ranks
 
 LESSON = "11_when_it_breaks"

@@ -9,21 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manyhands.layout import Layout
-from manyhands.memory import bytes_per_rank, state_bytes, zero_bytes
-from manyhands.options import from_preset, merged
-from manyhands.widgets import (
-    bits,
-    from_pattern,
-    memory_figure,
-    show_memory,
-    show_sizes,
-    sizes_figure,
-)
+from manyhands.config.layout import Layout
+from manyhands.config.options import from_preset, merged
+from manyhands.predict.bytes_per_parameter import state_bytes, zero_bytes
+from manyhands.predict.rank_memory import bytes_per_rank
 from manyhands.widgets import display as display_module
-from manyhands.widgets.bits import DTYPES, neighbour
+from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.floats import FloatControls, in_words, show_floats
-from manyhands.widgets.memory import MODELS, bytes_by_kind
+from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
+from manyhands.widgets.sizes import show_sizes, sizes_figure
 
 # ------------------------------------------------------------------ bits
 

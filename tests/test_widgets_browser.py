@@ -7,9 +7,10 @@ from math import ceil
 import nbformat
 import pytest
 from lab import Lab, chromium, opened
-from manyhands.widgets import floats_figure, memory_figure, sizes_figure
 from manyhands.widgets.display import png
-from manyhands.widgets.memory import MODELS
+from manyhands.widgets.floats import floats_figure
+from manyhands.widgets.memory import MODELS, memory_figure
+from manyhands.widgets.sizes import sizes_figure
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -33,7 +34,10 @@ def notebook(tmp_path_factory):
     folder = tmp_path_factory.mktemp("widgets")
     (folder / "notebooks").mkdir()
     cells = [
-        nbformat.v4.new_code_cell(f"from manyhands.widgets import {name}\n\n{name}()") for name in CONTROLS
+        nbformat.v4.new_code_cell(
+            f"from manyhands.widgets.{name.removeprefix('show_')} import {name}\n\n{name}()"
+        )
+        for name in CONTROLS
     ]
     kernel = {"name": "manyhands", "display_name": "Many Hands", "language": "python"}
     nbformat.write(

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import wire
+from manyhands.measure import wire
 from rank_pool import run_on_ranks
 
 LINUX = sys.platform == "linux"
@@ -167,7 +167,7 @@ def test_the_counter_ends_with_the_block_also_when_it_raises():
 MPI_PROGRAM = """
 import numpy as np
 from mpi4py import MPI
-from manyhands import wire
+from manyhands.measure import wire
 comm = wire.watch_mpi(MPI.COMM_WORLD)
 x = np.ones(100)
 if comm.rank == 0:

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import memory, wire
-from manyhands.catch_up import taken_from
-from manyhands.model import GPT, GPTConfig
-from manyhands.sharding import units
+from manyhands.course.catch_up import taken_from
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure import wire
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.parallel.fsdp import units
 from rank_pool import RankPool
 from torch import nn
 
@@ -139,7 +140,7 @@ def adamw_in_shares(ranks):
             optimizer.zero_grad()
             with wire.watch() as seen:
                 model(*batch(step, ranks.rank, ranks.world_size))[1].backward()
-            held = memory.tensor_bytes(model, optimizer)
+            held = tensor_bytes(model, optimizer)
             optimizer.step()
         for unit in parts:
             lesson.gather(unit)

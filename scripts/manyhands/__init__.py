@@ -1,27 +1,38 @@
 """Many Hands: distributed training, taught on real ranks.
 
-    from manyhands import join, leave, say, show
+    from manyhands import Metrics, catch_up, join, leave, say, show    # what every lesson takes; the rest by its own path
 
     ranks = join(globals())     # whoever started this process: torchrun, mpiexec, srun, a notebook, or nobody
     say(f"rank {ranks.rank} of {ranks.world_size}")
     leave()
 
-These names load on first use: `manyhands.watchdog` and the doctor run without torch, which takes seconds to import.
+These names load on first use: `manyhands.notebook.watchdog` and the doctor run without torch, which takes seconds to import.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from manyhands.launch import LaunchError, Ranks, join, leave, mpi_world
-    from manyhands.screen import say, show
+    from manyhands.course.catch_up import catch_up
+    from manyhands.launching.join import join, leave, mpi_world, refuse
+    from manyhands.launching.launchers import LaunchError
+    from manyhands.runs.metrics import Metrics, fingerprint
+    from manyhands.runs.ranks import Ranks
+    from manyhands.runs.screen import say
+    from manyhands.runs.show import show
 
-__all__ = ["LaunchError", "Ranks", "join", "leave", "mpi_world", "say", "show"]
+__all__ = [
+    "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
+]  # fmt: skip
+HOMES = {
+    "LaunchError": "launching.launchers", "Metrics": "runs.metrics", "Ranks": "runs.ranks", "catch_up": "course.catch_up",
+    "fingerprint": "runs.metrics", "join": "launching.join", "leave": "launching.join", "mpi_world": "launching.join",
+    "refuse": "launching.join", "say": "runs.screen", "show": "runs.show",
+}  # fmt: skip
 
 
 def __getattr__(name):
-    if name not in __all__:
+    if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "manyhands.screen" if name in ("say", "show") else "manyhands.launch"
-    globals()[name] = getattr(import_module(home), name)  # so that this is asked once
+    globals()[name] = getattr(import_module(f"manyhands.{HOMES[name]}"), name)  # so that this is asked once
     return globals()[name]

@@ -16,17 +16,10 @@ import os
 import sys
 from pathlib import Path
 
-from manyhands.bench.lessons import (
-    first_cells,
-    first_output,
-    lesson_numbers,
-    ring_to_gloo,
-    seconds_to_first_output,
-)
-from manyhands.bench.numbers import Number, show, write
-from manyhands.lessons import ROOT, find_lessons
-
-__all__ = ["Number", "first_cells", "main", "ring_to_gloo", "seconds_to_first_output"]
+from manyhands.bench.lessons import first_output, lesson_numbers
+from manyhands.bench.numbers import show, write
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
 
 
 def main(argv=None, root=ROOT):
@@ -39,7 +32,7 @@ def main(argv=None, root=ROOT):
         return 2
     output = (options.output or root / "outputs" / "bench").resolve()
     output.mkdir(parents=True, exist_ok=True)
-    from manyhands.preflight.supervise import sigterm_interrupts
+    from manyhands.machine.processes import sigterm_interrupts
 
     status = 0
     with sigterm_interrupts():

@@ -3,9 +3,16 @@
 import statistics
 from dataclasses import dataclass, replace
 
+from manyhands.bench.compared_runs import (
+    ONE,
+    ONE_COMPILED,
+    ONE_THREAD,
+    ONE_THREAD_COMPILED,
+    TWO,
+    TWO_COMPILED,
+)
 from manyhands.bench.numbers import Number
-from manyhands.bench.quiet import QUIET_CORES
-from manyhands.bench.rows import ONE, ONE_COMPILED, ONE_THREAD, ONE_THREAD_COMPILED, TWO, TWO_COMPILED
+from manyhands.bench.other_load import QUIET_CORES
 
 TWO_AIM, ONE_AIM = 1.3, 1.1  # times the tokens per second of the plain loop, on two cores
 SCALING_AIM = 0.9

@@ -16,9 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.starting import environment
-
-SCRIPTS = Path(__file__).resolve().parents[2]
+from manyhands.course.folders import SCRIPTS
+from manyhands.launching.commands import environment
 
 
 class CrewError(RuntimeError):

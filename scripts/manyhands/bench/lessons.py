@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from manyhands.bench.numbers import Number
-from manyhands.lessons import AIM_BYTES
+from manyhands.course.lessons import AIM_BYTES
 
 FIRST_OUTPUT_AIM_S = 15
 DDP_AIM = 0.9  # of the library's tokens per second
@@ -50,8 +50,8 @@ def seconds_to_first_output(sources, run, timeout_s=120):
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import KernelManager
 
+    from manyhands.machine.processes import MARK, Family
     from manyhands.preflight.runs import KERNEL, write_kernelspec
-    from manyhands.preflight.supervise import MARK, Family
 
     kernels = run.folder / "jupyter" / "kernels"
     if not kernels.exists():

@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict, dataclass
 
+from manyhands.course.folders import write_whole
+
 
 @dataclass(frozen=True)
 class Number:
@@ -31,19 +33,12 @@ def write(output, numbers, load, root):
         "facts": {**gather_facts(root), "load before": round(load, 2)},
         "numbers": [as_json(number) for number in numbers],
     }
-    write_json(output / "bench.json", content)
+    write_whole(output / "bench.json", json.dumps(content, indent=1) + "\n")
     plot(numbers).savefig(output / "bench.svg")
 
 
 def as_json(number):
     return {**asdict(number), "within": number.within}
-
-
-def write_json(path, content):
-    """The file is complete or not there."""
-    partial = path.with_name(f".{path.stem}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
 
 
 def plot(numbers):

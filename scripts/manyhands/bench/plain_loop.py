@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from manyhands.model import GPT
+from manyhands.gpt.model import GPT
 
 LR, MIN_LR, PERIOD = 1e-3, 1e-4, 1000
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.bench.numbers import Number
+from manyhands.launching.commands import TRAIN
 
 AIM_S = 10
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 STEPS = 3
 
@@ -28,7 +29,7 @@ def measure(start, folder, model, timeout_s=180):
     """Run `scripts/train.py` for some steps, with everything that comes before the first: a Number."""
     import os
 
-    from manyhands.preflight.supervise import supervise
+    from manyhands.machine.processes import supervise
 
     print(f"{start.name} ...", flush=True)
     outputs = Path(folder) / start.name.replace(",", "").replace(" ", "-")

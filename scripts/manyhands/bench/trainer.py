@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from manyhands.bench import comparison, start_up
+from manyhands.bench.compared_runs import MODEL, PEAK, PLAIN, ROWS, Job, options_of
 from manyhands.bench.crew import Crew, CrewError
-from manyhands.bench.quiet import QUIET_CORES, Others
-from manyhands.bench.rows import MODEL, PEAK, PLAIN, ROWS, Job, options_of
-from manyhands.flops import flops_per_token
-from manyhands.options import model_config
+from manyhands.bench.other_load import QUIET_CORES, Others
+from manyhands.config.options import model_config
+from manyhands.predict.flops import flops_per_token
 
 WARM_UP_STEPS = 12
 START_S = 300  # for torch's import by all processes at once, and the first steps
@@ -58,7 +58,7 @@ def measure_trainer(
 
 def write_corpus(folder):
     """(name, path) of the corpus: it is looked for once, not by each process."""
-    from manyhands.data import load_corpus
+    from manyhands.data.corpus import load_corpus
 
     corpus = load_corpus()
     path = folder / "corpus.txt"

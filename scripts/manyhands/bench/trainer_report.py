@@ -1,10 +1,12 @@
 """The trainer's part on the screen and in files: rows beside the plain loop, promises beside their aims."""
 
+import json
 from dataclasses import asdict
 
 from manyhands.bench.comparison import TWO_AIM
-from manyhands.bench.numbers import as_json, show, write_json
-from manyhands.bench.quiet import QUIET_CORES
+from manyhands.bench.numbers import as_json, show
+from manyhands.bench.other_load import QUIET_CORES
+from manyhands.course.folders import write_whole
 
 CORES = 2  # that the aims were set for
 
@@ -23,7 +25,7 @@ def write_trainer(output, root, found, numbers, settings):
         "rows": [row_json(one) for one in found.rows],
         "numbers": [as_json(number) for number in numbers],
     }
-    write_json(output / "trainer.json", content)
+    write_whole(output / "trainer.json", json.dumps(content, indent=1) + "\n")
     plot(found).savefig(output / "trainer.svg")
 
 

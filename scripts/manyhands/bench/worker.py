@@ -66,7 +66,7 @@ def enter(job):
     import torch
     import torch.distributed as dist
 
-    from manyhands.launch import Ranks
+    from manyhands.runs.ranks import Ranks
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
@@ -80,9 +80,9 @@ def enter(job):
 
 def run_trainer(ranks, job, each):
     """The trainer's own `Run.go`, held before each step until the next item of `each`. Raises Over after the last."""
-    from manyhands.layout import resolve_layout
-    from manyhands.options import model_config
-    from manyhands.training import Run
+    from manyhands.config.layout import resolve_layout
+    from manyhands.config.options import model_config
+    from manyhands.trainer.run import Run
 
     class HeldRun(Run):
         def train_step(self):
@@ -98,7 +98,7 @@ def run_trainer(ranks, job, each):
 
 def plain(job, pipe):
     from manyhands.bench.plain_loop import train
-    from manyhands.options import model_config
+    from manyhands.config.options import model_config
 
     corpus = read_corpus(job)
     config = model_config(job.options, len(corpus.symbols))
@@ -109,7 +109,7 @@ def peak(job, pipe):
     """Answers any number with the FLOP/s of this machine's best matrix product."""
     import torch
 
-    from manyhands.flops import gemm_peak
+    from manyhands.measure.timing import gemm_peak
 
     while True:
         try:
@@ -122,7 +122,7 @@ def peak(job, pipe):
 def read_corpus(job):
     from pathlib import Path
 
-    from manyhands.data import Corpus
+    from manyhands.data.corpus import Corpus
 
     name, path = job.corpus
     return Corpus.from_text(name, Path(path).read_bytes().decode())
@@ -133,7 +133,7 @@ def peak_gib():
 
     import torch
 
-    from manyhands.metrics import peak_memory_gib
+    from manyhands.measure.timing import peak_memory_gib
 
     return peak_memory_gib(SimpleNamespace(device=torch.device("cpu")))
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from manyhands.screen import say
+from manyhands.runs.screen import say
 
 TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"

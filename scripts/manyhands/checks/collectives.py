@@ -5,8 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from manyhands import wire
 from manyhands.checks import Wrong, exercise
+from manyhands.measure import wire
 
 LENGTHS = (8, 7, 1, 0, 1000)
 COLLECTIVES = (

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands import wire
 from manyhands.checks import Wrong, exercise
+from manyhands.measure import wire
 
 CLOSE = 1e-10
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.model import GPTConfig
+from manyhands.gpt.model import GPTConfig
 
 CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same
 IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it

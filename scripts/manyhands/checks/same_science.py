@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from manyhands import wire
 from manyhands.checks import Wrong, exercise
+from manyhands.measure import wire
 
 CLOSE = 1e-6  # a number divided by a count is a float32, and right all the same
 FINE, SAME, DISAGREE = "fine", "same order", "ranks disagree"

@@ -8,9 +8,9 @@ import time
 
 import torch.distributed as dist
 
-from manyhands import wire
 from manyhands.checks import Wrong, exercise
-from manyhands.outputs import run_folder
+from manyhands.measure import wire
+from manyhands.runs.run_folder import run_folder
 
 # what it is, its environment, and (rank, world size, local rank)
 ENVIRONMENTS = [

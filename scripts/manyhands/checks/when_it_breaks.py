@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from manyhands import recorded
 from manyhands.checks import Wrong, exercise
+from manyhands.runs import recorded_runs
 
 LAYOUTS = [  # the groups of a made-up hang: one, a grid's, and two of different sizes that overlap
     [[0, 1, 2, 3]],
@@ -66,7 +66,7 @@ def _why_not(given, truth, members, records):
 
 def _hangs():
     """(name, members, records, truth): the three that were recorded, and a number that are made up from seeds."""
-    for i, hang in enumerate(recorded.numbers("11_hangs.json")["hangs"]):
+    for i, hang in enumerate(recorded_runs.numbers("11_hangs.json")["hangs"]):
         yield f"hang {i}", hang["members"], hang["calls"], tuple(hang["culprit"])
     for seed in range(24):
         yield f"another hang (seed {seed})", *_made_up(seed, LAYOUTS[seed % 3])

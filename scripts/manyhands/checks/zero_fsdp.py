@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from manyhands import wire
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.never_whole import Peak, judge_sharded, stack
+from manyhands.measure import wire
 
 CLOSE = 1e-10
 

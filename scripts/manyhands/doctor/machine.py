@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from manyhands.course.folders import ROOT
 from manyhands.doctor.finding import ask, error, ok, warning
-from manyhands.doctor.software import COURSE, probe_torch
+from manyhands.doctor.software import probe_torch
 
 GIB = 2**30
 LESSON_BYTES = 3 * GIB  # what a lesson may hold with 4 ranks
@@ -24,9 +25,9 @@ PORTS = 40  # what a few notebooks at once listen on
 
 def cores(affinity=None, quota=None, machine=None):
     if affinity is None:
-        from manyhands import devices
+        from manyhands.machine import cores
 
-        affinity, quota = len(devices.cpus()), devices.quota_cores()
+        affinity, quota = len(cores.cpus()), cores.quota_cores()
     granted = max(1, int(min(affinity, quota)))
     text = f"{granted} of {machine or os.cpu_count()} (affinity {affinity}, control group {_quota(quota)})"
     if granted < 2:
@@ -42,7 +43,7 @@ def _quota(quota):
 
 def memory(available=None, address_space=None):
     if available is None:
-        from manyhands.limits import available_memory_bytes
+        from manyhands.machine.limits import available_memory_bytes
 
         available = available_memory_bytes()
     address_space = _soft_limit("RLIMIT_AS") if address_space is None else address_space
@@ -68,7 +69,7 @@ def memory(available=None, address_space=None):
 
 def processes(available=...):
     if available is ...:
-        from manyhands.limits import available_processes
+        from manyhands.machine.limits import available_processes
 
         available = available_processes()
     if available is None:
@@ -105,7 +106,7 @@ def shared_memory(free=None, folder="/dev/shm"):
 
 def space(places=None, usage=None):
     """Room and files for outputs and caches; a full disk shows as strange errors."""
-    places = places or {"home": Path.home(), "temporary files": Path(tempfile.gettempdir()), "course": COURSE}
+    places = places or {"home": Path.home(), "temporary files": Path(tempfile.gettempdir()), "course": ROOT}
     texts = []
     for name, folder in places.items():
         free, files = (usage or _usage)(folder)

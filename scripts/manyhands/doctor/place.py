@@ -4,9 +4,9 @@ import os
 import shutil
 from pathlib import Path
 
+from manyhands.course.folders import ROOT
 from manyhands.doctor.finding import error, ok, warning
-from manyhands.doctor.software import COURSE
-from manyhands.login import login_node
+from manyhands.machine.login_node import login_node
 
 JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS"}
 SUBMIT = {"sbatch": "Slurm", "qsub": "PBS"}
@@ -33,7 +33,7 @@ def login(reason=...):
     return ok("login node", "no")
 
 
-def outputs(environ=os.environ, course=COURSE):
+def outputs(environ=os.environ, course=ROOT):
     """Where runs write. A read-only course is fine: its outputs go to the user's own place."""
     folder = Path(environ.get("MANYHANDS_OUTPUTS") or Path(course) / "outputs").expanduser()
     existing = next(place for place in (folder, *folder.parents) if place.exists())
@@ -48,7 +48,7 @@ def outputs(environ=os.environ, course=COURSE):
 
 def data(environ=os.environ):
     """Is Shakespeare there? Without it every run falls back to another text, and shows other numbers. Downloads nothing."""
-    from manyhands import shakespeare
+    from manyhands.data import shakespeare
 
     get_it = (
         "python scripts/prepare_data.py where there is a network, or MANYHANDS_SHAKESPEARE=/path/to/the/file"

@@ -12,9 +12,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+from manyhands.course.folders import ROOT
 from manyhands.doctor.finding import ask, error, ok, warning
 
-COURSE = Path(__file__).resolve().parents[3]
 OLDEST = (3, 11)
 SLOW_IMPORT_S = 20
 NAMES_AT_RISK = ("torch", "numpy", "mpi4py", "ipyparallel", "ipykernel", "IPython", "matplotlib", "manyhands")
@@ -38,13 +38,13 @@ def python(version=None, system=None, bits=None):
 
 def packages(required=None, installed=None, pins=None):
     """Every package that pyproject.toml asks for: there, within its range, as tested?"""
-    required = requirements(COURSE / "pyproject.toml") if required is None else required
-    pins = pinned(COURSE / "requirements.txt") if pins is None else pins
+    required = requirements(ROOT / "pyproject.toml") if required is None else required
+    pins = pinned(ROOT / "requirements.txt") if pins is None else pins
     versions = {name: (installed or _installed)(name) for name in required}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         return error(
-            "packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {COURSE}"
+            "packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {ROOT}"
         )
     old = [
         f"{name} {versions[name]} ({range_})"
@@ -153,7 +153,7 @@ MPI_TIMEOUT_S = 45
 def mpi(launcher=None, login=None, run=ask):
     """Do two ranks say hello to each other?"""
     if launcher is None:
-        from manyhands.preflight.runs import mpi_launcher
+        from manyhands.launching.allocation import mpi_launcher
 
         launcher = mpi_launcher(2)
     install = f"{sys.executable} -m pip install mpich mpi4py, or load the site's MPI module; notebooks and torchrun work without"
@@ -163,7 +163,7 @@ def mpi(launcher=None, login=None, run=ask):
         return warning(
             "MPI", f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node"
         )
-    from manyhands.cluster import LOOPBACK_MPI
+    from manyhands.launching.allocation import LOOPBACK_MPI
 
     answer = run(
         [*launcher, sys.executable, "-c", HELLO],
@@ -240,6 +240,6 @@ def conda(environ=os.environ, prefix=None):
 def _ours_in(folder):
     """Which packages of ours lie in a folder, the course's own scripts folder excepted."""
     folder = Path(folder)
-    if folder.resolve() == COURSE / "scripts":
+    if folder.resolve() == ROOT / "scripts":
         return []
     return [name for name in NAMES_AT_RISK if (folder / name).is_dir() or (folder / f"{name}.py").exists()]

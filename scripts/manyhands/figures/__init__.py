@@ -2,7 +2,7 @@
 
     python -m manyhands.figures            # redraw assets/*.svg, the same bytes each time
 
-A module beside this one holds the figures of one lesson: `FIGURES = {"02_broadcast": Drawing(function, alt), ...}`. A figure
+A module of `lessons` holds the figures of one lesson: `FIGURES = {"02_broadcast": Drawing(function, alt), ...}`. A figure
 is a white rounded card, so that it reads on light and dark pages; each rank has one colour everywhere, its number is always
 written too, and communication is hatched, so that it reads in black and white.
 
@@ -14,6 +14,8 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from manyhands.course.folders import ASSETS
 
 INK = "#1a1a1a"  # lines and text
 QUIET = "#666666"  # what is said in passing
@@ -30,7 +32,6 @@ RANK_COLOURS = (
     "#000000",
 )  # Okabe and Ito 2008
 HATCH = "////"  # communication
-ASSETS = Path(__file__).resolve().parents[3] / "assets"
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,11 @@ def arrow(axes, start, end, label=None, colour=INK, bend=0.0, style="-|>", **kwa
 
 
 def drawings():
-    """{name: Drawing} of every module in this package, in alphabetical order."""
+    """{name: Drawing} of every lesson, in alphabetical order."""
+    lessons = importlib.import_module(f"{__name__}.lessons")
     found = {}
-    for module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-        if not module.startswith("_"):
-            found |= getattr(importlib.import_module(f"{__name__}.{module}"), "FIGURES", {})
+    for module in pkgutil.iter_modules(lessons.__path__):
+        found |= importlib.import_module(f"{lessons.__name__}.{module.name}").FIGURES
     return dict(sorted(found.items()))
 
 

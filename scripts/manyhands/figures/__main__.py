@@ -2,7 +2,8 @@
 
 import sys
 
-from manyhands.figures import ASSETS, redraw
+from manyhands.course.folders import ASSETS
+from manyhands.figures import redraw
 
 for path in redraw(*(sys.argv[1:2] or [ASSETS])):
     print(path)

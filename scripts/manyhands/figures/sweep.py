@@ -3,7 +3,7 @@
 Series have shades and markers, not the ranks' colours: a curve here is a library or an algorithm.
 """
 
-from . import INK, QUIET
+from manyhands.figures import INK, QUIET
 
 STYLES = (
     {"color": INK, "marker": "o", "ls": "-"},

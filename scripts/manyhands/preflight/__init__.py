@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from manyhands.lessons import ROOT, find_lessons
-from manyhands.login import refuse_on_login_node
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
+from manyhands.machine.login_node import refuse_on_login_node
 
 FOLDER_MARK = ".preflight"  # in the folder of the runs, so that only our own is ever removed
 
@@ -51,9 +52,9 @@ def main(argv=None, root=ROOT):
     if refusal := refuse_on_login_node("make preflight"):
         return _refuse(refusal)
     output = (options.output or root / "outputs" / "preflight").resolve()
+    from manyhands.machine.processes import sigterm_interrupts
     from manyhands.preflight.plan import carry_out, judge, plan
     from manyhands.preflight.progress import Watch
-    from manyhands.preflight.supervise import sigterm_interrupts
 
     try:
         lessons = find_lessons(root, options.lesson)

@@ -4,9 +4,9 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from manyhands.lessons import AIM_BYTES, Lesson
-from manyhands.limits import available_memory_bytes
-from manyhands.parameters import read
+from manyhands.course.lesson_parameters import read
+from manyhands.course.lessons import AIM_BYTES, Lesson
+from manyhands.machine.limits import available_memory_bytes
 from manyhands.preflight.runs import NOTEBOOK_RANKS, Run
 
 
@@ -56,9 +56,10 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
 
 def free_cores():
     """Cores for our ranks, by affinity and control group."""
-    from manyhands import devices
+    from manyhands.launching import devices
+    from manyhands.machine import cores
 
-    return devices.cores({"cpus": devices.cpus(), "quota": devices.quota_cores()})
+    return devices.cores({"cpus": cores.cpus(), "quota": cores.quota_cores()})
 
 
 def at_once(run, running, cores, memory_bytes):
@@ -98,8 +99,8 @@ def carry_out(runs, timeout_s, *, on_start=None, on_end=None, cores=None, memory
 def judge(outcomes):
     """Outcomes -> one LessonResult per lesson, metrics compared: each run with the first, and with the first on as many
     ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
-    from manyhands import pairs
-    from manyhands.metrics import compare
+    from manyhands.course import pairs
+    from manyhands.runs.metrics import compare
 
     results = {}
     for outcome in outcomes:

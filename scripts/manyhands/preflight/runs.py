@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.cluster import LOOPBACK_MPI, find_mpiexec
+from manyhands.launching.allocation import LAUNCHER_VARIABLES, LOOPBACK_MPI, mpi_launcher
+from manyhands.machine.processes import Ended, supervise
 from manyhands.preflight.errors import (
     FirstError,
     first_error_in_log,
@@ -17,15 +17,9 @@ from manyhands.preflight.errors import (
     running_cell,
     where_ranks_were,
 )
-from manyhands.preflight.supervise import Ended, supervise
 
 KERNEL = "manyhands"
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
-# what a launcher around preflight has set would be taken for the run's own
-LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC",
-    "PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_COMM_", "PALS_RANK", "PALS_LOCAL", "MANYHANDS_RANK", "MANYHANDS_NOTEBOOK",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)  # two runs are never the same one
@@ -213,23 +207,3 @@ def append_rank_output(folder, log):
             for path in paths:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 whole.writelines(f"[{rank}] {line}\n" for line in lines)
-
-
-def mpi_launcher(n_ranks, folder=None, environ=os.environ):
-    """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
-
-    None where there is no MPI.
-    """
-    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
-        out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
-        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=1", f"--ntasks={n_ranks}", *out]
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
-        return None
-    version = subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
-    flags = []
-    if "HYDRA" in version and folder:  # its -prepend-rank labels pieces of lines
-        flags = ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
-    elif "Open MPI" in version or "OpenRTE" in version:
-        flags = ["--tag-output"]
-    return [*mpiexec, *flags, "-n", str(n_ranks)]

@@ -6,13 +6,3 @@
 
 Nothing here joins or needs ranks.
 """
-
-from manyhands.widgets.bits import Bits, bits, from_pattern
-from manyhands.widgets.floats import floats_figure, show_floats
-from manyhands.widgets.memory import memory_figure, show_memory
-from manyhands.widgets.sizes import show_sizes, sizes_figure
-
-__all__ = [
-    "Bits", "bits", "floats_figure", "from_pattern", "memory_figure", "show_floats", "show_memory", "show_sizes",
-    "sizes_figure",
-]  # fmt: skip

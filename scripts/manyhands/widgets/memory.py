@@ -1,13 +1,13 @@
 """Bytes of each rank while a model is trained: by strategy, number of ranks and recipe, in GB or GiB."""
 
-from manyhands.activations import saved_bytes
+from manyhands.config.layout import Layout
+from manyhands.config.options import from_preset, merged
 from manyhands.figures import INK
-from manyhands.layout import Layout
-from manyhands.memory import bytes_per_rank
-from manyhands.memory_figure import LOOKS
-from manyhands.model import GPTConfig
-from manyhands.options import from_preset, merged
-from manyhands.recipes import RECIPES, as_recipe
+from manyhands.figures.memory_stack import LOOKS
+from manyhands.gpt.model import GPTConfig
+from manyhands.predict.activation_memory import saved_bytes
+from manyhands.predict.bytes_per_parameter import RECIPES, as_recipe
+from manyhands.predict.rank_memory import bytes_per_rank
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 MODELS = {
@@ -32,7 +32,7 @@ def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
 
     Kinds are those of a Recipe, what FSDP gathers (the root and a block, in the precision of the products) and activations
     (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and takes more). Shares
-    are equal parts; `memory.bytes_per_rank` counts the padding too.
+    are equal parts; `rank_memory.bytes_per_rank` counts the padding too.
     """
     recipe, P = as_recipe(recipe), config.num_params()
     share = [1 / n_ranks if stage >= first else 1 for first in (1, 2, 3)]  # optimizer, gradients, weights

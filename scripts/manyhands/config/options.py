@@ -1,0 +1,325 @@
+"""What a training run can be told: typed options with presets, a file, and flags, in this order.
+
+    options = read_options(["--preset", "shakespeare", "--train.steps", "1000", "--parallel.strategy", "fsdp"])
+
+Flags are spelled as tyro spells dataclasses: `--model.n-layer 12`, `--train.compile`, `--train.no-compile`. A file
+(`--config run.toml`, or .yaml) has one table per group, with the names of the fields below. Flags win over the file,
+the file wins over the preset. A value that makes no sense by itself is refused here; what must fit the number of ranks is
+refused by `layout`.
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from manyhands.config.presets import PRESETS
+from manyhands.gpt.model import GPTConfig
+
+Strategy = Literal["ddp", "zero1", "fsdp", "tp", "pp", "deepspeed"]
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+LONGEST_S = 1e8  # three years: what is longer overflows in some clock
+LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
+
+
+class OptionError(ValueError):
+    """An option that cannot be: one sentence with the numbers and the cure."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The sizes of the GPT: see `manyhands.gpt.model`."""
+
+    n_layer: int = 4  # layers
+    n_head: int = 4  # attention heads per layer
+    n_embd: int = 128  # width
+    block_size: int = 64  # positions: the longest sequence
+    vocab_size: int | None = None  # symbols; none: as many as the corpus has
+    dropout: float = 0.0  # share of the numbers that training sets to zero
+    tie: bool = False  # one matrix for token embedding and head, as in GPT-2
+    qkv_bias: bool = False  # as in GPT-2
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long, on how much, in which arithmetic."""
+
+    steps: int = 300  # optimizer steps
+    global_batch: int = 24  # sequences per step, over all ranks
+    # sequences per forward on one rank; none: its whole share (a pipeline: half a stage's)
+    micro_batch: int | None = None
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # bf16 and fp16: autocast over fp32 weights
+    compile: bool = False  # torch.compile
+    seed: int = 1337  # of the weights, the batches and dropout
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # auto: GPUs, where every rank has one
+    timeout_s: float = 600.0  # a collective that takes longer has failed
+    stall_s: float = 120.0  # a rank that makes no progress for so long is named
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW with decay on matrices only; warm-up, then cosine down to `min_lr` at the last step."""
+
+    name: Literal["adamw", "sgd"] = "adamw"  # sgd: without momentum
+    lr: float = 1e-3  # at its peak
+    min_lr: float | None = None  # at the end; none: a tenth of lr
+    warmup: int | None = None  # steps; none: a twentieth of the run, at most 100
+    weight_decay: float = 0.1  # of matrices, per step and times lr
+    beta1: float = 0.9  # how much of adamw's mean gradient stays from step to step
+    beta2: float = 0.99  # how much of adamw's mean squared gradient stays
+    clip: float = 1.0  # largest global gradient norm; 0: no clipping
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the ranks share the work. An axis that is none takes what the others leave, where the strategy uses it."""
+
+    strategy: Strategy = "ddp"  # what the ranks that no axis below claims are used for
+    replicate: int | None = None  # ranks that hold copies
+    shard: int | None = None  # ranks that share parameters, gradients and optimizer (fsdp)
+    tensor: int | None = None  # ranks that share each layer
+    pipeline: int | None = None  # ranks that share the depth
+    sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"  # fsdp: what is sharded, and for how long
+    wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
+    # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)
+    copies: Literal["auto", "ddp", "flat"] = "auto"
+    offload: bool = False  # fsdp: parameters, gradients and optimizer rest in the CPU's memory
+    recompute: Literal["none", "block", "selective"] = "none"  # activation checkpointing
+    sequence_parallel: bool = False  # tp: norms and dropout work on a share of the positions
+    loss_parallel: bool = False  # tp: the logits stay split over the vocabulary
+    schedule: Schedule = "1F1B"  # pp: in which order a rank goes through its micro-batches
+    stages_per_rank: int | None = None  # pp: none: what the schedule needs, 1 or 2
+    zero_stage: Literal[1, 2, 3] = 3  # deepspeed: shards the optimizer, and gradients, and parameters
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where checkpoints go and come from. It is one folder: a run resumes from where it saves."""
+
+    folder: str | None = None  # none: in the run's own new folder; name one to resume from it later
+    every: int = 0  # steps between checkpoints; 0: only at the end and on a signal
+    keep: int = 2  # the last so many are kept, and the best
+    resume: Literal["auto", "never", "must"] = "auto"  # auto: from the folder's newest, if it has one
+    asynchronous: bool = False  # write while training goes on
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What is shown and written."""
+
+    every: int = 10  # steps per line
+    eval_every: int = 100  # steps between evaluations; 0: only at the end
+    eval_batches: int = 8  # validation batches (of the global batch's size) per evaluation
+    sample: int = 200  # symbols generated at each evaluation; 0: none
+    prompt: str = "\n"  # what the sample goes on from, in the corpus's symbols
+    plots: bool = True  # curves at the end, in the terminal and as PNG
+    progress: bool = True  # a bar, where the output is a terminal
+    tensorboard: bool = False  # write for TensorBoard too
+    wandb: str | None = None  # a project's name; works without network too (offline)
+    profile: bool = False  # torch.profiler's trace of each rank, and pyinstrument's report
+
+
+@dataclass(frozen=True)
+class Options:
+    """All options of a run."""
+
+    # sizes under a name: nano, shakespeare, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, olmo-1b, olmo-7b
+    preset: str = "nano"
+    config: Path | None = None  # a TOML or YAML file
+    dry_run: bool = False  # print what would run, and end
+    ranks: int | None = None  # with --dry-run: as if on so many ranks
+    model: ModelOptions = field(default_factory=ModelOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+
+
+def read_options(argv, prog="train.py", description=None):
+    """The `Options` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
+    import tyro
+
+    preset, config = _named(argv, "--preset"), _named(argv, "--config")
+    options = from_preset(preset) if preset or not config else None
+    if config:
+        options = from_file(config, options)
+    options = tyro.cli(Options, prog=prog, description=description, args=list(argv), default=options)
+    validate(options)
+    return options
+
+
+def from_preset(name):
+    """The options of a preset (none: nano). Raises OptionError for an unknown one."""
+    name = "nano" if name is None else name
+    if not isinstance(name, str) or name not in PRESETS:
+        raise OptionError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+    return merged(Options(preset=name), PRESETS[name], f"preset {name}")
+
+
+def from_file(path, options=None):
+    """A TOML or YAML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} cannot be read: {error}") from None
+    try:
+        if path.suffix == ".toml":
+            content = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            content = yaml.safe_load(text) or {}
+        else:
+            raise OptionError(f"{path} ends neither in .toml nor in .yaml; rename it")
+    except OptionError:
+        raise
+    except Exception as error:  # yaml's and toml's errors have no common parent
+        raise OptionError(f"{path} is not valid: {error}") from None
+    if not isinstance(content, dict):
+        raise OptionError(f"{path} holds no tables; write groups such as train and model, with their options")
+    named = content.pop("preset", None)
+    return merged(from_preset(named) if options is None else options, content, path)
+
+
+def merged(options, values, source):
+    """`options` with the nested dict `values` over it, types checked. Raises OptionError naming the source."""
+    known = {f.name: f.type for f in dataclasses.fields(options)}
+    hints, changes = typing.get_type_hints(type(options)), {}
+    for name, value in values.items():
+        key = str(name).replace("-", "_")
+        if key not in known:
+            raise OptionError(f"{source}: {name!r} is no option; use one of {', '.join(known)}")
+        if dataclasses.is_dataclass(getattr(options, key)):
+            if not isinstance(value, dict):
+                raise OptionError(f"{source}: {name} is a group; write its options below it")
+            value = merged(getattr(options, key), value, f"{source}: {name}")
+        else:
+            value = _typed(value, hints[key], f"{source}: {name}")
+        changes[key] = value
+    return dataclasses.replace(options, **changes)
+
+
+def _typed(value, kind, source):
+    allowed = typing.get_args(kind) or (kind,)
+    if typing.get_origin(kind) is Literal:
+        if any(value == one and type(value) is type(one) for one in allowed):
+            return value
+        raise OptionError(f"{source}={value!r}; use one of {', '.join(map(str, allowed))}")
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if float in allowed and isinstance(value, str):  # YAML 1.1 takes 3e-4, without a dot, for text
+        with contextlib.suppress(ValueError):
+            return float(value)
+    if Path in allowed and isinstance(value, str):
+        return Path(value)
+    for one in allowed:
+        if type(value) is one:
+            return value
+    names = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
+    raise OptionError(f"{source}={value!r} is no {names}")
+
+
+def _named(argv, flag):
+    """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
+    value = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            value = argv[i + 1]
+        elif word.startswith(f"{flag}="):
+            value = word.split("=", 1)[1]
+    return value
+
+
+def validate(options):
+    """Refuse values that make no sense on any number of ranks. Raises OptionError."""
+    train, optimizer, log = options.train, options.optimizer, options.log
+    at_least = {
+        "train.steps": (train.steps, 1),
+        "train.global_batch": (train.global_batch, 1),
+        "train.micro_batch": (train.micro_batch, 1),
+        "train.seed": (train.seed, 0),
+        "log.every": (log.every, 1),
+        "log.eval_every": (log.eval_every, 0),
+        "log.eval_batches": (log.eval_batches, 1),
+        "log.sample": (log.sample, 0),
+        "checkpoint.every": (options.checkpoint.every, 0),
+        "checkpoint.keep": (options.checkpoint.keep, 1),
+        "optimizer.warmup": (optimizer.warmup, 0),
+        "optimizer.weight_decay": (optimizer.weight_decay, 0),
+        "optimizer.clip": (optimizer.clip, 0),
+        "optimizer.lr": (optimizer.lr, 0),
+        "optimizer.min_lr": (optimizer.min_lr, 0),
+        "model.vocab_size": (options.model.vocab_size, 1),
+        "parallel.stages_per_rank": (options.parallel.stages_per_rank, 1),
+        "ranks": (options.ranks, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if value is not None and not value >= least:
+            raise OptionError(f"{name}={value} is too small; use at least {least}")
+    for group in ("train", "optimizer"):
+        for name, value in dataclasses.asdict(getattr(options, group)).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise OptionError(f"{group}.{name}={value} is no finite number; use one")
+    for name, value in (("train.timeout_s", train.timeout_s), ("train.stall_s", train.stall_s)):
+        if not 0 < value <= LONGEST_S:
+            raise OptionError(
+                f"{name}={value:g} is no waiting time; use more than 0 seconds, and at most {LONGEST_S:g}"
+            )
+    if train.seed > LARGEST_SEED:
+        raise OptionError(f"train.seed={train.seed} is too large; use at most {LARGEST_SEED}")
+    for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
+        if not 0 <= value < 1:
+            raise OptionError(f"optimizer.{name}={value} is no decay rate; use 0 or more and less than 1")
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
+        raise OptionError(
+            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than optimizer.lr={optimizer.lr:g},"
+            " its peak; use less, or leave it out"
+        )
+    if optimizer.warmup is not None and optimizer.warmup >= train.steps:
+        raise OptionError(
+            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the learning"
+            f" rate would never reach its peak; use less than {train.steps}, or leave it out"
+        )
+    if log.sample and not log.prompt:
+        raise OptionError("log.prompt is empty; name at least one symbol to go on from, or use log.sample=0")
+    if options.ranks is not None and not options.dry_run:
+        raise OptionError(
+            f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train"
+        )
+    try:
+        GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
+    except ValueError as error:
+        raise OptionError(f"model.{error}") from None
+
+
+def model_config(options, num_symbols):
+    """The GPTConfig of a run on a corpus of `num_symbols` symbols. Raises OptionError if it does not fit."""
+    wanted = options.model.vocab_size
+    if wanted is not None and wanted < num_symbols:
+        raise OptionError(
+            f"model.vocab_size={wanted} is less than the corpus's {num_symbols} symbols; use {num_symbols} or leave it out"
+        )
+    return GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": wanted or num_symbols})
+
+
+def to_dict(options):
+    """Plain values, as JSON holds them: what `merged` reads back."""
+    content = dataclasses.asdict(options)
+    content["config"] = str(options.config) if options.config else None
+    return content
+
+
+if __name__ == "__main__":  # what a command line means: python -m manyhands.config.options --preset gpt2
+    try:
+        print(to_dict(read_options(sys.argv[1:], prog="manyhands.config.options")))
+    except OptionError as error:
+        sys.exit(str(error))

@@ -1,0 +1,226 @@
+"""A lesson is one file in two forms, a notebook and a script, that jupytext keeps the same.
+
+    python -m manyhands.course.pairs check [LESSON ...]       # exit status 2 and the first difference if a pair differs
+    python -m manyhands.course.pairs sync [LESSON ...]        # the form that was saved last overwrites the other
+    python -m manyhands.course.pairs notebooks [LESSON ...]   # run the notebooks and store their outputs
+
+LESSON is "03" or "03_data_parallel"; none means all. In a folder with notebooks/ they are that folder's lessons.
+"""
+
+import argparse
+import hashlib
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+from manyhands.course.folders import write_whole
+from manyhands.course.lessons import course_here, find_lessons
+
+KEPT_METADATA = ("jupytext", "kernelspec", "language_info")
+LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
+KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted
+
+
+class PairError(RuntimeError):
+    """Notebook and script do not hold the same cells; the message says where and what to do."""
+
+
+def read(path):
+    """The notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
+    try:
+        return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
+    except ValueError as error:  # half a JSON, a header that is no YAML, bytes that are no text
+        first_line = str(error).split("\n")[0][:120]
+        raise PairError(f"{path} is neither a notebook nor a script of cells: {first_line}") from None
+
+
+# ------------------------------------------------------------------ the same?
+
+
+def difference(lesson):
+    """The first difference between the lesson's two forms as a sentence, or None if they hold the same cells.
+
+    Compared are kind, source and tags of the cells: not outputs, not what is folded, and not the files' times.
+    """
+    for path in (lesson.notebook, lesson.script):
+        if not path.exists():
+            return f"{path.relative_to(lesson.root)} is missing"
+    notebook, script = (read(path).cells for path in (lesson.notebook, lesson.script))
+    for number, (ours, theirs) in enumerate(zip(notebook, script, strict=False), 1):
+        if _essence(ours) != _essence(theirs):
+            return f"cell {number} of {lesson.name} differs: {_first_difference(ours, theirs)}"
+    if len(notebook) != len(script):
+        return f"{lesson.name} has {len(notebook)} cells as a notebook and {len(script)} as a script"
+    return None
+
+
+def _essence(cell):
+    return cell.cell_type, cell.source.strip(), sorted(cell.metadata.get("tags", []))
+
+
+def _first_difference(ours, theirs):
+    lines = [cell.source.strip().splitlines() for cell in (ours, theirs)]
+    for in_notebook, in_script in itertools.zip_longest(*lines, fillvalue=""):
+        if in_notebook != in_script:
+            shown = (
+                f"{line.strip()[:70]!r}" if line.strip() else "nothing" for line in (in_notebook, in_script)
+            )
+            return "the notebook has {}, the script {}".format(*shown)
+    return "its kind or its tags"
+
+
+def check(lesson):
+    """Raises PairError if the lesson's notebook and script differ: what would run is not what was written."""
+    if found := difference(lesson):
+        number = lesson.number
+        raise PairError(
+            f"{found}; save the notebook, then `make sync LESSON={number}` writes what was saved last into the other"
+        )
+
+
+def identical(lesson):
+    """Whether the notebook, written as a script, is the script, to the last blank line.
+
+    JupyterLab does not open a notebook that is newer than a script from which it differs. Which of the two is newer is
+    an accident after `git clone`, so the pairs of the course are identical.
+    """
+    both_there = lesson.notebook.exists() and lesson.script.exists()
+    return both_there and as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")
+
+
+def sync(lesson):
+    """Write the form that was saved last into the other. Returns a sentence about what it did.
+
+    Outputs of the notebook are kept. Raises PairError where both forms were saved within the same second.
+    """
+    found = difference(lesson)
+    if found is None and identical(lesson):
+        return f"{lesson.name}: notebook and script are the same"
+    if found is None:
+        _write_from_script(lesson)
+        return (
+            f"{lesson.name}: the same cells; blank lines and header of the notebook are now the script's, too"
+        )
+    times = {path: path.stat().st_mtime for path in (lesson.notebook, lesson.script) if path.exists()}
+    if len(times) == 2 and abs(times[lesson.notebook] - times[lesson.script]) < 1:
+        raise PairError(
+            f"{found}; both were saved at the same time, so save the one that you want to keep again"
+        )
+    newer = max(times, key=times.get)
+    if newer == lesson.script:
+        _write_from_script(lesson)
+    else:
+        notebook = read(lesson.notebook)
+        if lesson.script.exists():  # another kernel chosen in the browser is no change of the lesson
+            notebook.metadata = read(lesson.script).metadata
+        lesson.script.parent.mkdir(exist_ok=True)
+        write_whole(lesson.script, as_script(notebook))
+    return f"{lesson.name}: wrote {newer.name} into the {'notebook' if newer == lesson.script else 'script'} ({found})"
+
+
+# ------------------------------------------------------------------ writing the two forms
+
+
+def as_script(notebook):
+    """The text of `notebook` as a script; what the browser and papermill note in cells stays out."""
+    for cell in notebook.cells:
+        cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
+    return jupytext.writes(notebook, fmt="py:percent")
+
+
+def as_notebook(notebook):
+    """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names."""
+    notebook.metadata = _only(notebook.metadata, KEPT_METADATA)
+    seen = {}
+    for cell in notebook.cells:
+        cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
+        name = hashlib.sha1(f"{cell.cell_type}{cell.source}".encode()).hexdigest()[:10]
+        seen[name] = seen.get(name, 0) + 1
+        cell["id"] = name if seen[name] == 1 else f"{name}-{seen[name]}"
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return nbformat.writes(notebook, 4) + "\n"
+
+
+def _only(metadata, names):
+    return {name: metadata[name] for name in names if metadata.get(name) not in (None, [], {})}
+
+
+def _with_outputs(notebook, old_path):
+    """`notebook` with the outputs of those code cells that are unchanged in the old file, in their order."""
+    old = {}
+    if old_path.exists():
+        for cell in read(old_path).cells:
+            if cell.cell_type == "code":
+                old.setdefault(cell.source, []).append(cell)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and old.get(cell.source):
+            unchanged = old[cell.source].pop(0)
+            cell.outputs, cell.execution_count = unchanged.outputs, unchanged.execution_count
+    return notebook
+
+
+def _write_from_script(lesson):
+    """Write the notebook from the script, and the script as saving that notebook would write it."""
+    notebook = read(lesson.script)
+    text = as_script(notebook)
+    if text != lesson.script.read_text("utf-8"):
+        write_whole(lesson.script, text)
+    lesson.notebook.parent.mkdir(exist_ok=True)
+    write_whole(lesson.notebook, as_notebook(_with_outputs(notebook, lesson.notebook)))
+
+
+def store_outputs(lesson, timeout_s=600):
+    """Run the lesson's notebook (made from the script) with papermill and store its outputs in it."""
+    import papermill
+
+    _write_from_script(lesson)
+    with tempfile.TemporaryDirectory() as folder:
+        executed = Path(folder) / lesson.notebook.name
+        os.environ["MANYHANDS_LIVE"] = "0"
+        papermill.execute_notebook(
+            str(lesson.notebook), str(executed), cwd=str(lesson.notebook.parent), progress_bar=False,
+            kernel_name="manyhands", execution_timeout=timeout_s,
+        )  # fmt: skip
+        notebook = nbformat.read(executed, 4)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream" and output.name == "stderr":
+                raise PairError(f"{lesson.name}: a cell wrote to stderr: {output.text[:200]!r}")
+    notebook.metadata = read(lesson.script).metadata
+    write_whole(lesson.notebook, as_notebook(notebook))
+
+
+# ------------------------------------------------------------------ the command
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["check", "sync", "notebooks"])
+    parser.add_argument("names", nargs="*", metavar="LESSON")
+    options = parser.parse_args(arguments)
+    try:
+        for lesson in find_lessons(course_here(), options.names):
+            if options.action == "check":
+                check(lesson)
+            elif options.action == "sync":
+                print(sync(lesson))
+            else:
+                began = time.monotonic()
+                store_outputs(lesson)
+                print(f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s", flush=True)
+    except (PairError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks here.
+
+`find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
+(MANYHANDS_DATA, else the course's data/, else ~/.cache/manyhands); the web, once, into the cache. Its sha256
+is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
+"""
+
+import hashlib
+import os
+import threading
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import urlopen
+
+from manyhands.course.folders import DATA, write_whole
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+NUM_BYTES = 1_115_394
+FILE_NAME = "tinyshakespeare.txt"
+
+CONNECT_S = 3  # for the connection, and 2 s more to find the address: the wait of a run without network
+DOWNLOAD_S = 30  # for the whole file, well below the time-out of a process group
+
+
+class DataError(ValueError):
+    """The corpus cannot be had as asked for; the message is one sentence with the cure."""
+
+
+def find():
+    """(content, None), or (None, why nothing was found).
+
+    Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
+    """
+    if named := os.environ.get("MANYHANDS_SHAKESPEARE"):
+        return _named_file(Path(named).expanduser()), None
+    if (cached := from_cache()) is not None:
+        return cached[1], None
+    url = os.environ.get("MANYHANDS_SHAKESPEARE_URL", URL)
+    if not url:
+        return None, "MANYHANDS_SHAKESPEARE_URL is empty"
+    content, why_not = download(url)
+    if content is not None:
+        store(content)
+    return content, why_not
+
+
+def prepare():
+    """See to it that the file lies in the cache, from wherever `find` has it: (path, None), or (None, why not).
+
+    Raises DataError as `find` and `store` do.
+    """
+    content, why_not = find()
+    if content is None:
+        return None, why_not
+    cached = from_cache()
+    return (cached[0] if cached else store(content)), None
+
+
+def prepared_notice(path):
+    """The line that says where the file lies."""
+    return f"corpus: Shakespeare, {NUM_BYTES:,} characters, sha256 checked, in {path}"
+
+
+def _named_file(path):
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); "
+            f"name the file or unset the variable"
+        ) from None
+    if not _is_shakespeare(content):
+        raise DataError(
+            f"MANYHANDS_SHAKESPEARE={path} is not the course's Shakespeare ({_difference(content)}); "
+            f"name the file that data/README.md describes or unset the variable"
+        )
+    return content
+
+
+def _is_shakespeare(content):
+    return hashlib.sha256(content).hexdigest() == SHA256
+
+
+def _difference(content):
+    sha256 = hashlib.sha256(content).hexdigest()
+    return f"{len(content):,} bytes of {NUM_BYTES:,}, sha256 {sha256[:8]} instead of {SHA256[:8]}"
+
+
+def cache_folders():
+    """Where the file may lie, best first: where MANYHANDS_DATA says, else the course's, then the user's."""
+    if named := os.environ.get("MANYHANDS_DATA"):
+        return [Path(named).expanduser()]
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
+    course = DATA  # not there when the package was installed without the course around it
+    return [course, users] if course.is_dir() else [users]
+
+
+def from_cache():
+    """(path, content) of the cached file, or None. Raises DataError if it is another file."""
+    for folder in cache_folders():
+        path = folder / FILE_NAME
+        try:
+            content = path.read_bytes()
+        except OSError:  # not there, or not ours to read
+            continue
+        if not _is_shakespeare(content):
+            raise DataError(
+                f"{path} is not the course's Shakespeare ({_difference(content)}); "
+                f"delete it, or name the right file in MANYHANDS_SHAKESPEARE"
+            )
+        return path, content
+    return None
+
+
+def store(content):
+    """Put the checked file into the first cache folder that takes it, complete or not at all; its path.
+
+    Raises DataError, with what each folder said, if none does.
+    """
+    refused = []
+    for folder in cache_folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return write_whole(folder / FILE_NAME, content, mode=0o644)  # a class may share it
+        except OSError as error:
+            refused.append(f"{folder}: {error.strerror}")
+    raise DataError(
+        f"Shakespeare cannot be stored ({'; '.join(refused)}); "
+        f"set MANYHANDS_DATA to a folder that you can write"
+    )
+
+
+def download(url):
+    """(content, None), or (None, why the web did not answer) after CONNECT_S + 2 s without a connection.
+
+    Raises DataError for a download that arrived and is not the file: a broken transfer, or a log-in page.
+    """
+    outcome, connected, done = {}, threading.Event(), threading.Event()
+
+    def fetch():
+        try:
+            with urlopen(url, timeout=CONNECT_S) as answer:
+                connected.set()
+                outcome["content"] = answer.read(2 * NUM_BYTES)
+        except (OSError, HTTPException, ValueError) as error:
+            outcome["error"] = getattr(error, "reason", None) or error
+        connected.set()
+        done.set()
+
+    # a thread, because nothing else limits the search for an address: 10 to 40 s on a node without network
+    threading.Thread(target=fetch, daemon=True).start()
+    if not connected.wait(CONNECT_S + 2) or not done.wait(DOWNLOAD_S):
+        return None, f"no answer from {url}"
+    if "error" in outcome:
+        return None, f"no answer from {url}: {outcome['error']}"
+    if not _is_shakespeare(outcome["content"]):
+        raise DataError(
+            f"what {url} sent is not the course's Shakespeare ({_difference(outcome['content'])}); "
+            f"get the file in another way and set MANYHANDS_SHAKESPEARE to it, "
+            f"or set MANYHANDS_SHAKESPEARE_URL= to do without"
+        )
+    return outcome["content"], None
+
+
+def offline_text():
+    """English text that needs no file: the help topics of this Python, joined in the order of their names."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def offline_notice(why):
+    """The line that every run on the offline corpus prints."""
+    return (
+        f"corpus: OFFLINE, {len(offline_text()):,} characters of Python's manual, not Shakespeare: your "
+        f"numbers will differ from the course's ({why}); `python scripts/prepare_data.py` fetches "
+        f"Shakespeare, or set MANYHANDS_SHAKESPEARE=file"
+    )

@@ -1,0 +1,1 @@
+"""One module per lesson: the figures that it shows from assets/."""

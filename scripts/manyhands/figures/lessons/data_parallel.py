@@ -1,0 +1,247 @@
+"""Figures of lesson 03: copies that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
+
+from manyhands.figures import (
+    GREY,
+    HATCH,
+    INK,
+    QUIET,
+    Drawing,
+    arrow,
+    box,
+    card,
+    cell,
+    rank_box,
+    rank_colour,
+    tint,
+    write,
+)
+
+
+def two_copies():
+    figure, axes = card(92, 34, "one model, two ranks, one step")
+    for x, title in (
+        (18.5, "its share of the data"),
+        (36, "the same copy"),
+        (50.5, "its gradient"),
+        (83, "the same update"),
+    ):
+        write(axes, x, 6.2, title, colour=QUIET)
+    box(axes, 58.5, 8, 13, 22, "all-reduce\n(g₀ + g₁) / 2", hatch=HATCH)
+    for rank, y in ((0, 9), (1, 23)):
+        colour, middle = rank_colour(rank), y + 3
+        rank_box(axes, rank, 2, y + 0.5, width=9, height=5)
+        for row in range(3):
+            cell(
+                axes,
+                14,
+                y + 2 * row,
+                f"row {12 * rank + row}" if row < 2 else "...",
+                rank,
+                width=9,
+                height=2,
+                size=9,
+            )
+        arrow(axes, (23.5, middle), (29.5, middle), colour=colour)
+        box(axes, 30, y, 12, 6, "38 weights")
+        arrow(axes, (42.5, middle), (46.5, middle), colour=colour)
+        cell(axes, 47, y, "g₀" if rank == 0 else "g₁", rank, width=7, height=6, size=12)
+        arrow(axes, (54.5, middle), (58, middle), colour=colour)
+        arrow(axes, (72, middle), (76, middle))
+        box(axes, 76.5, y, 13, 6, "w − 0.1 · mean")
+    return figure
+
+
+def same_start():
+    figure, axes = card(84, 35, "the same steps, from two starts and from one")
+    steps = [(4, -4), (5, -1), (3, -3), (5, -2), (4, -3)]
+    panels = ((4, "each rank its own start", ((8, 27), (11, 30))), (44, "one start", ((8, 28), (8, 28))))
+    for left, title, starts in panels:
+        box(axes, left, 8, 36, 24, "")
+        write(axes, left + 18, 6.2, title, weight="bold")
+        one = starts[0] == starts[1]
+        for rank, (x, y) in enumerate(starts):
+            path = [(left + x, y)]
+            for dx, dy in steps:
+                path.append((path[-1][0] + dx, path[-1][1] + dy))
+            # of two equal paths the second is thinner, so that both are seen
+            width = 6 if one and rank == 0 else 2
+            axes.plot(
+                *zip(*path, strict=True),
+                "o-",
+                color=rank_colour(rank),
+                lw=width,
+                ms=width + 3,
+                zorder=3 + rank,
+            )
+            if not one:
+                write(axes, left + x - 1.4, y, f"rank {rank}", ha="right", size=9)
+        if one:
+            write(axes, left + 6.4, 28, "ranks\n0 and 1", ha="right", size=9)
+            write(axes, path[-1][0] - 4, path[-1][1] - 3.4, "still the same", size=9, colour=QUIET)
+        else:
+            end_x, end_y = path[-1]
+            arrow(axes, (end_x - 2.5, end_y - 2.5), (end_x - 0.5, end_y - 0.5), style="<->")
+            write(axes, end_x - 4, end_y - 5.4, "still as far apart", size=9, colour=QUIET)
+        write(axes, left + 18, 33.4, "one weight →  (the other one upwards)", size=8, colour=QUIET)
+    return figure
+
+
+def hooks():
+    figure, axes = card(92, 30, "backward finishes the last layer first")
+    names = ["embeddings", "block 0", "block 1", "block 2", "block 3", "head"]
+    arrow(axes, (3, 7), (76, 7), "forward")
+    arrow(axes, (76, 16.5), (3, 16.5), "backward", colour=rank_colour(5))
+    for i, name in enumerate(names):
+        x, order = 3 + 12.4 * i, len(names) - i
+        box(axes, x, 9, 11, 5, name, face=GREY)
+        if i:
+            arrow(axes, (x - 1.4, 11.5), (x, 11.5))
+        write(axes, x + 5.5, 20, "hook: gradient\nis ready", size=9)
+        box(axes, x + 1.5, 22.5, 8, 4, f"{order}.", hatch=HATCH)
+    box(axes, 79, 9, 10, 5, "loss")
+    arrow(axes, (76, 11.5), (79, 11.5))
+    write(axes, 84, 24.5, "sent in\nthis order", size=9, colour=QUIET)
+    return figure
+
+
+def buckets():
+    figure, axes = card(92, 27, "buckets of about 1 MiB, filled in the order of backward")
+    content = [("head, norm", "block 3"), ("block 2",), ("block 1",), ("block 0", "embeddings")]
+    x = 3
+    for i, parts in enumerate(content):
+        left, widths = x, [13 if part.startswith("block") else 11 for part in parts]
+        for part, width in zip(parts, widths, strict=True):
+            box(axes, x, 7, width, 4.5, part, face=GREY)
+            x += width
+        arrow(axes, ((left + x) / 2, 12), ((left + x) / 2, 15.3))
+        box(axes, left, 15.5, x - left, 4, f"bucket {i}")
+        box(axes, left, 21, x - left, 3.6, f"all-reduce {i}", hatch=HATCH)
+        x += 2.2
+    arrow(axes, (3, 5.4), (x - 2.2, 5.4), "backward")
+    return figure
+
+
+def overlap():
+    figure, axes = card(92, 37, "one step, three ways to average")
+    forward, backward = 14, 28
+
+    def compute(y):
+        box(axes, 17, y, forward, 3.4, "forward", face=GREY)
+        box(axes, 17 + forward, y, backward, 3.4, "backward", face=GREY)
+
+    def send(y, starts, width):
+        for start in starts:
+            box(axes, start, y, width, 3.4, "", hatch=HATCH)
+
+    end = 17 + forward + backward
+    for y, name in ((6, "naive:\none call each"), (16, "buckets"), (26, "buckets,\nwith overlap")):
+        write(axes, 2, y + 3.5, name, ha="left", weight="bold")
+        compute(y)
+    send(9.6, [end + 2.3 * i for i in range(10)], 2.3)
+    send(19.6, [end + 4 * i for i in range(4)], 4)
+    send(29.6, [17 + forward + 7 * (i + 1) for i in range(4)], 4)
+    for y, finish in ((6, end + 23), (16, end + 16), (26, end + 4)):
+        axes.plot([finish, finish], [y - 0.6, y + 7.6], color=INK, lw=2.5, zorder=4)
+        write(axes, finish + 0.8, y + 1.2, "update", ha="left", size=9)
+    write(
+        axes,
+        17,
+        35.3,
+        "solid: compute; hatched: communication; time runs to the right",
+        ha="left",
+        size=9,
+        colour=QUIET,
+    )
+    return figure
+
+
+def no_sync():
+    figure, axes = card(92, 24, "three micro-batches, one update")
+    for y, name, averaged in ((6.5, "without", (0, 1, 2)), (15, "with no_sync", (2,))):
+        write(axes, 2, y + 2, name, ha="left", weight="bold")
+        x = 18
+        for i in range(3):
+            box(axes, x, y, 5, 4, f"F{i}", face=GREY)
+            box(axes, x + 5, y, 7, 4, f"B{i}", face=GREY)
+            x += 12
+            if i in averaged:
+                box(axes, x, y, 9, 4, "average", hatch=HATCH, size=9)
+                x += 9
+        box(axes, x, y, 7, 4, "update")
+    write(
+        axes, 18, 22, "F: forward, B: backward; gradients add up in p.grad", ha="left", size=9, colour=QUIET
+    )
+    return figure
+
+
+def rank_0_evaluates():
+    figure, axes = card(92, 30, "a published cycle of 69 s: training, then one works and three wait")
+    left, second = 12, 1.1  # units per second
+    split, end = left + 28 * second, left + 69 * second
+    for rank in range(4):
+        y, colour = 6 + 4.6 * rank, rank_colour(rank)
+        write(axes, 2, y + 1.9, f"rank {rank}", ha="left", weight="bold")
+        box(axes, left, y, split - left, 3.8, "train", face=tint(colour, 0.5))
+        if rank == 0:
+            box(axes, split, y, end - split, 3.8, "evaluate, sample, save", face=tint(colour, 0.5))
+        else:
+            box(axes, split, y, end - split, 3.8, "wait", edge="#888888", dotted=True)
+    for x, label in ((left, "0 s"), (split, "28 s"), (end, "69 s")):
+        write(axes, x, 25.6, label, size=9)
+    write(axes, (split + end) / 2, 27.6, "59 % of the cycle", weight="bold")
+    return figure
+
+
+def weak_scaling():
+    figure, axes = card(92, 25, "weak scaling: the work per rank stays, the batch grows")
+    for left, n in ((8, 1), (28, 2), (55, 4)):
+        for rank in range(n):
+            x = left + 8.5 * rank
+            rank_box(axes, rank, x, 6, width=8, height=3.4)
+            for row in range(3):
+                cell(axes, x, 10.4 + 3 * row, "text", rank, width=8, height=3, size=9)
+        write(
+            axes, left + 4.25 * n - 0.25, 21.6, f"{n} rank{'s' * (n > 1)}: {3 * n} sequences per step", size=9
+        )
+    return figure
+
+
+FIGURES = {
+    "03_two_copies": Drawing(
+        two_copies,
+        "Two ranks hold the same 38 weights and different rows; each computes its own gradient, an all-reduce makes the mean "
+        "of the two, and both ranks make the same update.",
+    ),
+    "03_same_start": Drawing(
+        same_start,
+        "Two paths in the plane of two weights: from different starts the same steps keep the same gap, from one start "
+        "the paths are one.",
+    ),
+    "03_hooks": Drawing(
+        hooks,
+        "Forward runs from the embeddings to the head, backward from the head to the embeddings; each layer's hook fires when "
+        "backward has passed it, the head's first.",
+    ),
+    "03_buckets": Drawing(
+        buckets,
+        "From the head to the embeddings the gradients fill four buckets, and each full bucket starts one all-reduce.",
+    ),
+    "03_overlap": Drawing(
+        overlap,
+        "Three timelines of a step: naive averages in many calls after backward, buckets in a few after it, and with overlap "
+        "all but the last bucket travel while backward still runs.",
+    ),
+    "03_no_sync": Drawing(
+        no_sync,
+        "Three micro-batches: without no_sync each backward is followed by averaging, with it only the last one is.",
+    ),
+    "03_rank_0_evaluates": Drawing(
+        rank_0_evaluates,
+        "A cycle of 69 seconds on four ranks: 28 seconds of training on all, then 41 in which rank 0 evaluates, samples and "
+        "saves while three ranks wait.",
+    ),
+    "03_weak_scaling": Drawing(
+        weak_scaling,
+        "One, two and four ranks with three sequences each: the batch grows with the ranks, the work per rank does not.",
+    ),
+}  # fmt: skip

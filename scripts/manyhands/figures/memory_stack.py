@@ -1,0 +1,97 @@
+"""The picture of a memory timeline: stacked areas over the events of a step."""
+
+from manyhands.figures import INK, QUIET
+
+# bottom to top, what lasts first. Colours of kinds, not of ranks: neither of them alone says what an area is
+LOOKS = {
+    "parameters": ("#4d4d4d", ""),
+    "optimizer": ("#8c8c8c", "...."),
+    "gradients": ("#a6761d", "\\\\\\\\"),
+    "activations": ("#c7e0b4", "////"),
+    "gathered": ("#b3a2d0", "xxxx"),
+    "copies": ("#e6d5ef", "||||"),
+    "other": ("#f4f4f4", "----"),
+}
+
+
+def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=None):
+    """A matplotlib Figure of a MemoryTimeline's `samples`: bytes by kind, one on the other, event by event.
+
+    `predicted` {kind: bytes}: a dashed line on each of these kinds, as high above what lies under it as it should be where
+    the kind is largest. `allocator_peak`: bytes, a dotted line. `highest`: bytes for which the axis has room at least, so that
+    two figures have one scale. Kinds differ by hatching as well as by colour.
+    Raises ValueError without samples, and for kinds that there are not.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    if not samples:
+        raise ValueError("there are no samples yet: a MemoryTimeline has them when its block has ended")
+    predicted = predicted or {}
+    if unknown := [kind for kind in predicted if kind not in LOOKS]:
+        raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(LOOKS)}")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
+    scale, unit = next(
+        (s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1
+    )
+    events, floor, keys = range(len(samples)), [0.0] * len(samples), []
+    for kind, (colour, hatch) in LOOKS.items():
+        heights = [sample.bytes.get(kind, 0) / scale for sample in samples]
+        if kind in predicted:
+            _predict(axes, floor, heights, predicted[kind] / scale)
+        if not any(heights):
+            continue
+        top = [low + height for low, height in zip(floor, heights, strict=True)]
+        axes.fill_between(events, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
+        keys.append(Patch(fc=colour, ec=INK, lw=0.4, hatch=hatch, label=kind))
+        floor = top
+    if predicted:
+        keys.append(Line2D([], [], color="#D55E00", lw=2, ls="--", label="predicted"))
+    if allocator_peak:
+        axes.axhline(allocator_peak / scale, color=INK, lw=1.5, ls=":", zorder=4)
+        keys.append(Line2D([], [], color=INK, lw=1.5, ls=":", label="allocator's peak"))
+    _phases(axes, [sample.phase for sample in samples])
+    axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
+    axes.set(
+        xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles=keys[::-1], loc="outside right center", frameon=False, handleheight=1.4)
+    return figure
+
+
+def _predict(axes, floor, heights, value):
+    """A dashed line at `value` above the floor, around where the kind is largest."""
+    from matplotlib.patheffects import Normal, Stroke
+
+    last = len(heights) - 1
+    at = max(range(len(heights)), key=heights.__getitem__)
+    begin = end = at  # as long as kind and floor stay as they are
+    alike = 0.005 * max(floor[at] + heights[at], value, 1e-12)
+    while begin > 0 and abs(heights[begin - 1] - heights[at]) + abs(floor[begin - 1] - floor[at]) < alike:
+        begin -= 1
+    while end < last and abs(heights[end + 1] - heights[at]) + abs(floor[end + 1] - floor[at]) < alike:
+        end += 1
+    least = max(1, round(0.04 * last))
+    begin, end = max(0, min(begin, at - least)), min(last, max(end, at + least))
+    line = axes.plot([begin, end], [floor[at] + value] * 2, color="#D55E00", lw=2, ls="--", zorder=5)[0]
+    line.set_path_effects([Stroke(linewidth=4.5, foreground="white"), Normal()])  # seen on any hatching
+
+
+def _phases(axes, phases):
+    """A line where each phase begins, its name above; that of a phase too short for it ends with the phase, lower."""
+    begin, above = 0, axes.get_xaxis_transform()
+    for i in range(1, len(phases) + 1):
+        if i < len(phases) and phases[i] == phases[begin]:
+            continue
+        name, end = phases[begin], min(i, len(phases) - 1)
+        if begin:
+            axes.axvline(begin, color=QUIET, lw=0.8, zorder=3)
+        if name and end - begin > 0.02 * len(phases) * len(name):
+            axes.text((begin + end) / 2, 0.99, name, transform=above, ha="center", va="top")
+        elif name:
+            axes.text(end, 0.93, f"{name} ", transform=above, ha="right" if begin else "left", va="top")
+        begin = i

@@ -1,0 +1,1 @@
+"""The model, and what it says. Imports nothing of ours."""

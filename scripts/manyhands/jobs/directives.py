@@ -1,0 +1,193 @@
+"""The lines of a job file that the scheduler reads: find them, replace some, say what is wrong with them.
+
+A directive is known by its key: `-A`, `-l select` (PBS; `-l` lines are taken apart at their commas) or `--account`
+(Slurm; short options become long ones). A scheduler ignores what it does not recognise as a directive, or drops it
+without a word, so `complaints` is strict where qsub and sbatch are not.
+"""
+
+import re
+from dataclasses import dataclass
+
+SCHEDULERS = {".pbs": "pbs", ".slurm": "slurm"}
+PREFIX = {"pbs": "#PBS", "slurm": "#SBATCH"}
+PROGRAM = {"pbs": "PBS", "slurm": "Slurm"}
+
+_LONG = {
+    "-A": "--account", "-C": "--constraint", "-G": "--gpus", "-J": "--job-name", "-L": "--licenses",
+    "-N": "--nodes", "-S": "--core-spec", "-a": "--array", "-c": "--cpus-per-task", "-d": "--dependency",
+    "-e": "--error", "-n": "--ntasks", "-o": "--output", "-p": "--partition", "-q": "--qos", "-t": "--time",
+}  # fmt: skip
+_SLURM_OPTIONS = set(_LONG.values()) | {
+    "--begin", "--chdir", "--comment", "--exclude", "--exclusive", "--export", "--gpu-bind", "--gpus-per-node",
+    "--gpus-per-task", "--gres", "--hint", "--mail-type", "--mail-user", "--mem", "--mem-per-cpu", "--mem-per-gpu",
+    "--network", "--no-requeue", "--nodelist", "--ntasks-per-node", "--open-mode", "--requeue", "--reservation",
+    "--signal", "--threads-per-core",
+}  # fmt: skip
+_PBS_OPTIONS = {f"-{letter}" for letter in "AJMNPSVWacehjklmopqruv"}
+_PBS_JOB_RESOURCES = {"select", "place", "walltime"}
+_PBS_CHUNK_RESOURCES = {"ncpus", "mpiprocs", "ngpus", "mem", "ompthreads", "host", "vnode", "arch"}
+
+
+@dataclass(frozen=True)
+class Directive:
+    line: int  # of the file, from 1
+    key: str  # "-q", "-l select", "--nodes"
+    value: str  # "" where the option has none
+
+
+def duration_s(text):
+    """Seconds of hours:minutes:seconds. ValueError for anything else: a bare 10 is seconds to PBS, minutes to Slurm."""
+    match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
+    if not match or int(text.replace(":", "")) == 0:
+        raise ValueError(
+            f"walltime {text!r} is not hours:minutes:seconds above zero; write ten minutes as 00:10:00"
+        )
+    hours, minutes, seconds = map(int, match.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _split(line, number, scheduler):
+    words = re.sub(r"\s#.*", "", line[len(PREFIX[scheduler]) :]).split(maxsplit=1)
+    if not words:
+        return []
+    key, value = words[0], words[1].strip() if len(words) > 1 else ""
+    if scheduler == "slurm":
+        key, equals, attached = key.partition("=")
+        return [Directive(number, _LONG.get(key, key), attached if equals else value)]
+    if key != "-l":
+        return [Directive(number, key, value)]
+    pairs = [item.strip().partition("=") for item in value.split(",")]
+    return [Directive(number, f"-l {name}", content) for name, _, content in pairs]
+
+
+def _first_command(lines):
+    """Index of the first line that is neither blank nor a comment: where a scheduler stops reading."""
+    return next((n for n, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+
+
+def read(text, scheduler):
+    """The directives of a job file that its scheduler will see, in order."""
+    lines = text.splitlines()
+    return [
+        directive
+        for number, line in enumerate(lines[: _first_command(lines)], start=1)
+        if line.startswith(PREFIX[scheduler])
+        for directive in _split(line, number, scheduler)
+    ]
+
+
+def as_line(key, value, scheduler):
+    """`#PBS -l select=2`, `#PBS -q debug`, `#SBATCH --nodes=2`."""
+    joint = "=" if value and (scheduler == "slurm" or key.startswith("-l ")) else " " if value else ""
+    return f"{PREFIX[scheduler]} {key}{joint}{value}"
+
+
+def replace(text, scheduler, owned, wanted):
+    """`text` with the directives whose key is in `owned` taken out and `wanted` {key: value} in their place.
+
+    All other lines, and the rest of a `-l` line that held an owned resource, stay as they are.
+    """
+    lines, end = text.splitlines(), _first_command(text.splitlines())
+    kept, at = [], None
+    for number, line in enumerate(lines, start=1):
+        here = _split(line, number, scheduler) if line.startswith(PREFIX[scheduler]) and number <= end else []
+        if any(directive.key in owned for directive in here):
+            at = len(kept) if at is None else at
+            kept += [as_line(d.key, d.value, scheduler) for d in here if d.key not in owned]
+        else:
+            kept.append(line)
+    if at is None:  # none of ours yet: after the last of the user's, or after #!/bin/bash
+        at = max([n for n, line in enumerate(kept) if line.startswith(PREFIX[scheduler])], default=0) + 1
+    kept[at:at] = [as_line(key, value, scheduler) for key, value in wanted.items()]
+    return "\n".join(kept) + "\n"
+
+
+def complaints(text, scheduler, site):
+    """What is wrong with a job file's directives for `site` (a manyhands.jobs.sites.Site): sentences, none if all is well."""
+    found = read(text, scheduler)
+    values = {directive.key: directive.value for directive in found}
+    say = list(_ignored_lines(text, scheduler))
+    say += (_pbs if scheduler == "pbs" else _slurm)(found, values, site)
+    if "account" in site.needs and not values.get("-A" if scheduler == "pbs" else "--account"):
+        say.append(f"{site.title} charges each job to a project: ACCOUNT is missing")
+    walltime = values.get("-l walltime" if scheduler == "pbs" else "--time")
+    queue = values.get("-q" if scheduler == "pbs" else site.queue_option)
+    try:
+        if walltime is None:
+            say.append("no walltime: the site would refuse the job, or guess")
+        elif not values.get("--reservation"):  # a reservation has limits of its own
+            say += site.over_limits(queue, number_of_nodes(values, scheduler), duration_s(walltime))
+    except ValueError as error:
+        say.append(str(error))
+    return say
+
+
+def number_of_nodes(values, scheduler):
+    """Nodes that {key: value} asks for, or None where that is no plain number."""
+    nodes = (
+        values.get("--nodes", "") if scheduler == "slurm" else values.get("-l select", "").partition(":")[0]
+    )
+    return int(nodes) if nodes.isdecimal() else None
+
+
+def _ignored_lines(text, scheduler):
+    lines, prefix = text.splitlines(), PREFIX[scheduler]
+    for number, line in enumerate(lines, start=1):
+        if re.match(rf"#\s*{prefix[1:]}\s+-", line, re.IGNORECASE) and not line.startswith(prefix):
+            start = line.split("-", 1)[0].strip()
+            yield f"line {number}: {start!r} is a comment, which {PROGRAM[scheduler]} ignores: write {prefix!r}"
+        elif line.startswith(prefix) and number > _first_command(lines):
+            yield f"line {number}: stands below the first command, where {PROGRAM[scheduler]} no longer reads"
+
+
+def _repeated(found, keys):
+    return [key for key in keys if sum(directive.key == key for directive in found) > 1]
+
+
+def _pbs(found, values, site):
+    known = _PBS_JOB_RESOURCES | set(site.pbs.get("job_resources", []))
+    chunk_known = _PBS_CHUNK_RESOURCES | set(site.pbs.get("chunk_resources", []))
+    for directive in found:
+        option, _, resource = directive.key.partition(" ")
+        if option not in _PBS_OPTIONS:
+            yield f"line {directive.line}: qsub has no option {option}"
+        elif resource in _PBS_CHUNK_RESOURCES | {"nodes"}:
+            yield (
+                f"line {directive.line}: -l {resource}= beside -l select= is refused by PBS: "
+                f"write it into the chunk, select=2:{resource}=..."
+            )
+        elif option == "-l" and resource not in known:
+            yield f"line {directive.line}: {site.title} knows no resource {resource!r}; it has {', '.join(sorted(known))}"
+    selects = [directive for directive in found if directive.key == "-l select"]
+    if len(selects) != 1:
+        yield f"{len(selects)} lines with -l select=: PBS wants exactly one"
+    for select in selects:
+        for part in (part for chunk in select.value.split("+") for part in chunk.split(":")):
+            name = part.partition("=")[0]
+            if not part.isdigit() and name not in chunk_known:
+                yield f"line {select.line}: {site.title} has no chunk resource {name!r}"
+    if values.get("-l place", "").partition(":")[0] != "scatter":
+        yield "no -l place=scatter: PBS may put both chunks on one node"
+    systems = [part for part in site.filesystems if part]
+    asked = [name for name in values.get("-l filesystems", "").split(":") if name]
+    if systems and not asked:
+        yield f"no -l filesystems=: mandatory on {site.title}; it has {', '.join(systems)}"
+    for name in asked if systems else []:
+        if name not in systems:
+            yield f"{site.title} has no file system {name!r}; it has {', '.join(systems)}"
+
+
+def _slurm(found, values, site):
+    known = _SLURM_OPTIONS | set(site.slurm.get("options", []))
+    for directive in found:
+        if directive.key not in known:
+            yield f"line {directive.line}: sbatch option {directive.key} is unknown to this check"
+    for key in _repeated(
+        found, ["--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"]
+    ):
+        yield f"{key} stands there twice: Slurm takes the last"
+    if not values.get("--nodes"):
+        yield "no --nodes: Slurm may put all tasks on one node"
+    for key in site.slurm.get("required", []):
+        if not values.get(key):
+            yield f"{site.title} needs {key}: without it the job gets no GPU node or is refused"

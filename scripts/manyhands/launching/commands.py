@@ -1,0 +1,201 @@
+"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`keeping` keeps it).
+
+Commands are lists from end to end: what people give as flags never meets a shell.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from manyhands.course.folders import SCRIPTS
+from manyhands.launching.allocation import RanksError, Where, find_mpiexec
+from manyhands.machine.cores import cores_here
+from manyhands.machine.kept_command import keep
+from manyhands.runs.exit_status import STATUS_FILE, read_status
+
+TRAIN = SCRIPTS / "train.py"
+SIGNALS = (
+    "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that torchrun passes on to the ranks instead of dying of them
+)
+# glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
+
+
+class StartError(ValueError):
+    """A wish that cannot be met here; the message holds the cure."""
+
+
+def command_for(program, environ, nproc=None, starter=None):
+    """The list that starts `program` (a script and its flags) on every node of where this is. Raises StartError.
+
+    `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
+    per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
+    """
+    where = Where.find(environ)
+    nodes = len(where.hosts)
+    starter = starter or _usual_starter(where)
+    nproc = nproc or _ranks_per_node(where, environ)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={nproc}",
+        *_torchrun_flags(),
+    ]
+    if starter == "torchrun" and nodes == 1:
+        return [*torchrun, "--standalone", *program]
+    if starter == "torchrun":
+        meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={where.job}"]
+        meet.append(f"--rdzv-endpoint={where.hosts[0]}:{20000 + where.job % 10000}")
+        one_per_node = _srun if where.kind.startswith("slurm") else _mpiexec
+        return [*one_per_node(where, 1, environ), *torchrun, *meet, *program]
+    if starter == "srun":
+        if not where.kind.startswith("slurm"):
+            raise StartError(
+                "srun starts ranks inside a Slurm job, and this is none; use salloc or sbatch, or another --starter"
+            )
+        return [*_srun(where, nproc, environ), sys.executable, *program]
+    return [*_mpiexec(where, nproc, environ), sys.executable, *program]
+
+
+def _torchrun_flags():
+    """What makes torchrun pass on a request to leave, as far as this torch knows it."""
+    found = importlib.util.find_spec("torch")
+    known = Path(found.origin).with_name("distributed").joinpath("run.py").read_text() if found else ""
+    wanted = {"--signals-to-handle": SIGNALS, "--shutdown-timeout": SAVE_S}
+    return [f"{flag}={value}" for flag, value in wanted.items() if f'"{flag}"' in known]
+
+
+def _usual_starter(where):
+    if where.kind.startswith("slurm"):
+        return "srun"
+    return "mpiexec" if len(where.hosts) > 1 else "torchrun"
+
+
+def _srun(where, ranks_per_node, environ):
+    nodes = len(where.hosts)
+    inside = ["--overlap"] if where.kind == "slurm step" else []  # beside the step that this process is in
+    return [
+        "srun", *inside, f"--nodes={nodes}", f"--ntasks={nodes * ranks_per_node}",
+        f"--ntasks-per-node={ranks_per_node}", "--kill-on-bad-exit=1", *shlex.split(environ.get("SRUN_FLAGS", "")),
+    ]  # fmt: skip
+
+
+def _mpiexec(where, ranks_per_node, environ):
+    mpiexec = shlex.split(environ.get("MPIEXEC", "")) or find_mpiexec()
+    if not mpiexec:
+        raise StartError(
+            "no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun"
+        )
+    ranks = len(where.hosts) * ranks_per_node
+    return [
+        *mpiexec,
+        "-n",
+        str(ranks),
+        "-ppn",
+        str(ranks_per_node),
+        *shlex.split(environ.get("MPIEXEC_FLAGS", "")),
+    ]
+
+
+def _ranks_per_node(where, environ):
+    asked = environ.get("NPROC_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or ""
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return _gpus_here() or where.ranks_per_node or min(4, cores_here())
+
+
+def _gpus_here():
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def main(argv=None, description=None):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="launch.py", usage="launch.py [options] [program.py] [-- the program's own flags]",
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "program", nargs="?", type=Path, default=TRAIN, help="a script; scripts/train.py if none is named"
+    )
+    parser.add_argument("--nproc", type=_at_least(1), metavar="N", help="ranks per node")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and end")
+    parser.add_argument(
+        "--timeout", type=_at_least(1), metavar="S", help="end a run that prints nothing for S seconds"
+    )
+    parser.add_argument(
+        "--retries", type=_at_least(0), default=0, metavar="K", help="start a failed run again, up to K times"
+    )
+    parser.add_argument(
+        "--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here"
+    )
+    args = parser.parse_args(argv[:at])
+    if not args.program.is_file():
+        parser.error(f"there is no program {args.program}; flags of the program come after `--`")
+    try:
+        command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
+    except (StartError, RanksError) as error:
+        parser.error(str(error))
+    print(f"$ {shlex.join(command)}", flush=True)
+    return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
+
+
+def environment(several):
+    """What the ranks find in their environment: what is set already, and what makes ranks on CPUs faster."""
+    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}
+    if several:
+        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
+    return environ
+
+
+def _with_retries(command, idle_s, retries):
+    environ = environment(several="--nproc-per-node=1" not in command)
+    for attempt in range(retries + 1):
+        status, heard, why = _once(command, environ, idle_s)
+        if status in (0, 2) or heard or attempt == retries:
+            break
+        print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr, flush=True)
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    return status
+
+
+def _once(command, environ, idle_s):
+    """(status, signal that was passed on, last line). torchrun makes each failure a 1, and says much below it."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        path = Path(folder) / "status"
+        status, heard = keep(command, {**environ, STATUS_FILE: str(path)}, idle_s)
+        own = read_status(path)
+    if own is None or status != 1 or "torch.distributed.run" not in command:
+        return status, heard, ""
+    own_status, why = own
+    if own_status == 0:  # the program left in order, and torchrun died of the signal that it had passed on
+        left = "launch.py: left in good order on {}; the traceback above is torchrun's own"
+        return (0, heard, left.format(signal.Signals(heard).name)) if heard else (status, None, "")
+    return (
+        own_status,
+        heard,
+        why or f"launch.py: status {own_status}; the reason stands above torchrun's own lines",
+    )
+
+
+def _at_least(least):
+    def number(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return number

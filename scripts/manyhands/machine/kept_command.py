@@ -1,0 +1,86 @@
+"""Keep a command: copy its output, pass signals on to it, end it when it falls silent, leave no process of it behind."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from manyhands.machine.processes import MARK, Family
+
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+GRACE_S = 10.0  # from "please end" to "killed"
+TIMED_OUT = 124  # as timeout(1)
+
+
+def keep(command, environ=None, idle_s=None, grace_s=GRACE_S):
+    """Run `command` to its end, pass signals on to it, and leave no process of it behind: (its status, the last signal).
+
+    With `idle_s`, its output goes through a pipe, and a command that prints nothing for so long is ended (status 124).
+    """
+    mark = secrets.token_hex(8)
+    family, heard = Family(mark), []
+    pipe = subprocess.PIPE if idle_s else None
+    child = subprocess.Popen(
+        [*with_us(), *command], env={**(environ or os.environ), MARK: mark}, stdin=subprocess.DEVNULL,
+        stdout=pipe, stderr=subprocess.STDOUT if pipe else None, start_new_session=True,
+    )  # fmt: skip
+
+    def pass_on(number, frame):
+        heard.append(number)
+        if child.poll() is None:
+            child.send_signal(_translated(number, command))
+
+    before = {one: signal.signal(one, pass_on) for one in PASSED_ON}
+    try:
+        status = _until_idle(child, idle_s) if idle_s else child.wait()
+        if status is None:
+            print(f"launch.py: no output for {idle_s:g} s; ending the run", file=sys.stderr, flush=True)
+            family.end(grace_s)
+            child.wait()
+            status = TIMED_OUT
+    finally:
+        family.end(grace_s)  # what outlived its launcher
+        child.wait()
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    return (128 - status if status < 0 else status), (heard[-1] if heard else None)
+
+
+def _until_idle(child, idle_s):
+    """Copy the child's output to ours. Its status, or None once nothing came for `idle_s` seconds."""
+    last = [time.monotonic()]
+
+    def copy():
+        while data := os.read(child.stdout.fileno(), 65536):
+            last[0] = time.monotonic()
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+    copier = threading.Thread(target=copy, daemon=True)
+    copier.start()
+    while True:
+        rest = last[0] + idle_s - time.monotonic()
+        try:
+            status = child.wait(min(max(rest, 0.01), 1.0))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > last[0] + idle_s:
+                return None
+        else:
+            copier.join(5)  # the last lines; a process that outlived the child may hold the pipe open
+            return status
+
+
+def with_us():
+    """A prefix by which the command is asked to end when this process is killed (Linux)."""
+    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+
+
+def _translated(number, command):
+    """mpiexec and srun end their ranks on SIGTERM without letting them save; SIGUSR1 they pass on."""
+    through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
+    return signal.SIGUSR1 if number == signal.SIGTERM and through else number

@@ -1,0 +1,93 @@
+"""Bytes of one rank by kind, and the scale: what tensors really take, against which `rank_memory`'s formulas are held.
+
+    held = tensor_bytes(model, optimizer)       # Bytes
+    print(held.parameters, held.gradients, held.optimizer, held.gathered, held.total)
+
+All bytes are those of one rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one rank, by kind."""
+
+    parameters: int = 0  # what the optimizer updates
+    gradients: int = 0
+    optimizer: int = 0  # Adam's moments
+    copies: int = 0  # the weights once more: in low precision for the products, or a master copy
+    gathered: int = 0  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
+
+    @property
+    def total(self):
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def tensor_bytes(model, optimizer=None):
+    """MEASURED: the `Bytes` of this rank's parameters, gradients and optimizer state. Local; no rank waits for another.
+
+    `model` is a module; `optimizer` a torch optimizer, a ZeroRedundancyOptimizer, or an object that has one as an attribute
+    (ValueError if it has none). Of a DTensor the local shard counts. Each storage counts once and as a whole: views of one
+    buffer (flat vectors, DDP's buckets, FSDP's padded shards) do not count twice, and padding and Adam's step counters, 4
+    bytes per tensor, do count. `gathered` are the whole weights that stand where FSDP's shards do at other times, between
+    forward and backward; then the optimizer alone knows the shards, so name it. Not seen: activations, and copies in
+    another precision.
+    """
+    own = _optimizers(optimizer)
+    whole = _gathered(model)
+    parameters = [p for p in model.parameters() if id(p) not in whole]
+    parameters += [p for part in own for group in part.param_groups for p in group["params"]]
+    gradients = [p.grad for p in [*parameters, *whole.values()] if p.grad is not None]
+    counted = set()  # storages: the first kind that has one keeps it
+    return Bytes(
+        parameters=_bytes(parameters, counted),
+        gradients=_bytes(gradients, counted),
+        optimizer=_bytes([tensor for part in own for tensor in _tensors(part.state)], counted),
+        gathered=_bytes(whole.values(), counted),
+    )
+
+
+def _optimizers(optimizer):
+    """The torch optimizers that hold this rank's state: the object itself, or what it is made around."""
+    if optimizer is None:
+        return []
+    inner = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer's; its own shows that of others too
+    if isinstance(inner, torch.optim.Optimizer):
+        return [inner]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    found = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    if not found:
+        raise ValueError(f"{type(optimizer).__name__} holds no torch optimizer; name the one with the state")
+    return [part for value in found for part in _optimizers(value)]
+
+
+def _gathered(model):
+    """{id: parameter} of what FSDP has made whole for now: in its modules every other parameter is a DTensor."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return {id(p): p for unit in units for p in unit.parameters() if not isinstance(p, DTensor)}
+
+
+def _tensors(value):
+    """The tensors in an optimizer's state, however they are nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
+
+
+def _bytes(tensors, counted):
+    total = 0
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage._cdata not in counted:  # data_ptr() is 0 for all empty ones
+            counted.add(storage._cdata)
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,118 @@
+"""One cell on all ranks: wait for it, name the ranks that are silent, free them, and leave the ranks usable."""
+
+import re
+import time
+
+from manyhands.notebook import engine
+
+GRACE_S = 3.0  # what the other ranks get once one has failed
+TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
+LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
+
+
+class Cell:
+    """What a cell did on each rank, and how it ended.
+
+    done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
+    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks.
+    """
+
+    def __init__(self, hands):
+        self.hands, self.world_size = hands, hands.world_size
+        self.done, self.where, self.freed = {}, {}, {}
+        self.errors, self.dead, self.stuck = [], [], []
+        self.timed_out_s, self.interrupted, self.rejoined, self.restarted = None, False, False, False
+        self._pending = {}
+
+    def run(self, source, timeout_s, on_wait=None):
+        """Run `source` on every rank; returns once all are done, freed or given up."""
+        live = self.hands.control.on_output is not None
+        number = self.hands.next_cell()
+        self._pending = {
+            rank: view.apply_async(engine.run_cell, source, number, live and rank == 0)
+            for rank, view in enumerate(self.hands.views)
+        }
+        began = time.monotonic()
+        deadline, failed_s = began + timeout_s, None
+        while self._pending:
+            try:
+                time.sleep(0.01)
+                self._collect(self.done)
+                now = time.monotonic()
+                if failed_s is None and (self.errors or self.dead):
+                    failed_s, deadline = now, min(deadline, now + GRACE_S)
+                if self._pending and now > deadline:
+                    if failed_s is not None and now < failed_s + TELLING_S and self._some_are_telling():
+                        deadline = now + 0.5
+                        continue
+                    self.timed_out_s = timeout_s
+                    self._free()
+                elif on_wait is not None:
+                    on_wait(time.monotonic() - began)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                self._free()
+        self._recover()
+
+    def _collect(self, into):
+        """Move the ranks that ended from pending to `into`, those that died to `dead`."""
+        for rank in [r for r, answer in self._pending.items() if answer.ready()]:
+            into[rank] = _get(self._pending.pop(rank))
+            if into is self.done and into[rank]["error"]:
+                self.errors.append(rank)
+        for rank in [r for r in self._pending if r in self.hands.control.dead]:
+            self.dead.append(rank)
+            del self._pending[rank]
+
+    def _some_are_telling(self):
+        """Whether a rank is outside of the cell's lines: it makes its traceback, or its answer is on its way."""
+        places = self.hands.control.where(list(self._pending)).values()
+        return any(place is None or (place != "silent" and not place["line"]) for place in places)
+
+    def _free(self):
+        """Ask the silent ranks where they are, then wake them: out of a collective, or out of Python."""
+        self.where = self.hands.control.where(list(self._pending))
+        for do, patience_s in (("free", 2.0), ("interrupt", 4.0)):
+            self.hands.control.tell(list(self._pending), do)
+            deadline = time.monotonic() + patience_s
+            while self._pending and time.monotonic() < deadline:
+                time.sleep(0.01)
+                self._collect(self.freed)
+        self.stuck = sorted(self._pending)
+        self._pending = {}
+
+    def _recover(self):
+        """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
+        if self.dead:
+            self.hands.stop(f"rank {min(self.dead)} died")
+        elif self.stuck:
+            self.hands.restart(quiet=True)
+            self.restarted = True
+        elif self.freed or any(LOST_PEER.search(self.done[r]["error"]["value"]) for r in self.errors):
+            try:
+                self.rejoined = self.hands.rejoin()
+            except Exception:  # whatever state the ranks are in: fresh ones have none
+                self.hands.restart(quiet=True)
+                self.restarted = True
+
+    def items(self, rank):
+        """What the rank said: [("text", str) | ("data", mime bundle, metadata)]."""
+        return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
+
+    @property
+    def first_error(self):
+        """The rank whose error came first; of ranks with that same error the lowest, so that repeats agree."""
+        first = self.done[self.errors[0]]["error"]
+        return min(r for r in self.errors if self.done[r]["error"]["value"] == first["value"])
+
+    @property
+    def failed(self):
+        return bool(self.errors or self.dead or self.stuck or self.where or self.interrupted)
+
+
+def _get(answer):
+    try:
+        return answer.get(timeout=5)
+    except Exception as error:  # ipyparallel's own, such as a result that cannot be pickled
+        name, value = type(error).__name__, str(error)
+        return {"items": [], "error": {"name": name, "value": value, "traceback": [f"{name}: {value}"]}}

@@ -1,0 +1,149 @@
+"""A rank's side of the notebook: what runs inside each ipyparallel engine.
+
+`enter` gives the process its identity and opens the control line to the notebook's kernel, a socket read by a
+thread of its own. The line works while the rank hangs in a collective: over it the kernel asks where the rank is,
+frees it, or ends it, and the rank ends itself when the line breaks, because then the kernel is gone.
+`run_cell` runs one cell and returns what it printed, displayed and raised.
+"""
+
+import contextlib
+import json
+import linecache
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+
+from IPython import get_ipython
+
+from manyhands.launching import notebook_store
+from manyhands.notebook.cell_output import recording, show_figures_as_png
+from manyhands.runs.ranks import joined
+
+_line = None  # the control line of this process: one rank per process, one line per rank
+_own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
+_running = threading.Event()
+_recorder = None  # of the cell that runs
+
+
+def enter(identity, control, token, store_address):
+    """Become a rank: set the variables that `launchers.resolve` reads, connect the control line.
+
+    identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0.
+    """
+    global _line
+    os.environ.update(identity, MANYHANDS_STORE=store_address)
+    _line = socket.create_connection(control, timeout=20)
+    _line.settimeout(None)
+    _tell(hello=int(identity["MANYHANDS_RANK"]), pid=os.getpid(), token=token)
+    _own_sockets.update(_sockets())
+    threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
+    show_figures_as_png(get_ipython())
+
+
+def join_again(cell):
+    """After a failure: leave what is left of the broken group and join again as before. False if there was none."""
+    if joined() is None:
+        return False
+    from manyhands.launching.join import rejoin  # late: it brings torch, which a lesson imports when it joins
+
+    notebook_store.begin_cell(cell)
+    return rejoin()
+
+
+# ------------------------------------------------------------------ the control line
+
+
+def _tell(**message):
+    with contextlib.suppress(OSError):
+        _line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _listen():
+    with _line.makefile("r") as lines:
+        for text in lines:
+            message = json.loads(text)
+            if message["do"] == "where":
+                _tell(reply=message["id"], where=where())
+            elif message["do"] == "free":
+                if _recorder is not None:
+                    _recorder.deaf = True
+                _abort_groups()
+            elif message["do"] == "interrupt" and _running.is_set():
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            elif message["do"] == "exit":
+                break
+    os._exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
+
+
+def _abort_groups():
+    """Wake a rank that waits inside a collective. SIGINT does not reach it before the backend's own time-out.
+
+    NCCL listens to abort. gloo does not while all ranks wait; it does notice that its connections are gone, so
+    every TCP connection that was opened after `enter`, except the store's, is shut down.
+    """
+    if "torch.distributed" in sys.modules:
+        from torch.distributed import distributed_c10d as c10d
+
+        with contextlib.suppress(Exception):
+            c10d._abort_process_group()
+    store_port = int(os.environ["MANYHANDS_STORE"].rsplit(":", 1)[1])
+    for descriptor, _ in _sockets() - _own_sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
+            tcp = link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6)
+            if tcp and store_port not in (link.getsockname()[1], link.getpeername()[1]):
+                link.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets():
+    """(descriptor, inode) of every socket of this process."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def where():
+    """Where the main thread is: {"call": innermost named call or "", "line": line number, "source": its text}.
+
+    None while no cell runs; line 0 before and after the cell's own lines.
+    """
+    if not _running.is_set():
+        return None
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    user_ns, call = get_ipython().user_ns, ""
+    # ipyparallel's own line in this namespace, and what `exec` runs, are called "<string>"
+    while frame is not None and (frame.f_globals is not user_ns or frame.f_code.co_filename == "<string>"):
+        name = frame.f_code.co_name
+        if name != "wrapper":  # torch wraps each collective for its log
+            call = name
+        frame = frame.f_back
+    if frame is None:
+        return {"call": "", "line": 0, "source": ""}
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return {"call": call, "line": frame.f_lineno, "source": source}
+
+
+# ------------------------------------------------------------------ running a cell
+
+
+def run_cell(source, cell, live):
+    """Run cell number `cell` in this rank's namespace; its text goes to the kernel at once if it is `live`.
+
+    Returns what `Recorder.result` returns.
+    """
+    global _recorder
+    notebook_store.begin_cell(cell)
+    shell = get_ipython()
+    try:
+        with recording(shell, (lambda text: _tell(output=text)) if live else None) as _recorder:
+            _running.set()
+            shell.run_cell(source, store_history=False)
+    finally:
+        _running.clear()
+    return _recorder.result()

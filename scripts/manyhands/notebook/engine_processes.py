@@ -1,0 +1,124 @@
+"""The processes behind a notebook's ranks: controller, engines and watchdog, wherever the notebook runs.
+
+On one node everything listens on 127.0.0.1. In an allocation of several nodes the controller listens on this
+node's address; its messages are signed with a key that only the user can read. Engines start under MPI (mpiexec, or
+srun from inside a Slurm job step, where mpiexec dies), or one by one where MPI is missing or forbidden.
+"""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from manyhands.course.folders import SCRIPTS
+from manyhands.launching.addresses import LOOPBACK, own_address
+from manyhands.launching.allocation import LOOPBACK_MPI, RanksError, find_mpiexec
+from manyhands.notebook.watchdog import kill_marked
+
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
+KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
+
+
+def engine_launcher(allocation, n, mpi):
+    """The command in front of the engine's own, or None for engines that are started one by one."""
+    if not mpi:
+        return None
+    if allocation.kind == "slurm step":
+        # block: ranks 0 and 1 on the first node. The notebook's own step may have left SLURM_DISTRIBUTION=cyclic.
+        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block",
+                f"--nodes={allocation.num_nodes}", f"--ntasks={n}", f"--ntasks-per-node={-(-n // allocation.num_nodes)}"]  # fmt: skip
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        return None
+    return [*mpiexec, "-n", str(n)]
+
+
+class Processes:
+    """Controller, n engines and the watchdog; `stop` leaves none of them."""
+
+    def __init__(self, n, allocation, mpi):
+        self.n, self.allocation = n, allocation
+        self.launcher = engine_launcher(allocation, n, mpi)
+        self.mark = secrets.token_hex(8)
+        if self.launcher is None and allocation.num_nodes > 1:
+            raise RanksError(
+                f"{allocation.num_nodes} nodes need MPI to start ranks on all of them; load an MPI module "
+                "and set MANYHANDS_MPIEXEC, or ask for one node"
+            )
+        self.host = LOOPBACK if allocation.num_nodes == 1 else own_address()
+        shared = Path.home() / ".manyhands" if allocation.num_nodes > 1 else None
+        if shared:
+            shared.mkdir(mode=0o700, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="manyhands-", dir=shared))  # only the user can read it
+        self._children = []
+        self._start()
+
+    def _start(self):
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
+        environ["MANYHANDS_CLUSTER"] = self.mark
+        environ["MANYHANDS_NOTEBOOK"] = "1"
+        environ["IPYTHONDIR"] = str(self.folder / "ipython")
+        environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), *filter(None, [environ.get("PYTHONPATH")])])
+        environ.setdefault("MPLBACKEND", "agg")
+        if self.allocation.num_nodes == 1:
+            environ.update({k: v for k, v in LOOPBACK_MPI.items() if k not in environ})
+            environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        unmarked = {k: v for k, v in environ.items() if k != "MANYHANDS_CLUSTER"}
+        self._spawn(
+            "watchdog",
+            ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)],
+            unmarked,
+        )
+        for part in ("security", "log", "pid", "startup", "db"):
+            (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
+        profile = f"--profile-dir={self.folder / 'profile'}"
+        controller = ["ipyparallel.controller", profile, "--usethreads", "--nodb", "--log-level=ERROR"]
+        self._spawn("controller", [*controller, f"--ip={self.host}", f"--location={self.host}"], environ)
+        security = self.folder / "profile" / "security"
+        self.connection_file = security / "ipcontroller-client.json"
+        engine = [
+            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}", "--timeout=60",
+            "--IPEngine.wait_for_url_file=60", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
+        ]  # fmt: skip
+        if self.launcher is not None:
+            self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])
+        else:
+            for rank in range(self.n):
+                self._spawn(f"engine-{rank}", engine, environ)
+
+    def _spawn(self, name, module, environ, prefix=()):
+        with open(self.folder / f"{name}.log", "wb") as log:
+            child = subprocess.Popen(
+                [*prefix, sys.executable, "-m", *module], env=environ, cwd=os.getcwd(), stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        child.name = name
+        self._children.append(child)
+
+    def failed(self):
+        """The last lines of the log of a child that ended early, or None."""
+        for child in self._children:
+            if child.poll() is not None:
+                text = (self.folder / f"{child.name}.log").read_text(errors="replace").strip()
+                return f"{child.name} ended with status {child.returncode}: {text[-600:] or 'no output'}"
+        return None
+
+    def wait_for(self, path, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not path.exists() or not path.stat().st_size:
+            if reason := self.failed():
+                raise RanksError(f"the ranks did not start; {reason}")
+            if time.monotonic() > deadline:
+                raise RanksError(f"the controller did not start within {timeout_s} s; run `make doctor`")
+            time.sleep(0.05)
+
+    def stop(self):
+        kill_marked(self.mark)
+        for child in self._children:
+            child.kill()
+            child.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)

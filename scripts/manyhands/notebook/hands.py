@@ -1,0 +1,230 @@
+"""The ranks of a notebook: run cells on all of them, fetch what they hold, stop them. `start_ranks` makes them.
+
+    hands[2]["x"], hands.pull("x"), hands.restart(), hands.stop()
+
+Ranks are ipyparallel engines under MPI, or without MPI where it is missing. They end with the kernel, however it
+ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
+"""
+
+import atexit
+import os
+import threading
+import time
+
+from manyhands.launching import notebook_store
+from manyhands.launching.allocation import Allocation, RanksError
+from manyhands.machine.login_node import login_node
+from manyhands.notebook import engine
+from manyhands.notebook.cell import Cell
+from manyhands.notebook.control_lines import ControlLines
+from manyhands.notebook.engine_processes import Processes, engine_launcher
+
+START_TIMEOUT_S = 90
+_current = None  # one set of ranks per kernel: starting again replaces it
+
+
+def replace_ranks(hands):
+    """From now on these are the ranks of this kernel; those before end."""
+    global _current
+    if _current is not None:
+        _current.stop()
+    _current = hands
+
+
+def current_ranks():
+    """The ranks of this kernel. Raises RanksError where there are none."""
+    if _current is None or _current.client is None:
+        why = _current.why_stopped if _current is not None else "no ranks have been started"
+        raise RanksError(f"{why}: run the cell with start_ranks(...), then the cells below it")
+    return _current
+
+
+class RankView:
+    """The variables of one rank: `hands[2]["x"]`."""
+
+    def __init__(self, view):
+        self._view = view
+
+    def __getitem__(self, name):
+        return self._view.pull(name, block=True)
+
+    def __setitem__(self, name, value):
+        self._view.push({name: value}, block=True)
+
+
+class Hands:
+    """A notebook's ranks. `world_size` is their number, `client` ipyparallel's client (None when stopped)."""
+
+    def __init__(self, lesson, values, mpi=None):
+        self.lesson, self.values = lesson, values
+        self.allocation = Allocation.find()
+        self.world_size = values.get("n_ranks") or self.allocation.default_ranks()
+        self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
+        reason = login_node() if self.allocation.kind == "local" else None
+        if reason and (self.world_size > 2 or self.mpi):
+            print(
+                f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more."
+            )
+            self.world_size, self.mpi = min(self.world_size, 2), False
+        self.client = self.processes = self.control = None
+        self.why_stopped = "the ranks are not running"
+        self._cell = 0
+        self._idle = None
+
+    # -------------------------------------------------------------- life
+
+    def start(self, quiet=False):
+        """Start controller and engines, give each its rank, push the parameters."""
+        import ipyparallel
+
+        began = time.monotonic()
+        if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
+            self.mpi = False
+            print("No mpiexec here: the ranks start without MPI, and cells that need MPI say so.")
+        self.control = None
+        self.processes = Processes(self.world_size, self.allocation, self.mpi)
+        atexit.register(self.stop)
+        try:
+            self.processes.wait_for(self.processes.connection_file, START_TIMEOUT_S)
+            self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
+            self._wait_for_engines()
+            self._enter()
+        except BaseException:
+            self.stop()
+            raise
+        self._touch()
+        if not quiet:
+            kind = "MPI" if self.mpi else "no MPI"
+            nodes = self.allocation.num_nodes
+            place = "this machine" if nodes == 1 else f"{nodes} nodes"
+            took = (
+                "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
+            )
+            print(
+                f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all."
+            )
+
+    def _wait_for_engines(self):
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while len(self.client.ids) < self.world_size:
+            if reason := self.processes.failed():
+                raise RanksError(f"the ranks did not start; {reason}")
+            if time.monotonic() > deadline:
+                raise RanksError(
+                    f"only {len(self.client.ids)} of {self.world_size} ranks started within {START_TIMEOUT_S} s; "
+                    "run `make doctor`, or start fewer with n_ranks"
+                )
+            time.sleep(0.05)
+
+    def _enter(self):
+        """Give every engine its identity, in the order of their MPI ranks."""
+        ids = sorted(self.client.ids)
+        hosts = self.client[ids].apply_sync(_host_and_pid)
+        nodes = [host for host, _ in hosts]
+        self.control = ControlLines(self.world_size, self.processes.host)
+        store = self.client[ids[0]].apply_sync(notebook_store.listen, len(set(nodes)) == 1)
+        pending = []
+        for rank, engine_id in enumerate(ids):
+            identity = {
+                "MANYHANDS_RANK": rank,
+                "MANYHANDS_WORLD_SIZE": self.world_size,
+                "MANYHANDS_LOCAL_RANK": nodes[:rank].count(nodes[rank]),
+                "MANYHANDS_LOCAL_WORLD_SIZE": nodes.count(nodes[rank]),
+                "MANYHANDS_NUM_NODES": len(set(nodes)),
+                "MANYHANDS_MPI": int(self.mpi),
+                "MANYHANDS_LESSON": self.lesson,
+            }
+            identity = {name: str(value) for name, value in identity.items()}
+            address = (self.processes.host, self.control.port)
+            view = self.client[engine_id]
+            pending.append(view.apply_async(engine.enter, identity, address, self.control.token, store))
+        for answer in pending:
+            answer.get(timeout=30)
+        if missing := self.control.wait_for_all(30):
+            raise RanksError(f"ranks {missing} did not open their control line")
+        self.views = [self.client[engine_id] for engine_id in ids]
+        self.client[ids].push(self.values, block=True)
+
+    def restart(self, quiet=False):
+        """Fresh ranks: all their variables are gone; run the start cells again."""
+        self.stop()
+        self.start(quiet)
+
+    def stop(self, why="the ranks were stopped"):
+        """End all ranks, the controller and the watchdog; nothing is left behind."""
+        self.why_stopped = why
+        client, control, processes = self.client, self.control, self.processes
+        self.client = self.control = self.processes = None
+        if self._idle is not None:
+            self._idle.cancel()
+        if control is not None:
+            control.close()
+        if client is not None:
+            client.close()
+        if processes is not None:
+            processes.stop()
+        atexit.unregister(self.stop)
+
+    def _touch(self):
+        """Something ran: the idle time starts anew."""
+        if self._idle is not None:
+            self._idle.cancel()
+        idle_s = float(os.environ.get("MANYHANDS_IDLE_S", 1800))
+        why = f"the ranks were stopped after {idle_s / 60:.0f} idle minutes"
+        self._idle = threading.Timer(idle_s, self.stop, [why])
+        self._idle.daemon = True
+        self._idle.start()
+
+    # -------------------------------------------------------------- variables
+
+    def __getitem__(self, rank):
+        current_ranks()
+        return RankView(self.views[rank])
+
+    def __len__(self):
+        return self.world_size
+
+    def pull(self, name):
+        """The variable `name` of every rank: a list in rank order."""
+        current_ranks()
+        return [view.pull(name, block=True) for view in self.views]
+
+    def push(self, **values):
+        """Set variables on every rank."""
+        current_ranks()
+        for view in self.views:
+            view.push(values, block=True)
+
+    def run(self, source, timeout_s, on_wait=None, on_output=None):
+        """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
+
+        on_wait(elapsed_s) is called while it runs, on_output(rank, text) with what rank 0 prints meanwhile.
+        """
+        self._idle.cancel()
+        self.control.on_output = on_output
+        cell = Cell(self)
+        try:
+            cell.run(source, timeout_s, on_wait)
+        finally:
+            if self.client is not None:
+                self.control.on_output = None
+                self._touch()
+        return cell
+
+    def next_cell(self):
+        """A number for the next cell: ranks that join in it meet under that number."""
+        self._cell += 1
+        return self._cell
+
+    def rejoin(self):
+        """After a failure: a fresh process group of all ranks. False if none of them had joined one."""
+        number = self.next_cell()
+        answers = [view.apply_async(engine.join_again, number) for view in self.views]
+        return any([answer.get(timeout=20) for answer in answers])
+
+
+def _host_and_pid():
+    import os
+    import socket
+
+    return socket.gethostname(), os.getpid()

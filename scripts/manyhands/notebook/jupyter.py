@@ -1,0 +1,117 @@
+"""What `make lab`, `make kernel` and `make shared` do once the environment is there.
+
+    python -m manyhands.notebook.jupyter data               # Shakespeare into the cache, or say that the offline corpus is used
+    python -m manyhands.notebook.jupyter kernel [--user]    # a kernel named "Many Hands", here or for this user's JupyterLab
+    python -m manyhands.notebook.jupyter lab [--open no]    # start JupyterLab on the first lesson
+
+Several actions may be given at once: `data kernel`.
+"""
+
+import argparse
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from manyhands.course.lessons import course_here, find_lessons
+from manyhands.data import shakespeare
+
+KERNEL = "manyhands"
+
+
+def prepare_data():
+    """Put the corpus into the cache, so that no run needs the network. Raises DataError as `shakespeare` does."""
+    path, why_not = shakespeare.prepare()
+    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
+
+
+def install_kernel(user):
+    """Write the kernelspec "Many Hands": for this user, or inside this environment. Prints its folder."""
+    from ipykernel.kernelspec import install
+
+    environ = {"PYTHONNOUSERSITE": "1"}
+    shared_data = Path(sys.prefix) / "share" / "manyhands" / "data"
+    if shared_data.is_dir():  # `make shared` put it there
+        environ["MANYHANDS_DATA"] = str(shared_data)
+    site = Path(sys.prefix) / "manyhands-site.json"
+    if (
+        site.exists()
+    ):  # a hub starts kernels without the modules that were loaded when this was built on a site's Python
+        environ |= json.loads(site.read_text())
+    folder = install(
+        user=user,
+        prefix=None if user else sys.prefix,
+        kernel_name=KERNEL,
+        display_name="Many Hands",
+        env=environ,
+    )
+    print(f'kernel "Many Hands": {folder}')
+
+
+def start_lab(open_browser):
+    """Replace this process by JupyterLab on loopback, with the first lesson open. It asks for a token.
+
+    Raises ValueError where there is no lesson.
+    """
+    course = course_here()
+    lessons = [lesson for lesson in find_lessons(course) if lesson.notebook.exists()]
+    if not lessons:
+        raise ValueError(
+            f"there are no notebooks below {course}; run `make sync`, or start in the course's folder"
+        )
+    _ask_no_questions()
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # not another checkout's kernel of the same name
+    # in its terminals `python` and `mpiexec` are the course's
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
+    command = [
+        sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
+        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",    ]  # fmt: skip
+    if not open_browser:
+        command.append("--no-browser")
+    if os.geteuid() == 0:
+        command.append("--allow-root")
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def _ask_no_questions():
+    """Switch off JupyterLab's question about news, and its look-ups of newer versions, in this environment."""
+    page_config = Path(sys.prefix) / "etc" / "jupyter" / "labconfig" / "page_config.json"
+    if page_config.exists():
+        return
+    with suppress(OSError):  # somebody else's environment
+        page_config.parent.mkdir(parents=True, exist_ok=True)
+        page_config.write_text(
+            '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}\n'
+        )
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("actions", nargs="+", choices=["data", "kernel", "lab"])
+    parser.add_argument(
+        "--user", action="store_true", help="the kernel is for this user's JupyterLab, wherever it runs"
+    )
+    parser.add_argument("--open", choices=["yes", "no"], default="yes", help="open a browser")
+    options = parser.parse_args(arguments)
+    try:
+        for action in options.actions:
+            if action == "data":
+                prepare_data()
+            elif action == "kernel":
+                install_kernel(options.user)
+            else:
+                start_lab(options.open == "yes")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
+
+    %%ranks [--timeout SECONDS]       default 60, for the whole cell
+
+In a script the line is a comment and the cell's lines run anyway, on every rank.
+"""
+
+import html
+import os
+import re
+import shlex
+import textwrap
+import time
+
+from IPython import get_ipython
+from IPython.display import clear_output, display
+
+from manyhands.figures import RANK_COLOURS
+from manyhands.notebook.cell import LOST_PEER
+from manyhands.notebook.hands import current_ranks
+
+LIVE_AFTER_S = 2.0
+SHARED_COLOUR = "#6b7280"
+# JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
+FONT = "font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)"
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class CellFailed(Exception):
+    """A cell failed on the ranks. Its traceback is the first failing rank's, then a line for each other rank."""
+
+    def __init__(self, message, lines):
+        super().__init__(message)
+        self.lines = lines
+
+    def _render_traceback_(self):
+        return self.lines
+
+
+def register():
+    get_ipython().register_magic_function(ranks, "cell")
+
+
+def ranks(line, cell):
+    """%%ranks [--timeout SECONDS]: run this cell on every rank."""
+    timeout_s = _timeout(line)
+    hands = current_ranks()
+    live = _Live() if os.environ.get("MANYHANDS_LIVE", "1") != "0" else None
+    result = hands.run(
+        "#\n" + cell,  # so that line numbers are the cell's, %%ranks being line 1
+        timeout_s,
+        on_wait=live.update if live else None,
+        on_output=live.add if live else None,
+    )
+    shown = sections(result)
+    if live:
+        live.close(followed=bool(shown))
+    for section in shown:
+        display(*section[:1], metadata=section[1], raw=True)
+    if result.failed:
+        raise CellFailed(*report(result))
+
+
+def _timeout(line):
+    words = shlex.split(line.split("#")[0])
+    try:
+        if not words:
+            return 60.0
+        (flag, value) = words if len(words) == 2 else words[0].split("=", 1)
+        if flag != "--timeout" or float(value) <= 0:
+            raise ValueError
+        return float(value)
+    except ValueError:
+        raise ValueError(f"%%ranks takes only --timeout SECONDS (> 0), not {line.strip()!r}") from None
+
+
+# ------------------------------------------------------------------ output
+
+
+def ranks_label(group, world_size):
+    """[0, 1, 2] -> "ranks 0-2"; all of several -> "all ranks"; [1] -> "rank 1"."""
+    if len(group) == 1:
+        return f"rank {group[0]}"
+    if len(group) == world_size:
+        return "all ranks"
+    runs = []
+    for rank in group:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "ranks " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def groups(result):
+    """Ranks with the same output, in the order of their lowest rank: [(ranks, items)]; silent ranks are left out."""
+    found = []
+    for rank in range(result.world_size):
+        items = result.items(rank)
+        if not items:
+            continue
+        for group, same in found:
+            if same == items:
+                group.append(rank)
+                break
+        else:
+            found.append(([rank], items))
+    return found
+
+
+def sections(result):
+    """What to display, in order: [(mime bundle, metadata)]. Text is gathered in one bundle up to the next figure."""
+    out, rows = [], []
+
+    def flush():
+        if rows:
+            out.append((_text_bundle(rows), {}))
+            rows.clear()
+
+    for group, items in groups(result):
+        label = ranks_label(group, result.world_size)
+        colour = RANK_COLOURS[group[0] % len(RANK_COLOURS)] if len(group) == 1 else SHARED_COLOUR
+        for item in items:
+            if item[0] == "text":
+                rows.append((label, colour, item[1].rstrip("\n")))
+            elif set(item[1]) <= {"text/plain"}:
+                rows.append((label, colour, item[1].get("text/plain", "")))
+            else:
+                flush()
+                out.append((item[1], item[2]))
+    flush()
+    return out
+
+
+def _text_bundle(rows):
+    """Rows (label, colour, text) as HTML and as plain text, which says the same without colour."""
+    width = max(len(label) for label, _, _ in rows)
+    plain = "\n".join(
+        f"{label:<{width}} | {text_line}"
+        for label, _, text in rows
+        for text_line in _ANSI.sub("", text).split("\n")
+    )
+    cells = "".join(
+        f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
+        '<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere;'
+        'background:none;font:inherit">'
+        f"{html.escape(_ANSI.sub('', text))}</pre>"
+        for label, colour, text in rows
+    )
+    page = f'<div style="display:grid;grid-template-columns:max-content 1fr;row-gap:3px;{FONT}">{cells}</div>'
+    return {"text/plain": plain, "text/html": page}
+
+
+def _bar(colour):
+    """The coloured bar before a label; its grey edge shows a black one on a dark page."""
+    return f"border-left:4px solid {colour};box-shadow:-1px 0 #8888;padding-left:8px"
+
+
+class _Live:
+    """What is shown while a cell runs longer than two seconds: elapsed time and what rank 0 says."""
+
+    def __init__(self):
+        self.text, self.handle, self.last = "", None, 0.0
+
+    def add(self, rank, text):
+        self.text += text
+
+    def update(self, elapsed_s):
+        if elapsed_s < LIVE_AFTER_S or time.monotonic() - self.last < 0.25:
+            return
+        self.last = time.monotonic()
+        lines = [part.rstrip("\r").rsplit("\r", 1)[-1] for part in self.text.split("\n")][-25:]
+        shown = _ANSI.sub("", "\n".join(lines)).rstrip()
+        page = {
+            "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
+            "text/html": f'<pre style="margin:0;{FONT};{_bar(RANK_COLOURS[0])}">{html.escape(shown)}\n'
+            f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0</i></pre>",
+        }
+        if self.handle is None:
+            self.handle = display(page, raw=True, display_id=True)
+        else:
+            self.handle.update(page, raw=True)
+
+    def close(self, followed):
+        if self.handle is not None:
+            clear_output(wait=followed)  # without output of the ranks nothing would follow that clears it
+
+
+# ------------------------------------------------------------------ failures
+
+
+def report(result):
+    """A failed cell as (one sentence, lines): the first traceback, a line per rank, and what state they are in."""
+    lines = []
+    if result.dead:
+        message = f"{ranks_label(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
+    elif result.errors:
+        first = result.first_error
+        error = result.done[first]["error"]
+        message = f"rank {first}: {error['name']}: {error['value']}"
+        lines += [f"--- rank {first} failed first ---", *error["traceback"], ""]
+    elif result.interrupted:
+        message = "interrupted: the ranks were freed"
+    else:
+        message = f"the cell did not end within {result.timed_out_s:g} s (%%ranks --timeout)"
+    if not lines:
+        lines.append(message)
+    lines += [f"  rank {rank}: {_state(result, rank)}" for rank in range(result.world_size)]
+    lines += textwrap.wrap(_outlook(result), 96)  # JupyterLab breaks long lines of an error within words
+    return message, lines
+
+
+def _state(result, rank):
+    if rank in result.dead:
+        return "died"
+    if rank in result.where:
+        return _place(result.where[rank])
+    error = result.done[rank]["error"]
+    if error is None:
+        return "done"
+    if result.dead and LOST_PEER.search(error["value"]):
+        return "lost its connection to a rank that died"
+    if not result.dead and rank == result.first_error:
+        return f"{error['name']} (above)"
+    first = result.done[result.first_error]["error"]
+    if not result.dead and (error["name"], error["value"]) == (first["name"], first["value"]):
+        return "same error"
+    return f"{error['name']}: {error['value'].splitlines()[0][:120] if error['value'] else ''}"
+
+
+def _place(place):
+    if place == "silent":
+        return "does not answer: it is held in code that keeps Python's lock"
+    if place is None:
+        return "between two steps"
+    doing = f"waiting in {place['call']}, " if place["call"] else ""
+    return f"{doing}line {place['line']}: {place['source']}" if place["line"] else doing or "running"
+
+
+def _outlook(result):
+    if result.dead:
+        return (
+            "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
+        )
+    if result.restarted:
+        held = f" ({ranks_label(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
+        return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."
+    if result.rejoined:
+        return (
+            "The waiting ranks were freed and all joined a fresh process group. Variables are kept; groups made with "
+            "new_group, and models wrapped in DDP, need making again."
+        )
+    return "The ranks are ready for the next cell; variables are kept."

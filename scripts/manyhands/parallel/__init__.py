@@ -1,0 +1,1 @@
+"""Every strategy: a model on one process becomes one on many."""

@@ -1,0 +1,195 @@
+"""Tensor parallelism: the ranks of one mesh axis share every layer of a GPT, by torch's DTensor and from outside.
+
+    apply_tensor_parallel(model, mesh["tensor"], sequence_parallel=True, loss_parallel=False)    # in place
+    with sharded_loss(loss_parallel):
+        logits, loss = model(ids_BT, targets_BT)      # plain tensors go in, a plain loss comes out
+        loss.backward()
+    finish_gradients(model.parameters())              # all ranks, once per step, before gradients are looked at
+
+Attention and MLP are split by columns, then by rows (Shoeybi et al. 2019, Megatron-LM, section 3): whole heads and whole
+hidden units per rank, one all-reduce after each of them, and one in the backward before each. The token embedding and the
+head are split over the vocabulary. With `sequence_parallel` each all-reduce becomes an all-gather and a reduce-scatter, and
+norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
+
+Works on a whole `manyhands.gpt.model.GPT` and on a stage of a pipeline, which has only some of its parts.
+Shapes: B sequences, T positions, D width, V symbols, t tensor ranks.
+"""
+
+import contextlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel import loss_parallel as split_loss
+
+
+def apply_tensor_parallel(model, tensor_mesh, sequence_parallel=False, loss_parallel=False):
+    """Split the layers of `model` (a GPT or a stage of one) over `tensor_mesh`, in place. All its ranks call it.
+
+    Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, width and (with
+    `sequence_parallel`) block_size must divide by the mesh's size, which `layout` makes sure of; the vocabulary need not.
+    """
+    tied = _is_tied(model)
+    between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
+    plan = {}
+    if hasattr(model, "tokens"):
+        plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        if sequence_parallel:
+            plan["positions"] = _OwnPositions()
+    if len(model.blocks):
+        for part, first, last in (("attention", "qkv", "out"), ("mlp", "up", "down")):
+            plan[f"blocks.*.{part}"] = PrepareModuleInput(
+                input_layouts=between, desired_input_layouts=Replicate()
+            )
+            plan[f"blocks.*.{part}.{first}"] = ColwiseParallel()
+            plan[f"blocks.*.{part}.{last}"] = RowwiseParallel(output_layouts=between)
+        if sequence_parallel:
+            plan["blocks.*.norm_1"] = plan["blocks.*.norm_2"] = SequenceParallel()
+    if hasattr(model, "head"):
+        plan["head"] = ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        )
+        if sequence_parallel:
+            plan["norm"] = SequenceParallel()
+    # every rank has the full weights and cuts its own share out of them: src_data_rank=None sends nothing
+    parallelize_module(model, tensor_mesh, plan, src_data_rank=None)
+    if tied:
+        model.head.weight = model.tokens.weight
+    if sequence_parallel and hasattr(model, "tokens") and hasattr(model, "head"):
+        _pad_positions(model, tensor_mesh.size())
+    if loss_parallel:
+        model.register_forward_hook(_plain_results)
+    _draw_own_dropout(model, tensor_mesh.get_local_rank(), sequence_parallel)
+
+
+def sharded_loss(loss_parallel):
+    """The context that loss and backward run in: cross-entropy of logits that stay split over the vocabulary."""
+    return split_loss() if loss_parallel else contextlib.nullcontext()
+
+
+@torch.no_grad()
+def finish_gradients(parameters):
+    """Bring each gradient to where its parameter lies; all tensor ranks call it, once per step, after the last backward.
+
+    Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are terms
+    of a sum (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks drift apart
+    (Megatron-LM#443). The token embedding's gradient is whole on each rank, and is cut without sending anything.
+    """
+    terms = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
+            continue
+        if gradient.placements == (Partial("sum"),) and parameter.placements == (Replicate(),):
+            terms.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+        else:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    for (mesh, _), members in terms.items():
+        flat = torch.cat([parameter.grad.to_local().flatten() for parameter in members])
+        dist.all_reduce(flat, group=mesh.get_group())
+        sums = flat.split([parameter.numel() for parameter in members])
+        for parameter, total in zip(members, sums, strict=True):
+            total = total.view(parameter.shape)
+            parameter.grad = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
+
+
+class _OwnPositions(ParallelStyle):
+    """The position embedding under sequence parallelism: all weights on each rank, the own T/t positions looked up."""
+
+    def _apply(self, module, mesh):
+        def replicate(_, embedding, mesh):
+            weight = DTensor.from_local(embedding.weight.detach(), mesh, [Replicate()], run_check=False)
+            embedding.register_parameter("weight", nn.Parameter(weight))
+
+        def own(_, inputs, mesh):
+            positions_T = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+            return positions_T.redistribute(placements=[Shard(0)])
+
+        return distribute_module(module, mesh, replicate, own, lambda _, rows, mesh: rows.to_local())
+
+
+def _is_tied(model):
+    return hasattr(model, "tokens") and hasattr(model, "head") and model.head.weight is model.tokens.weight
+
+
+def _pad_positions(model, t):
+    """Sequence parallelism splits T evenly. Others are padded at the end, where causal attention does not look back."""
+
+    def pad(_, args):
+        ids_BT, *targets = args
+        odd = -ids_BT.shape[1] % t
+        if odd and targets and targets[0] is not None:
+            raise ValueError(
+                f"{ids_BT.shape[1]} positions do not split over {t} tensor ranks; use a multiple of {t}"
+            )
+        model.padded = odd
+        return (F.pad(ids_BT, (0, odd)), *targets) if odd else args
+
+    def cut(_, args, results):
+        logits_BTV, loss = results
+        return (logits_BTV[:, : logits_BTV.shape[1] - model.padded], loss) if model.padded else results
+
+    model.register_forward_pre_hook(pad)
+    model.register_forward_hook(cut)
+
+
+def _plain_results(_, args, results):
+    """Of a whole GPT with split logits: the loss as a plain number, and logits made whole where they were asked for."""
+    logits_BTV, loss = results
+    if loss is None:
+        return logits_BTV.full_tensor(), None
+    return logits_BTV, loss.to_local()
+
+
+def _draw_own_dropout(model, tensor_rank, sequence_parallel):
+    """Let tensor ranks draw different masks where they hold different things: other heads, or other positions.
+
+    Their generators run alike, so that masks of what they all hold agree. Inside such a module the generator starts from a
+    number drawn from the common stream and the rank, and goes back afterwards. A recomputed forward, which starts from the
+    same state of the common stream, draws the same.
+    """
+    for module in model.modules():
+        split = hasattr(module, "qkv") or (sequence_parallel and isinstance(module, nn.Dropout))
+        if split and (module.p if isinstance(module, nn.Dropout) else module.dropout):
+            _OwnStream(tensor_rank).attach(module)
+
+
+class _OwnStream:
+    """Switches torch's generators to a stream of this rank's own while a module runs."""
+
+    def __init__(self, tensor_rank):
+        self.tensor_rank, self.common = tensor_rank, None
+
+    def attach(self, module):
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module, args):
+        if not module.training:
+            return
+        seed = torch.randint(2**48, (), device="cpu").item()
+        device = args[0].device
+        self.common = [(torch, torch.get_rng_state())]
+        if device.type != "cpu":
+            backend = torch.get_device_module(device)
+            self.common.append((backend, backend.get_rng_state()))
+        # mixed, because torch's generator on the CPU takes the lower 32 bits of a seed
+        torch.manual_seed(int(np.random.SeedSequence((seed, self.tensor_rank)).generate_state(1)[0]))
+
+    def leave(self, module, args, output):
+        for backend, state in self.common or ():
+            backend.set_rng_state(state)
+        self.common = None

@@ -1,0 +1,1 @@
+"""Formulas: bytes, messages and operations, before anything has run."""

@@ -1,0 +1,132 @@
+"""What a forward keeps for the backward, by formula: of our GPT, of a rank's step, and by the two formulas in circulation.
+
+    sum(saved_bytes(config, sequences=8).values()) # of our GPT; `saved_activations.count_saved` counts the same
+    activation_bytes(config, layout, options)      # of the fullest rank, at its fullest moment: on top of bytes_per_rank
+    sequences_at_once(layout, options)             # of a micro-batch
+    published_bytes(config, sequences=8)           # Korthikanti et al. 2022: another model in another precision
+    slide_values(config, sequences=8)              # the formula of many slides, in values, not bytes
+
+`activation_bytes` is `saved_bytes` for the precision, the recomputation, the tensor ranks and the pipeline of a run. Not
+counted: masks of dropout, and what one operation needs for the moment, of which the gradient of the logits is the largest.
+
+Shapes: B sequences, T positions, V symbols, D width, H heads, N layers.
+"""
+
+from dataclasses import replace
+
+from manyhands.predict.rank_memory import PRECISION_BYTES, weight_bytes
+
+AROUND = ("final norm", "head", "loss", "ids")  # the layers
+FULL = ("norms", "final norm", "loss")  # what autocast leaves in the weights' precision
+WHOLE = ("norms", "qkv", "mlp up", "final norm", "head", "loss", "ids")  # what tensor ranks hold alike
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules whose forwards all come before the backwards
+ID_BYTES = 8  # of a token id, a position or a target: int64
+
+
+def saved_bytes(config, sequences, itemsize=4):
+    """{term: bytes} that autograd keeps of our GPT between forward and backward, for `sequences` whole sequences.
+
+    Per token and layer 16 D + H + 4 numbers: each norm keeps its input (D) and two statistics, each linear its input (D for
+    qkv and for attention's output, D and 4 D in the MLP), attention q, k, v (3 D) and one number per head, GELU its input
+    (4 D). Attention's output and the input of its linear are one storage, and so are the outputs of norms and the inputs of
+    linears; a residual addition keeps nothing. Around the layers 2 D + 2 for norm and head and V for the loss (its
+    log-probabilities; the logits themselves are let go), and the ids.
+
+    Assumes: flash or memory-efficient attention, so that no T x T scores are kept; targets given; no dropout (ValueError),
+    no recomputation, no autocast, whose copies would come on top. `itemsize` is of the model's numbers, 4 for float32.
+    """
+    if config.dropout:
+        raise ValueError(f"dropout={config.dropout} keeps masks that are not counted here; use dropout=0")
+    N, D, H, V, T = config.n_layer, config.n_embd, config.n_head, config.vocab_size, config.block_size
+    tokens = sequences * T
+    per_token = {
+        "norms": N * 2 * (D + 2),
+        "qkv": N * D,
+        "attention": N * 3 * D,
+        "attention out": N * D,
+        "mlp up": N * D,
+        "gelu": N * 4 * D,
+        "mlp down": N * 4 * D,
+        "final norm": D + 2,
+        "head": D,
+        "loss": V,
+    }
+    terms = {term: count * tokens * itemsize for term, count in per_token.items()}
+    terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
+    # of each token its id and its target, and each position once; the number of targets, as a float, is the loss's
+    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + itemsize}
+
+
+def published_bytes(config, sequences):
+    """Bytes of activations by Korthikanti et al. 2022 (section 4.1): N B (34 T D + 5 H T^2).
+
+    They assume 16-bit activations, dropout after attention's scores, attention and MLP with masks of a byte, all scores kept
+    (no flash attention), and no parallelism; embeddings, last norm, head and loss are left out as small.
+    """
+    N, D, H, T = config.n_layer, config.n_embd, config.n_head, config.block_size
+    return N * sequences * (34 * T * D + 5 * H * T**2)
+
+
+def slide_values(config, sequences):
+    """{term: values} by the formula of many slides, for one forward. Values, not bytes: multiply by the size of one.
+
+    5 N B T D + B N H T^2 + 2 B V T + 2 B T D + 2 B T. It counts attention's scores, which flash attention never keeps, and
+    leaves out q, k, v, attention's output and the inputs of the norms.
+    """
+    B, N, D, H = sequences, config.n_layer, config.n_embd, config.n_head
+    V, T = config.vocab_size, config.block_size
+    return {
+        "feed-forward": 5 * N * B * T * D,
+        "attention scores": B * N * H * T**2,
+        "logits and their gradient": 2 * B * V * T,
+        "norms and head": 2 * B * T * D,
+        "loss": 2 * B * T,
+    }
+
+
+def sequences_at_once(layout, options):
+    """Sequences of a rank's micro-batch."""
+    return options.train.global_batch // layout.data // layout.micro_batches
+
+
+def activation_bytes(config, layout, options):
+    """Bytes of all micro-batches between their forward and their backward on a rank; with a pipeline at most."""
+    terms = _terms(config, layout, options)
+    a_layer = sum(size for term, size in terms.items() if term not in AROUND) / config.n_layer
+    around = sum(terms[term] for term in AROUND)
+    kept, again = _kept(config, layout, options, a_layer)
+    layers = config.n_layer / layout.pipeline * kept
+    if layout.pipeline == 1:
+        return int(layers + again + around)
+    if options.parallel.schedule in ALL_AT_ONCE:
+        return int(layout.micro_batches * (layers + around) + again)
+    # so many micro-batches are under way on the first stage; on the last one
+    stages = layout.pipeline * layout.stages_per_rank
+    return int(max(min(layout.micro_batches, stages) * layers, layers + around) + again)
+
+
+def _terms(config, layout, options):
+    """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks."""
+    config, sequences = replace(config, dropout=0.0), sequences_at_once(layout, options)
+    full = saved_bytes(config, sequences, weight_bytes(options))
+    low = saved_bytes(config, sequences, PRECISION_BYTES[options.train.precision])
+    whole = set(WHOLE)
+    if options.parallel.sequence_parallel:
+        whole -= {"norms", "final norm"}
+    if options.parallel.loss_parallel:
+        whole -= {"loss"}
+    return {
+        term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low
+    }
+
+
+def _kept(config, layout, options, a_layer):
+    """(what a layer keeps, what is there again while a layer's backward runs), in bytes."""
+    kind = options.parallel.recompute
+    if kind == "none":
+        return a_layer, 0
+    numbers = sequences_at_once(layout, options) * config.block_size * config.n_embd
+    kept = numbers * weight_bytes(options)  # the layer's input
+    if kind == "selective":  # and what the products and attention gave: 3 D + D + 4 D, D and D
+        kept += (8 / layout.tensor + 2) * numbers * PRECISION_BYTES[options.train.precision]
+    return kept, a_layer

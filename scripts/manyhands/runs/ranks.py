@@ -1,0 +1,41 @@
+"""Who takes part in a run: `Ranks`, a value that a lesson passes on.
+
+`join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else is
+handed `ranks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_joined = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is. A lesson passes it on; nothing else of the launcher is needed."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str  # "gloo", "cpu:gloo,cuda:nccl" or "cpu:gloo,xpu:xccl"
+    launcher: str  # torchrun, mpich, openmpi, pals, srun, by hand, notebook, alone
+    host: str
+    lesson: str  # the script's stem, such as "02_collectives"
+
+
+def remember(ranks: Ranks | None) -> None:
+    """This process is that rank from now on; None: no rank yet, or no longer."""
+    global _joined
+    _joined = ranks
+
+
+def joined() -> Ranks | None:
+    """What the last `join` returned, also after `leave`."""
+    return _joined

@@ -1,0 +1,50 @@
+"""What people see: lines that do not run together, and figures that appear where you are.
+
+In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from manyhands.runs.ranks import joined
+
+
+def say(text: object) -> None:
+    """Print `text` in one write, newline included, with the rank in front of each line of a script.
+
+    A world of one needs no label.
+    """
+    label = _label()
+    write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
+
+
+def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
+    """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless").plot_size(width, height).title(title)
+    figure.draw(figure.signal(list(range(len(values))), list(values), marker="dot"))
+    lines = plotext.uncolorize(str(figure.build())).split("\n")
+    return "\n".join(line.rstrip() for line in lines).rstrip("\n")
+
+
+def _label():
+    ranks = joined()
+    if ranks is not None:
+        rank, size = ranks.rank, 1 if ranks.launcher == "notebook" else ranks.world_size
+    else:
+        return ""
+    return "" if size == 1 else f"[rank {rank:>{len(str(size - 1))}}] "
+
+
+def write(text):
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Point the descriptor elsewhere, or the interpreter complains once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

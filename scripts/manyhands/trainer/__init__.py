@@ -1,0 +1,1 @@
+"""What `scripts/train.py` is made of, beside the strategies."""

@@ -1,0 +1,126 @@
+"""The curves of a run: in the terminal, and as a PNG.
+
+    curves.terminal(rows, width)          # text: loss and validation loss, tokens per second
+    curves.png(rows, folder / "curves.png")
+    python -m manyhands.trainer.curves outputs/train/latest      # of a run that is over, or still going on
+
+`rows` are the lines of steps.jsonl as dicts; what is none or not finite is left out.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from manyhands.runs.screen import write
+from manyhands.trainer.run_header import screen_width
+
+PLOT_WIDTH = 100  # at most, in characters
+TRAIN, VALIDATION = "#0072B2", "#D55E00"  # Okabe and Ito 2008
+
+
+def read_rows(folder):
+    """The rows of a run's folder. Raises FileNotFoundError. A last line that is half written is left out."""
+    rows = []
+    for line in (Path(folder) / "steps.jsonl").read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def series(rows, key):
+    """(steps, values) of a column, where it has a finite number."""
+    points = [(row["step"], row.get(key)) for row in rows]
+    points = [(step, v) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def speeds(rows):
+    """(steps, tokens/s) without the first measured line, which warms up."""
+    steps, values = series(rows, "tokens_per_s")
+    return steps[1:], values[1:]
+
+
+def terminal(rows, width):
+    """Plots of plain characters, at most `width` wide."""
+    width = max(30, min(width, PLOT_WIDTH))
+    steps, speed = speeds(rows)
+    thousands = [value / 1000 for value in speed]
+    plots = [
+        _text_plot(
+            "loss (.) and validation loss (x) over steps",
+            [(*series(rows, "loss"), "."), (*series(rows, "val_loss"), "x")],
+            width,
+            15,
+        ),
+        _text_plot("thousand tokens/s over steps", [(steps, thousands, ".")], width, 9),
+    ]
+    return "\n\n".join(plot for plot in plots if plot)
+
+
+def _text_plot(title, lines, width, height):
+    import plotext
+
+    lines = [(x, y, marker) for x, y, marker in lines if x]
+    if not lines:
+        return ""
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless").plot_size(width, height).title(title)
+    for x, y, marker in lines:
+        figure.draw(figure.signal(x, y, marker=marker).lines(marker == "."))
+    figure.ruler("x").ticks(*_ticks([step for x, _, _ in lines for step in x]))
+    text = plotext.uncolorize(str(figure.build()))
+    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n")
+
+
+def _ticks(steps):
+    """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
+    first, last = min(steps), max(steps)
+    places = sorted({round(first + (last - first) * i / 4) for i in range(5)})
+    return places, [f"{place:,}" for place in places]
+
+
+def png(rows, path):
+    """Draw loss, gradient norm and speed over steps. Returns the path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, norm, speed = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    loss.plot(*series(rows, "loss"), color=TRAIN, lw=1.2, label="training batch")
+    steps, values = series(rows, "val_loss")
+    if steps:
+        loss.plot(steps, values, "o-", color=VALIDATION, ms=4, lw=1.2, label="validation")
+    loss.set_ylabel("loss, nats per token")
+    loss.legend(frameon=False)
+    norm.plot(*series(rows, "grad_norm"), color=TRAIN, lw=1.2)
+    norm.set_ylabel("gradient norm")
+    speed.plot(*speeds(rows), color=TRAIN, lw=1.2)
+    speed.set(ylabel="tokens/s, all ranks", xlabel="step", ylim=(0, None))
+    speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+    for axes in (loss, norm, speed):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main(argv):
+    if len(argv) != 1:
+        sys.exit("name the folder of a run: python -m manyhands.trainer.curves outputs/train/latest")
+    try:
+        rows = read_rows(argv[0])
+    except OSError as error:
+        sys.exit(f"no run to draw: {error}")
+    if len(rows) < 2:
+        sys.exit(f"{argv[0]}/steps.jsonl has {len(rows)} lines so far; a curve needs two")
+    write(f"{terminal(rows, screen_width())}\n\ncurves: {png(rows, Path(argv[0]) / 'curves.png')}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
