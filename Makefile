@@ -4,6 +4,7 @@
 #   SITE_PYTHON=/path/python   build on a site's Python that has torch and MPI already, and install neither
 #   PYTHON=/path/python3       the Python to build with, where python3 is too old
 #   VENV=/path                 the environment (default .venv here)
+#   PROCESSES=3     how many tests run at once: one computes while another waits
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
@@ -12,10 +13,11 @@ BIN = $(VENV)/bin
 RUN = PYTHONNOUSERSITE=1 "$(BIN)/python"
 SETUP = "$(PYTHON)" scripts/setup_environment.py
 LESSON ?=
+PROCESSES ?= 3
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke test bench doctor environment
+.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke test check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -83,4 +85,8 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
 	@$(RUN) -m manyhands.machine.login_node "make test"
 	@$(RUN) -m manyhands.notebook.jupyter data kernel
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+check: environment  ## in five minutes: the tests that start no scheduler, browser, lesson or launcher
+	@$(RUN) -m manyhands.machine.login_node "make check"
+	@$(RUN) -m pytest -n $(PROCESSES) --dist loadgroup -m "not slurm and not browser and not lesson and not launch" $(ARGS)

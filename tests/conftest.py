@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
+from rank_pool import RankPool  # noqa: E402
+
 # on a busy machine an example may take a second: that is no fault of what is tested
 settings.register_profile("course", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("course")
@@ -19,6 +21,30 @@ def root():
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def pool():
+    """Up to eight ranks that stay for all tests: `pool.run(n, function, *args)`; see rank_pool."""
+    with RankPool(8) as ranks:
+        yield ranks
+
+
 @pytest.fixture(autouse=True)
 def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
+
+
+# What begins first when several tests run at once: long files, and those that mostly wait for a scheduler or a browser.
+FIRST = (
+    "test_lessons", "test_slurm", "test_train_jobs", "test_browser", "test_ranks", "test_sections", "test_preflight",
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests of one file share what starts slowly: with `-n` a file stays in one process, the long lessons' excepted."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

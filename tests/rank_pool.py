@@ -38,20 +38,27 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; the message names it and holds its traceback."""
 
 
+def ranks_of(rank=0, world_size=1, launcher="test", lesson="test", **changes):
+    """The Ranks that `join` returns on a CPU of one node."""
+    import torch
+    from manyhands import Ranks
+
+    told = {
+        "rank": rank, "world_size": world_size, "local_rank": rank, "local_world_size": world_size,
+        "device": torch.device("cpu"), "backend": "gloo", "launcher": launcher, "host": "here", "lesson": lesson,
+    }  # fmt: skip
+    return Ranks(**told | changes)
+
+
 def _enter(rank, world_size, store_path, timeout_s):
     """This process in a gloo group of `world_size` that meets in a file: its Ranks."""
-    import torch
     import torch.distributed as dist
-    from manyhands import Ranks
 
     dist.init_process_group(
         "gloo", store=dist.FileStore(store_path, world_size), rank=rank, world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
-    return Ranks(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
-        device=torch.device("cpu"), backend="gloo", launcher="test", host="127.0.0.1", lesson="test",
-    )  # fmt: skip
+    return ranks_of(rank, world_size)
 
 
 def _one_rank(rank, world_size, store_path, function, args, results, timeout_s, extra_environ):
@@ -117,7 +124,7 @@ def run_on_ranks(n, function, *args, timeout_s=TIMEOUT_S, environ=None):
 
 
 class RankPool:
-    """n long-lived ranks that serve one call after the other, each in a gloo group of its own.
+    """Up to n long-lived ranks that serve one call after the other, each in a gloo group of its own.
 
     with RankPool(8) as pool:
         results = pool.run(4, function, *args)     # function(ranks, *args) on ranks 0 to 3
@@ -137,7 +144,7 @@ class RankPool:
         """
         if n > self.n:
             raise ValueError(f"{n} ranks are more than the pool's {self.n}; make a larger pool")
-        self._start()
+        self._start(n)
         self.calls += 1
         store = os.path.join(self.folder.name, f"store-{self.calls}")
         call = (n, store, function, args, timeout_s, {"GLOO_SOCKET_IFNAME": "lo", **(environ or {})})
@@ -163,8 +170,8 @@ class RankPool:
     def __exit__(self, *_):
         self.close()
 
-    def _start(self):
-        while len(self.workers) < self.n:
+    def _start(self, n):
+        while len(self.workers) < n:
             ours, theirs = _server.Pipe()
             process = _server.Process(target=_serve, args=(len(self.workers), theirs), daemon=True)
             process.start()

@@ -14,7 +14,6 @@ from manyhands.bench.comparison import Burst
 from manyhands.bench.crew import Crew, CrewError
 from manyhands.bench.other_load import Others
 from manyhands.config.options import ModelOptions, ParallelOptions
-from rank_pool import RankPool
 
 TINY = ModelOptions(n_layer=2, n_head=2, n_embd=8, block_size=8)
 TEXT = "to be, or not to be: that is the question. " * 20
@@ -100,15 +99,13 @@ def take_turns(ranks, row, corpus_of_row):
     return answers
 
 
-def test_every_row_of_two_ranks_trains(corpus, tmp_path):
-    """Through the pool: its processes have imported torch already."""
+def test_every_row_of_two_ranks_trains(pool, corpus, tmp_path):
     (tmp_path / "outputs").mkdir()
-    with RankPool(2) as pool:
-        for row in compared_runs.ROWS:
-            if row.ranks == 2 and not row.compiled:  # test_strategies compiles
-                environ = {"MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
-                for answers in pool.run(2, take_turns, row, corpus, environ=environ):
-                    assert [sorted(answer) for answer in answers] == 2 * [["peak_gib", "seconds"]], row.name
+    for row in compared_runs.ROWS:
+        if row.ranks == 2 and not row.compiled:  # test_strategies compiles
+            environ = {"MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
+            for answers in pool.run(2, take_turns, row, corpus, environ=environ):
+                assert [sorted(answer) for answer in answers] == 2 * [["peak_gib", "seconds"]], row.name
 
 
 def test_a_crew_whose_rank_is_killed_says_so_and_leaves_nobody(tmp_path, corpus):

@@ -6,7 +6,6 @@ import torch.distributed as dist
 from exercises import exercises_of
 from manyhands.checks import zero_fsdp as checks
 from manyhands.course.catch_up import taken_from
-from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -428,12 +427,6 @@ def shard_after_the_check(ranks):
 
 def _stub(shares, max_norm):
     raise NotImplementedError
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(N_RANKS) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

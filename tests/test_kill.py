@@ -14,7 +14,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import Ranks
 from manyhands.checkpoints import manifest
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import (
@@ -29,7 +28,7 @@ from manyhands.config.options import (
 from manyhands.data.corpus import Corpus
 from manyhands.runs.metrics import fingerprint
 from manyhands.trainer.run import Run
-from rank_pool import _server
+from rank_pool import _server, ranks_of
 
 N_RANKS = 2
 EVERY = 3  # steps between checkpoints
@@ -87,8 +86,7 @@ def _rank(rank, store, folder, asynchronous, slow_s, pipe):
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, N_RANKS), rank=rank, world_size=N_RANKS, timeout=timedelta(seconds=PATIENCE_S)
     )  # fmt: skip
-    cpu = torch.device("cpu")
-    ranks = Ranks(rank, N_RANKS, rank, N_RANKS, cpu, "gloo", "test", "127.0.0.1", "test")
+    ranks = ranks_of(rank, N_RANKS)
     most = 3 * EVERY if slow_s else None
     bits = train(ranks, folder, asynchronous, most, lambda *what: pipe.send(what))
     pipe.send(("done", STEPS, bits))

@@ -20,7 +20,19 @@ MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
 OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
 LAUNCHERS = [(way, n) for n in (2, 4) for way in ("torchrun", "mpiexec", "notebook")]
 
-named = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+
+def each(lessons, what=None):
+    """A test for each of these lessons; of those with a `what` each lesson's may run beside the others' (see conftest)."""
+    marks = {
+        lesson: [pytest.mark.xdist_group(f"{lesson.name} {what}"), pytest.mark.lesson] for lesson in lessons
+    }
+    return pytest.mark.parametrize(
+        "lesson",
+        [pytest.param(lesson, id=lesson.name, marks=marks[lesson] if what else ()) for lesson in lessons],
+    )
+
+
+named = each(LESSONS)
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +78,14 @@ def test_every_exercise_has_a_folded_solution(lesson):
     assert all(cell.metadata.get("jupyter", {}).get("source_hidden") for cell in solutions)
 
 
-@named
+@each(LESSONS, "notebook")
 @pytest.mark.timeout(360)
 def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
     """The nbval run on 4 ranks: cells tagged nbval-check-output must print what is stored."""
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path), "MANYHANDS_LIVE": "0"}
     environ.pop("PYTEST_CURRENT_TEST", None)
     command = [
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--nbval-lax", "-q", "-x",
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval-lax", "-q", "-x",
         "--nbval-kernel-name=manyhands", "--nbval-cell-timeout=300", "--timeout=340", "--rootdir", str(tmp_path),
         str(lesson.notebook),
     ]  # fmt: skip
@@ -84,7 +96,7 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     assert metrics["exact"] or lesson.number == "04"
 
 
-@pytest.mark.parametrize("lesson", OTHERS, ids=lambda lesson: lesson.name)
+@each(OTHERS, "script")
 def test_the_script_runs_on_two_ranks(lesson, short_run):
     way = "mpiexec" if int(lesson.number) % 4 == 0 else "torchrun"
     metrics = short_run(lesson, way, 2)
@@ -92,14 +104,14 @@ def test_the_script_runs_on_two_ranks(lesson, short_run):
 
 
 @pytest.mark.parametrize(("way", "n_ranks"), LAUNCHERS, ids=lambda value: str(value))
-@pytest.mark.parametrize("lesson", MATRIX, ids=lambda lesson: lesson.name)
+@each(MATRIX, "script")
 def test_every_launcher_gives_equal_metrics(lesson, way, n_ranks, short_run):
     metrics = short_run(lesson, way, n_ranks)
     assert metrics["world_size"] == n_ranks
     assert compare(short_run(lesson, "torchrun", n_ranks), metrics) == []
 
 
-@pytest.mark.parametrize("lesson", MATRIX, ids=lambda lesson: lesson.name)
+@each(MATRIX, "script")
 def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in lesson.short.items()]
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}

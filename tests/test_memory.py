@@ -7,7 +7,6 @@ from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT
 from manyhands.measure.tensor_bytes import Bytes, tensor_bytes
 from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes, parameter_terms
-from rank_pool import RankPool
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65 --train.global-batch 4"
@@ -21,12 +20,6 @@ def read(flags, world_size):
 
 def held(flags, world_size):
     return bytes_per_rank(*read(flags, world_size))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 # ------------------------------------------------------------------ what real ranks hold

@@ -13,17 +13,10 @@ from manyhands.gpt.recompute import recompute
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
 from manyhands.measure.saved_activations import count_saved
 from manyhands.predict.activation_memory import saved_bytes
-from rank_pool import RankPool
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CONFIG = GPTConfig(vocab_size=65, block_size=32, n_layer=3, n_head=2, n_embd=48)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def batch(config=CONFIG, sequences=4):

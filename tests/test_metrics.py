@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import rank_pool
 import torch
-from manyhands import Ranks
 from manyhands.data.corpus import Corpus
 from manyhands.measure.timing import Timing, max_over_ranks, median_s, peak_memory_gib, tok_per_s
 from manyhands.runs import run_folder as run_folder_module
@@ -20,10 +20,7 @@ from rank_pool import run_on_ranks
 
 
 def ranks_of(rank=0, world_size=4, launcher="torchrun", lesson="05_test"):
-    return Ranks(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
-        device=torch.device("cpu"), backend="gloo", launcher=launcher, host="here", lesson=lesson,
-    )  # fmt: skip
+    return rank_pool.ranks_of(rank, world_size, launcher, lesson)
 
 
 # The run's folder

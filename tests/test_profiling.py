@@ -8,12 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from manyhands import Ranks
 from manyhands.config.options import from_preset, merged
 from manyhands.trainer.profiling import Profile, windows
-from rank_pool import run_on_ranks
+from rank_pool import ranks_of, run_on_ranks
 
-RANKS = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", "test", "here", "train")
+RANKS = ranks_of(lesson="train")
 
 
 def options_of(profile=True, steps=20):

@@ -16,7 +16,6 @@ from manyhands.predict.step_traffic import ideal_volume
 from manyhands.widgets.bits import bits, from_pattern
 from manyhands.widgets.memory import MODELS
 from manyhands.widgets.sizes import devices_needed
-from rank_pool import RankPool
 
 CLASS_70B = MODELS["70B class"]
 P_70B = 65_288_471_656
@@ -170,9 +169,8 @@ def small_network(ranks):
     return tensor_bytes(DistributedDataParallel(copies)).parameters, tensor_bytes(shards).parameters
 
 
-def test_an_mlp_6_4_2_has_38_parameters_under_ddp_and_19_under_fsdp_on_each_of_2_ranks():
-    with RankPool(2) as pool:
-        assert pool.run(2, small_network) == [(4 * 38, 4 * 19)] * 2
+def test_an_mlp_6_4_2_has_38_parameters_under_ddp_and_19_under_fsdp_on_each_of_2_ranks(pool):
+    assert pool.run(2, small_network) == [(4 * 38, 4 * 19)] * 2
 
 
 # ------------------------------------------------------------------ 11

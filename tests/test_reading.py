@@ -24,17 +24,10 @@ from manyhands.data.file_shares import (
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_file import describe_tokens, memory_map, verify_tokens, write_tokens
 from manyhands.measure import wire
-from rank_pool import RankPool
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
 LENGTHS = (0, 1, 2, 3, 7, 1001)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def tokens(length, largest=64, seed=0):

@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 import torch
-from manyhands import Ranks
 from manyhands.course import folders
 from manyhands.course.lessons import find_lessons
 from manyhands.machine.processes import Ended
@@ -14,6 +13,7 @@ from manyhands.preflight.recording import export_recorded
 from manyhands.preflight.runs import Outcome, Run
 from manyhands.runs import conditions, recorded_runs
 from manyhands.runs.metrics import Metrics
+from rank_pool import ranks_of
 
 
 def metrics(device="cuda", world_size=4, **changes):
@@ -181,11 +181,8 @@ def test_every_recorded_run_that_the_course_has_is_complete():
 
 
 def ranks(**changes):
-    told = {
-        "rank": 0, "world_size": 8, "local_rank": 0, "local_world_size": 4, "device": torch.device("cpu"),
-        "backend": "gloo", "launcher": "torchrun", "host": "x", "lesson": "03_data_parallel",
-    }  # fmt: skip
-    return Ranks(**told | changes)
+    told = {"world_size": 8, "local_world_size": 4, "launcher": "torchrun", "lesson": "03_data_parallel"}
+    return ranks_of(**told | changes)
 
 
 def test_metrics_say_on_what_with_what_and_by_what_they_were_made(tmp_path, monkeypatch):

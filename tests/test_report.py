@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands import Ranks
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
@@ -23,7 +22,7 @@ from manyhands.predict.flops import flops_per_token
 from manyhands.trainer import line_columns, report, run_header
 from manyhands.trainer.report import KEYS, Report
 from manyhands.trainer.step_timer import HostClock, StepTimer
-from rank_pool import run_on_ranks
+from rank_pool import ranks_of, run_on_ranks
 
 CONFIG = GPTConfig(vocab_size=65)  # block 64
 CORPUS = Corpus.from_text("shakespeare", "To be, or not to be. " * 50)
@@ -48,13 +47,6 @@ class FakeTime:
         self.s += seconds
 
 
-def ranks_of(rank=0, world_size=1, launcher="test"):
-    return Ranks(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size,
-        device=torch.device("cpu"), backend="gloo", launcher=launcher, host="here", lesson="train",
-    )  # fmt: skip
-
-
 def options_of(steps=20, log=None, **groups):
     """The nano preset: global batch 24, a line per 10 steps; evaluation after 20."""
     log = {"every": 10, "eval_every": 20, "plots": False, **(log or {})}
@@ -62,7 +54,7 @@ def options_of(steps=20, log=None, **groups):
 
 
 def report_of(folder, now, ranks=None, options=None, layout=None, **kwargs):
-    ranks = ranks or ranks_of()
+    ranks = ranks or ranks_of(lesson="train")
     layout = layout or Layout(replicate=ranks.world_size)
     return Report(
         ranks, options or options_of(), layout, CONFIG, CORPUS, Path(folder), clock=HostClock(now), now=now, **kwargs
@@ -123,7 +115,7 @@ def test_the_legend_comes_once_and_then_one_line_per_interval(tmp_path, capsys):
 def test_lines_align_with_the_header_and_fit_the_screen(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     # only the parts that a world of two adds are of interest: nobody communicates
-    a_run(tmp_path, ranks=ranks_of(world_size=2))
+    a_run(tmp_path, ranks=ranks_of(world_size=2, lesson="train"))
     shown = capsys.readouterr().out
     (header,) = [line for line in shown.splitlines() if line.lstrip().startswith("step ")][1:]
     lines = lines_of(shown)
@@ -142,7 +134,7 @@ def test_a_log_file_gets_every_column(tmp_path, capsys, monkeypatch):
 
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("os.get_terminal_size", no_terminal)
-    a_run(tmp_path, ranks=ranks_of(world_size=2))
+    a_run(tmp_path, ranks=ranks_of(world_size=2, lesson="train"))
     shown = capsys.readouterr().out
     assert "dt_min" in shown and "mem_mean" in shown and "no room" not in shown
 
@@ -300,7 +292,7 @@ def test_samples_per_second_count_the_global_batch(tmp_path, capsys):
 
 
 def test_each_ranks_share_is_the_worlds_over_the_ranks(tmp_path):
-    a_run(tmp_path, ranks=ranks_of(world_size=4))
+    a_run(tmp_path, ranks=ranks_of(world_size=4, lesson="train"))
     row = rows_in(tmp_path)[-1]
     assert row["samples_per_s_per_rank"] == pytest.approx(48 / 4)
     assert row["tokens_per_s_per_rank"] == pytest.approx(48 * 64 / 4)
@@ -387,7 +379,7 @@ def test_an_unknown_device_has_no_mfu(tmp_path, capsys):
 
 def test_mfu_is_the_models_flops_over_those_of_all_ranks_peaks(tmp_path, capsys):
     now = FakeTime()
-    report = report_of(tmp_path, now, ranks=ranks_of(world_size=2))
+    report = report_of(tmp_path, now, ranks=ranks_of(world_size=2, lesson="train"))
     report.peak, report.peak_name = 20e6, "20.0 MFLOP/s, measured here"
     report.start(1)
     one_step(report, now, 1)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from manyhands.course.catch_up import taken_from
 from manyhands.data.samplers import PartitionedSampler
 from manyhands.gpt.model import GPT, GPTConfig
-from rank_pool import RankPool
 
 LESSON = "05_same_science"
 NUMBERS = (1, 2, 3, 4)
@@ -67,12 +66,6 @@ def measurements(ranks):
     n = ranks.world_size
     steps = [ours.virtual_step(n, strong) for strong in (True, False)]
     return ours.noise_scale(GPT(CONFIG), num=24), steps, ours.ring_s(n)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(max(NUMBERS)) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from manyhands import say, show
 from manyhands.runs import ranks as ranks_module
-from manyhands.runs.ranks import Ranks
 from manyhands.runs.screen import text_plot
+from rank_pool import ranks_of
 
 
 def become(monkeypatch, rank, world_size, launcher="torchrun"):
-    ranks = Ranks(
-        rank, world_size, rank, world_size, torch.device("cpu"), "gloo", launcher, "host", "02_test"
-    )
+    ranks = ranks_of(rank, world_size, launcher)
     monkeypatch.setattr(ranks_module, "_joined", ranks)
     return ranks
 

@@ -8,18 +8,12 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
-from rank_pool import RankFailed, RankPool
+from rank_pool import RankFailed
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
 TIED = replace(CONFIG, tie=True, qkv_bias=True)
 STEPS, BATCH, LR, MAX_NORM = 3, 8, 0.5, 0.1
 BUDGET_FP64 = 1e-10
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def options_of(precision="fp64", micro_batch=None, compile=False, **parallel):
@@ -554,5 +548,5 @@ def test_a_pool_gives_each_call_a_group_of_its_own_and_recovers_from_a_failure(p
     with pytest.raises(RankFailed, match="rank 1 gave up"):
         pool.run(3, one_number, True)
     assert pool.run(3, one_number, False) == [(3, 3, 3)] * 3
-    with pytest.raises(ValueError, match="9 ranks are more than the pool's 4"):
+    with pytest.raises(ValueError, match="9 ranks are more than the pool's 8"):
         pool.run(9, one_number, False)

@@ -12,7 +12,6 @@ from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
-from rank_pool import RankPool
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
 DEEP = replace(CONFIG, n_layer=8)
@@ -23,12 +22,6 @@ EXACT = 1e-10  # float64, SGD
 # float32, AdamW: its first steps are lr * g / |g|, which turns rounding of a gradient near 0 into a step of that size.
 # Seen: losses 5e-7 apart, norms 1e-7 of 1.3.
 ADAM_LR, FLOAT_LOSS, FLOAT_NORM = 1e-3, 1e-5, 1e-5
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(8) as pool:
-        yield pool
 
 
 def options_of(precision="fp64", micro_batch=None, **parallel):

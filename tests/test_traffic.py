@@ -7,18 +7,11 @@ import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.predict.step_traffic import Traffic, ideal_volume, per_step
-from rank_pool import RankPool
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"
 # matrices of 1 MiB and more: several of DDP's buckets
 LARGE = "--model.n-layer 2 --model.n-head 2 --model.n-embd 768 --model.block-size 8 --model.vocab-size 65"
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def read(flags, world_size):

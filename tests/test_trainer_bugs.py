@@ -14,19 +14,12 @@ import torch.distributed as dist
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.model import GPT
-from rank_pool import RankPool
 
 TINY = (
     "--model.n-layer 2 --model.n-head 2 --model.n-embd 16 --model.block-size 8 --train.global-batch 12 --train.steps 6"
     " --log.every 1 --log.eval-every 3 --log.eval-batches 2 --log.sample 5 --log.no-plots --log.no-progress"
 )
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as pool:
-        yield pool
 
 
 def read(flags, world_size):

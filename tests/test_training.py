@@ -24,7 +24,7 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import Corpus
 from manyhands.runs.metrics import fingerprint
-from rank_pool import RankPool, _server
+from rank_pool import _server, ranks_of
 
 TEXT = "to be, or not to be: that is the question. " * 40
 BUDGET_FP64 = 1e-9  # AdamW divides by roots of small numbers: a little more than plain SGD's 1e-10
@@ -43,12 +43,6 @@ HYBRID = (4, ParallelOptions(strategy="fsdp", sharding="hybrid"))
 TP = (2, ParallelOptions(strategy="tp", sequence_parallel=True))
 PP = (2, ParallelOptions(strategy="pp"))
 FSDP_TP = (4, ParallelOptions(strategy="fsdp", tensor=2))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def begin(ranks, options, outputs):
@@ -333,11 +327,11 @@ def test_each_micro_batch_each_validation_batch_and_each_symbol_is_progress(pool
 def train_program(ending, folder):
     """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
     from manyhands.launching import join
-    from manyhands.runs.ranks import Ranks, remember
+    from manyhands.runs.ranks import remember
     from manyhands.trainer import run
 
     os.dup2(os.open(f"{folder}/err", os.O_WRONLY | os.O_CREAT), 2)
-    ranks = Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo", "torchrun", "127.0.0.1", "train")
+    ranks = ranks_of(0, 2, "torchrun", "train")
 
     def ends(options):
         remember(ranks)

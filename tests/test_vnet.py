@@ -9,16 +9,14 @@ import torch
 from manyhands.figures.gantt import gantt
 from manyhands.figures.heat_map import heat_map
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from rank_pool import RankPool
 
 FAST, SLOW = Link(1e-6, 1e9), Link(1e-4, 1e8)
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(pool):
     """run(n, function, *args): what function(ranks, *args) returned on each of n ranks."""
-    with RankPool(4) as pool:
-        yield pool.run
+    return pool.run
 
 
 def _ring(ranks, length, dtype):

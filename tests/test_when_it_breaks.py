@@ -17,7 +17,7 @@ from manyhands.course.catch_up import taken_from
 from manyhands.course.folders import SCRIPTS
 from manyhands.data.corpus import Corpus, load_corpus
 from manyhands.launching.torchrun_child import ChildError, Torchrun
-from rank_pool import RankFailed, RankPool, run_on_ranks
+from rank_pool import RankFailed, run_on_ranks
 
 LESSON = "11_when_it_breaks"
 TRAINEE = ("small_gpt", "windows", "Trainee", "train_step", "adam")
@@ -27,12 +27,6 @@ STEPS, EVERY = 14, 4
 
 def lessons_own(corpus=None):
     return taken_from(LESSON, *RUN, corpus=corpus or Corpus.from_text("test", "to be, or not to be " * 40))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3) as ranks:
-        yield ranks
 
 
 # ---- kill -9, SIGTERM, and the curve ----

@@ -14,7 +14,6 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import units
-from rank_pool import RankPool
 from torch import nn
 
 LESSON = "06_zero_fsdp"
@@ -26,12 +25,6 @@ NAMES = (
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=3, n_head=2, n_embd=14)
 BATCH, STEPS, MAX_NORM = 12, 2, 0.2
 WRAPPINGS = ("block", "block_and_size", "block_group:2", "size:800")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def ours():

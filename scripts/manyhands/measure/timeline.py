@@ -1,4 +1,4 @@
-"""Who did what, when: spans of time, a recorder for real ones, and a Gantt chart of all ranks.
+"""Who did what, when: spans of time and a recorder for real ones; `figures.gantt` draws them.
 
     timeline = Timeline(ranks)                          # all ranks: agrees on time zero
     with timeline.span("forward"):
@@ -9,7 +9,7 @@
     if ranks.rank == 0:
         show(gantt(spans, "one step"), "step", alt="...")
 
-The virtual network (`virtual_network`) records the same spans in virtual seconds; `gantt(..., virtual=True)` says so in the figure.
+`virtual_network` records the same spans in virtual seconds; `gantt(..., virtual=True)` says so in the figure.
 """
 
 import socket

@@ -1,9 +1,7 @@
-"""How much arithmetic a token costs, and how much a device could do: what MFU is made of.
+"""How much arithmetic a token costs: what MFU is made of, beside `peaks`.
 
     flops_per_token(config)            # floating-point operations of forward and backward, by formula
     forward_flops(config, sequences)   # {term: those of one forward}; the backward takes twice as many
-    dense_peak(device, "bf16")         # FLOP/s that the vendor states, without sparsity; None: not in the table
-    gemm_peak(device, torch.float32)   # FLOP/s of this machine's best matrix product, measured
 
 MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is flops_per_token x tokens/s / peak.
 

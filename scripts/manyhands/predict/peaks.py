@@ -1,4 +1,10 @@
-"""What vendors state of their devices: FLOP/s of matrix products, dense."""
+"""What vendors state of their devices: FLOP/s of matrix products, dense.
+
+    dense_peak(device, "bf16")                              # without sparsity; None: not in the table
+    listed_peak("NVIDIA H100 80GB HBM3", 132, "bf16")       # the same by name and number of compute units
+
+What a device does, `timing.gemm_peak` measures.
+"""
 
 import re
 

@@ -2,7 +2,7 @@
 
     held = bytes_per_rank(config, layout, options)     # Bytes of the fullest rank
     print(held.parameters, held.gradients, held.optimizer, held.copies, held.gathered, held.total)
-    state_bytes(P, "bf16 + fp32 master")               # and on paper, without a layout (see `recipes`)
+    state_bytes(P, "bf16 + fp32 master")               # and on paper, without a layout (see `bytes_per_parameter`)
 
 Counted: the weights that the optimizer updates, their gradients, Adam's two moments, copies in another precision, and
 what FSDP gathers for the moment. Not counted: activations, buffers of the communication library, the allocator's waste.
