@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,7 @@ def _facts_of_two_loads(ranks):
 
 def _error_of_load(ranks):
     try:
-        load_corpus(ranks)
+        load_corpus(replace(ranks, launcher="notebook"))
     except DataError as error:
         return str(error)
 

@@ -25,7 +25,6 @@ from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
 from manyhands.launching.join import leave
 from manyhands.runs.exit_status import say_status
-from manyhands.runs.ranks import joined
 from manyhands.runs.screen import say
 
 _silent_web = (
@@ -113,21 +112,21 @@ def load_corpus(ranks=None):
     Raises DataError; a script ends with status 2 on all ranks instead, after one sentence.
     """
     first = ranks is None or ranks.rank == 0
-    in_script = joined() is not None and joined().launcher != "notebook"
+    in_script = ranks is not None and ranks.launcher != "notebook"
     found = [_find() if first else None]
     if first:
         _, _, notice, error = found[0]
         if notice:
             say(notice)
         if error and in_script:  # before the others hear of it: a launcher kills all when the first one ends
-            print(f"{joined().lesson}.py: {error}", file=sys.stderr, flush=True)
+            print(f"{ranks.lesson}.py: {error}", file=sys.stderr, flush=True)
     if ranks is not None and dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     name, text, _, error = found[0]
     if error and in_script:
         leave()  # Python's exit under a living gloo group aborts now and then: status 134 instead of 2
         if first:
-            say_status(2, f"{joined().lesson}.py: {error}")
+            say_status(2, f"{ranks.lesson}.py: {error}")
         raise SystemExit(2)
     if error:
         raise DataError(error)
