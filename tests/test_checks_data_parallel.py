@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of
+from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
 from manyhands.checks import data_parallel as checks
-from manyhands.course.catch_up import taken_from
-from rank_pool import run_on_ranks
 
 LESSON = "03_data_parallel"
 N_RANKS = 3  # not a power of two: divisions round
@@ -287,23 +285,15 @@ def judge_all(ranks):
     verdicts = {}
     for check, mutant in MUTANTS:
         verdicts[mutant.__name__] = getattr(checks, check)(mutant, ranks)
-    for check, name in SOLUTIONS.items():
-        solution = taken_from(LESSON, name, world_size=ranks.world_size)
-        verdicts[name] = getattr(checks, check)(getattr(solution, name), ranks, solution=True)
+    verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
     verdicts["one flat message"] = checks.untidy(untidy_one_flat_message, ranks)
-    verdicts["stub"] = checks.gradient_hook(_stub, ranks)
+    verdicts["stub"] = checks.gradient_hook(not_attempted, ranks)
     return verdicts
 
 
-def _stub(model):
-    raise NotImplementedError
-
-
 @pytest.fixture(scope="module")
-def verdicts():
-    results = run_on_ranks(N_RANKS, judge_all, timeout_s=200)
-    assert all(result == results[0] for result in results), "all ranks must hear the same verdict"
-    return results[0]
+def verdicts(pool):
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
 
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
@@ -330,11 +320,6 @@ def test_every_check_of_the_lesson_has_three_mutants_or_more():
     assert all(len(mutants) >= 3 for mutants in REJECTED.values())
 
 
-def test_solutions_are_accepted_by_a_world_of_one():
-    (verdicts,) = run_on_ranks(1, judge_solutions, timeout_s=120)
-    assert set(verdicts) == {"correct"}
-
-
-def judge_solutions(ranks):
-    given = {name: taken_from(LESSON, name, world_size=1) for name in SOLUTIONS.values()}
-    return [getattr(checks, check)(getattr(given[name], name), ranks) for check, name in SOLUTIONS.items()]
+def test_solutions_are_accepted_by_a_world_of_one(pool):
+    (verdicts,) = pool.run(1, judge_solutions, checks.__name__, LESSON, SOLUTIONS, timeout_s=120)
+    assert set(verdicts.values()) == {"correct"}

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of
+from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
 from manyhands.checks import same_science as checks
-from manyhands.course.catch_up import taken_from
-from rank_pool import run_on_ranks
 from torch.utils.data.distributed import DistributedSampler
 
 LESSON = "05_same_science"
@@ -293,24 +291,17 @@ MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in 
 def judge_all(ranks):
     """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
     verdicts = {mutant.__name__: getattr(checks, check)(mutant, ranks) for check, mutant in MUTANTS}
+    verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
     for check, name in SOLUTIONS.items():
-        solution = taken_from(LESSON, name, world_size=ranks.world_size)
-        verdicts[name] = getattr(checks, check)(getattr(solution, name), ranks, solution=True)
-        verdicts[f"stub of {name}"] = getattr(checks, check)(_stub, ranks)
+        verdicts[f"stub of {name}"] = getattr(checks, check)(not_attempted, ranks)
     verdicts["weighted means"] = checks.token_weighted(scales_means_by_counts, ranks)
     verdicts["a weight in float32"] = checks.token_weighted(divides_in_float32, ranks)
     return verdicts
 
 
-def _stub(*_):
-    raise NotImplementedError
-
-
 @pytest.fixture(scope="module")
-def verdicts():
-    results = run_on_ranks(N_RANKS, judge_all, timeout_s=200)
-    assert all(result == results[0] for result in results), "all ranks must hear the same verdict"
-    return results[0]
+def verdicts(pool):
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
 
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
@@ -339,11 +330,6 @@ def test_every_check_of_the_lesson_has_four_mutants_or_more():
     assert all(len(mutants) >= 4 for mutants in REJECTED.values())
 
 
-def test_solutions_are_accepted_by_a_world_of_one():
-    (verdicts,) = run_on_ranks(1, judge_solutions, timeout_s=120)
-    assert set(verdicts) == {"correct"}
-
-
-def judge_solutions(ranks):
-    given = {name: taken_from(LESSON, name, world_size=1) for name in SOLUTIONS.values()}
-    return [getattr(checks, check)(getattr(given[name], name), ranks) for check, name in SOLUTIONS.items()]
+def test_solutions_are_accepted_by_a_world_of_one(pool):
+    (verdicts,) = pool.run(1, judge_solutions, checks.__name__, LESSON, SOLUTIONS, timeout_s=120)
+    assert set(verdicts.values()) == {"correct"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exercises import exercises_of
+from exercises import exercises_of, heard_alike
 from manyhands.checks import zero_fsdp as checks
 from manyhands.course.catch_up import taken_from
 from torch import nn
@@ -431,9 +431,7 @@ def _stub(shares, max_norm):
 
 @pytest.fixture(scope="module")
 def verdicts(pool):
-    results = pool.run(N_RANKS, judge_all, timeout_s=200)
-    assert all(result == results[0] for result in results), "all ranks must hear the same verdict"
-    return results[0]
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
 
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[name for _, name in MUTANTS])

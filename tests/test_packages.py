@@ -1,6 +1,7 @@
 """The package is a house with floors: a module imports from its own package and from those below it, and from nowhere else."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ ORDER = (
 )  # fmt: skip
 GROUND = {"course": (), "machine": (), "gpt": (), "figures": ("course",)}  # these stand alone, or nearly
 FACE = "manyhands"  # what lessons take from `manyhands` itself; it stands above all
+
+
+@functools.cache
+def tree_of(text):
+    return ast.parse(text)
 
 
 def sources(folder=PACKAGE):
@@ -28,7 +34,7 @@ def imports(texts):
     """[(module, line, where from, name)] of all imports of ours, those inside functions too; name None: `import module`."""
     found = []
     for module, text in texts.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.Import):
                 found += [(module, node.lineno, a.name, None) for a in node.names if ours(a.name)]
             elif isinstance(node, ast.ImportFrom):
@@ -96,7 +102,7 @@ def private_names(texts):
         if name and name.startswith("_")
     ]
     for module, text in texts.items():
-        tree = ast.parse(text)
+        tree = tree_of(text)
         aliases = {
             a.asname or a.name
             for node in ast.walk(tree)
@@ -111,10 +117,11 @@ def private_names(texts):
     return found
 
 
+@functools.cache
 def defined(text):
     """The names that a module makes itself, at its top level."""
     found = set()
-    for node in ast.parse(text).body:
+    for node in tree_of(text).body:
         for part in [node, *ast.walk(node)] if isinstance(node, (ast.If, ast.Try, ast.With)) else [node]:
             if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
                 found.add(part.name)
@@ -140,7 +147,7 @@ def looked_up_by_string(texts):
         f"{module}:{node.lineno}"
         for module, text in texts.items()
         if "sys.modules" in text
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree_of(text))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith("manyhands.")
