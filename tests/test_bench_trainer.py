@@ -222,6 +222,7 @@ def made_up_rounds():
         compared_runs.PLAIN: (1, 1, 1),
         compared_runs.ONE_THREAD: (0.7, 0.7, 0.7),
         compared_runs.TWO: (1.3, 1.4, 1.2),
+        compared_runs.APART: (1.35, 1.4, 1.25),
     }
     return [
         {row: Burst(speed * ratios[row][i], 0.5 + i, 0.01 * (i + 1), plain=speed) for row in ratios}
@@ -230,7 +231,7 @@ def made_up_rounds():
 
 
 def test_a_ratio_is_that_of_neighbours_in_time():
-    chosen = (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO)
+    chosen = (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO, compared_runs.APART)
     found = comparison.compare(chosen, made_up_rounds(), {}, 1e6, 1000)
     two = found[compared_runs.TWO]
     # of the medians it would be 280 / 200 too; of the means 293 / 233
@@ -241,13 +242,14 @@ def test_a_ratio_is_that_of_neighbours_in_time():
     assert found[compared_runs.PLAIN].ratio is None and found[compared_runs.ONE_THREAD].scaling is None
     ratio, scaling = comparison.numbers(found)
     assert (ratio.value, ratio.within, ratio.aim) == (1.3, True, 1.3)
-    assert (scaling.within, scaling.aim) == (True, 0.9)
+    # beside two processes that share the machine as they do, not beside one that has it for itself
+    assert (scaling.value, scaling.within, scaling.aim) == (pytest.approx(1.3 / 1.35), True, 0.9)
     assert found.loud == 0 and trainer_report.quiet(found).startswith("The machine was quiet")
 
 
 def test_what_a_failed_row_is_needed_for_is_missing_too():
     failed = [
-        {row: b for row, b in measured.items() if row != compared_runs.ONE_THREAD}
+        {row: b for row, b in measured.items() if row in (compared_runs.PLAIN, compared_runs.TWO)}
         for measured in made_up_rounds()
     ]
     chosen = (compared_runs.PLAIN, compared_runs.ONE_THREAD, compared_runs.TWO)
@@ -324,6 +326,21 @@ def test_a_loud_burst_is_done_again_and_the_quietest_counts(monkeypatch):
         2.0, 0.1, 0.3, plain=110.0
     )  # four attempts, none of them quiet
     assert measured[compared_runs.PLAIN].tokens_per_s == 100.0
+
+
+def test_a_compiled_row_is_compared_with_the_compiled_loop(monkeypatch):
+    crews = {
+        compared_runs.PLAIN: FakeCrew([100.0] * 2),
+        compared_runs.PLAIN_COMPILED: FakeCrew([125.0] * 2),
+        compared_runs.TWO: FakeCrew([130.0]),
+        compared_runs.TWO_COMPILED: FakeCrew([150.0]),
+    }
+    bursts = fake_bursts(crews, [0.0] * 6, monkeypatch)
+    bursts.rows = tuple(crews)
+    measured = bursts.round(0, 1, 40)
+    found = comparison.compare(bursts.rows, [measured], {}, None, 1)
+    assert found[compared_runs.TWO].ratio.median == 1.3
+    assert found[compared_runs.TWO_COMPILED].ratio.median == 1.2
 
 
 def test_a_row_that_fails_has_no_more_turns_and_the_others_go_on(monkeypatch):

@@ -48,8 +48,8 @@ def flat_steps(ranks, micro_batches, drop_by_parameters=False):
         shares = [t.chunk(ranks.world_size)[ranks.rank].chunk(micro_batches) for t in batch(step)]
         with wire.watch() as seen:
             for i, (ids, targets) in enumerate(zip(*shares, strict=True)):
-                with replicas.micro_batch(last=i == micro_batches - 1):
-                    (replicas(ids, targets)[1] * (replicas.weight / micro_batches)).backward()
+                last = i == micro_batches - 1
+                replicas.backward(replicas(ids, targets, last=last)[1] / micro_batches, last)
         calls.append([(call.op, call.bytes) for call in seen.calls])
         gradients.append({name: p.grad.clone() for name, p in copy.named_parameters()})
         optimizer.step()

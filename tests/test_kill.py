@@ -27,6 +27,7 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import Corpus
 from manyhands.runs.metrics import fingerprint
+from manyhands.trainer.resume import resume
 from manyhands.trainer.run import Run
 from rank_pool import _server, ranks_of
 
@@ -56,7 +57,7 @@ def train(ranks, folder, asynchronous, most, tell):
     corpus = Corpus.from_text("test", "to be, or not to be " * 20)
     config = model_config(options, len(corpus.symbols))
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
-    run.resume()
+    resume(run)
     tell("resumed", run.step)
     report, save, last = run.report.step, run.save, most and run.step + most
 

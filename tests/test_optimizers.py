@@ -13,27 +13,22 @@ from manyhands.parallel.optimizer import (
     LossScale,
     build_optimizer,
     learning_rate,
-    optimizer_state,
     set_learning_rate,
     warmup_steps,
 )
+from manyhands.parallel.strategy import Strategy
 
 
 def options(steps, **optimizer):
     return Options(train=TrainOptions(steps=steps), optimizer=OptimizerOptions(**optimizer))
 
 
-class OneProcess:
+class OneProcess(Strategy):
     """What `parallelize` returns, as far as an optimizer needs it."""
-
-    flat = None
 
     def __init__(self):
         torch.manual_seed(0)
-        self.model = GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1, n_head=1, n_embd=8))
-
-    def named_parameters(self):
-        return dict(self.model.named_parameters())
+        self.modules = [GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1, n_head=1, n_embd=8))]
 
 
 @given(st.integers(1, 3000), st.floats(1e-5, 1))
@@ -88,8 +83,8 @@ def test_state_loaded_before_the_first_step_continues_as_if_it_had_not_stopped()
         optimizer.step()
 
     step(one, first, seed=1)
-    names = optimizer_state(other, second)
-    saved = optimizer_state(one, first)
+    names = other.optimizer_state(second)
+    saved = one.optimizer_state(first)
     assert names.keys() == saved.keys()
     assert {name.rsplit(".", 1)[1] for name in names} == {"step", "exp_avg", "exp_avg_sq"}
     with torch.no_grad():
@@ -123,4 +118,4 @@ def test_the_loss_scale_halves_when_gradients_overflow_and_grows_after_good_step
 def test_sgd_keeps_no_state():
     parallel = OneProcess()
     optimizer = build_optimizer(parallel, replace(options(10), optimizer=OptimizerOptions(name="sgd")))
-    assert optimizer_state(parallel, optimizer) == {}
+    assert parallel.optimizer_state(optimizer) == {}

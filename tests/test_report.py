@@ -20,6 +20,7 @@ from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPTConfig
 from manyhands.predict.flops import flops_per_token
 from manyhands.trainer import line_columns, report, run_header
+from manyhands.trainer.expected_end import duration
 from manyhands.trainer.report import KEYS, Report
 from manyhands.trainer.step_timer import HostClock, StepTimer
 from rank_pool import ranks_of, run_on_ranks
@@ -126,6 +127,28 @@ def test_lines_align_with_the_header_and_fit_the_screen(tmp_path, capsys, monkey
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= width
     everything = "dt_min" in header and "mem_mean" in header and "samples/s/rank" in header
     assert everything == (width == 160)
+
+
+def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_path, capsys):
+    now = FakeTime()
+    report = report_of(tmp_path, now, options=options_of(5000))
+    report.start(816_705)
+    one_step(report, now, 1, step_s=90)  # it warms up
+    one_step(report, now, 2, step_s=20)
+    one_step(report, now, 3, step_s=20)
+    shown = capsys.readouterr().out
+    assert shown.count("4,998 steps are left at about 20.00s each: 1 day 4 h, until ") == 1
+    assert shown.count("steps are left") == 1
+    a_run(tmp_path / "short", steps=60)
+    assert "steps are left" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [(61, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (86_400, "1 day"), (184_000, "2 days 3 h")],
+)
+def test_a_duration_is_said_in_two_units_at_most(value, said):
+    assert duration(value) == said
 
 
 def test_a_log_file_gets_every_column(tmp_path, capsys, monkeypatch):

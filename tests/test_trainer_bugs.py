@@ -14,6 +14,7 @@ import torch.distributed as dist
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.model import GPT
+from manyhands.trainer.resume import resume
 
 TINY = (
     "--model.n-layer 2 --model.n-head 2 --model.n-embd 16 --model.block-size 8 --train.global-batch 12 --train.steps 6"
@@ -325,7 +326,7 @@ def test_all_ranks_evaluate_each_its_share_and_stay_in_train_mode(pool, tmp_path
 def train_to_the_end(ranks, flags, folder):
     """A whole run, as `training.train` drives it; what its report wrote is on rank 0."""
     run = build(ranks, f"{flags} --checkpoint.folder {folder}", started=False)
-    run.resume()
+    resume(run)
     began = run.step
     run.go()
     lines = (run.folder / "steps.jsonl").read_text().splitlines()
@@ -376,7 +377,7 @@ def save(ranks, flags, folder):
 
 def load(ranks, flags, folder):
     run = build(ranks, f"{flags} --checkpoint.folder {folder}")
-    run.resume()
+    resume(run)
     state = {name: value.clone() for name, value in run.tensors().items() if name.startswith("optimizer.")}
     return run.step, weights(run), state
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manyhands.checkpoints.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
@@ -24,6 +25,7 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import Corpus
 from manyhands.runs.metrics import fingerprint
+from manyhands.trainer.resume import resume
 from rank_pool import _server, ranks_of
 
 TEXT = "to be, or not to be: that is the question. " * 40
@@ -61,7 +63,7 @@ def begin(ranks, options, outputs):
 def carry_out(ranks, options, outputs):
     """Train on all ranks; what rank 0 saw, and a fingerprint of this rank's weights."""
     run, notes = begin(ranks, options, outputs)
-    run.resume()
+    resume(run)
     first = run.step
     status = run.go()
     lines = []
@@ -247,7 +249,7 @@ def signalled(ranks, options, outputs, name, step):
     run.train_step = step_and_signal
     run.report.close = lambda reason: (ends.append(reason), close(reason))
     try:
-        run.resume()
+        resume(run)
         status = run.go()
     finally:
         for one, handler in before.items():
@@ -276,6 +278,85 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
     (status, end, left), _ = pool.run(2, signalled, calm, tmp_path, "SIGINT", 3)
     assert status == 130 and "not saved: name a --checkpoint.folder" in end
     assert not [name for name in left if "step-" in name]
+
+
+def signalled_in_evaluation(ranks, options, outputs):
+    """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of step 4."""
+    from manyhands.trainer import stopping
+
+    run, _ = begin(ranks, options, outputs)
+    begun, evaluate, interval_s = [], run.parallel.evaluate, stopping.INTERVAL_S
+
+    def evaluate_and_signal(*share):
+        begun.append(run.step)
+        if begun.count(4) == 3 and ranks.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*share)
+
+    run.parallel.evaluate = evaluate_and_signal
+    before = signal.getsignal(signal.SIGTERM)
+    stopping.INTERVAL_S = 0  # ask each other whenever there is an occasion
+    try:
+        resume(run)
+        status = run.go()
+    finally:
+        stopping.INTERVAL_S = interval_s
+        signal.signal(signal.SIGTERM, before)
+    return status, begun, run.val_losses
+
+
+def test_a_signal_within_an_evaluation_is_heard_before_its_next_batch_and_the_evaluation_is_made_up_for(
+    pool, tmp_path
+):
+    options = replace(
+        BASE, log=replace(BASE.log, eval_batches=6), checkpoint=CheckpointOptions(folder=str(tmp_path / "run"))
+    )  # fmt: skip
+    for status, begun, val_losses in pool.run(2, signalled_in_evaluation, options, tmp_path):
+        assert status == 0 and begun == 6 * [0] + 3 * [4] and list(val_losses) == [0]
+    assert {"requeue.json", "step-00000004"} <= set(os.listdir(tmp_path / "run"))
+    continued = pool.run(2, carry_out, options, tmp_path)[0]
+    assert continued["first"] == 4 and list(continued["val_losses"]) == [4, 8]
+
+
+def on_a_full_disk(ranks, options, outputs):
+    """What a run says, and its status, whose last file finds no room."""
+    from manyhands.runs import metrics
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    write_whole, metrics.write_whole = metrics.write_whole, full
+    try:
+        run, notes = begin(ranks, options, outputs)
+        return run.go(), run.saved, notes
+    finally:
+        metrics.write_whole = write_whole
+
+
+def test_a_finished_run_whose_outputs_disk_is_full_says_so_and_has_not_failed(pool, tmp_path):
+    """It ended with a traceback and status 1, and `--retries` started it again."""
+    status, saved, notes = pool.run(1, on_a_full_disk, BASE, tmp_path)[0]
+    assert (status, saved) == (0, 8)
+    assert notes == [
+        "metrics.json could not be written ([Errno 28] No space left on device); the training itself is complete"
+    ]
+
+
+def a_run_and_a_refused_one(ranks, options, outputs):
+    """The folders of both, and where `latest` points."""
+    run, _ = begin(ranks, options, outputs)
+    run.go()
+    wanted = replace(options, checkpoint=CheckpointOptions(folder=str(outputs / "none"), resume="must"))
+    refused, _ = begin(replace(ranks), wanted, outputs)
+    with pytest.raises(CheckpointError):
+        resume(refused)
+    refused.close()
+    return run.folder, refused.folder, (run.folder.parent / "latest").resolve()
+
+
+def test_a_refused_run_is_nobodys_latest(pool, tmp_path):
+    first, refused, latest = pool.run(1, a_run_and_a_refused_one, BASE, tmp_path)[0]
+    assert latest == first.resolve() != refused.resolve()
 
 
 def record_watch(ranks, options, outputs):

@@ -19,7 +19,7 @@ class Row:
     worlds: int = 1
     threads: int | None = None
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    compiled: bool = False  # --train.compile
+    compiled: bool = False  # --train.compile; it is compared with what is compiled too
 
     @property
     def processes(self):
@@ -32,10 +32,12 @@ def _two(name, compiled=False, **parallel):
 
 PEAK = Row("matrix products", kind="peak")
 PLAIN = Row("plain PyTorch loop", kind="plain")
+PLAIN_COMPILED = Row("plain loop, compiled", kind="plain", compiled=True)
 ONE = Row("trainer, one process")
 ONE_THREAD = Row("one rank of one thread", threads=1)
 TWO = _two("2 ranks")
 APART = Row("2 that never communicate", worlds=2, threads=1)
+APART_COMPILED = Row("2 that never communicate, compiled", worlds=2, threads=1, compiled=True)
 ONE_COMPILED = Row("one process, compiled", compiled=True)
 ONE_THREAD_COMPILED = Row("one thread, compiled", threads=1, compiled=True)
 TWO_COMPILED = _two("2 ranks, compiled", compiled=True)
@@ -45,9 +47,11 @@ ROWS = (
     ONE_THREAD,
     TWO,
     APART,
+    PLAIN_COMPILED,
     ONE_COMPILED,
     ONE_THREAD_COMPILED,
     TWO_COMPILED,
+    APART_COMPILED,
     _two("2 ranks, torch's DDP", copies="ddp"),
     _two("2 ranks, zero1", strategy="zero1"),
     _two("2 ranks, fsdp", strategy="fsdp"),

@@ -13,13 +13,15 @@ from manyhands.gpt.model import GPT
 LR, MIN_LR, PERIOD = 1e-3, 1e-4, 1000
 
 
-def train(config, ids, batch_size, turns):
+def train(config, ids, batch_size, turns, compiled=False):
     """Train on `ids`, one step per item of `turns`."""
     torch.manual_seed(1337)
     model = GPT(config)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if compiled:
+        model.compile()
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99))
     for step, _ in enumerate(turns):
         for group in optimizer.param_groups:

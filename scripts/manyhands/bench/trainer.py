@@ -1,7 +1,7 @@
 """The trainer's part of the bench: the trainer in each of its ways beside a plain PyTorch loop, on this machine.
 
 Every row's processes start once. Then come rounds: in each, every row computes one burst of steps, and the plain loop one
-directly before it, so that a ratio compares neighbours in time, whatever the machine does in the long run. A burst during
+directly before it, compiled where the row is, so that a ratio compares neighbours in time, whatever the machine does in the long run. A burst during
 which others used the machine is done again, as long as there is patience; what then stays is said.
 """
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from manyhands.bench import comparison, start_up
-from manyhands.bench.compared_runs import MODEL, PEAK, PLAIN, ROWS, Job, options_of
+from manyhands.bench.compared_runs import MODEL, PEAK, PLAIN, PLAIN_COMPILED, ROWS, Job, options_of
 from manyhands.bench.crew import Crew, CrewError
 from manyhands.bench.other_load import QUIET_CORES, Others
 from manyhands.config.options import model_config
@@ -90,13 +90,14 @@ class Bursts:
         peak = self._burst(PEAK, 0, START_S)
         if peak:  # a ceiling: what the machine has once reached counts
             self.flop_per_s = max(self.flop_per_s or 0.0, peak["flop_per_s"])
-        measured, plain = {}, None
+        measured, plain = {}, {}
         for row in self.rows:
-            if row.kind != "plain":
-                plain = self._quiet_burst(PLAIN, steps) or plain
+            like = PLAIN_COMPILED if row.compiled else PLAIN  # like is compared with like
+            if row.kind != "plain" and (beside := self._quiet_burst(like, steps)):
+                plain[like] = beside["tokens_per_s"]
             burst = self._quiet_burst(row, steps)
             if burst:
-                measured[row] = comparison.Burst(plain=plain and plain["tokens_per_s"], **burst)
+                measured[row] = comparison.Burst(plain=plain.get(like), **burst)
         print(f"round {number + 1} of {count} done", flush=True)
         return measured
 

@@ -102,7 +102,7 @@ def plain(job, pipe):
 
     corpus = read_corpus(job)
     config = model_config(job.options, len(corpus.symbols))
-    train(config, corpus.train_ids, job.options.train.global_batch, turns(pipe))
+    train(config, corpus.train_ids, job.options.train.global_batch, turns(pipe), job.options.train.compile)
 
 
 def peak(job, pipe):

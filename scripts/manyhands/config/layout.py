@@ -14,13 +14,14 @@ from manyhands.config.options import OptionError
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # of inputs first, of weights later
-LEFTOVER = {
-    "ddp": "replicate",
-    "zero1": "replicate",
-    "deepspeed": "replicate",
-    "fsdp": "shard",
-    "tp": "tensor",
-    "pp": "pipeline",
+# {strategy: (axis of the ranks that no other axis claims, how data ranks are served: see `Layout.data_by`)}
+STRATEGIES = {
+    "ddp": ("replicate", "copies"),
+    "zero1": ("replicate", "zero1"),
+    "deepspeed": ("replicate", "deepspeed"),
+    "fsdp": ("shard", "fsdp"),
+    "tp": ("tensor", "copies"),
+    "pp": ("pipeline", "copies"),
 }
 
 
@@ -60,6 +61,12 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    def data_by(self, options):
+        """How the data ranks are served: each has a copy ("copies"), or they share by "zero1", "fsdp" or "deepspeed"."""
+        if self.tensor > 1 and self.data > 1 and self.pipeline == 1:
+            return "fsdp"  # DDP refuses DTensors; fully_shard averages copies too, over an axis shard of one rank
+        return STRATEGIES[options.parallel.strategy][1]
+
     def __str__(self):
         axes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
         return axes or "one rank"
@@ -89,7 +96,7 @@ def _degrees(parallel, world_size, ranks_per_node):
     elif hybrid and asked["shard"] is not None:
         leftover = "replicate"  # copies of what so many ranks share
     else:
-        leftover = LEFTOVER[parallel.strategy]
+        leftover, _ = STRATEGIES[parallel.strategy]
     if hybrid and asked["shard"] is None:
         rest = world_size // prod(d or 1 for axis, d in asked.items() if axis != "shard")
         if asked["replicate"] is None and rest > 1:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
+from manyhands.measure.tensor_bytes import local_part
+
 
 @dataclass
 class Saved:
@@ -27,7 +29,7 @@ def count_saved(call, model=None):
     kept, weights, inside = {}, set(), [""]
 
     def pack(tensor):
-        storage = _plain(tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         # the storage itself is held on to: a new one at the address of one that is gone would look the same
         kept.setdefault(storage._cdata, (storage, inside[-1], tuple(tensor.shape)))
         # the tensor itself would hold the graph that holds it, where no backward comes
@@ -55,9 +57,4 @@ def count_saved(call, model=None):
 
 
 def _storages(module):
-    return {_plain(p).untyped_storage()._cdata for p in module.parameters(recurse=False)}
-
-
-def _plain(tensor):
-    """The local part of a DTensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    return {local_part(p).untyped_storage()._cdata for p in module.parameters(recurse=False)}

@@ -74,6 +74,11 @@ def _gathered(model):
     return {id(p): p for unit in units for p in unit.parameters() if not isinstance(p, DTensor)}
 
 
+def local_part(tensor):
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _tensors(value):
     """The tensors in an optimizer's state, however they are nested."""
     if isinstance(value, torch.Tensor):
@@ -86,7 +91,7 @@ def _tensors(value):
 def _bytes(tensors, counted):
     total = 0
     for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage._cdata not in counted:  # data_ptr() is 0 for all empty ones
             counted.add(storage._cdata)
             total += storage.nbytes()

@@ -13,15 +13,16 @@ no rank has room for all of them.
 Shapes: b sequences of this data rank, B that all ranks hold alike, T positions, V symbols.
 """
 
-import contextlib
 import logging
 import os
 import warnings
 
 import torch
-import torch.distributed as dist
 
 from manyhands.config.options import OptionError
+from manyhands.parallel.full_model import full_model
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.parallel.strategy import Strategy, evaluating
 
 BUCKET_NUMEL = 25 * 2**20 // 4  # numbers collected before they are sent; DeepSpeed's own 5e8 are 2 GB in fp32
 LIVE_NUMEL = 10**9  # stage 3: so many gathered numbers stay until the step is over (DeepSpeed's own choice)
@@ -47,24 +48,16 @@ def import_deepspeed(device):
     return deepspeed
 
 
-class DeepSpeedParallel:
-    """`parallelize.Parallel` for parallel.strategy=deepspeed. It owns its optimizer: `optimizer`."""
-
-    loss_scale = 1.0  # layout refuses fp16
-    moved = staticmethod(lambda: None)  # called before each micro-batch and each symbol: see `stalls`
-    flat = None  # DeepSpeed flattens by itself
+class DeepSpeedParallel(Strategy):
+    """`Strategy` by DeepSpeed's engine, which flattens by itself and owns its optimizer: `optimizer`."""
 
     def __init__(self, config, layout, options, ranks):
-        from manyhands.parallel.full_model import full_model
-        from manyhands.parallel.optimizer import build_optimizer
-
-        self.config, self.layout, self.options, self.ranks = config, layout, options, ranks
-        self.data_rank, self.data_size = layout.data_rank(ranks.rank), layout.data
-        self.mesh = None
+        super().__init__(config, layout, options, ranks)
         deepspeed = import_deepspeed(ranks.device)
         os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # mpiexec and srun do not set it
         self.model = full_model(config, options).to(ranks.device)
-        self.stage, self.optimizer, self._clipping = options.parallel.zero_stage, None, 1.0
+        self.modules = [self.model]
+        self.stage, self._clipping = options.parallel.zero_stage, 1.0
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
             optimizer=build_optimizer(self, options),
@@ -72,7 +65,6 @@ class DeepSpeedParallel:
             dist_init_required=False,
         )
         self.optimizer = EngineOptimizer(self.engine)
-        self.modules = [self.model]
 
     def _settings(self):
         train = self.options.train
@@ -95,12 +87,6 @@ class DeepSpeedParallel:
         if train.precision == "bf16":
             settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         return settings
-
-    # --- what every strategy offers: see parallelize.Parallel
-
-    def named_parameters(self):
-        """{name: parameter}; in stage 3 they are empty between steps: `named_full_parameters` has the numbers."""
-        return dict(self.model.named_parameters())
 
     def named_full_parameters(self):
         """{name: full tensor on the CPU}, on all ranks. Collective."""
@@ -133,16 +119,10 @@ class DeepSpeedParallel:
             total = total + loss.detach()
         return total / count
 
-    def mean_loss(self, loss):
-        """The mean of all ranks' losses, on all ranks. Collective."""
-        total = torch.as_tensor(loss, device=self.ranks.device).detach().clone()
-        dist.all_reduce(total)
-        return total / self.data_size
-
     @torch.no_grad()
     def evaluate(self, ids_bT, targets_bT):
         """This rank's mean loss, without gradients and dropout. All ranks call it."""
-        with evaluating(self.engine):
+        with evaluating([self.engine]):
             losses = [self.engine(*share)[1] for share in self._micro_batches(ids_bT, targets_bT)]
         return torch.stack(losses).mean()
 
@@ -155,7 +135,7 @@ class DeepSpeedParallel:
     def logits(self, ids_BT):
         """[B, T, V] of the same ids on all ranks. All ranks call it."""
         self.moved()
-        with evaluating(self.engine):
+        with evaluating([self.engine]):
             return self.engine(ids_BT)[0].float()
 
     def clip(self, max_norm):
@@ -175,7 +155,7 @@ class DeepSpeedParallel:
 
     # --- checkpoints: whole tensors, under the names that every strategy uses
 
-    def checkpoint_tensors(self):
+    def checkpoint_tensors(self, optimizer=None):
         """{"model.<name>" and "optimizer.<name>.<slot>": full tensor on the CPU}, on all ranks. Collective."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -265,15 +245,3 @@ class EngineOptimizer:
 
     def zero_grad(self):
         """Nothing to do: the step did."""
-
-
-@contextlib.contextmanager
-def evaluating(model):
-    """eval() inside; each part's own mode afterwards."""
-    training = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, was_training in training.items():
-            part.training = was_training

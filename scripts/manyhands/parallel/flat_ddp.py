@@ -1,9 +1,8 @@
 """Plain data parallelism for ranks on CPUs: all parameters in one vector, all gradients in another, one all-reduce per step.
 
     replicas = FlatReplicas(model)                  # all ranks, with equal weights
-    with replicas.micro_batch(last=True):
-        loss = replicas(ids, targets)[1]
-        (loss * replicas.weight).backward()         # at the end of the block the gradients are the mean over the ranks
+    loss = replicas(ids, targets, last=True)[1]
+    replicas.backward(loss, last=True)              # now the gradients are the mean over the ranks
     optimizer = AdamW([part for part, _ in replicas.parts], fused=True)
 
 Where the ranks compute on the very cores that would send, a message under way slows the backward down by as much as it
@@ -11,11 +10,11 @@ hides, so buckets and overlap (`ddp`) gain nothing; few large kernels do. The mo
 views of the vectors: whoever reads them sees what one always sees. A `.grad` that `zero_grad` dropped is attached again.
 """
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from manyhands.parallel.optimizer import ensure_state
 
 
 class FlatReplicas:
@@ -48,21 +47,31 @@ class FlatReplicas:
                 part = nn.Parameter(self.values[begin:at])
                 self.parts.append((part, decays))
                 self._attached.insert(0, (part, self.gradients[begin:at]))
-        # the mean over the ranks is the sum of shares that are divided before the backward
-        self.weight = 1 / dist.get_world_size()
+        self.world_size = dist.get_world_size()
 
-    def __call__(self, *args):
+    def __call__(self, *args, last=True):
         return self.model(*args)
 
-    @contextlib.contextmanager
-    def micro_batch(self, last):
-        """Around forward and backward. After the last micro-batch of a step, and only then, ranks add up gradients."""
+    def backward(self, loss, last=True):
+        """After the last micro-batch of a step, and only then, ranks add up gradients. All ranks call it."""
         for parameter, gradient in self._attached:
             if parameter.grad is None:
                 parameter.grad = gradient.zero_()
-        yield
-        if last and dist.get_world_size() > 1:
+        # the mean over the ranks is the sum of shares that are divided before: one message, and no pass over it
+        (loss / self.world_size).backward()
+        if last and self.world_size > 1:
             dist.all_reduce(self.gradients)
+
+    def cut(self, optimizer):
+        """The state of an optimizer over `parts` as that of the parameters in them: views, so that loading writes through."""
+        ensure_state(optimizer)
+        states = [optimizer.state.get(part, {}) for part, _ in self.parts]
+        slots = [slot for slot, value in states[0].items() if isinstance(value, torch.Tensor)]
+        return {
+            f"{name}.{slot}": self.view(name, [state[slot] for state in states])
+            for name in self.places
+            for slot in slots
+        }
 
     def view(self, name, tensors):
         """The share of parameter `name` in `tensors`, one per part, such as AdamW's moments; a 0-dim one as it is."""

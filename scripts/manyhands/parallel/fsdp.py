@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: each rank keeps a share of every weight and gathers a unit of them when it is needed.
 
     shard(model, mesh, options)                 # in place, by torch's fully_shard; all ranks of the data axes call it
-    with_synchronisation(model, last=True)      # before the last micro-batch of a step; False before the others
+    replicas = Sharded(model)                   # micro-batches through it, as in `ddp`
 
 After Rajbhandari et al. 2020 (ZeRO) and Zhao et al. 2023 (PyTorch FSDP). A unit is what is gathered at once: the larger,
 the fewer and longer messages, and the more memory. What `parallel.wrapping` makes a unit; all else is one more, the root:
@@ -30,6 +30,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate
+
+from manyhands.parallel.ddp import Alone
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,16 +118,19 @@ def _collect_by_size(module, least, found):
     return 0
 
 
-def with_synchronisation(model, last):
-    """Say whether the next backward is the step's last: only that one sums gradients over the ranks.
+class Sharded(Alone):
+    """A model that `shard` has spread: the last backward of a step, and only that one, sums gradients over the ranks.
 
     Between micro-batches a rank adds up gradients of whole units, and where units stay gathered after the forward they
     stay so for the next one too.
     """
-    model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
-    if model.keeps_gathered:
-        model.set_reshard_after_backward(last)
+
+    def __call__(self, *args, last=True):
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_is_last_backward(last)
+        if self.model.keeps_gathered:
+            self.model.set_reshard_after_backward(last)
+        return self.model(*args)
 
 
 def let_go(model):

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from manyhands.measure.tensor_bytes import local_part
+
 TINY = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it divides
 
 
@@ -30,8 +32,7 @@ def global_norm(parameters, pipeline_group=None):
     spread = {}
     for gradient in gradients:
         groups = _groups(gradient) + ([pipeline_group] if pipeline_group is not None else [])
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        spread.setdefault(tuple(groups), []).append(local)
+        spread.setdefault(tuple(groups), []).append(local_part(gradient))
     sums = {groups: _sum_of_squares(members) for groups, members in spread.items()}
     return _add_up(sums).sqrt()
 
@@ -89,7 +90,7 @@ def clip(parameters, norm, max_norm, loss_scale=1.0):
     factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
     by_kind = {}
     for gradient in (p.grad for p in parameters if p.grad is not None):
-        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        gradient = local_part(gradient)
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), members in by_kind.items():
         torch._foreach_mul_(members, factor.to(device, dtype))

@@ -5,7 +5,6 @@ A state tensor is called "<parameter>.<slot>", such as "blocks.0.mlp.up.weight.e
 """
 
 import math
-import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,15 +35,11 @@ def set_learning_rate(optimizer, lr):
 
 
 def build_optimizer(parallel, options):
-    """AdamW (fused) or SGD over this rank's parameters; decay on matrices only.
-
-    Under zero1 it is a ZeroRedundancyOptimizer: each rank keeps the state of its share of the parameters. All ranks must
-    call it.
-    """
-    if getattr(parallel, "optimizer", None) is not None:
-        return parallel.optimizer  # DeepSpeed's engine has its own
+    """AdamW (fused) or SGD over this rank's parameters; decay on matrices only. All ranks must call it."""
+    if parallel.optimizer is not None:
+        return parallel.optimizer
     wanted, groups = options.optimizer, {}
-    for parameter, decays in _parts(parallel):
+    for parameter, decays in parallel.optimizer_parts():
         # one group per mesh: torch's fused and foreach kernels take no mixture of DTensors and plain tensors
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((decays, mesh), []).append(parameter)
@@ -53,66 +48,34 @@ def build_optimizer(parallel, options):
         for (decays, _), members in groups.items()
     ]
     if wanted.name == "sgd":
-        kind, settings = torch.optim.SGD, {"lr": wanted.lr}
-    else:
-        kind = torch.optim.AdamW
-        settings = {"lr": wanted.lr, "betas": (wanted.beta1, wanted.beta2), "fused": True}
-    if options.parallel.strategy != "zero1":
-        return kind(groups, **settings)
-    with warnings.catch_warnings():  # its package compiles old functional optimizers when it is imported
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
-
-
-def _parts(parallel):
-    """[(parameter, does it decay?)] that the optimizer works on: the flat vectors, where there are some."""
-    if parallel.flat is not None:
-        return parallel.flat.parts
-    return [(p, p.ndim >= 2) for p in parallel.named_parameters().values()]
-
-
-def _own(optimizer):
-    """The optimizer that holds this rank's state: a ZeroRedundancyOptimizer has one inside."""
-    return getattr(optimizer, "optim", optimizer)
+        return parallel.make_optimizer(torch.optim.SGD, groups, lr=wanted.lr)
+    return parallel.make_optimizer(
+        torch.optim.AdamW, groups, lr=wanted.lr, betas=(wanted.beta1, wanted.beta2), fused=True
+    )
 
 
 def ensure_state(optimizer):
     """Give AdamW its state before its first step, so that a checkpoint can be loaded into it."""
-    own = _own(optimizer)
-    if not isinstance(own, torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.AdamW):
         return
-    for group in own.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter not in own.state or not own.state[parameter]:
-                own.state[parameter] = {
+            if parameter not in optimizer.state or not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
 
 
-def optimizer_state(parallel, optimizer):
-    """{"<parameter>.<slot>": tensor}: the very tensors that this rank's optimizer works on."""
+def named_state(named_parameters, optimizer):
+    """{"<parameter>.<slot>": tensor}: the very tensors that the optimizer works on."""
     ensure_state(optimizer)
-    state = _own(optimizer).state
-    if parallel.flat is not None:
-        return _cut(parallel.flat, [state.get(part, {}) for part, _ in parallel.flat.parts])
     return {
         f"{name}.{slot}": value
-        for name, parameter in parallel.named_parameters().items()
-        for slot, value in state.get(parameter, {}).items()
+        for name, parameter in named_parameters.items()
+        for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
-    }
-
-
-def _cut(flat, states):
-    """The state of flat vectors as that of the parameters in them: views, so that loading writes through."""
-    slots = [slot for slot, value in states[0].items() if isinstance(value, torch.Tensor)]
-    return {
-        f"{name}.{slot}": flat.view(name, [state[slot] for state in states])
-        for name in flat.places
-        for slot in slots
     }
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
+from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
 from manyhands.parallel.tensor_parallel import finish_gradients
 
@@ -212,7 +212,7 @@ def _average(gradients, group):
     """Replace gradients by their mean over `group`, a bucket at a time; of a DTensor each rank's own share."""
     buckets = {}
     for gradient in gradients:
-        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        gradient = local_part(gradient)
         bucket = buckets.setdefault(gradient.dtype, [[]])
         if sum(g.nbytes for g in bucket[-1]) > BUCKET_BYTES:
             bucket.append([])

@@ -81,11 +81,8 @@ def _of_rank(config, layout, options, pipeline_rank):
         for model in models
         for name, weight in model.named_parameters()
     }
-    kinds = {"fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
-    kind = kinds.get(options.parallel.strategy, _whole)
-    if layout.tensor > 1 and layout.data > 1 and layout.pipeline == 1:
-        kind = _fsdp  # DDP refuses DTensors: `parallelize` averages copies by fully_shard
-    return kind(models, shapes, layout, options)
+    kinds = {"copies": _whole, "fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
+    return kinds[layout.data_by(options)](models, shapes, layout, options)
 
 
 def _models(config, layout, options, pipeline_rank):

@@ -11,11 +11,11 @@ from manyhands.runs.screen import say
 _folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
 
 
-def run_folder(ranks):
+def run_folder(ranks, latest=True):
     """This run's folder, made on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
 
-    One `join` is one run. `latest` points to rank 0's last one; another rank gets its own folder, ending in
-    `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
+    One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
+    another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
     cannot be written) in ~/.local/share/manyhands/outputs, which is said once.
     Raises ValueError if MANYHANDS_OUTPUTS cannot be written.
     """
@@ -25,8 +25,8 @@ def run_folder(ranks):
             outputs_folder() / (ranks.lesson or "untitled"),
             f"{name}-rank{ranks.rank}" if ranks.rank else name,
         )
-        if ranks.rank == 0:
-            _point_latest_to(folder)
+        if ranks.rank == 0 and latest:
+            point_latest_to(folder)
         _folders[id(ranks)] = (ranks, folder)
     return _folders[id(ranks)][1]
 
@@ -40,7 +40,8 @@ def _new_folder(lesson, name):
     raise AssertionError(f"a hundred runs are named {lesson / name}")
 
 
-def _point_latest_to(folder):
+def point_latest_to(folder):
+    """`latest` beside a run's folder names it from now on."""
     with suppress(OSError):  # a file system without links has no `latest`
         link = folder.parent / f".latest-{folder.name}"
         link.symlink_to(folder.name)

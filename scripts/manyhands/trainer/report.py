@@ -25,6 +25,7 @@ from manyhands.measure.timing import peak_memory_gib
 from manyhands.predict import flops, peaks
 from manyhands.runs.metrics import StepLog
 from manyhands.trainer import line_columns
+from manyhands.trainer.expected_end import ExpectedEnd
 from manyhands.trainer.progress_bar import Bar
 from manyhands.trainer.run_header import launch_time, run_header, screen_width, shown_text
 from manyhands.trainer.step_timer import StepTimer
@@ -59,7 +60,7 @@ class Report:
             self.peak_name = f"{self.peak / 1e12:,.1f} TFLOP/s, the dense peak of {self.peak_name}"
         self.began = now()
         self.rows, self.pending, self.closed, self.in_steps_s = [], None, False, 0.0
-        self.first = True  # no step reported yet
+        self.first, self.end = True, ExpectedEnd(options.train.steps, now)  # no step reported yet
         self.start_up_s, self.start_up_said = None, False
         self.shows = ranks.rank == 0
         self.bar = self.log = self.trackers = None
@@ -91,9 +92,13 @@ class Report:
 
     def step(self, step, loss, grad_norm, lr):
         """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim tensors)."""
-        if not self._due(step):
+        due = self._due(step)
+        expected = self.end.after(step, due) if self.shows else None
+        if not due:
             if self.shows:
                 self.bar.advance(step)
+            if expected:
+                self.note(expected)
             return
         self._flush()
         timing = self.timer.take()
@@ -114,6 +119,8 @@ class Report:
         if not self._evaluated(step):
             self._flush()
         self.bar.advance(step, row)
+        if expected:
+            self.bar.write(expected)
 
     def _due(self, step):
         """Does a line end with this step? The same answer on all ranks."""

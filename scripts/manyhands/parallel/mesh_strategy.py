@@ -1,0 +1,213 @@
+"""Copies, shards, tensor ranks and pipeline stages of the GPT, and products of them, by torch: applied from outside.
+
+All ranks build the same full weights from the same seed on the CPU, so that every layout starts from one process's numbers;
+each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes what `rank_memory`
+says, but while it starts it needs room for all 4 P bytes in the host's memory.
+
+Order on a model: tensor parallel, recomputation, compilation, then FSDP or DDP: each wraps what the ones before made.
+Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V symbols.
+"""
+
+import contextlib
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from manyhands.config.layout import AXES
+from manyhands.gpt.recompute import recompute
+from manyhands.parallel import gradient_norm
+from manyhands.parallel.ddp import Alone, Replicas
+from manyhands.parallel.flat_ddp import FlatReplicas
+from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, hold, let_go, shard, whole
+from manyhands.parallel.full_model import full_model
+from manyhands.parallel.strategy import Strategy, evaluating
+
+HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each symbol
+
+
+class MeshStrategy(Strategy):
+    """A GPT on the mesh pipeline x replicate x shard x tensor; the interface is `Strategy`'s."""
+
+    def __init__(self, config, layout, options, ranks):
+        super().__init__(config, layout, options, ranks)
+        shape = tuple(getattr(layout, axis) for axis in AXES)
+        self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
+        low = LOW_PRECISION.get(options.train.precision)
+        self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
+        self.sharded = layout.data_by(options) == "fsdp"
+        self.stages = self.replicas = self.flat = self.pipeline_group = None
+        self._holds = False
+        model = full_model(config, options)
+        if layout.pipeline > 1:
+            from manyhands.parallel.pipeline import Stages
+
+            self.pipeline_group = self.mesh["pipeline"].get_group()
+            self.stages = Stages(config, model, layout, options, self.mesh, ranks, self._prepare)
+            self.modules = self.stages.modules
+        else:
+            self._prepare(model)
+            self.model, self.modules = model, [model]
+            self.replicas = self.replicate(model)
+        # taken once: between forward and backward FSDP puts the gathered weights where its shards were
+        self._named = {name: p for module in self.modules for name, p in module.named_parameters()}
+
+    def _prepare(self, model):
+        """Spread a GPT, or a stage of one, over the ranks of the axes replicate, shard and tensor, in place."""
+        layout, parallel = self.layout, self.options.parallel
+        if layout.tensor > 1:
+            from manyhands.parallel.tensor_parallel import apply_tensor_parallel
+
+            apply_tensor_parallel(
+                model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel
+            )
+        recompute(model, parallel.recompute)
+        if self.options.train.compile:
+            # FSDP's hooks stand around each block: a graph across them would be cut there anyway
+            for part in model.blocks if self.sharded or layout.tensor > 1 else [model]:
+                part.compile()
+        if self.sharded:
+            shard(model, self.mesh, self.options)
+        else:
+            model.to(self.ranks.device)
+
+    def replicate(self, model):
+        """Who takes a micro-batch through `model`, and brings the data ranks' gradients together."""
+        if self.sharded:
+            return Sharded(model)
+        if self.layout.tensor > 1:
+            return Alone(model)  # DDP refuses DTensors; there is one data rank
+        copies = self.options.parallel.copies
+        if copies == "flat" or (copies == "auto" and self.ranks.device.type == "cpu"):
+            self.flat = FlatReplicas(model)  # where ranks compute on the cores that would send
+            return self.flat
+        return Replicas(model)
+
+    # --- what a training step is made of
+
+    def forward_backward(self, ids_bT, targets_bT, timer=None):
+        if self.stages:
+            return self.stages.forward_backward(ids_bT, targets_bT)
+        count, losses = self.layout.micro_batches, []
+        for i, share in enumerate(self._micro_batches(ids_bT, targets_bT)):
+            last = i == count - 1  # gradients add up here, and are averaged over the ranks once
+            with self._split_loss():
+                loss = self._loss(partial(self.replicas, last=last), *share)
+                if timer:
+                    timer.forward_done()
+                # divided by the micro-batches once, here; by the data ranks where they meet, and by nothing else
+                self.replicas.backward(loss * (self.loss_scale / count), last)
+                if timer:
+                    timer.backward_done()
+            losses.append(loss.detach())
+        if self.layout.tensor > 1:
+            from manyhands.parallel.tensor_parallel import finish_gradients
+
+            finish_gradients(self._named.values())
+        return torch.stack(losses).mean()
+
+    def clip(self, max_norm):
+        parameters = [part for part, _ in self.optimizer_parts()]
+        norm = gradient_norm.global_norm(parameters, self.pipeline_group)
+        return gradient_norm.clip(parameters, norm, max_norm, self.loss_scale)
+
+    # --- without gradients
+
+    @torch.no_grad()
+    def evaluate(self, ids_bT, targets_bT):
+        with self._evaluating():
+            if self.stages:
+                return self.stages.evaluate(ids_bT, targets_bT)
+            shares = self._micro_batches(ids_bT, targets_bT)
+            with self._split_loss():
+                return torch.stack([self._loss(self.model, *share) for share in shares]).mean()
+
+    @torch.no_grad()
+    def logits(self, ids_BT):
+        T = ids_BT.shape[1]
+        self.moved()
+        with self._evaluating():
+            if self.stages:
+                return self.stages.logits(ids_BT)
+            if self.options.train.compile and self.config.block_size > T:
+                # a shape for each T would be compiled; what is added behind changes nothing before it
+                ids_BT = F.pad(ids_BT, (0, self.config.block_size - T))
+            with self.autocast():
+                logits_BTV, _ = self.model(ids_BT)
+            return logits_BTV[:, :T].to(torch.promote_types(logits_BTV.dtype, torch.float32))
+
+    @contextlib.contextmanager
+    def gathered(self):
+        """Inside, what FSDP has gathered for `logits` stays for the next call, if the whole model is small. Local."""
+        self._holds = self.config.num_params() * 4 <= HELD_BYTES
+        for module in self.modules:
+            hold(module, self._holds)
+        try:
+            yield
+        finally:
+            self._holds = False
+            for module in self.modules:
+                hold(module, False)
+                let_go(module)
+
+    # --- what it holds
+
+    def named_parameters(self):
+        return dict(self._named)
+
+    def optimizer_parts(self):
+        return self.flat.parts if self.flat else super().optimizer_parts()
+
+    def optimizer_state(self, optimizer):
+        return self.flat.cut(optimizer) if self.flat else super().optimizer_state(optimizer)
+
+    def named_full_parameters(self):
+        return self._whole({name: p.detach() for name, p in self._named.items()})
+
+    def named_full_gradients(self):
+        return self._whole({name: p.grad for name, p in self._named.items()})
+
+    def _whole(self, tensors):
+        # a copy: gradients are views of DDP's buckets, which the next step fills again
+        own = {name: whole(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+        if self.pipeline_group is None:
+            return own
+        parts = [None] * self.layout.pipeline
+        dist.all_gather_object(parts, own, group=self.pipeline_group)
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    # --- inside a step
+
+    def _micro_batches(self, *tensors):
+        count, b = self.layout.micro_batches, len(tensors[0])
+        if b % count:
+            raise ValueError(
+                f"{b} sequences do not split into {count} micro-batches; use a multiple of {count}"
+            )
+        for share in zip(*(tensor.split(b // count) for tensor in tensors), strict=True):
+            self.moved()
+            yield share
+
+    def _split_loss(self):
+        """Around loss and backward: with loss_parallel the logits stay split over the vocabulary."""
+        if not self.options.parallel.loss_parallel:
+            return contextlib.nullcontext()
+        from manyhands.parallel.tensor_parallel import sharded_loss
+
+        return sharded_loss(True)
+
+    def _loss(self, model, ids_bT, targets_bT):
+        with self.autocast():
+            return model(ids_bT, targets_bT)[1]
+
+    @contextlib.contextmanager
+    def _evaluating(self):
+        """eval() inside; afterwards each part's own mode, and shards where FSDP gathered (see `gathered`)."""
+        with evaluating(self.modules):
+            try:
+                yield
+            finally:
+                for module in [] if self._holds else self.modules:
+                    let_go(module)

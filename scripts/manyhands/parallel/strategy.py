@@ -1,0 +1,125 @@
+"""What training asks of a strategy, and what holds for most of them. A new one fills in the rest.
+
+    class MyStrategy(Strategy):
+        def forward_backward(self, ids_bT, targets_bT, timer=None): ...
+
+`parallelize` knows them all. Nobody asks which one it has got.
+Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V symbols.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from manyhands.parallel.optimizer import named_state
+
+
+class Strategy:
+    """A model spread over ranks. What is said of gradients and losses holds under every strategy."""
+
+    loss_scale = 1.0  # fp16: the loss is multiplied by it, and `clip` divides it out of the gradients
+    optimizer = None  # of a strategy that has its own; see `optimizer.build_optimizer`
+    # called before each micro-batch, except a pipeline's, and each symbol of a sample: see `stalls`
+    moved = staticmethod(lambda: None)
+
+    def __init__(self, config, layout, options, ranks):
+        self.config, self.layout, self.options, self.ranks = config, layout, options, ranks
+        self.data_rank, self.data_size = layout.data_rank(ranks.rank), layout.data
+        self.modules = []  # what of the model this rank has: the GPT, or its stages
+
+    # --- what a training step is made of
+
+    def forward_backward(self, ids_bT, targets_bT, timer=None):
+        """Gradients of the mean loss over the global batch, added to what is in `.grad`; returns this rank's mean loss.
+
+        The loss is a 0-dim tensor, and 0 on ranks of a pipeline without its last stage. Raises ValueError if b does not
+        split into layout.micro_batches. `timer` hears of the end of each forward and backward (not in a pipeline).
+        All ranks must call it.
+        """
+        raise NotImplementedError
+
+    def clip(self, max_norm):
+        """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call it.
+
+        A 0-dim tensor, the same on all ranks, without the loss scale. If it is not finite, the gradients stay as they are.
+        """
+        raise NotImplementedError
+
+    def mean_loss(self, loss):
+        """The mean over the global batch of what `forward_backward` or `evaluate` returned. All ranks must call it."""
+        total = torch.as_tensor(loss, device=self.ranks.device).detach().clone()
+        dist.all_reduce(total)
+        return total / (self.data_size * self.layout.tensor)
+
+    # --- without gradients
+
+    def evaluate(self, ids_bT, targets_bT):
+        """The loss as `forward_backward` returns it, without dropout; modes and random states stay as they were."""
+        raise NotImplementedError
+
+    def logits(self, ids_BT):
+        """[B, T, V] on all ranks, of the same ids on all ranks, T <= block_size. All ranks must call it.
+
+        Modes and random states stay as they were.
+        """
+        raise NotImplementedError
+
+    def gathered(self):
+        """Inside, what was gathered for `logits` may stay for the next call. Local."""
+        return contextlib.nullcontext()
+
+    # --- what it holds
+
+    def named_parameters(self):
+        """{name in the full GPT: this rank's parameter, a DTensor where it is sharded}; the same objects every time."""
+        return {name: p for module in self.modules for name, p in module.named_parameters()}
+
+    def named_full_parameters(self):
+        """{name: whole parameter on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
+        raise NotImplementedError
+
+    def named_full_gradients(self):
+        """{name: whole gradient on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
+        raise NotImplementedError
+
+    # --- its optimizer
+
+    def optimizer_parts(self):
+        """[(parameter, does it decay?)] that the optimizer works on."""
+        return [(p, p.ndim >= 2) for p in self.named_parameters().values()]
+
+    def make_optimizer(self, kind, groups, **settings):
+        """An optimizer of class `kind` over parameter groups. All ranks must call it."""
+        return kind(groups, **settings)
+
+    def optimizer_state(self, optimizer):
+        """{"<parameter>.<slot>": tensor}: the very tensors that this rank's optimizer works on."""
+        return named_state(self.named_parameters(), optimizer)
+
+    # --- its checkpoints
+
+    def checkpoint_tensors(self, optimizer):
+        """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, under names that no strategy changes. All ranks call it.
+
+        A DTensor is saved as its shards. What is loaded into the tensors is the training's own, or `take_checkpoint` takes it.
+        """
+        model = {f"model.{name}": p.detach() for name, p in self.named_parameters().items()}
+        state = self.optimizer_state(optimizer)
+        return model | {f"optimizer.{name}": value for name, value in state.items()}
+
+    def take_checkpoint(self, tensors):
+        """After a load into what `checkpoint_tensors` gave. All ranks call it."""
+
+
+@contextlib.contextmanager
+def evaluating(modules):
+    """eval() of all parts inside; each part's own mode afterwards."""
+    training = {part: part.training for module in modules for part in module.modules()}
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, was_training in training.items():
+            part.training = was_training
