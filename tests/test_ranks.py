@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+from manyhands.notebook import magic
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
 
 
@@ -15,6 +17,12 @@ def notebook(tmp_path_factory, root):
         assert "4 ranks on this machine (MPI)" in kernel.start().text
         assert kernel.run(JOIN).error is None
         yield kernel
+
+
+def test_lines_of_ranks_break_between_words_although_jupyterlab_breaks_within_them():
+    said = SimpleNamespace(world_size=1, items=lambda rank: [("text", "a long line")])
+    ((bundle, _),) = magic.sections(said)
+    assert "word-break:normal" in bundle["text/html"].split("a long line")[0].rsplit("<pre", 1)[1]
 
 
 def test_output_comes_in_rank_order_and_equal_output_once(notebook):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import setup_environment
-from manyhands.notebook import jupyter
+from manyhands.course import lesson_parameters
+from manyhands.notebook import jupyter, start
 from packaging.specifiers import SpecifierSet
 
 PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njupyterlab==4.6.6\nnot_at_the_site==1.0\n"
@@ -526,6 +527,32 @@ def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_ti
     monkeypatch.setattr(jupyter, "write_whole", refuse_to_write)
     assert jupyter.main(["remember"]) == 0
     assert f"(Permission denied): name ENV={sys.prefix} with every make" in capsys.readouterr().out
+
+
+def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_path, monkeypatch):
+    ours, copy = tmp_path / "ours", tmp_path / "copy"
+    for course in (ours, copy):
+        (course / "scripts" / "manyhands").mkdir(parents=True)
+        (course / "notebooks").mkdir()
+        (course / "pyproject.toml").touch()
+    monkeypatch.chdir(ours / "notebooks")
+    assert start.other_course(ours) == ""
+    monkeypatch.chdir(copy / "notebooks")
+    said = start.other_course(ours)
+    assert f"lies in {copy}" in said and f"runs the course in {ours}" in said
+    assert f"`make kernel` in {copy}" in said
+    (
+        ours / "pyproject.toml"
+    ).unlink()  # a package that was copied into a shared environment serves every copy
+    assert start.other_course(ours) == ""
+
+
+def test_ranks_started_without_the_parameters_cell_say_how_many_the_cell_wants():
+    known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
+    said = start.parameters_not_run(known, {"length": 3}, 2)
+    assert "has not been run, so this starts 2 ranks where it says 4" in said
+    assert start.parameters_not_run(known, {"n_ranks": None}, 2) == ""
+    assert start.parameters_not_run([], {}, 2) == ""
 
 
 @pytest.fixture
