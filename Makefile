@@ -3,15 +3,23 @@
 #
 #   SITE_PYTHON=/path/python   build on a site's Python that has torch and MPI already, and install neither
 #   PYTHON=/path/python3       the Python to build with, where python3 is too old
-#   VENV=/path                 the environment (default .venv here)
-#   PROCESSES=3     how many tests run at once: one computes while another waits
+#   ENV=/path                  use the environment that `make shared` built there; lab and kernel remember it here
+#   VENV=/path                 build the course's own environment there (default .venv here); REBUILD=yes: anew
+#   PROCESSES=3                how many tests run at once: one computes while another waits
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
+# an environment built elsewhere: named, or remembered by `make kernel ENV=/path`; nothing is built in it
+ENV_HERE := $(if $(filter command,$(origin ENV)),$(ENV),$(if $(VENV),,$(shell cat .manyhands-env 2>/dev/null)))
+ifneq ($(ENV_HERE),)
+override VENV := $(ENV_HERE)
+endif
 VENV ?= $(CURDIR)/.venv
 BIN = $(VENV)/bin
 RUN = PYTHONNOUSERSITE=1 "$(BIN)/python"
 SETUP = "$(PYTHON)" scripts/setup_environment.py
+FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
+REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
 PROCESSES ?= 3
 OPEN ?= yes
@@ -22,22 +30,25 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 environment:
-	@$(SETUP) --venv "$(VENV)" $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
+	@$(SETUP) --venv "$(VENV)" $(if $(ENV_HERE),--use,$(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)") \
+	  $(if $(filter yes,$(REBUILD)),--rebuild))
 
 lab: environment  ## JupyterLab on the first lesson (OPEN=no prints the address and opens no browser)
-	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(FETCH)
+	@$(RUN) -m manyhands.notebook.jupyter $(REMEMBER) kernel
 	@$(RUN) -m manyhands.notebook.jupyter lab --open $(OPEN)
 
-kernel: $(if $(ENV),,environment)  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/path: of a shared environment)
-	@test -z "$(ENV)" || test -x "$(ENV)/bin/python" || { echo "ENV=$(ENV) is no environment" >&2; exit 2; }
-	@$(if $(ENV),PYTHONNOUSERSITE=1 "$(ENV)/bin/python",$(RUN)) -m manyhands.notebook.jupyter $(if $(ENV),,data) kernel --user
+kernel: environment  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/path: of a shared environment)
+	@$(FETCH)
+	@$(RUN) -m manyhands.notebook.jupyter $(REMEMBER) kernel --user
 
-shared:  ## PREFIX=/path: one environment, with data, for a whole class
+shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole class
 	@test -n "$(PREFIX)" || { echo "name the folder: make shared PREFIX=/path/that/all/can/read" >&2; exit 2; }
 	@umask 022; $(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
 	@umask 022; export MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" PYTHONNOUSERSITE=1; \
-	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter data
-	@echo "each attendee, in a copy of the course: make kernel ENV=$(abspath $(PREFIX))"
+	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" scripts/prepare_data.py && \
+	  "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter kernel
+	@echo "each attendee, in a copy of the course: make kernel ENV=$$(cd "$(PREFIX)" && pwd), or make lab with the same ENV"
 
 jobs: environment  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=...: write these into the job files
 	@$(RUN) -m manyhands.jobs.stamp stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \
@@ -54,28 +65,31 @@ copy: environment  ## TO=/path: the course for attendees, without the instructor
 	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
-	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 figures: environment  ## draw assets/*.svg again
 	@$(RUN) -m manyhands.figures
 
 preflight: environment  ## run everything before an event; report in outputs/preflight/report.html (ARGS="--lesson 03")
-	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) scripts/preflight.py $(ARGS)
 
 doctor: environment  ## what this machine has and lacks, each with its remedy (ARGS=--json)
 	@$(RUN) scripts/doctor.py $(ARGS)
 
 bench: environment  ## measure what the course promises about speed; table in outputs/bench
-	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m manyhands.bench $(ARGS)
 
 record: environment  ## LESSON=06 NAME=h200x4: keep the figures of its last run on GPUs in assets/recorded
 	@$(RUN) -m manyhands.runs.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
 
 smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under FSDP, then a sample
-	@$(RUN) -m manyhands.notebook.jupyter data
+	@$(RUN) scripts/prepare_data.py
 	@set -e; where="$${MANYHANDS_OUTPUTS:-outputs}/smoke"; rm -rf "$$where"; \
 	  train() { $(RUN) scripts/launch.py --nproc 2 --timeout 120 -- --checkpoint.folder "$$where" --log.eval-batches 2 "$$@"; }; \
 	  train --train.steps 20; \
@@ -84,7 +98,8 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
 	@$(RUN) -m manyhands.machine.login_node "make test"
-	@$(RUN) -m manyhands.notebook.jupyter data kernel
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: environment  ## in five minutes: the tests that start no scheduler, browser, lesson or launcher

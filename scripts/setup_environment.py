@@ -5,7 +5,8 @@
     python3 scripts/setup_environment.py --venv /path --copy               # for a class: nothing points to this folder
 
 Nothing happens where the environment is up to date: a stamp in it holds what it was built from, also the site's Python,
-so that it is named once. TORCH_INDEX names the package index to take torch from, such as
+so that it is named once. Nothing is ever removed but by --rebuild, and only from an environment that this course built
+for itself; a shared one is used as it is. TORCH_INDEX names the package index to take torch from, such as
 https://download.pytorch.org/whl/cpu, whose builds for Linux lack the gigabytes that only GPUs need.
 """
 
@@ -23,6 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (3, 11, 5)  # of what all pins accept
+STAMP = "manyhands-stamp"  # in an environment that a course built: from what, and for which course
+REMEMBERED = ".manyhands-env"  # in a course that uses an environment built elsewhere: its folder
 THE_SITES = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
 ASK_SITE = """
 import importlib.metadata as m, json, os, sys
@@ -48,9 +51,18 @@ def main():
     parser.add_argument(
         "--copy", action="store_true", help="copy the package into the environment: for a class"
     )
+    parser.add_argument(
+        "--rebuild", action="store_true", help="remove the environment first, if this course built it here"
+    )
+    parser.add_argument(
+        "--use", action="store_true", help="build nothing: say whether this environment serves the course"
+    )
     options = parser.parse_args()
-    stamp = options.venv / "manyhands-stamp"
-    built = read_stamp(stamp)
+    venv = options.venv
+    built = read_stamp(venv)
+    if options.use or (is_shared(built) and not options.copy):
+        use(venv, built)
+        return
     named = options.site_python
     site_python = shutil.which(named) or named if named else built.get("site_python")
     wanted = {
@@ -58,22 +70,103 @@ def main():
         "course": None if options.copy else str(ROOT),
         "from": what_it_is_built_from(options.copy),
     }
-    if built == wanted:
+    if built == wanted and not options.rebuild and runs(venv):
         return
+    refuse_others(venv, built, options.copy)
+    why = why_anew(venv, built, wanted)
+    if why and is_shared(built):
+        stop(f"{venv} {why}; a class may be using it: remove it yourself, then this builds it anew")
+    if why and not options.rebuild:
+        stop(f"{venv} {why}; the same command with REBUILD=yes removes it and builds it anew")
     if site_python is None:
         check_python(sys.version_info[:3], "PYTHON")
     site = ask_site(site_python) if site_python else None
-    print(f"building the environment in {options.venv}; this takes minutes, once", flush=True)
-    stale = bool(built) and any(built.get(key) != wanted[key] for key in ("site_python", "course"))
-    make_venv(options.venv, site_python or sys.executable, stale)
-    if stamp.exists():
-        stamp.unlink()
+    print(f"building the environment in {venv}; this takes minutes, once", flush=True)
+    make_venv(
+        venv, site_python or sys.executable, dict(wanted, **{"from": None}), bool(built) and options.rebuild
+    )
     if site is None:
-        install(options.venv, requirements())
+        install(venv, requirements())
     else:
-        install_beside(options.venv, site)
-    install_course(options.venv, options.copy)
-    stamp.write_text(json.dumps(wanted))
+        install_beside(venv, site)
+    install_course(venv, options.copy)
+    write_stamp(venv, wanted)
+
+
+# ------------------------------------------------------------------ what is there already
+
+
+def read_stamp(venv):
+    """What the environment was built from; {} if no course built it. Its "from" is None until it is complete."""
+    try:
+        return json.loads((venv / STAMP).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_stamp(venv, built):
+    (venv / STAMP).write_text(json.dumps(built))
+
+
+def is_shared(built):
+    return bool(built) and built.get("course") is None
+
+
+def runs(venv, code=""):
+    """Whether the environment's Python is there and does this."""
+    try:
+        command = [str(venv / "bin" / "python"), "-c", code]
+        environ = dict(os.environ, PYTHONNOUSERSITE="1")
+        environ.pop("PYTHONPATH", None)
+        return subprocess.run(command, stderr=subprocess.DEVNULL, env=environ).returncode == 0
+    except OSError:
+        return False
+
+
+def use(venv, built):
+    """Take an environment as it is: nothing in it is touched. Ends with a sentence if it lacks the course."""
+    if not runs(venv, "import importlib.util as u; raise SystemExit(u.find_spec('manyhands') is None)"):
+        stop(
+            f"{venv} is no environment of the course, or was not completed; `make shared PREFIX={venv}` builds one, "
+            f"`make kernel ENV=/path` names another, and without {REMEMBERED} this folder has its own"
+        )
+    if is_shared(built) and built["from"] != what_it_is_built_from(copy=True):
+        print(
+            f"note: {venv} holds the package of another version of the course than this folder; "
+            f"`make shared PREFIX={venv}` from here would bring it along",
+            file=sys.stderr,
+        )
+
+
+def refuse_others(venv, built, copy):
+    """Ends with a sentence before anything is written into what this course did not build here."""
+    if not built and venv.exists() and (not venv.is_dir() or any(venv.iterdir())):
+        if not (venv / "pyvenv.cfg").exists():
+            stop(f"{venv} exists and is no environment; name a folder that does not exist or is empty")
+        stop(
+            f"{venv} is an environment that this course did not build, and stays as it is; name another folder, or "
+            "remove it yourself"
+        )
+    owner = built.get("course")
+    if owner and (copy or (owner != str(ROOT) and ROOT not in venv.resolve().parents)):
+        stop(
+            f"{venv} is the environment of the course in {owner}, and stays as it is; name another folder, or say "
+            f"ENV={venv} to use it with the package of that course"
+        )
+
+
+def why_anew(venv, built, wanted):
+    """Why this environment cannot be brought up to date in place: what follows its name in a sentence, or ""."""
+    if not built:
+        return ""
+    if built.get("course") != wanted["course"]:
+        return f"was built for the course in {built['course']}, before it was moved or copied to here"
+    if built.get("site_python") != wanted["site_python"]:
+        before = built.get("site_python")
+        return f"was built on {before}" if before else "was built with a torch and an MPI of its own"
+    if built["from"] and not runs(venv):
+        return "starts a Python that is gone"
+    return ""
 
 
 # ------------------------------------------------------------------ what to build
@@ -105,16 +198,6 @@ def what_it_is_built_from(copy):
         files += sorted((ROOT / "scripts" / "manyhands").rglob("*.py"))
     named = (str(path.relative_to(path.parents[1])).encode() + path.read_bytes() for path in files)
     return hashlib.sha256(b"".join(named)).hexdigest()
-
-
-def read_stamp(path):
-    """What the environment was built from; {} if there is none, or it was not completed, or its Python is gone."""
-    try:
-        built = json.loads(path.read_text())
-        subprocess.run([str(path.parent / "bin" / "python"), "-c", ""], check=True, stderr=subprocess.DEVNULL)
-        return built
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return {}
 
 
 # ------------------------------------------------------------------ the site
@@ -196,12 +279,12 @@ def check_python(version, variable):
         )
 
 
-def make_venv(venv, python, stale):
-    """A virtual environment; one that was built otherwise is made anew. Refuses a folder that holds other things."""
-    ours = (venv / "pyvenv.cfg").exists()
-    if venv.exists() and not ours and (not venv.is_dir() or any(venv.iterdir())):
-        stop(f"{venv} exists and is no environment; name a folder that does not exist or is empty")
-    run(python, "-m", "venv", *(["--clear"] if stale and ours else []), venv)
+def make_venv(venv, python, unfinished, clear):
+    """A virtual environment, marked as ours from the start, so that a build that is interrupted can be taken up again."""
+    venv.mkdir(parents=True, exist_ok=True)
+    write_stamp(venv, unfinished)
+    run(python, "-m", "venv", *(["--clear"] if clear else []), venv)
+    write_stamp(venv, unfinished)
 
 
 def install(venv, pins, *flags):

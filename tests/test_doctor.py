@@ -1,9 +1,12 @@
 """Each check of the doctor on faked inputs: what is well, what is not, and that the remedy is named."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 from manyhands import doctor
@@ -97,6 +100,16 @@ def test_two_mpi_ranks_say_hello():
         "no answer within 45 s",
     )
     says(software.mpi(launcher, None, answering("hello 2 2\n")), "error", "did not say hello")
+
+
+def test_a_rank_says_hello_in_one_write(monkeypatch):
+    """Pieces of two ranks would mix."""
+    world = SimpleNamespace(allreduce=lambda value: 2, size=2)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    exec(software.HELLO, {})  # noqa: S102
+    assert written == ["hello 2 2\n"]
 
 
 def test_mpi_is_not_tried_on_a_login_node_and_its_absence_is_no_error(monkeypatch):
@@ -197,6 +210,27 @@ def test_the_running_server_is_found_before_the_one_on_path(tmp_path):
     found = server.find_server({"JUPYTERHUB_USER": "ada"}, commands[:1], lambda name: str(script), run)
     assert (found.python, found.found) == (sys.executable, f"{script} (on a hub)")
     assert server.find_server({}, [], lambda name: None, run) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "is_server"),
+    [
+        ("python -m jupyterlab --ServerApp.ip=127.0.0.1", True),
+        ("python3.11 -I -m jupyterhub.singleuser --port=1", True),
+        ("python -m jupyter_server", True),
+        ("python -m jupyter_server.serverapp", True),
+        ("python -m jupyterhub", False),
+        ("python -m ipykernel_launcher -f jupyterlab", False),
+        ("python train.py jupyterlab", False),
+        ("bash -m jupyterlab", False),
+    ],
+)
+def test_a_server_that_was_started_as_a_module_is_found(command, is_server):
+    program, *rest = command.split()
+    commands = [([f"/opt/hub/bin/{program}", *rest], "running as pid 71")]
+    run = answering('{"jupyterlab": "4.2.0", "jupytext": null, "jupyterlab_widgets": null}')
+    found = server.find_server({}, commands, lambda name: None, run)
+    assert (found.python if found else None) == (f"/opt/hub/bin/{program}" if is_server else None)
 
 
 def test_the_python_of_a_console_script_is_found_in_both_forms(tmp_path):
@@ -340,11 +374,28 @@ def test_a_login_node_is_a_warning_with_what_it_changes():
     )
 
 
-def test_outputs_of_a_read_only_course_go_elsewhere_and_a_wrong_name_is_an_error(tmp_path, monkeypatch):
-    says(place.outputs({}, tmp_path), "ok", str(tmp_path / "outputs"))
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    says(place.outputs({}, tmp_path), "ok", "cannot be written", "~/.local/share/manyhands")
-    says(place.outputs({"MANYHANDS_OUTPUTS": str(tmp_path / "x")}, tmp_path), "error", "name another folder")
+def test_outputs_of_a_read_only_course_go_elsewhere_and_where_nothing_can_be_written_is_an_error(
+    tmp_path, monkeypatch
+):
+    home, course = tmp_path / "home", tmp_path / "course"
+    for folder in (home, course):
+        folder.mkdir()
+    says(place.outputs({}, course, home), "ok", str(course / "outputs"))
+    assert not any(course.iterdir()), "the doctor leaves nothing"
+    read_only = [course]
+    tried = tempfile.TemporaryFile
+
+    def refuse(dir):
+        if dir in read_only:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return tried(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write whatever the modes say
+    says(place.outputs({}, course, home), "ok", "cannot be written", f"{home}/.local/share/manyhands")
+    read_only.append(home)
+    says(place.outputs({}, course, home), "error", f"{home}/.local", "export MANYHANDS_OUTPUTS=")
+    read_only.append(tmp_path)
+    says(place.outputs({"MANYHANDS_OUTPUTS": str(tmp_path / "x")}, course), "error", "name another folder")
 
 
 def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):

@@ -251,7 +251,8 @@ leave()
 
 @pytest.fixture
 def script(tmp_path):
-    path = tmp_path / "07_sum.py"
+    path = tmp_path / "scripts" / "07_sum.py"
+    path.parent.mkdir()
     path.write_text(SCRIPT)
     return path
 
@@ -280,8 +281,15 @@ STARTS = {
 @pytest.mark.parametrize("start", STARTS)
 def test_two_ranks_meet_leave_and_meet_again(start, script):
     command, launcher, mpi = STARTS[start]
+    later = script.parents[1] / "notebooks" / "07_sum.ipynb"
+    later.parent.mkdir()
+    later.write_text('{"cells": [{"cell_type": "code", "source": ["changed()"]}]}')
+    os.utime(script, (1, 1))
     status, output, errors = run(*command, script, "--length", "3")
     assert status == 0, errors
+    assert (
+        output.count("07_sum.py runs as it was before 07_sum.ipynb was saved") == 1
+    )  # rank 0, at the first join
     assert f"2 ranks, launcher {launcher}, backend gloo" in output
     for rank in range(2):
         assert f"[rank {rank}] {rank}/2 {launcher} sum=6 mpi={mpi}\n" in output

@@ -1,8 +1,10 @@
 """Run folders that never collide, numbers that keep their bits, what two runs may differ in, honest times."""
 
+import errno
 import json
 import math
 import os
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -65,6 +67,25 @@ def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path
     folder = run_folder(ranks_of())
     assert folder.is_relative_to(tmp_path / "home" / ".local" / "share" / "manyhands" / "outputs" / "05_test")
     assert capsys.readouterr().out.count("cannot be written: the outputs of this run go to") == 1
+
+
+def test_where_neither_course_nor_home_can_be_written_the_sentence_names_the_variable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MANYHANDS_OUTPUTS")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(run_folder_module, "ROOT", tmp_path / "file")
+    with pytest.raises(ValueError, match="neither .* nor .* can be written; set MANYHANDS_OUTPUTS="):
+        run_folder(ranks_of())
+
+
+def refused(dir):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_a_read_only_disk_is_found_by_trying_whatever_the_modes_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with pytest.raises(ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written"):
+        run_folder(ranks_of())
 
 
 def test_a_named_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Notebook and script of a lesson stay one: which saved form wins, what is kept, and what attendees get."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import nbformat
 import pytest
 from manyhands.course import handouts, pairs
 from manyhands.course.lessons import Lesson, find_lessons
+from manyhands.course.stale_script import stale_script
 
 SCRIPT = """\
 # ---
@@ -131,6 +133,45 @@ def test_a_pair_is_the_same_whatever_its_outputs_its_folding_and_the_times_of_it
 def test_the_first_difference_is_named(lesson, old, new, sentence):
     edit(lesson.script, old, new)
     assert pairs.difference(lesson) == sentence
+
+
+def test_a_script_older_than_another_notebook_says_which_cell_and_the_cure(lesson):
+    assert stale_script(lesson.script) == ""
+    edit(lesson.notebook, "answer = 42", "answer = 43", at=2_000_000)
+    said = stale_script(lesson.script)
+    assert "05_tiny.py runs as it was before 05_tiny.ipynb was saved" in said and "from cell 8 on" in said
+    assert "`make sync LESSON=05`" in said and "\n" not in said
+    saved(lesson.script, 3_000_000)  # a script that was edited last runs as it was meant
+    assert stale_script(lesson.script) == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cell"),
+    [("wörd", "word", 1), ("%%ranks --timeout 5", "%%ranks --timeout 6", 5), ("# processes", "# ranks", 3)],
+)
+def test_text_magics_and_comments_count_in_a_stale_script(lesson, old, new, cell):
+    edit(lesson.notebook, old, new)
+    assert f"from cell {cell} on" in stale_script(lesson.script)
+
+
+def test_a_script_without_a_notebook_or_with_half_of_one_is_not_stale(lesson):
+    edit(lesson.notebook, "answer = 42", "answer = 43")
+    text = lesson.notebook.read_text("utf-8")
+    lesson.notebook.write_text(text[:200], "utf-8")
+    assert stale_script(lesson.script) == ""
+    lesson.notebook.unlink()
+    assert stale_script(lesson.script) == ""
+
+
+def test_no_lesson_of_the_course_is_taken_for_stale_whichever_of_its_files_is_newer(root, tmp_path):
+    """The quick comparison of every start agrees with jupytext's."""
+    shutil.copytree(root / "notebooks", tmp_path / "notebooks")
+    (tmp_path / "scripts").mkdir()
+    lessons = [Lesson(lesson.name, tmp_path) for lesson in find_lessons(root)]
+    for lesson in lessons:
+        shutil.copy(root / "scripts" / lesson.script.name, lesson.script)
+        saved(lesson.script, 1)
+    assert [said for lesson in lessons if (said := stale_script(lesson.script))] == []
 
 
 def test_a_missing_form_is_a_difference(lesson):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import SHORT, Lesson, find_lessons
 from manyhands.machine import processes
 from manyhands.preflight import errors, plan, runs
+from manyhands.preflight.report import command_again
 from manyhands.preflight.report import page as page_of
 
 
@@ -244,6 +246,31 @@ def test_ranks_short_and_device_reach_notebooks_and_scripts(tmp_path, monkeypatc
     assert json.loads(notebook.command()[-1]) == {"length": 2, "n_ranks": 8}
     assert torchrun.command()[-1] == "--length=2" and "8" in torchrun.command()
     assert mpiexec.environ({})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_a_report_gives_to_try_again_is_the_same_run_with_all_its_flags(tmp_path, monkeypatch):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    monkeypatch.setitem(SHORT, "01_good", {"length": "--steps 4 --repeats 1"})
+    runs_ = plan.plan(find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True)
+    notebook, *scripts = [shlex.split(command_again(run)) for run in runs_]
+    again = preflight.parser().parse_args(notebook[2:])
+    assert notebook[:2] == ["python", "scripts/preflight.py"]
+    assert (again.lesson, again.ranks, again.device) == (["01"], [8], "cpu")
+    assert again.short and again.notebooks
+    for words in scripts:
+        assert words[0] == "CUDA_VISIBLE_DEVICES=" and "8" in words
+        assert words[-1] == "--length=--steps 4 --repeats 1"
+
+
+def test_the_report_says_whether_metrics_agree_before_the_many_columns_of_runs(tmp_path):
+    """A narrow window cuts what stands last."""
+    run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path / "run")
+    result = plan.LessonResult(run.lesson, [runs.Outcome(run, processes.Ended(0, 1.0, 2**20), None, {})])
+    page = page_of(tmp_path, [result], {"when": "today", "host": "here"}, [], 1.0, "python")
+    heads = re.findall("<th>([^<]+)</th>", page.split("<thead>")[1].split("</thead>")[0])
+    assert heads == ["lesson", "metrics", "torchrun on 2 ranks"]
+    row = page.split("<tbody>")[1].split("</tbody>")[0]
+    assert row.index("nothing to compare") < row.index("1.0 s")
 
 
 def test_a_short_parameter_that_the_lesson_does_not_have_is_refused(tmp_path, monkeypatch):

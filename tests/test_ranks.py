@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
+from manyhands.notebook import magic, watchdog
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
 
 
@@ -15,6 +18,33 @@ def notebook(tmp_path_factory, root):
         assert "4 ranks on this machine (MPI)" in kernel.start().text
         assert kernel.run(JOIN).error is None
         yield kernel
+
+
+def test_lines_of_ranks_break_between_words_although_jupyterlab_breaks_within_them():
+    said = SimpleNamespace(world_size=1, items=lambda rank: [("text", "a long line")])
+    ((bundle, _),) = magic.sections(said)
+    assert "word-break:normal" in bundle["text/html"].split("a long line")[0].rsplit("<pre", 1)[1]
+
+
+def test_a_watchdog_that_is_asked_to_end_takes_its_ranks_and_their_folder_along(tmp_path, monkeypatch):
+    """A preflight ends a hung notebook so: the kernel lives on for a moment, and the watchdog would be killed next."""
+    folder, mark = tmp_path / "manyhands-folder", f"test-{os.getpid()}"
+    folder.mkdir()
+    rank = subprocess.Popen(["sleep", "600"], env={**os.environ, "MANYHANDS_CLUSTER": mark})
+
+    def unheard(*_):
+        raise AssertionError("SIGTERM ended the watchdog")
+
+    before = signal.signal(signal.SIGTERM, unheard)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(watchdog.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+            watchdog.main(os.getpid(), mark, str(folder))
+        assert rank.poll() is not None and not folder.exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        rank.kill()
+        rank.wait()
 
 
 def test_output_comes_in_rank_order_and_equal_output_once(notebook):

@@ -4,13 +4,15 @@ import ast
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setup_environment
-from manyhands.notebook import jupyter
+from manyhands.course import lesson_parameters
+from manyhands.notebook import jupyter, start
 from packaging.specifiers import SpecifierSet
 
 PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njupyterlab==4.6.6\nnot_at_the_site==1.0\n"
@@ -178,6 +180,101 @@ def test_a_command_that_fails_ends_with_its_status_in_a_sentence(capsys):
     assert "failed with status 3" in capsys.readouterr().err
 
 
+# ------------------------------------------------------------------ an environment that is there already
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+
+
+def other_course(course, monkeypatch, tmp_path):
+    """From now on it is this clone that builds, not `course`."""
+    clone = tmp_path / "clone"
+    shutil.copytree(course, clone)
+    monkeypatch.setattr(setup_environment, "ROOT", clone)
+    return clone
+
+
+@pytest.mark.parametrize("flags", [[], ["--rebuild"]])
+def test_a_shared_environment_named_as_ones_own_is_used_as_it_is_with_its_data(
+    course, commands, venv, monkeypatch, capsys, flags
+):
+    build(monkeypatch, venv, "--copy")
+    data = venv / "share" / "manyhands" / "data"
+    data.mkdir(parents=True)
+    (data / "tinyshakespeare.txt").write_text("First Citizen:")
+    before = contents(venv)
+    commands.clear()
+    capsys.readouterr()
+    build(monkeypatch, venv, *flags)
+    assert commands == [] and contents(venv) == before and capsys.readouterr() == ("", "")
+    (course / "scripts" / "manyhands" / "new.py").touch()
+    build(monkeypatch, venv, *flags)
+    assert commands == [] and contents(venv) == before
+    assert "holds the package of another version of the course" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"], ["--copy", "--rebuild"]])
+def test_another_clones_environment_is_refused_with_the_cure_and_kept(
+    course, commands, venv, monkeypatch, capsys, tmp_path, flags
+):
+    build(monkeypatch, venv)
+    before = contents(venv)
+    commands.clear()
+    other_course(course, monkeypatch, tmp_path)
+    sentence = refusal(monkeypatch, capsys, venv, *flags)
+    assert f"is the environment of the course in {course}" in sentence and f"ENV={venv}" in sentence
+    assert commands == [] and contents(venv) == before
+
+
+def test_a_shared_environment_is_not_cleared_even_by_the_word(
+    course, commands, venv, monkeypatch, capsys, tmp_path
+):
+    build(monkeypatch, venv, "--copy")
+    before = contents(venv)
+    sentence = refusal(
+        monkeypatch, capsys, venv, "--copy", "--rebuild", "--site-python", site_with(tmp_path / "site")
+    )
+    assert "remove it yourself" in sentence and contents(venv) == before
+
+
+@pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"]])
+def test_an_environment_that_no_course_built_is_refused_and_kept(
+    course, commands, venv, monkeypatch, capsys, flags
+):
+    site_with(venv, ("thesis", "1.0"))
+    before = contents(venv)
+    assert "that this course did not build" in refusal(monkeypatch, capsys, venv, *flags)
+    assert commands == [] and contents(venv) == before
+
+
+def test_a_course_that_was_moved_asks_for_the_word_before_its_environment_is_built_anew(
+    course, commands, monkeypatch, capsys, tmp_path
+):
+    build(monkeypatch, course / ".venv")
+    moved = other_course(course, monkeypatch, tmp_path)
+    sentence = refusal(monkeypatch, capsys, moved / ".venv")
+    assert (
+        f"was built for the course in {course}, before it was moved" in sentence and "REBUILD=yes" in sentence
+    )
+    build(monkeypatch, moved / ".venv", "--rebuild")
+    where = ask(moved / ".venv", "__import__('manyhands').WHERE")
+    assert where == str(moved / "scripts" / "manyhands" / "__init__.py")
+
+
+def test_an_environment_that_is_named_to_be_used_is_never_built(
+    course, commands, venv, monkeypatch, capsys, tmp_path
+):
+    sentence = refusal(monkeypatch, capsys, venv, "--use")
+    assert "is no environment of the course" in sentence and ".manyhands-env" in sentence
+    assert not venv.exists()
+    build(monkeypatch, venv)
+    commands.clear()
+    other_course(course, monkeypatch, tmp_path)
+    build(monkeypatch, venv, "--use")  # another clone's, by one's own word
+    assert commands == []
+
+
 # ------------------------------------------------------------------ a Python that is too old
 
 
@@ -267,14 +364,17 @@ def test_a_package_of_the_site_that_is_too_old_is_installed_anew(course, command
     assert "numpy==2.4.6" in commands[-1]
 
 
-def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew(
-    course, commands, venv, monkeypatch
+def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew_by_that_word_alone(
+    course, commands, venv, monkeypatch, capsys
 ):
     build(monkeypatch, venv)
     rest = setup_environment.packages_of(venv) / "torch"
     rest.mkdir()
     commands.clear()
-    build(monkeypatch, venv, "--site-python", sys.executable)
+    sentence = refusal(monkeypatch, capsys, venv, "--site-python", sys.executable)
+    assert "with a torch and an MPI of its own; the same command with REBUILD=yes" in sentence
+    assert rest.exists() and commands == []
+    build(monkeypatch, venv, "--site-python", sys.executable, "--rebuild")
     assert not rest.exists(), "the course's own torch would hide the site's"
     commands.clear()
     build(monkeypatch, venv)
@@ -312,16 +412,19 @@ def test_a_site_python_that_is_not_there_is_named(course, commands, venv, monkey
 
 @pytest.fixture
 def make(root, tmp_path):
-    """make(*words): runs make for a user with an empty home, whose environment would be built in `tmp_path`/venv."""
-    home = tmp_path / "home"
+    """make(*words): runs make in a folder of its own for a user with an empty home; `venv` is where it would build."""
+    home, course = tmp_path / "home", tmp_path / "a course"
     home.mkdir()
+    course.mkdir()
+    for name in ("Makefile", "scripts", "notebooks", "requirements.txt", "pyproject.toml"):
+        (course / name).symlink_to(root / name)
 
     def run(*words):
         environ = {**os.environ, "HOME": str(home), "JUPYTER_DATA_DIR": str(home / "jupyter")}
-        command = ["make", "--no-print-directory", f"VENV={tmp_path / 'venv'}", *words]
-        return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=150)
+        command = ["make", "--no-print-directory", *words]
+        return subprocess.run(command, cwd=course, env=environ, capture_output=True, text=True, timeout=150)
 
-    run.home = home
+    run.home, run.course, run.venv = home, course, course / ".venv"
     return run
 
 
@@ -331,7 +434,7 @@ def test_make_alone_lists_the_targets(make):
     assert listed >= set(wanted.split())
 
 
-def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_nothing_else(make, tmp_path):
+def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it_from_then_on(make):
     done = make("kernel", f"ENV={sys.prefix}")
     assert done.returncode == 0, done.stderr
     kernel = make.home / "jupyter" / "kernels" / "manyhands"
@@ -341,14 +444,30 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_nothing_else(make,
     assert (spec["display_name"], spec["env"]["PYTHONNOUSERSITE"]) == ("Many Hands", "1")
     assert spec["argv"][0] == f"{sys.prefix}/bin/python"
     assert str(kernel) in done.stdout
-    assert not (tmp_path / "venv").exists()
+    assert (make.course / ".manyhands-env").read_text() == f"{sys.prefix}\n"
+    # what `make -n` would run begins with the check, and then with the Python, of that environment
+    for target in ("doctor", "sync", "reset", "smoke", "lab", "kernel"):
+        check, *rest = make("-n", target).stdout.splitlines()
+        assert f'--venv "{sys.prefix}" --use' in check
+        assert any(line.startswith(f'PYTHONNOUSERSITE=1 "{sys.prefix}/bin/python"') for line in rest), target
+    own = make("-n", "doctor", "VENV=/own").stdout
+    assert '--venv "/own"' in own and "--use" not in own
+    assert not make.venv.exists()
+
+
+def test_a_remembered_environment_that_is_gone_is_named_and_none_is_built(make):
+    (make.course / ".manyhands-env").write_text("/nowhere/shared\n")
+    done = make("sync")
+    assert done.returncode == 2 and "/nowhere/shared is no environment of the course" in done.stderr
+    assert "without .manyhands-env this folder has its own" in done.stderr
+    assert not make.venv.exists()
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["shared", "PREFIX="], "name the folder: make shared PREFIX=/path/that/all/can/read"),
-        (["kernel", "ENV=/nowhere"], "ENV=/nowhere is no environment"),
+        (["kernel", "ENV=/nowhere"], "/nowhere is no environment of the course"),
         (["lab", "SITE_PYTHON=/nowhere/python"], "SITE_PYTHON=/nowhere/python does not run"),
     ],
 )
@@ -370,22 +489,70 @@ def test_the_kernel_of_a_shared_environment_knows_its_data(tmp_path, monkeypatch
     assert spec["env"]["MANYHANDS_DATA"] == str(data)
 
 
-def test_a_wrong_corpus_ends_the_set_up_with_status_2_before_the_kernel(monkeypatch, capsys):
-    monkeypatch.setenv("MANYHANDS_SHAKESPEARE", "/nowhere/input.txt")
-    monkeypatch.setattr(jupyter, "install_kernel", lambda user: pytest.fail("went on"))
-    assert jupyter.main(["data", "kernel"]) == 2
-    assert "MANYHANDS_SHAKESPEARE=/nowhere/input.txt cannot be read" in capsys.readouterr().err
+def refuse_to_write(*arguments, **options):
+    raise PermissionError(13, "Permission denied")
 
 
-def test_a_named_corpus_goes_into_the_cache_where_every_kernel_finds_it(monkeypatch, tmp_path, capsys):
-    named = os.environ.get("MANYHANDS_SHAKESPEARE")
-    if not named:
-        pytest.skip("MANYHANDS_SHAKESPEARE names no file")
-    monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "data"))
-    assert jupyter.main(["data"]) == 0
-    (stored,) = (tmp_path / "data").iterdir()
-    assert stored.read_bytes() == Path(named).read_bytes()
-    assert str(stored) in capsys.readouterr().out
+def test_in_somebody_elses_environment_its_kernel_serves(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    jupyter.install_kernel(user=False)
+    kernel = tmp_path / "share" / "jupyter" / "kernels" / "manyhands"
+    before = contents(kernel)
+    monkeypatch.setattr("ipykernel.kernelspec.install", refuse_to_write)
+    capsys.readouterr()
+    assert jupyter.main(["kernel"]) == 0
+    assert str(kernel) in capsys.readouterr().out and contents(kernel) == before
+    (kernel / "kernel.json").write_text('{"argv": ["/another/python"]}')
+    assert jupyter.main(["kernel"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_taken_from_another_environment_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/first/bin/python")
+    for _ in range(2):  # the same once more is no news
+        assert jupyter.main(["kernel"]) == 0
+        assert "before" not in capsys.readouterr().out
+    monkeypatch.setattr(sys, "executable", "/second/bin/python")
+    assert jupyter.main(["kernel"]) == 0
+    said = capsys.readouterr().out
+    assert "it starts /second/bin/python from now on; before, it started /first/bin/python" in said
+
+
+def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_time(
+    started, monkeypatch, capsys
+):
+    assert jupyter.main(["remember"]) == 0
+    assert Path(".manyhands-env").read_text() == f"{sys.prefix}\n"
+    monkeypatch.setattr(jupyter, "write_whole", refuse_to_write)
+    assert jupyter.main(["remember"]) == 0
+    assert f"(Permission denied): name ENV={sys.prefix} with every make" in capsys.readouterr().out
+
+
+def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_path, monkeypatch):
+    ours, copy = tmp_path / "ours", tmp_path / "copy"
+    for course in (ours, copy):
+        (course / "scripts" / "manyhands").mkdir(parents=True)
+        (course / "notebooks").mkdir()
+        (course / "pyproject.toml").touch()
+    monkeypatch.chdir(ours / "notebooks")
+    assert start.other_course(ours) == ""
+    monkeypatch.chdir(copy / "notebooks")
+    said = start.other_course(ours)
+    assert f"lies in {copy}" in said and f"runs the course in {ours}" in said
+    assert f"`make kernel` in {copy}" in said
+    (
+        ours / "pyproject.toml"
+    ).unlink()  # a package that was copied into a shared environment serves every copy
+    assert start.other_course(ours) == ""
+
+
+def test_ranks_started_without_the_parameters_cell_say_how_many_the_cell_wants():
+    known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
+    said = start.parameters_not_run(known, {"length": 3}, 2)
+    assert "has not been run, so this starts 2 ranks where it says 4" in said
+    assert start.parameters_not_run(known, {"n_ranks": None}, 2) == ""
+    assert start.parameters_not_run([], {}, 2) == ""
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from manyhands.course.pairs import PairError, as_notebook, as_script, check, rea
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".ci", ".venv", "outputs", ORIGINALS, "__pycache__", "*.egg-info", ".*_cache", ".hypothesis",
+    ".git", ".ci", ".venv", ".manyhands-env", "outputs", ORIGINALS, "__pycache__", "*.egg-info", ".*_cache", ".hypothesis",
     ".ipynb_checkpoints",
 )  # fmt: skip
 

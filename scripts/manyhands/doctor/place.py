@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
@@ -33,17 +34,32 @@ def login(reason=...):
     return ok("login node", "no")
 
 
-def outputs(environ=os.environ, course=ROOT):
+def outputs(environ=os.environ, course=ROOT, home=None):
     """Where runs write. A read-only course is fine: its outputs go to the user's own place."""
-    folder = Path(environ.get("MANYHANDS_OUTPUTS") or Path(course) / "outputs").expanduser()
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK):
-        return ok("outputs", str(folder))
-    if environ.get("MANYHANDS_OUTPUTS"):
+    if named := environ.get("MANYHANDS_OUTPUTS"):
+        if _can_be_written(Path(named).expanduser()):
+            return ok("outputs", named)
         return error(
-            "outputs", f"MANYHANDS_OUTPUTS={folder} cannot be written", "name another folder, or unset it"
+            "outputs", f"MANYHANDS_OUTPUTS={named} cannot be written", "name another folder, or unset it"
         )
-    return ok("outputs", f"{course} cannot be written: outputs go to ~/.local/share/manyhands/outputs")
+    if _can_be_written(Path(course) / "outputs"):
+        return ok("outputs", str(Path(course) / "outputs"))
+    users = Path(home or Path.home()) / ".local/share/manyhands/outputs"
+    if _can_be_written(users):
+        return ok("outputs", f"{course} cannot be written: outputs go to {users}")
+    return error(
+        "outputs", f"neither {course} nor {users} can be written", "export MANYHANDS_OUTPUTS=/path/to/a/folder of yours"
+    )  # fmt: skip
+
+
+def _can_be_written(folder):
+    """Whether a file can be made there, or where the folder would be made. Tried: modes do not know a read-only disk."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return True
+    except OSError:
+        return False
 
 
 def data(environ=os.environ):

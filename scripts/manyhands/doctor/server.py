@@ -13,6 +13,12 @@ from pathlib import Path
 from manyhands.doctor.finding import ask, error, ok, warning
 
 PROGRAMS = ("jupyterhub-singleuser", "jupyter-labhub", "jupyter-lab", "jupyter-server", "jupyter-notebook")
+MODULES = (
+    "jupyterhub.singleuser",
+    "jupyterlab",
+    "jupyter_server",
+    "notebook",
+)  # as in `python -m jupyterlab`
 PROBE = """
 import importlib.metadata as m, json
 def version(name):
@@ -34,7 +40,7 @@ class Server:
 def find_server(environ=os.environ, commands=None, which=shutil.which, run=ask):
     """The running JupyterLab of this user, else the one that `jupyter lab` would start, else None."""
     for words, found in _commands() if commands is None else commands:
-        if any(Path(word).name.startswith(PROGRAMS) for word in words[:3]) and (python := _python_of(words)):
+        if _is_server(words) and (python := _python_of(words)):
             return _probe(python, found, run)
     hub = " (on a hub)" if any(name.startswith("JUPYTERHUB_") for name in environ) else ""
     for program in ("jupyter-lab", "jupyter"):
@@ -109,6 +115,16 @@ def shebang(script):
         words = [word for word in lines[1].split() if "python" in word]
     python = words[-1].strip("'\"") if words else ""
     return shutil.which(python)
+
+
+def _is_server(words):
+    """Whether a command line starts a Jupyter server, by a script or as a module."""
+    if any(Path(word).name.startswith(PROGRAMS) for word in words[:3]):
+        return True
+    if "-m" not in words[1:4] or "python" not in Path(words[0]).name:
+        return False
+    module = words[words.index("-m") + 1 :][:1]
+    return any(f"{name}.".startswith(tuple(f"{known}." for known in MODULES)) for name in module)
 
 
 def _python_of(words):

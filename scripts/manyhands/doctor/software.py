@@ -146,7 +146,11 @@ def torch(probe=probe_torch):
     return ok("torch", f"{facts['version']} with gloo, imported in {facts['seconds']:.1f} s")
 
 
-HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print('hello', w.allreduce(1), w.size, flush=True)"
+# one write: `print` writes in pieces where PYTHONUNBUFFERED is set, and the ranks' pieces mix
+HELLO = (
+    "import sys; from mpi4py import MPI; w = MPI.COMM_WORLD; "
+    "sys.stdout.write(f'hello {w.allreduce(1)} {w.size}\\n'); sys.stdout.flush()"
+)
 MPI_TIMEOUT_S = 45
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.course import lesson_parameters
+from manyhands.course.stale_script import stale_script
 from manyhands.launching import devices
 from manyhands.launching.launchers import LaunchError, resolve, without_foreign_mpi
 from manyhands.launching.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
@@ -69,6 +70,8 @@ def join(
     remember(ranks)
     if ranks.rank == 0:
         say_nothing_yet()  # of a group that was left before
+        if script and not quiet and (warning := stale_script(script)):
+            write(warning + "\n")
     return ranks
 
 

@@ -1,10 +1,10 @@
 """What `make lab`, `make kernel` and `make shared` do once the environment is there.
 
-    python -m manyhands.notebook.jupyter data               # Shakespeare into the cache, or say that the offline corpus is used
     python -m manyhands.notebook.jupyter kernel [--user]    # a kernel named "Many Hands", here or for this user's JupyterLab
+    python -m manyhands.notebook.jupyter remember           # this environment is the course's, also for the next `make`
     python -m manyhands.notebook.jupyter lab [--open no]    # start JupyterLab on the first lesson
 
-Several actions may be given at once: `data kernel`.
+Several actions may be given at once: `remember kernel`.
 """
 
 import argparse
@@ -14,39 +14,63 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
-from manyhands.data import shakespeare
 
 KERNEL = "manyhands"
-
-
-def prepare_data():
-    """Put the corpus into the cache, so that no run needs the network. Raises DataError as `shakespeare` does."""
-    path, why_not = shakespeare.prepare()
-    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
+REMEMBERED = ".manyhands-env"  # one line in the course's folder: the environment that `make ... ENV=` named
 
 
 def install_kernel(user):
-    """Write the kernelspec "Many Hands": for this user, or inside this environment. Prints its folder."""
+    """Write the kernelspec "Many Hands": for this user, or inside this environment. Prints its folder.
+
+    In somebody else's environment, which cannot be written, the one that its owner put there serves.
+    """
     from ipykernel.kernelspec import install
+    from jupyter_core.paths import jupyter_data_dir
 
     environ = {"PYTHONNOUSERSITE": "1"}
     shared_data = Path(sys.prefix) / "share" / "manyhands" / "data"
     if shared_data.is_dir():  # `make shared` put it there
         environ["MANYHANDS_DATA"] = str(shared_data)
     site = Path(sys.prefix) / "manyhands-site.json"
-    if (
-        site.exists()
-    ):  # a hub starts kernels without the modules that were loaded when this was built on a site's Python
+    if site.exists():
+        # a hub starts kernels without the modules that were loaded when this was built on a site's Python
         environ |= json.loads(site.read_text())
-    folder = install(
-        user=user,
-        prefix=None if user else sys.prefix,
-        kernel_name=KERNEL,
-        display_name="Many Hands",
-        env=environ,
-    )
+    data = Path(jupyter_data_dir()) if user else Path(sys.prefix, "share", "jupyter")
+    before = _python_of(data / "kernels" / KERNEL)
+    try:
+        folder = install(
+            user=user,
+            prefix=None if user else sys.prefix,
+            kernel_name=KERNEL,
+            display_name="Many Hands",
+            env=environ,
+        )
+    except OSError:
+        if user or before != sys.executable:
+            raise
+        folder = data / "kernels" / KERNEL
     print(f'kernel "Many Hands": {folder}')
+    if before not in (None, sys.executable):
+        print(f"it starts {sys.executable} from now on; before, it started {before}")
+
+
+def _python_of(kernel):
+    """The Python that a kernelspec starts, None without one."""
+    try:
+        return json.loads((kernel / "kernel.json").read_text())["argv"][0]
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def remember():
+    """Note in the course's folder that its environment is this one: the Makefile's targets and the job files read it."""
+    note = course_here() / REMEMBERED
+    try:
+        write_whole(note, f"{sys.prefix}\n")
+    except OSError as error:  # somebody else's copy
+        print(f"{note} cannot be written ({error.strerror}): name ENV={sys.prefix} with every make")
 
 
 def start_lab(open_browser):
@@ -93,7 +117,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("actions", nargs="+", choices=["data", "kernel", "lab"])
+    parser.add_argument("actions", nargs="+", choices=["remember", "kernel", "lab"])
     parser.add_argument(
         "--user", action="store_true", help="the kernel is for this user's JupyterLab, wherever it runs"
     )
@@ -101,8 +125,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     try:
         for action in options.actions:
-            if action == "data":
-                prepare_data()
+            if action == "remember":
+                remember()
             elif action == "kernel":
                 install_kernel(options.user)
             else:

@@ -142,7 +142,7 @@ def _text_bundle(rows):
     )
     cells = "".join(
         f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
-        '<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere;'
+        '<pre style="margin:0;padding:0 0 0 12px;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere;'
         'background:none;font:inherit">'
         f"{html.escape(_ANSI.sub('', text))}</pre>"
         for label, colour, text in rows
@@ -173,7 +173,7 @@ class _Live:
         shown = _ANSI.sub("", "\n".join(lines)).rstrip()
         page = {
             "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
-            "text/html": f'<pre style="margin:0;{FONT};{_bar(RANK_COLOURS[0])}">{html.escape(shown)}\n'
+            "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">{html.escape(shown)}\n'
             f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0</i></pre>",
         }
         if self.handle is None:

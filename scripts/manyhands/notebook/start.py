@@ -4,8 +4,10 @@ from manyhands.notebook.start import start_ranks
 hands = start_ranks("02_collectives", globals())
 """
 
+from pathlib import Path
+
 from manyhands.course import lesson_parameters
-from manyhands.course.folders import script_of
+from manyhands.course.folders import ROOT, script_of
 from manyhands.launching.allocation import RanksError
 from manyhands.notebook import magic
 from manyhands.notebook.hands import Hands, replace_ranks
@@ -25,8 +27,42 @@ def start_ranks(lesson, namespace, mpi=None):
     known = lesson_parameters.read(script)
     values = {p.name: namespace[p.name] for p in known if p.name in namespace}
     lesson_parameters.validate(known, values)
+    if notice := other_course():
+        print(notice)
     hands = Hands(lesson, values, mpi)
+    if notice := parameters_not_run(known, namespace, hands.world_size):
+        print(notice)
     replace_ranks(hands)
     hands.start()
     magic.register()
     return hands
+
+
+def other_course(root=ROOT):
+    """A sentence if this notebook lies in one copy of the course and its kernel runs another one's package, else "".
+
+    A user has one kernel "Many Hands"; `make kernel` in a second copy points it there. A shared environment belongs to no
+    copy.
+    """
+    here = Path.cwd().resolve().parent
+    if (
+        not (root / "pyproject.toml").is_file()
+        or not (here / "scripts" / "manyhands").is_dir()
+        or here == root
+    ):
+        return ""
+    return (
+        f'This notebook lies in {here}, but its kernel "Many Hands" runs the course in {root}. '
+        f"`make kernel` in {here} points the kernel here; restart it then."
+    )
+
+
+def parameters_not_run(known, namespace, world_size):
+    """A sentence if the notebook's parameters cell has not been run, so that its numbers do not count, else ""."""
+    wanted = next((p.default for p in known if p.name == lesson_parameters.LAUNCHERS_OWN), None)
+    if wanted is None or lesson_parameters.LAUNCHERS_OWN in namespace:
+        return ""
+    return (
+        f"The cell with the parameters has not been run, so this starts {world_size} ranks where it says {wanted}: "
+        "run that cell, then this one again."
+    )

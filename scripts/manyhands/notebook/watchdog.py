@@ -4,11 +4,13 @@
 
 Every process of a cluster, and every process that those start, carries MANYHANDS_CLUSTER=MARK in its environment.
 The watchdog runs in a session of its own, so that what kills the kernel does not reach it, looks at the kernel
-once a second, and afterwards kills what carries the mark and removes FOLDER.
+once a second, and afterwards kills what carries the mark and removes FOLDER. Asked to end by SIGTERM, as at the end of a
+job or of a preflight, it does so at once: nobody else would.
 """
 
 import os
 import shutil
+import signal
 import sys
 import time
 
@@ -44,13 +46,23 @@ def kill_marked(mark, patience_s=2.0):
             break
 
 
+class _Asked(Exception):
+    """SIGTERM has come."""
+
+
+def _ask(*_):
+    raise _Asked
+
+
 def main(parent_pid, mark, folder):
+    signal.signal(signal.SIGTERM, _ask)
     try:
         parent = psutil.Process(parent_pid)
         while parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:  # is_running knows reused pids
             time.sleep(1)
-    except psutil.Error:
+    except (psutil.Error, _Asked):
         pass
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kill_marked(mark)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,5 +1,6 @@
 """`report.html`: one page, nothing to load, that says what is ready, what is slow and what broke."""
 
+import shlex
 from html import escape
 from os.path import relpath
 
@@ -90,9 +91,9 @@ def _lessons(folder, results):
     for result in results:
         of = {outcome.run.title: outcome for outcome in result.outcomes}
         cells = "".join(_cell(folder, of.get(title), longest_s) for title in columns)
-        rows.append(f"<tr><th>{escape(result.lesson.name)}</th>{cells}{_metrics_cell(result)}</tr>")
+        rows.append(f"<tr><th>{escape(result.lesson.name)}</th>{_metrics_cell(result)}{cells}</tr>")
     return (
-        f"<h2>Lessons</h2><div class=scroll><table class=lessons><thead><tr><th>lesson</th>{heads}<th>metrics</th></tr>"
+        f"<h2>Lessons</h2><div class=scroll><table class=lessons><thead><tr><th>lesson</th><th>metrics</th>{heads}</tr>"
         f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
         "<p class=key>Seconds from start to end, and the most memory that all processes of the run held together "
         f"(sampled). Bars: time, the longest being {duration(longest_s)}.</p>"
@@ -162,17 +163,19 @@ def _card(folder, outcomes):
 
 
 def command_again(run):
-    """The command of this run alone, as one would type it."""
-    flags = (
-        "".join(f" --{k.replace('_', '-')} {v}" for k, v in run.parameters.items())
-        if run.way != "notebook"
-        else ""
-    )
+    """The command of this run alone, as one would type it, with all that this run was given."""
+    flags = "".join(f" --{k.replace('_', '-')}={shlex.quote(str(v))}" for k, v in run.parameters.items())
+    hidden = (
+        "CUDA_VISIBLE_DEVICES= " if run.device == "cpu" else ""
+    )  # as the run was: a script takes what it sees
+    asked = f" --ranks {run.n_ranks}" if run.n_ranks else ""
+    asked += f" --device {run.device}" if run.device else ""
+    asked += " --short" if run.parameters.keys() - {"device"} else ""
     return {
-        "notebook": f"python scripts/preflight.py --lesson {run.lesson.number} --notebooks",
-        "torchrun": f"python -m torch.distributed.run --standalone --nproc-per-node {run.n_ranks} "
+        "notebook": f"python scripts/preflight.py --lesson {run.lesson.number} --notebooks{asked}",
+        "torchrun": f"{hidden}python -m torch.distributed.run --standalone --nproc-per-node {run.n_ranks} "
         f"scripts/{run.lesson.name}.py{flags}",
-        "mpiexec": f"mpiexec -n {run.n_ranks} python scripts/{run.lesson.name}.py{flags}",
+        "mpiexec": f"{hidden}mpiexec -n {run.n_ranks} python scripts/{run.lesson.name}.py{flags}",
     }[run.way]
 
 

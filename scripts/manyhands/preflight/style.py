@@ -10,7 +10,7 @@ CSS = """
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--ink);
   font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif }
-main { max-width:1180px; margin:0 auto; padding:24px 20px 64px }
+main { max-width:1440px; margin:0 auto; padding:24px 20px 64px }
 a { color:var(--link) }
 h2 { font-size:1.15rem; margin:32px 0 10px }
 h3 { font-size:1rem; margin:0 0 6px }

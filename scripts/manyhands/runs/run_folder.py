@@ -1,6 +1,7 @@
 """Where a run leaves its files: a folder of its own, and `latest` beside it."""
 
 import os
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ def run_folder(ranks, latest=True):
     One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
     another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
     cannot be written) in ~/.local/share/manyhands/outputs, which is said once.
-    Raises ValueError if MANYHANDS_OUTPUTS cannot be written.
+    Raises ValueError if MANYHANDS_OUTPUTS, or none of the other places, can be written.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
@@ -52,21 +53,27 @@ def outputs_folder():
     """Where all runs leave their folders, made if need be: see `run_folder`."""
     if named := os.environ.get("MANYHANDS_OUTPUTS"):
         folder = Path(named).expanduser()
-        if not _writable(folder):
+        if not can_be_written(folder):
             raise ValueError(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
         return folder
     course = ROOT / "outputs"
     # a package that was installed without the course around it has no place of its own
-    if (ROOT / "pyproject.toml").is_file() and _writable(course):
+    if (ROOT / "pyproject.toml").is_file() and can_be_written(course):
         return course
     users = Path("~/.local/share/manyhands/outputs").expanduser()
+    if not can_be_written(users):
+        raise ValueError(
+            f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/path/to/a/folder of yours"
+        )
     say(f"{course} cannot be written: the outputs of this run go to {users}")
     return users
 
 
-def _writable(folder):
+def can_be_written(folder):
+    """Whether files can be made in `folder`, which is made if need be. Tried: its mode does not know a read-only disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
         return False
-    return os.access(folder, os.W_OK | os.X_OK)
