@@ -711,8 +711,10 @@ elif rank == 0:
     say("no MPI world here: mpiexec -n 4 python scripts/02_collectives.py shows where sends begin to hang")
 
 # %% [markdown]
-# On NCCL even `isend` followed by `recv` hangs around a ring: both are kernels on one stream, and the receive is queued
-# behind a send that waits for the neighbour's receive. In one batch they are one operation; hence `batch_isend_irecv`.
+# On NCCL even `isend` followed by `recv` may hang around a ring. A group that was made with `device_id`, and two ranks in
+# any group, have one stream for both kernels, and the receive is queued behind a send that waits for the neighbour's
+# receive. (Otherwise each pair of ranks has a stream of its own.) In one batch they are one operation on all of them; hence
+# `batch_isend_irecv`.
 #
 # ### Exercise 2: mend the polite ring
 #

@@ -1101,6 +1101,7 @@ for evaluates in ("rank 0", "all ranks"):
         elif rank == 0:  # 24 global batches, all by itself; the others run ahead into the barrier
             with torch.no_grad():
                 [model.module(x_BT, y_BT) for _ in range(24)]
+        synchronise(device)
         dist.barrier()
 spans = gather(cycle.spans, ranks)
 
@@ -1305,6 +1306,7 @@ for n in sizes:
     if rank < n:
         model = DDP(new_model(), process_group=group)
         model(x_bT, y_bT)[1].backward()  # warm up
+    synchronise(device)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(2 * repeats if rank < n else 0):
