@@ -35,6 +35,7 @@ PATIENCE_S = (
     10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 )
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
+NOTEBOOK_S = 3600  # more than the --timeout of any cell
 _again = {}  # the arguments of the last join, until the lesson leaves
 
 
@@ -168,8 +169,9 @@ def _enter(name, wanted, timeout_s, quiet):
     if kind != "cpu":
         device = torch.device(kind, plan["indices"][rank])
         getattr(torch, kind).set_device(device)
-    # The notebook's magic gives up after timeout_s and names the silent ranks: there the group waits longer.
-    patience = timedelta(seconds=timeout_s * (2 if place.launcher == "notebook" else 1))
+    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits longer
+    # than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
+    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if place.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
     dist.init_process_group(
