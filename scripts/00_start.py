@@ -59,7 +59,7 @@
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 iterations = 100  # steps of the smoke test, 10 to 10000
-batch = 64  # samples per rank and step, >= 1
+batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
 # The next cell starts four processes on this machine and keeps them. From then on a cell that begins with

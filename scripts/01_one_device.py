@@ -61,7 +61,7 @@
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 sequences = 8  # sequences in a batch, a multiple of 4, 4 to 256
-repeats = 10  # samples of each timing, >= 1
+repeats = 10  # samples of each timing, at least 1
 peak_s = 0.5  # seconds to measure the fastest matrix product, > 0
 
 # %% [markdown]

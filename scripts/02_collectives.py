@@ -58,9 +58,9 @@
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 largest_mib = 16.0  # largest message of the experiment in MiB, > 0
-repeats = 7  # samples of each timing, >= 1
+repeats = 7  # samples of each timing, at least 1
 wait_s = 3.0  # seconds that a rank waits for one that is missing, > 0
-points = 1_000_000  # random points in the estimate of pi, >= 1
+points = 1_000_000  # random points in the estimate of pi, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 1 min)
@@ -527,12 +527,12 @@ metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 # %%ranks
 with wire.watch() as ours:
     ring_all_reduce(mine_N.clone())
-with wire.watch() as library:
+with wire.watch() as theirs:
     dist.all_reduce(mine_N.clone())
-if rank == 0 and device.type == "cpu" and ours.transport_bytes is not None:
+if rank == 0 and ours.transport_bytes is not None:  # with NCCL hardly a byte passes a socket
     say(f"theory   {2 * (world_size - 1) / world_size:.3f} x the tensor")
     say(f"our ring {ours.transport_bytes / mine_N.nbytes:.3f} x")
-    say(f"gloo     {library.transport_bytes / mine_N.nbytes:.3f} x")
+    say(f"gloo     {theirs.transport_bytes / mine_N.nbytes:.3f} x")
 
 # %% [markdown]
 # Both within a thousandth or two of the theory: what is more are headers. So gloo moves the bytes of a ring, and you have
@@ -711,8 +711,10 @@ elif rank == 0:
     say("no MPI world here: mpiexec -n 4 python scripts/02_collectives.py shows where sends begin to hang")
 
 # %% [markdown]
-# On NCCL even `isend` followed by `recv` hangs around a ring: both are kernels on one stream, and the receive is queued
-# behind a send that waits for the neighbour's receive. In one batch they are one operation; hence `batch_isend_irecv`.
+# On NCCL even `isend` followed by `recv` may hang around a ring. A group that was made with `device_id`, and two ranks in
+# any group, have one stream for both kernels, and the receive is queued behind a send that waits for the neighbour's
+# receive. (Otherwise each pair of ranks has a stream of its own.) In one batch they are one operation on all of them; hence
+# `batch_isend_irecv`.
 #
 # ### Exercise 2: mend the polite ring
 #
@@ -787,15 +789,16 @@ def seconds(call, n_bytes):
 
 
 # %% [markdown]
-# Now measure: one hop by gloo and one by MPI, from 64 bytes up to `largest_mib`.
+# Now measure: one hop by gloo (on GPUs: NCCL) and one by MPI, from 64 bytes up to `largest_mib`.
 
 # %%
 # %%ranks --timeout 120
-hop_s = {"gloo": []} if comm is None else {"gloo": [], "MPI": []}
+library_name = ranks.library  # gloo on CPUs
+hop_s = {library_name: []} if comm is None else {library_name: [], "MPI": []}
 for n_bytes in sizes_b:
     give = torch.ones(n_bytes, dtype=torch.uint8, device=device)
     take = torch.empty_like(give)
-    hop_s["gloo"].append(seconds(functools.partial(exchange, give, right, take, left), n_bytes))
+    hop_s[library_name].append(seconds(functools.partial(exchange, give, right, take, left), n_bytes))
     if comm is not None:
         mine, theirs = np.ones(n_bytes, np.uint8), np.empty(n_bytes, np.uint8)
         swap = functools.partial(comm.Sendrecv, mine, right, recvbuf=theirs, source=left)
@@ -845,10 +848,10 @@ if rank == 0:
 
 # %%
 # %%ranks --timeout 120
-reduce_s = {"gloo": [], "our ring": []} | ({} if comm is None else {"MPI": []})
+reduce_s = {library_name: [], "our ring": []} | ({} if comm is None else {"MPI": []})
 for n_bytes in sizes_b:
     x_N = torch.ones(-(-n_bytes // 4 // world_size) * world_size, device=device)
-    reduce_s["gloo"].append(seconds(functools.partial(dist.all_reduce, x_N), n_bytes))
+    reduce_s[library_name].append(seconds(functools.partial(dist.all_reduce, x_N), n_bytes))
     reduce_s["our ring"].append(seconds(functools.partial(ring_all_reduce, x_N), n_bytes))
     if comm is not None:
         mine, total = np.ones(n_bytes // 4, np.float32), np.empty(n_bytes // 4, np.float32)
@@ -868,13 +871,13 @@ for n_bytes in sizes_b:
 
 # %%
 # %%ranks
-alpha, beta = line["gloo"]
+alpha, beta = line[library_name]
 predicted_s = [2 * (world_size - 1) * (alpha + b / world_size / beta) for b in sizes_b]
 if rank == 0:
     figure = against_size(sizes_b, reduce_s, {"our ring": predicted_s}, f"all-reduce over {world_size} ranks")
     show(figure, "all_reduce", alt="Time of an all-reduce against bytes, measured and predicted.")
-    ours_ms, library_ms = 1e3 * reduce_s["our ring"][-1], 1e3 * reduce_s["gloo"][-1]
-    say(f"at {sizes_b[-1] / 2**20:g} MiB our ring takes {ours_ms:.0f} ms, gloo {library_ms:.0f} ms")
+    ours_ms, library_ms = 1e3 * reduce_s["our ring"][-1], 1e3 * reduce_s[library_name][-1]
+    say(f"at {sizes_b[-1] / 2**20:g} MiB our ring takes {ours_ms:.0f} ms, {library_name} {library_ms:.0f} ms")
 metrics.measured(hop_s=hop_s, all_reduce_s=reduce_s, alpha_beta=line, sizes_b=sizes_b)
 
 # %% [markdown]
@@ -900,7 +903,11 @@ metrics.measured(hop_s=hop_s, all_reduce_s=reduce_s, alpha_beta=line, sizes_b=si
 # %%ranks
 if rank == 0:
     figure = bandwidths(sizes_b, reduce_s, 2 * (world_size - 1) / world_size, "all-reduce on this machine")
-    show(figure, "bandwidth", alt="Algorithm and bus bandwidth of the all-reduce: gloo, our ring and MPI.")
+    show(
+        figure,
+        "bandwidth",
+        alt=f"Algorithm and bus bandwidth of the all-reduce: {library_name}, our ring and MPI.",
+    )
 
 # %% [markdown]
 # The same measurements, seen from the other side. Far below the knee, for gloo and our ring up to some 100 kB, nearly

@@ -59,11 +59,11 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-steps = 300  # training steps, >= 1
-global_batch = 12  # sequences per step, all ranks together, >= 1
+steps = 300  # training steps, at least 1
+global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 bucket_mib = 1.0  # size of a gradient bucket in MiB, > 0
 ddp = "library"  # which DDP trains the GPT, one of library, ours
-repeats = 5  # samples of each timing, >= 1
+repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 1 min)
@@ -105,6 +105,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+if global_batch == 0:
+    global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
@@ -1101,6 +1103,7 @@ for evaluates in ("rank 0", "all ranks"):
         elif rank == 0:  # 24 global batches, all by itself; the others run ahead into the barrier
             with torch.no_grad():
                 [model.module(x_BT, y_BT) for _ in range(24)]
+        synchronise(device)
         dist.barrier()
 spans = gather(cycle.spans, ranks)
 
@@ -1240,7 +1243,9 @@ for k in (8, 32):
 #
 # Our class again, with a clock on each bucket: a span opens when its all-reduce starts and closes, in gloo's own thread, when
 # the averaged bucket has arrived. Spans may overlap: the next bucket starts while one is still on its way, and its number stands
-# in the middle of its own span. (On GPUs, where all this happens in streams, `torch.profiler` draws the picture.)
+# in the middle of its own span. (On GPUs all this happens in streams: a span shows when work was queued, and a bucket's has
+# hardly any length, because its future is complete as soon as NCCL has the all-reduce in its stream. `torch.profiler` draws the
+# picture of the streams.)
 
 # %%
 # %%ranks
@@ -1273,7 +1278,10 @@ for _ in range(2):  # the first step warms up, the second is kept
         bucket.arrived.wait()  # gloo's thread has closed the spans
 spans = gather(clock.spans, ranks)
 if rank == 0:
-    figure = gantt(spans, "one real step: forward, backward, waiting")
+    meaning = (
+        "forward, backward, waiting" if device.type == "cpu" else "when each was queued, not when it ran"
+    )
+    figure = gantt(spans, f"one real step: {meaning}")
     show(figure, "real_step", "forward and backward of each rank, and below them its buckets on their way")
 
 # %% [markdown]
@@ -1305,6 +1313,7 @@ for n in sizes:
     if rank < n:
         model = DDP(new_model(), process_group=group)
         model(x_bT, y_bT)[1].backward()  # warm up
+    synchronise(device)
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(2 * repeats if rank < n else 0):

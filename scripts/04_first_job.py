@@ -61,7 +61,7 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-global_batch = 12  # sequences per step, all ranks together, >= 1
+global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 steps = 60  # training steps that the experiment times, 8 to 2000
 job_flags = "--steps 20 --repeats 1"  # flags of lesson 03 in the job that this notebook submits
 submit_via = "auto"  # who takes the job, one of auto, slurm, pbs, bash
@@ -102,6 +102,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+if global_batch == 0:
+    global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"

@@ -61,11 +61,11 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-micro_batch = 2  # sequences in one forward pass of one rank, >= 1
-global_batch = 48  # sequences per update, all ranks together, >= 1
-steps = 10  # updates of each trajectory, >= 2
-sweep_tokens = 98304  # characters that each run of the sweep reads, >= 4096
-repeats = 3  # samples of each timing, >= 1
+micro_batch = 2  # sequences in one forward pass of one rank, at least 1
+global_batch = 48  # sequences per update, all ranks together, at least 1
+steps = 10  # updates of each trajectory, at least 2
+sweep_tokens = 98304  # characters that each run of the sweep reads, at least 4096
+repeats = 3  # samples of each timing, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 1 min)

@@ -65,9 +65,9 @@
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 layers = 4  # layers of the GPT, 2 to 12
-global_batch = 12  # sequences per step, all ranks together, >= 1
+global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 wrapping = "block"  # how you wrap the model: block, block_and_size, block_group:2, size:100000
-steps = 5  # steps of SGD that are compared, >= 1
+steps = 5  # steps of SGD that are compared, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 1 min)
@@ -124,6 +124,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 # %%ranks
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+if global_batch == 0:
+    global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"

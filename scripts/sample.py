@@ -10,6 +10,7 @@ step and validation loss. The same seed writes the same text on the same machine
 value makes no sense, with the cure.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Options:
     top_k: int | None = None  # draw among the so many likeliest only, >= 1; none: among all
     seed: int = 1  # of the draws
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
 
 def continued(model, ids, length, temperature, top_k, num_symbols, generator):
@@ -91,10 +92,14 @@ def write_text(options):
     refuse_senseless(options)
     import torch
     from manyhands.checkpoints.export import load_model
+    from manyhands.launching.devices import gpus_here
     from manyhands.runs.screen import write
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here; use --device cpu")
+    kind = options.device
+    if kind == "auto":
+        kind, _ = gpus_here(os.environ)
+    elif kind != "cpu" and gpus_here({"MANYHANDS_DEVICE": kind})[0] != kind:
+        raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
     model, facts = load_model(
         options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True)
     )
@@ -106,9 +111,8 @@ def write_text(options):
         file=sys.stderr,
         flush=True,
     )
-    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     generator = torch.Generator().manual_seed(options.seed)
-    model = model.to("cuda" if on_gpu else "cpu")
+    model = model.to(kind)
     if (
         model.num_params() < SMALL
     ):  # sharing such small products costs more than it gains, by far on busy cores

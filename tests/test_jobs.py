@@ -319,7 +319,7 @@ def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(
         in_the_course / "scripts" / "03_data_parallel.py",
     )
     before = notebook.read_text(), script.read_text()
-    edited = before[0].replace("global_batch = 12", "global_batch = 24", 1)
+    edited = before[0].replace("global_batch = 0", "global_batch = 24", 1)
     assert edited != before[0]
     try:
         notebook.write_text(edited)

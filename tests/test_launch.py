@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launching import devices
+from manyhands.launching import commands, devices, join
 from manyhands.launching.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
 from manyhands.machine import cores
 
@@ -141,6 +141,47 @@ class FourGpus:
         return type("Properties", (), {"uuid": f"GPU-{i}"})
 
 
+def test_auto_leaves_the_choice_to_the_environment():
+    assert devices.wanted("auto", {"MANYHANDS_DEVICE": "cpu"}) == "cpu"
+    assert devices.wanted("auto", {"MANYHANDS_DEVICE": ""}) == devices.wanted("auto", {}) == "auto"
+    assert devices.wanted("cuda", {"MANYHANDS_DEVICE": "cpu"}) == "cuda", (
+        "what a program says itself comes first"
+    )
+    with pytest.raises(
+        LaunchError, match="MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"
+    ):
+        devices.wanted("auto", {"MANYHANDS_DEVICE": "gpu"})
+
+
+def test_intel_gpus_count_as_gpus_unless_the_environment_rules_them_out(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FourGpus(0))
+    monkeypatch.setattr(torch, "xpu", FourGpus(6))
+    assert devices.gpus_here({}) == ("xpu", 6)
+    assert commands.command_for(["x.py"], {}, starter="torchrun")[3] == "--nproc-per-node=6"
+    assert (
+        devices.gpus_here({"MANYHANDS_DEVICE": "cuda"})
+        == devices.gpus_here({"MANYHANDS_DEVICE": "cpu"})
+        == ("cpu", 0)
+    )
+
+
+def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks_or_their_bus(monkeypatch):
+    class Nameless(FourGpus):
+        properties = {}
+
+        def get_device_properties(self, i):
+            return type("Properties", (), self.properties)
+
+    monkeypatch.setattr(torch, "cuda", Nameless(1))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for mask in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        assert len({devices.look({mask: str(i)})["gpus"]["cuda"][0] for i in range(8)}) == 8
+    assert devices.look({}) == devices.look({}), "without masks it is the same device"
+    seen = devices.look({})["gpus"]["cuda"]
+    Nameless.properties = {"pci_bus_id": 193}
+    assert devices.look({})["gpus"]["cuda"] != seen
+
+
 def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch):
     monkeypatch.setattr(torch, "cuda", FourGpus(4))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -170,7 +211,15 @@ def test_ranks_that_share_cores_get_one_thread_each():
     assert [devices.threads("cpu", o, granted) for o in granted] == [1, 1, 1, 1], (
         "bound, but 2 cores' time for 8"
     )
+
+
+def test_ranks_on_gpus_divide_only_the_cores_that_they_share():
+    shared = [offer(r, cpus=range(8)) for r in range(4)]
     assert devices.threads("cuda", shared[0], shared) == 2
+    bound = [offer(r, cpus=range(8 * r + 1, 8 * r + 8)) for r in range(8)]
+    assert [devices.threads("cuda", o, bound) for o in bound] == [7] * 8, "a launcher gave each its own seven"
+    granted = [offer(r, cpus=range(8 * r, 8 * r + 8), quota=16.0) for r in range(8)]
+    assert devices.threads("cuda", granted[0], granted) == 2, "bound, but 16 cores' time for 64"
 
 
 def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says():
@@ -207,6 +256,21 @@ def test_who_is_here_takes_a_line_for_each_host():
     assert (
         "backend cpu:gloo,cuda:nccl" in text and "ranks 0, 1 on cuda 0, 1;" in text and "because" not in text
     )
+
+
+def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
+    """With device_id NCCL would split the world's communicator for every later group, and hang in lesson 11."""
+    given, sent = [], []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: sent.append(tensor.device))
+    plan = {"kind": "cuda", "indices": [3], "reason": ""}
+    monkeypatch.setattr(join, "_agree", lambda *_: ([offer(0)], plan))
+    monkeypatch.setattr(torch, "cuda", type("Cuda", (), {"set_device": staticmethod(sent.append)}))
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.empty(size, device="meta"))
+    monkeypatch.setattr(join, "resolve", lambda _: resolve({}))
+    join._enter("07_sum", "auto", 60, quiet=True)
+    assert given[0].get("device_id") is None and "nccl" in join.devices.BACKENDS["cuda"]
+    assert sent == [torch.device("cuda", 3), torch.device("meta")], "the device is set, then used"
 
 
 # ---------------------------------------------------------------- on real ranks

@@ -3,6 +3,7 @@
 Lessons 02 and 03 run from every launcher on 2 and 4 ranks; the others once as a script.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import nbformat
 import pytest
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
+from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
 from manyhands.preflight.runs import Run, find_metrics
 from manyhands.runs.metrics import compare
+from papermill.inspection import inspect_notebook
 
 LESSONS = find_lessons(ROOT)
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
@@ -55,6 +58,31 @@ def short_run(tmp_path_factory):
 @named
 def test_notebook_and_script_hold_the_same_cells(lesson):
     assert pairs.difference(lesson) is None
+
+
+def test_8_and_12_ranks_get_a_batch_that_they_split():
+    """A node of Frontier has 8 devices, one of Aurora 12: no lesson may refuse them with its own values."""
+    for lesson in LESSONS:
+        values = {parameter.name: parameter.default for parameter in read(lesson.script)}
+        checked = [
+            node for node in ast.parse(lesson.script.read_text()).body
+            if isinstance(node, ast.If) and "global_batch" in ast.unparse(node.test)
+        ]  # fmt: skip
+        assert bool(checked) == ("global_batch" in values), lesson.name
+        for world_size in (1, 2, 4, 8, 12):
+            names = {**values, "world_size": world_size, "refuse": pytest.fail}
+            exec(compile(ast.Module(checked, []), lesson.name, "exec"), names)
+            if lesson.number in ("03", "04", "06"):
+                assert names["global_batch"] == (16 if world_size == 8 else 12)
+
+
+@named
+def test_papermill_knows_every_parameter(lesson):
+    known = {parameter.name: parameter for parameter in read(lesson.script)}
+    inferred = inspect_notebook(lesson.notebook)
+    assert inferred.keys() == known.keys(), "papermill warns of a parameter that it cannot infer"
+    for name, parameter in known.items():
+        assert ast.literal_eval(inferred[name]["default"]) == parameter.default, name
 
 
 @named

@@ -245,7 +245,12 @@ def test_ranks_short_and_device_reach_notebooks_and_scripts(tmp_path, monkeypatc
     )
     assert json.loads(notebook.command()[-1]) == {"length": 2, "n_ranks": 8}
     assert torchrun.command()[-1] == "--length=2" and "8" in torchrun.command()
-    assert mpiexec.environ({})["CUDA_VISIBLE_DEVICES"] == ""
+    hidden = {"MANYHANDS_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
+    for run in (notebook, torchrun, mpiexec):
+        assert run.environ({"MANYHANDS_DEVICE": "cuda"}).items() >= hidden.items()
+    [on_gpus] = plan.plan(find_lessons(tmp_path), tmp_path, device="cuda", notebooks_only=True)
+    assert on_gpus.environ({})["MANYHANDS_DEVICE"] == "cuda"
+    assert "MANYHANDS_DEVICE" not in plan.plan(find_lessons(tmp_path), tmp_path)[0].environ({})
 
 
 def test_what_a_report_gives_to_try_again_is_the_same_run_with_all_its_flags(tmp_path, monkeypatch):

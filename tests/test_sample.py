@@ -274,6 +274,7 @@ def test_an_export_writes_what_its_checkpoint_does(written, trained, tmp_path):
         (["--length", "-1"], "--length -1 is negative"),
         (["--temperature", "-0.1"], "--temperature -0.1 is negative"),
         (["--top-k", "0"], "--top-k 0 leaves nothing to draw; use 1 or more"),
+        (["--device", "xpu"], "--device xpu: torch sees no GPU of that kind here; use --device cpu"),
         (["--step", "15"], "has no step 15, only 30, 20, 10"),
     ],
 )

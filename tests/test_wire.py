@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -102,6 +103,21 @@ def _transport(ranks):
     with wire.watch() as nothing:
         pass
     return seen.transport_bytes / 4e6, nothing.transport_bytes
+
+
+def test_what_gpus_send_is_not_looked_for_in_sockets(monkeypatch):
+    """NVLink is no socket: "0.00 MB sent" would be untrue."""
+    monkeypatch.setattr(wire, "_delivered_bytes", lambda: {"a socket": 7})
+
+    def all_reduce(*args):
+        return None
+
+    all_reduce.namespace = "c10d"
+    all_reduce._schema = types.SimpleNamespace(name="c10d::allreduce_")
+    for device, seen_bytes in (("cpu", 0), ("meta", None)):
+        with wire.watch() as seen:
+            wire._Calls(seen).__torch_dispatch__(all_reduce, (), ([torch.ones(2, device=device)], None))
+        assert (seen.transport_bytes, seen.payload_bytes("all_reduce")) == (seen_bytes, 8)
 
 
 @pytest.mark.skipif(not LINUX, reason="TCP_INFO is Linux's")

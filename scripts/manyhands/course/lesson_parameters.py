@@ -1,8 +1,10 @@
 """The `parameters` cell of a lesson: one place for a value, its type, its help and its range.
 
-    length = 4         # numbers per rank, >= 1
+    length = 4         # numbers per rank, at least 1
     bucket_mib = 0.1   # bucket size in MiB, > 0
     kind = "ring"      # which algorithm, one of ring, tree
+
+(`>= 1` says the same as "at least 1"; but papermill cannot read a line with a second "=".)
 
 In a notebook papermill may inject other values; in a script `--length 8` overrides them. Both are checked here.
 """
@@ -31,7 +33,7 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of the cell. `limits` is its range as written, "" where anything of the type is allowed."""
+    """One line of the cell. `limits` is its range, "" where anything of the type is allowed."""
 
     name: str
     default: int | float | str | bool | None
@@ -68,9 +70,10 @@ def read_cell(source: str) -> list[Parameter]:
         ):
             raise ValueError(f"line {node.lineno} of the parameters cell is no `name = literal`")
         comment = comments.get(node.end_lineno, "")
-        limits = re.search(r"(?:^|[,;]\s*|\s)((?:>=|<=|>|<)\s*\S+|\S+ to \S+|one of .+)$", comment)
+        limits = re.search(r"(?:^|[,;]\s*|\s)((?:>=|<=|>|<|at least)\s*\S+|\S+ to \S+|one of .+)$", comment)
         limits = limits[1] if limits and _is_range(limits[1]) else ""
         text = comment[: len(comment) - len(limits)].rstrip(" ,;")
+        limits = limits.replace("at least ", ">= ")
         found.append(Parameter(node.targets[0].id, ast.literal_eval(node.value), text, limits))
     return found
 
@@ -194,7 +197,7 @@ def _bounds(limits):
     try:
         if between := re.fullmatch(r"(\S+) to (\S+)", limits):
             return [(">=", float(between[1])), ("<=", float(between[2]))]
-        if one := re.fullmatch(r"(>=|<=|>|<)\s*(\S+)", limits):
+        if one := re.fullmatch(r"(>=|<=|>|<)\s*(\S+)", limits.replace("at least ", ">= ")):
             return [(one[1], float(one[2]))]
     except ValueError:
         pass

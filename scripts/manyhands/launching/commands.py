@@ -108,13 +108,13 @@ def _ranks_per_node(where, environ):
     asked = environ.get("NPROC_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or ""
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    return _gpus_here() or where.ranks_per_node or min(4, cores_here())
+    return _gpus_here(environ) or where.ranks_per_node or min(4, cores_here())
 
 
-def _gpus_here():
-    import torch
+def _gpus_here(environ):
+    from manyhands.launching.devices import gpus_here  # late: it brings torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return gpus_here(environ)[1]
 
 
 def main(argv=None, description=None):

@@ -15,6 +15,11 @@ from manyhands.launching.launchers import LaunchError
 from manyhands.machine.cores import cpus, quota_cores
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+# what a launcher binds a task's GPUs with
+MASKS = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
 WANTED = ("auto", "cpu", "cuda", "xpu")
 
 
@@ -24,8 +29,8 @@ def look(environ) -> dict:
     `gpus` maps "cuda" and "xpu" to a list with one identity per visible device; `why_not` says what is missing.
     """
     gpus, why_not = {}, {}
-    for kind, visible in (("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK")):
-        gpus[kind], why_not[kind] = _gpus(kind, environ.get(visible, ""))
+    for kind, masks in MASKS.items():
+        gpus[kind], why_not[kind] = _gpus(kind, " ".join(environ.get(name, "") for name in masks))
     return {
         "host": platform.node(),
         "cpus": cpus(),
@@ -43,10 +48,38 @@ def _gpus(kind, visible):
     library = {"cuda": "nccl", "xpu": "xccl"}[kind]
     if not getattr(dist, f"is_{library}_available", lambda: False)():
         return [], f"torch {torch.__version__} has no {library.upper()}"
-    # The device's own number where torch tells it, else its place: two tasks that see "their" device 0 may see the
-    # same one (a shared node) or two (one GPU bound to each task).
+    # The device's own number where torch tells it, else its place on the bus, else in the list: two tasks that see
+    # "their" device 0 may see the same one (a shared node) or two (one GPU bound to each task).
     properties = [backend.get_device_properties(i) for i in range(backend.device_count())]
-    return [f"{getattr(p, 'uuid', i)} {visible}" for i, p in enumerate(properties)], ""
+    return [f"{_identity(p) or i} {visible}" for i, p in enumerate(properties)], ""
+
+
+def _identity(properties):
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    return ":".join(map(str, place)).strip(":")
+
+
+def wanted(device: str, environ) -> str:
+    """What a program that says `device` gets: "auto" leaves it to MANYHANDS_DEVICE, as a site or a preflight sets it.
+
+    Raises LaunchError where that names no device.
+    """
+    named = environ.get("MANYHANDS_DEVICE") or "auto"
+    if named not in WANTED:
+        raise LaunchError(f"MANYHANDS_DEVICE={named!r} is unknown; use one of {', '.join(WANTED)}")
+    return named if device == "auto" else device
+
+
+def gpus_here(environ) -> tuple[str, int]:
+    """("cuda" or "xpu", devices that this process sees), or ("cpu", 0); MANYHANDS_DEVICE rules the others out."""
+    named = wanted("auto", environ)
+    for kind in ("cuda", "xpu"):
+        backend = getattr(torch, kind, None)
+        if named in ("auto", kind) and backend is not None and backend.is_available():
+            return kind, backend.device_count()
+    return "cpu", 0
 
 
 def choose(wanted: str, offers: list[dict]) -> dict:
@@ -63,7 +96,8 @@ def choose(wanted: str, offers: list[dict]) -> dict:
         if indices:
             return {"kind": kind, "indices": indices, "reason": ""}
     if wanted not in ("auto", "cpu"):
-        raise LaunchError(f"{reasons[wanted]}; start fewer ranks, ask for more GPUs, or use device=cpu")
+        cure = "start fewer ranks, ask for more GPUs, or use device=cpu (in the environment: MANYHANDS_DEVICE=cpu)"
+        raise LaunchError(f"{reasons[wanted]}; {cure}")
     # Speak of the GPUs that are there, if any; a machine without one has no CUDA as much as no XPU.
     there = [kind for kind in reasons if any(offer["gpus"][kind] for offer in offers)]
     reason = reasons[there[0]] if there else next(iter(reasons.values()), "")
@@ -125,10 +159,11 @@ def threads(kind: str, offer: dict, neighbours: list[dict]) -> int:
     Ranks that share cores get one thread each on the CPU: more would only take turns on the same cores.
     """
     granted = cores(offer)
-    if kind != "cpu":
-        return max(
-            1, granted // len(neighbours)
-        )  # they feed a GPU, and no result depends on how many they are
+    if (
+        kind != "cpu"
+    ):  # they feed a GPU, and no result depends on how many they are: only shared cores are divided
+        sharing = sum(not set(offer["cpus"]).isdisjoint(neighbour["cpus"]) for neighbour in neighbours)
+        return max(1, int(min(len(offer["cpus"]) // sharing, offer["quota"] / len(neighbours))))
     bound = [cpu for neighbour in neighbours for cpu in neighbour["cpus"]]
     shared = len(bound) > len(set(bound)) or granted * len(neighbours) > offer["quota"]
     if len(neighbours) > 1 and shared:

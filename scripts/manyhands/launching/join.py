@@ -36,6 +36,7 @@ PATIENCE_S = (
     10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 )
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
+NOTEBOOK_S = 3600  # more than the --timeout of any cell
 _again = {}  # the arguments of the last join, until the lesson leaves
 
 
@@ -51,7 +52,8 @@ def join(
 
     `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
     A program that reads its flags itself says its `name` instead.
-    `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first. `timeout_s` is the group's.
+    `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first, and "auto" of either means what the
+    variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's.
     Raises LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
     status 2, before the first collective.
     """
@@ -61,7 +63,7 @@ def join(
     try:
         if name is None:
             name = _take_flags(lesson, script) if script else os.environ.get("MANYHANDS_LESSON", "")
-        wanted = str((lesson or {}).get("device", device)).split(":")[0]
+        wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0], os.environ)
         ranks = _enter(name, wanted, timeout_s, quiet)
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
@@ -170,12 +172,15 @@ def _enter(name, wanted, timeout_s, quiet):
     if kind != "cpu":
         device = torch.device(kind, plan["indices"][rank])
         getattr(torch, kind).set_device(device)
-    # The notebook's magic gives up after timeout_s and names the silent ranks: there the group waits longer.
-    patience = timedelta(seconds=timeout_s * (2 if place.launcher == "notebook" else 1))
+    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits longer
+    # than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
+    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if place.launcher == "notebook" else timeout_s)
+    # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
+    # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
     dist.init_process_group(
-        devices.BACKENDS[kind], store=store, rank=rank, world_size=place.world_size, timeout=patience,
-        device_id=device if kind == "cuda" else None,
-    )  # fmt: skip
+        devices.BACKENDS[kind], store=store, rank=rank, world_size=place.world_size, timeout=patience
+    )
+    dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect says so here
     if rank == 0 and not quiet:
         write(devices.describe(place.launcher, offers, plan) + "\n")
     return Ranks(

@@ -103,8 +103,8 @@ def _openmpi(environ):
 
 
 def _pals(environ):
-    if "PALS_RANKID" not in environ:
-        return None
+    if "PALS_RANKID" not in environ or _in_srun(environ):
+        return None  # Slurm's MPI plugin "cray_shasta" sets PALS_RANKID for Cray MPICH; srun started this one
     rank, local_rank = _numbers(
         environ, "PALS", ("PALS_RANKID", "PALS_LOCAL_RANKID"), "start the script with `mpiexec -n 4 --ppn 4`"
     )
@@ -125,8 +125,7 @@ def _mpich(environ):
 
 def _srun(environ):
     # The batch script of a job has SLURM_PROCID=0 and SLURM_NTASKS=4 as well; only a task of a step is a rank.
-    step = environ.get("SLURM_STEP_ID")
-    if step is None or (step.isdigit() and int(step) >= NO_RANK_STEPS):
+    if not _in_srun(environ):
         return None
     cure = "start the script with `srun --ntasks 4 python script.py`"
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
@@ -135,11 +134,19 @@ def _srun(environ):
         raise LaunchError(f"srun set SLURM_STEP_ID but not SLURM_STEP_NODELIST; {cure}")
     hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
     local_size = size if len(hosts) == 1 else _tasks_here(environ, size)
-    with_pmi = "PMI_RANK" in environ or "PMIX_RANK" in environ
+    # The PMI of "cray_shasta" serves Cray's own MPICH alone: there the ranks meet without MPI.
+    of_cray = "PALS_RANKID" in environ or environ.get("SLURM_MPI_TYPE") == "cray_shasta"
+    with_pmi = not of_cray and ("PMI_RANK" in environ or "PMIX_RANK" in environ)
     address = None if with_pmi else ("127.0.0.1" if len(hosts) == 1 else hosts[0])
     port = None if with_pmi else 20000 + (job * 37 + step) % 10000
     key = f"slurm-{job}-{step}"
     return Place("srun", rank, size, local_rank, local_size, address, port, mpi=with_pmi, key=key)
+
+
+def _in_srun(environ):
+    """Whether this process is a task of an srun, not a batch script or an interactive shell."""
+    step = environ.get("SLURM_STEP_ID")
+    return step is not None and not (step.isdigit() and int(step) >= NO_RANK_STEPS)
 
 
 def _by_hand(environ):

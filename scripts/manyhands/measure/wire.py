@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # The dispatcher's names, both families (torch.distributed's and the functional one of DTensor), in the field's words.
 _NAMES = {
@@ -62,6 +63,9 @@ class Seen:
 
     calls: list[Call] = field(default_factory=list)
     transport_bytes: int | None = None
+    over_sockets: bool = (
+        True  # no tensor of a GPU was sent: NCCL takes NVLink, shared memory or a card of its own
+    )
 
     @property
     def messages(self):
@@ -86,16 +90,17 @@ class Seen:
 def watch():
     """Count this rank's calls and transport while the block runs; local, no rank waits for another.
 
-    Yields a Seen. `transport_bytes` is filled when the block ends, and stays None where there is no TCP_INFO.
+    Yields a Seen. `transport_bytes` is filled when the block ends, and stays None where there is no TCP_INFO, and where
+    a GPU's tensor was sent: hardly any of it passes a socket.
     """
     seen = Seen()
     before = _delivered_bytes()
     try:
-        with _Calls(seen.calls):
+        with _Calls(seen):
             yield seen
     finally:
         after = _delivered_bytes()
-        if before is not None and after is not None:
+        if seen.over_sockets and before is not None and after is not None:
             seen.transport_bytes = sum(done - before.get(key, 0) for key, done in after.items())
 
 
@@ -107,15 +112,18 @@ def ring_all_reduce_bytes(n_bytes, n):
 class _Calls(TorchDispatchMode):
     """Appends a Call for each communication operator. It wraps every operator: do not time inside it."""
 
-    def __init__(self, calls):
+    def __init__(self, seen):
         super().__init__()
-        self.calls = calls
+        self.seen = seen
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.namespace in ("c10d", "_c10d_functional"):
             name = _NAMES.get(operator._schema.name.split("::")[1])
             if name:
-                self.calls.append(_call(name, operator.namespace, args))
+                self.seen.calls.append(_call(name, operator.namespace, args))
+                self.seen.over_sockets &= all(
+                    leaf.device.type == "cpu" for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+                )
         return operator(*args, **(kwargs or {}))
 
 

@@ -9,6 +9,12 @@ GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
 LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
 
+# What CUDA, HIP, NCCL and Intel's XCCL say once a process cannot go on with its device or its peers: it must start again.
+LOST_DEVICE = re.compile(
+    r"AcceleratorError|(CUDA|HIP|NCCL|RCCL|XCCL|oneCCL|SYCL|UR) error|device-side assert|NCCL communicator|"
+    r"Watchdog caught|UR_RESULT_ERROR|ZE_RESULT_ERROR"
+)
+
 
 class Cell:
     """What a cell did on each rank, and how it ended.
@@ -85,7 +91,7 @@ class Cell:
         """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
         if self.dead:
             self.hands.stop(f"rank {min(self.dead)} died")
-        elif self.stuck:
+        elif self.stuck or any(LOST_DEVICE.search(_said(self.done[r]["error"])) for r in self.errors):
             self.hands.restart(quiet=True)
             self.restarted = True
         elif self.freed or any(LOST_PEER.search(self.done[r]["error"]["value"]) for r in self.errors):
@@ -108,6 +114,10 @@ class Cell:
     @property
     def failed(self):
         return bool(self.errors or self.dead or self.stuck or self.where or self.interrupted)
+
+
+def _said(error):
+    return f"{error['name']}: {error['value']}"
 
 
 def _get(answer):

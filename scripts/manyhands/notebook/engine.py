@@ -26,6 +26,7 @@ _line = None  # the control line of this process: one rank per process, one line
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
 _running = threading.Event()
 _recorder = None  # of the cell that runs
+_awaits_device = False  # the cell's lines are done, and its device is not
 
 
 def enter(identity, control, token, store_address):
@@ -124,7 +125,7 @@ def where():
             call = name
         frame = frame.f_back
     if frame is None:
-        return {"call": "", "line": 0, "source": ""}
+        return {"call": "synchronize" if _awaits_device else "", "line": 0, "source": ""}
     source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return {"call": call, "line": frame.f_lineno, "source": source}
 
@@ -135,7 +136,7 @@ def where():
 def run_cell(source, cell, live):
     """Run cell number `cell` in this rank's namespace; its text goes to the kernel at once if it is `live`.
 
-    Returns what `Recorder.result` returns.
+    Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far.
     """
     global _recorder
     notebook_store.begin_cell(cell)
@@ -144,6 +145,26 @@ def run_cell(source, cell, live):
         with recording(shell, (lambda text: _tell(output=text)) if live else None) as _recorder:
             _running.set()
             shell.run_cell(source, store_history=False)
+            try:
+                _await_device()
+            except BaseException:  # noqa: BLE001 - also an interrupt: what fails here is this cell's failure
+                shell.showtraceback()
     finally:
         _running.clear()
-    return _recorder.result()
+    return _recorder.result() | {"joined": joined() is not None}
+
+
+def _await_device():
+    """Wait until this rank's device has done what the cell gave it. A collective of NCCL returns before it is done: what
+    hangs or fails in it belongs to this cell, not to the next one that waits for the device."""
+    global _awaits_device
+    ranks = joined()
+    if ranks is None or ranks.device.type == "cpu":
+        return
+    from manyhands.measure.timing import synchronise  # late: it brings torch
+
+    _awaits_device = True
+    try:
+        synchronise(ranks.device)
+    finally:
+        _awaits_device = False

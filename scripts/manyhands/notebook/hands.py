@@ -19,7 +19,7 @@ from manyhands.notebook.cell import Cell
 from manyhands.notebook.control_lines import ControlLines
 from manyhands.notebook.engine_processes import Processes, engine_launcher
 
-START_TIMEOUT_S = 90
+START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 _current = None  # one set of ranks per kernel: starting again replaces it
 
 
@@ -68,6 +68,7 @@ class Hands:
             self.world_size, self.mpi = min(self.world_size, 2), False
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
+        self.joined = False  # whether they have met in a process group since they started
         self._cell = 0
         self._idle = None
 
@@ -81,7 +82,7 @@ class Hands:
         if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
             self.mpi = False
             print("No mpiexec here: the ranks start without MPI, and cells that need MPI say so.")
-        self.control = None
+        self.control, self.joined = None, False
         self.processes = Processes(self.world_size, self.allocation, self.mpi)
         atexit.register(self.stop)
         try:
@@ -205,6 +206,8 @@ class Hands:
         cell = Cell(self)
         try:
             cell.run(source, timeout_s, on_wait)
+            if not cell.restarted:
+                self.joined = self.joined or any(done.get("joined") for done in cell.done.values())
         finally:
             if self.client is not None:
                 self.control.on_output = None

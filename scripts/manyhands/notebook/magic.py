@@ -1,6 +1,6 @@
 """`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
 
-    %%ranks [--timeout SECONDS]       default 60, for the whole cell
+    %%ranks [--timeout SECONDS]       default 60, for the whole cell; 300 until the ranks have met
 
 In a script the line is a comment and the cell's lines run anyway, on every rank.
 """
@@ -20,6 +20,8 @@ from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.hands import current_ranks
 
 LIVE_AFTER_S = 2.0
+CELL_S = 60.0
+START_CELL_S = 300.0  # on a parallel file system the first import of torch alone takes minutes
 SHARED_COLOUR = "#6b7280"
 # JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
 FONT = "font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)"
@@ -43,8 +45,8 @@ def register():
 
 def ranks(line, cell):
     """%%ranks [--timeout SECONDS]: run this cell on every rank."""
-    timeout_s = _timeout(line)
     hands = current_ranks()
+    timeout_s = _timeout(line, CELL_S if hands.joined else START_CELL_S)
     live = _Live() if os.environ.get("MANYHANDS_LIVE", "1") != "0" else None
     result = hands.run(
         "#\n" + cell,  # so that line numbers are the cell's, %%ranks being line 1
@@ -61,11 +63,11 @@ def ranks(line, cell):
         raise CellFailed(*report(result))
 
 
-def _timeout(line):
+def _timeout(line, default_s):
     words = shlex.split(line.split("#")[0])
     try:
         if not words:
-            return 60.0
+            return default_s
         (flag, value) = words if len(words) == 2 else words[0].split("=", 1)
         if flag != "--timeout" or float(value) <= 0:
             raise ValueError
@@ -234,7 +236,11 @@ def _place(place):
     if place is None:
         return "between two steps"
     doing = f"waiting in {place['call']}, " if place["call"] else ""
-    return f"{doing}line {place['line']}: {place['source']}" if place["line"] else doing or "running"
+    return (
+        f"{doing}line {place['line']}: {place['source']}"
+        if place["line"]
+        else doing.rstrip(", ") or "running"
+    )
 
 
 def _outlook(result):

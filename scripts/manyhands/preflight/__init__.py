@@ -26,7 +26,9 @@ def parser():
         "--lesson", action="append", default=[], metavar="03", help="only this lesson (repeatable)"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda", "xpu"), help="fail where a run takes another device"
+        "--device",
+        choices=("cpu", "cuda", "xpu"),
+        help="where all runs compute (MANYHANDS_DEVICE); they fail where it is not to be had",
     )
     parser.add_argument(
         "--ranks", action="append", type=_positive, metavar="N", help="ranks of every run (repeatable; default: 2 and 4, "

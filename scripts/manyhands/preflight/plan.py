@@ -28,7 +28,7 @@ class LessonResult:
 def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_only=False):
     """The Runs: first every notebook, then every script under torchrun and mpiexec on 2 and 4 ranks, or on `ranks`.
 
-    Raises ValueError for short parameters or a device that a lesson does not know.
+    Raises ValueError for short parameters that a lesson does not know.
     """
     notebooks, scripts = [], []
     for lesson in lessons:
@@ -42,8 +42,6 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
             raise ValueError(
                 f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have"
             )
-        if device and "device" in known:
-            parameters["device"] = device
         own = folder / lesson.name
 
         def run(way, n, own=own, lesson=lesson, parameters=parameters):

@@ -90,8 +90,13 @@ class Run:
             "MPLBACKEND": "agg",
             "PYTHONUNBUFFERED": "1",
         }
+        if self.device:
+            environ["MANYHANDS_DEVICE"] = self.device  # join() obeys it, or refuses
         if self.device == "cpu":
-            environ["CUDA_VISIBLE_DEVICES"] = ""  # join() takes the GPUs that it sees
+            environ |= {
+                "CUDA_VISIBLE_DEVICES": "",
+                "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+            }  # nor does a lesson see one
         if self.way == "notebook":
             environ["JUPYTER_PATH"] = os.pathsep.join(
                 filter(None, [str(self.folder / "jupyter"), base.get("JUPYTER_PATH")])

@@ -29,6 +29,11 @@ class Ranks:
     host: str
     lesson: str  # the script's stem, such as "02_collectives"
 
+    @property
+    def library(self) -> str:
+        """What carries tensors of `device`: "gloo", "NCCL" (on AMD's GPUs RCCL, under this name) or "XCCL"."""
+        return {"cpu": "gloo", "cuda": "NCCL", "xpu": "XCCL"}[self.device.type]
+
 
 def remember(ranks: Ranks | None) -> None:
     """This process is that rank from now on; None: no rank yet, or no longer."""
