@@ -35,7 +35,9 @@ def keep(command, environ=None, idle_s=None, grace_s=GRACE_S):
         if child.poll() is None:
             child.send_signal(_translated(number, command))
 
-    before = {one: signal.signal(one, pass_on) for one in PASSED_ON}
+    # nohup and a shell's background ignore a signal for the whole run: it stays ignored
+    taken = [one for one in PASSED_ON if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, pass_on) for one in taken}
     try:
         status = _until_idle(child, idle_s) if idle_s else child.wait()
         if status is None:
@@ -81,6 +83,6 @@ def with_us():
 
 
 def _translated(number, command):
-    """mpiexec and srun end their ranks on SIGTERM without letting them save; SIGUSR1 they pass on."""
+    """mpiexec and srun end their ranks on SIGTERM and SIGHUP without letting them save; SIGUSR1 they pass on."""
     through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
-    return signal.SIGUSR1 if number == signal.SIGTERM and through else number
+    return signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) and through else number

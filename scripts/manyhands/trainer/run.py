@@ -28,7 +28,7 @@ from manyhands.parallel.optimizer import (
     set_learning_rate,
 )
 from manyhands.parallel.parallelize import parallelize
-from manyhands.runs.exit_status import say_status
+from manyhands.runs.exit_status import DIVERGED, INTERRUPTED, say_status
 from manyhands.runs.metrics import Metrics
 from manyhands.runs.run_folder import run_folder
 from manyhands.trainer.profiling import Profile
@@ -36,7 +36,7 @@ from manyhands.trainer.random_state import random_state, seed_dropout, set_rando
 from manyhands.trainer.refusals import refuse_text
 from manyhands.trainer.report import Report
 from manyhands.trainer.stalls import StallWatch
-from manyhands.trainer.stopping import BY_HAND, INTERRUPTED, Stopping, clear_requeue, write_requeue
+from manyhands.trainer.stopping import BY_HAND, Stopping, clear_requeue, write_requeue
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
@@ -69,7 +69,7 @@ def train(options):
         refuse(str(error))
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
-        end(f"train.py: {error}", 1, sys.stderr)
+        end(f"train.py: {error}", DIVERGED, sys.stderr)
     leave()
     if status and ranks.rank == 0:
         say_status(status)
