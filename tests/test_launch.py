@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from manyhands.launching import devices
+from manyhands.launching import join as join_module
 from manyhands.launching.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
 from manyhands.machine import cores
 
@@ -362,3 +363,16 @@ def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
     status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)
     assert status == 2
     assert "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s" in errors
+
+
+def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):
+    monkeypatch.setattr(
+        join_module, "resolve", lambda environ: (_ for _ in ()).throw(LaunchError("RANK=5 of 2"))
+    )
+    monkeypatch.setattr(join_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("5", "train.py: it cannot be\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            join_module.end("train.py: it cannot be", 2, sys.stderr)
+        assert capsys.readouterr().err == said

@@ -309,6 +309,15 @@ def test_under_nohup_torchrun_is_not_told_to_hear_the_hangup(under_nohup):
     assert "SIGTERM" in flag and "SIGHUP" not in flag
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_under_the_log_of_launch_py_does_not_end_what_it_keeps(root, script, tmp_path):
+    program = script(f"print('x' * 200_000, flush=True)\nopen({str(tmp_path / 'done')!r}, 'w')")
+    words = [sys.executable, root / "scripts" / "launch.py", *ALONE, "--timeout", "60", program]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(list(map(str, words)), stdout=full, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"") and (tmp_path / "done").exists()
+
+
 HANGS_UP = """\
 import os, signal, sys
 os.kill(int(sys.argv[1]), signal.SIGHUP)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.machine.processes import MARK, Family
@@ -60,8 +61,8 @@ def _until_idle(child, idle_s):
     def copy():
         while data := os.read(child.stdout.fileno(), 65536):
             last[0] = time.monotonic()
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            with suppress(OSError):  # the log's disk is full, or nobody reads: the run goes on
+                os.write(sys.stdout.fileno(), data)
 
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()

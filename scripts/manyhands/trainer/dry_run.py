@@ -24,6 +24,7 @@ from manyhands.launching.launchers import LaunchError, resolve
 from manyhands.measure.tensor_bytes import Bytes
 from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
 from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes
+from manyhands.runs.screen import write
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks")  # of this call, not of the run
@@ -39,7 +40,7 @@ def dry_run(options):
         world_size = options.ranks or place.world_size or 1
         if place.rank == 0:
             per_node = None if options.ranks else place.local_world_size
-            print(describe(options, world_size, per_node))
+            write(f"{describe(options, world_size, per_node)}\n")
     except (LaunchError, OptionError, DataError, RanksError) as error:
         end(f"train.py: {error}", 2, sys.stderr)
     return 0
