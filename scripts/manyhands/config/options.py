@@ -139,6 +139,9 @@ class Options:
     config: Path | None = None  # a TOML or YAML file
     dry_run: bool = False  # print what would run, and end
     ranks: int | None = None  # with --dry-run: as if on so many ranks
+    gpu_gib: float | None = (
+        None  # with --dry-run: whether it fits into so much memory per rank; none: into what is here
+    )
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -353,6 +356,8 @@ def validate(options):
         raise OptionError(
             f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train"
         )
+    if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
+        raise OptionError(f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB")
     try:
         GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
     except ValueError as error:
