@@ -8,9 +8,9 @@
 
 You should see the command, ready to be copied, and then what it prints. `--timeout S` ends a run that prints nothing for
 S seconds: its processes are asked to end, then killed. `--retries K` starts a failed run again, up to K times, and not one
-whose flags are wrong; train.py goes on where it was if a checkpoint folder is named. Signals are passed on; no process is
-left behind. The exit status is the run's own, also under torchrun (128 + n where signal n ended it; 0 where it saved and
-left), 124 after a time-out, 2 for a wrong flag.
+whose flags are wrong or whose loss has diverged; train.py goes on where it was if a checkpoint folder is named. Signals are
+passed on, unless they are ignored, as SIGHUP under nohup; no process is left behind. The exit status is the run's own, also
+under torchrun (128 + n where signal n ended it; 0 where it saved and left), 124 after a time-out, 2 for a wrong flag.
 """
 
 import sys
@@ -18,7 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+
+def refuse_flags(flags):
+    """End with the reason, said once, if train.py would refuse these flags on each of its ranks; or with its help."""
+    from manyhands.config.options import OptionError, read_options
+
+    try:
+        read_options(flags, prog="train.py")
+    except OptionError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 if __name__ == "__main__":
     from manyhands.launching.commands import main
 
-    sys.exit(main(description=__doc__))
+    sys.exit(main(description=__doc__, refuse_flags=refuse_flags))

@@ -10,6 +10,7 @@ step and validation loss. The same seed writes the same text on the same machine
 value makes no sense, with the cure.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ def refuse_senseless(options):
         < 0,
         f"--top-k {options.top_k} leaves nothing to draw; use 1 or more": options.top_k is not None
         and options.top_k < 1,
+        f"--temperature {options.temperature} is no number to divide by; use 0 or more": not math.isfinite(
+            options.temperature
+        ),
         "--prompt is empty; give the text at least one symbol to start from": not options.prompt,
     }
     for sentence, wrong in faults.items():
@@ -85,6 +89,11 @@ def encoded(prompt, symbols):
                 f"--prompt has {symbol!r}, which is none of the {len(ids)} symbols that the model knows"
             )
     return [ids[symbol] for symbol in prompt]
+
+
+def shown(symbol):
+    """A symbol as a terminal may have it: control characters, which could command it, as their codes."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in symbol)
 
 
 def write_text(options):
@@ -121,7 +130,7 @@ def write_text(options):
     for i in continued(
         model, ids, options.length, options.temperature, options.top_k, len(symbols), generator
     ):
-        write(symbols[i])
+        write(shown(symbols[i]))
     write("\n")
 
 

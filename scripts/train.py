@@ -17,6 +17,7 @@ outputs/train/latest, holds steps.jsonl, metrics.json and the curves, and the ch
 
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -62,15 +63,19 @@ def _some_other_rank():
 
 
 if __name__ == "__main__":
+    from manyhands.runs.exit_status import INTERRUPTED, say_status
     from manyhands.runs.ranks import joined
-    from manyhands.trainer.stopping import INTERRUPTED, exit_process
+    from manyhands.trainer.stopping import exit_process
 
     try:
         status = main()
     except SystemExit as ended:  # it has said why
         status = ended.code
     except KeyboardInterrupt:  # Ctrl-C before the training began, or for the second time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: it is said once
         if not _some_other_rank():
-            print("train.py: ended by Ctrl-C", file=sys.stderr)
+            why = "train.py: ended by Ctrl-C"
+            say_status(INTERRUPTED, why)
+            print(why, file=sys.stderr)
         status = INTERRUPTED
     exit_process(status, joined())

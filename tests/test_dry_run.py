@@ -215,3 +215,19 @@ def test_what_is_said_of_the_corpus_is_no_part_of_the_file(root, tmp_path):
 def test_an_unknown_preset_is_refused_in_a_dry_run_too():
     with pytest.raises(OptionError, match="'gpt5' is unknown"):
         described("--preset gpt5")
+
+
+def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_this_one(monkeypatch):
+    flags = "--preset olmo-7b --dry-run"
+    assert "it fits: " in comments(described(f"{flags} --gpu-gib 800"))
+    assert "IT DOES NOT FIT: " in comments(described(f"{flags} --gpu-gib 8"))
+    monkeypatch.setattr(dry_run, "available_memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "IT DOES NOT FIT: " in comments(described("--preset olmo-7b --dry-run"))
+    said = comments(described("--dry-run", world_size=2))
+    assert "it fits: " in said and "into the 8.00 GiB that a rank finds here" in said  # two ranks share it
+
+
+def test_a_memory_to_fit_into_is_for_the_dry_run_alone():
+    with pytest.raises(OptionError, match="gpu_gib=8 is for --dry-run"):
+        read_options(["--gpu-gib", "8"])

@@ -434,3 +434,14 @@ def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
     status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)
     assert status == 2
     assert "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s" in errors
+
+
+def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):
+    monkeypatch.setattr(join, "resolve", lambda environ: (_ for _ in ()).throw(LaunchError("RANK=5 of 2")))
+    monkeypatch.setattr(join.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("5", "train.py: it cannot be\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            join.end("train.py: it cannot be", 2, sys.stderr)
+        assert capsys.readouterr().err == said

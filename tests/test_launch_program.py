@@ -15,8 +15,9 @@ from manyhands.data.corpus import load_corpus
 from manyhands.launching import commands
 from manyhands.launching.commands import StartError, command_for
 from manyhands.launching.join import join, leave
+from manyhands.launching.quiet_torchrun import blame
 from manyhands.machine import kept_command
-from manyhands.runs.exit_status import STATUS_FILE, read_status, say_status
+from manyhands.runs.exit_status import DIVERGED, STATUS_FILE, read_status, say_status
 from manyhands.runs.ranks import joined
 from rank_pool import run_on_ranks
 
@@ -233,28 +234,99 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 @pytest.mark.parametrize(
     ("own", "heard", "status", "starts", "last"),
     [
-        ((2, "train.py: it cannot be; use another"), None, 2, 1, "train.py: it cannot be; use another"),
-        ((2, ""), None, 2, 1, "launch.py: status 2; the reason stands above torchrun's own lines"),
-        ((1, "train.py: diverged"), None, 1, 3, "train.py: diverged"),
-        ((0, ""), signal.SIGTERM, 0, 1, "left in good order on SIGTERM; the traceback above is torchrun's own"),
+        ((2, "train.py: it cannot be; use another"), None, 2, 1, ""),  # it has said so itself
+        ((DIVERGED, "train.py: the loss is nan"), None, DIVERGED, 1, ""),
+        ((1, "launch.py: rank 1 was killed"), None, 1, 3, "launch.py: rank 1 was killed"),  # nobody else says it
+        ((0, ""), signal.SIGTERM, 0, 1, "launch.py: left in good order on SIGTERM"),
+        (None, signal.SIGINT, 130, 1, "launch.py: ended by Ctrl-C"),
+        ((130, "train.py: ended by Ctrl-C"), signal.SIGINT, 130, 1, ""),
         ((0, ""), None, 1, 3, "launch.py: status 1; retry 2 of 2"),  # it failed after its work was done
         (None, None, 1, 3, "launch.py: status 1; retry 2 of 2"),  # it was killed
         (None, signal.SIGTERM, 1, 1, ""),
     ],
 )  # fmt: skip
-def test_under_torchrun_the_programs_own_status_and_sentence_come_last(
+def test_under_torchrun_the_status_is_the_programs_own_and_what_nobody_has_said_comes_last(
     monkeypatch, capsys, own, heard, status, starts, last
 ):
     seen = kept_as(monkeypatch, 1, own, heard)
     assert commands._with_retries(TORCHRUN, None, 2) == status
-    assert len(seen) == starts and capsys.readouterr().err.rstrip("\n").endswith(last)
+    said = capsys.readouterr().err
+    assert len(seen) == starts and said.rstrip("\n").endswith(last) and (last or not said)
 
 
-def test_a_wrong_flag_is_not_tried_again_and_its_status_comes_through_torchrun(root):
-    status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--log.interval", 3))
-    assert status == 2 and "retry" not in said
-    assert said.count("Unrecognized options: --log.interval") == 1
-    assert said.splitlines()[-1].startswith("launch.py: status 2; the reason stands above")
+def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
+    status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--train.steps", 0))
+    assert (status, said) == (2, "train.py: train.steps=0 is too small; use at least 1\n")
+
+
+@pytest.mark.parametrize(
+    ("failures", "sentence"),
+    [
+        # rank 1 was killed; rank 0 lost its connection, and rank 2 was ended by torchrun
+        ([(0, 1, 50), (1, -9, 50), (2, -15, 50)], "rank 1 was killed (signal 9): usually memory"),
+        ([(1, 1, 50), (0, -15, 50)], "rank 1 ended with status 1; the reason stands above"),
+        (
+            [(1, 1, 50), (0, -9, 170)],
+            "rank 1 ended with status 1; the reason stands above",
+        ),  # torchrun killed 0
+        ([(0, 1, 50), (1, -11, 50)], "rank 1 died of signal 11 (SIGSEGV)"),
+        ([(0, -15, 50)], "rank 0 died of signal 15 (SIGTERM)"),
+    ],
+)
+def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(failures, sentence):
+    assert blame(failures).startswith(f"launch.py: {sentence}")
+
+
+def test_a_rank_killed_under_mpiexec_or_srun_is_said_to_be_so(monkeypatch, capsys):
+    kept_as(monkeypatch, 137)
+    assert commands._with_retries(["srun", "python", "program.py"], None, 0) == 137
+    assert "a rank was killed (signal 9): usually memory" in capsys.readouterr().err
+
+
+KILLED = """\
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, script):
+    status, said = ended(launch(root, "--nproc", 2, script(KILLED)))
+    assert status == 1 and len(said.splitlines()) == 2
+    assert said.splitlines()[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
+
+
+@pytest.fixture
+def under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_under_nohup_torchrun_is_not_told_to_hear_the_hangup(under_nohup):
+    (flag,) = [word for word in command_for(PROGRAM, {}, nproc=4) if word.startswith("--signals-to-handle=")]
+    assert "SIGTERM" in flag and "SIGHUP" not in flag
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_under_the_log_of_launch_py_does_not_end_what_it_keeps(root, script, tmp_path):
+    program = script(f"print('x' * 200_000, flush=True)\nopen({str(tmp_path / 'done')!r}, 'w')")
+    words = [sys.executable, root / "scripts" / "launch.py", *ALONE, "--timeout", "60", program]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(list(map(str, words)), stdout=full, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"") and (tmp_path / "done").exists()
+
+
+HANGS_UP = """\
+import os, signal, sys
+os.kill(int(sys.argv[1]), signal.SIGHUP)
+sys.exit(5 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0)
+"""
+
+
+def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps(under_nohup):
+    assert kept_command.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
 
 
 def statuses_on_the_way(ranks, folder):
@@ -292,7 +364,8 @@ def until(run, text):
 
 
 def test_srun_which_ends_its_ranks_on_sigterm_is_sent_sigusr1_instead():
-    assert kept_command._translated(signal.SIGTERM, ["srun", "python"]) == signal.SIGUSR1
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        assert kept_command._translated(end, ["srun", "python"]) == signal.SIGUSR1
     assert (
         kept_command._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"])
         == signal.SIGTERM
@@ -313,9 +386,8 @@ def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again
     status, said = ended(run)
     assert "and saved at step" in said and "retry" not in said
     if starter == "torchrun":  # which dies of the signal itself, with a traceback and status 1
-        assert status == 0 and said.endswith(
-            f"launch.py: left in good order on {sent}; the traceback above is torchrun's own\n"
-        )
+        assert "Traceback" not in said
+        assert status == 0 and said.endswith(f"launch.py: left in good order on {sent}\n")
     assert (tmp_path / "run" / "requeue.json").exists()
     gone(root / "tests" / "fake_train.py")
 

@@ -225,7 +225,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         # wrapping
         *(
             (f"--parallel.strategy fsdp --parallel.wrapping {wrapping}", 2, (wrapping, "block_group:2"))
-            for wrapping in ("blocks", "block:2", "block_group", "block_group:0", "size:", "size:-1", "size:x")
+            for wrapping in ("blocks", "block:2", "block_group", "block_group:0", "size:", "size:²", "size:-1", "size:x")
         ),
         ("--parallel.strategy fsdp --parallel.wrapping block_group:5", 2, ("block_group:5", "4 blocks")),
     ],

@@ -288,3 +288,64 @@ def test_help_lists_every_group_with_its_defaults(capsys):
     assert all(
         f"--{flag}" in shown for flag in ("model.n-layer", "train.steps", "parallel.strategy", "preset")
     )
+
+
+# ------------------------------------------------------------------ what a slip of the shell or of the hand makes
+
+
+@pytest.mark.parametrize(
+    "flag", ["--checkpoint.folder=", "--config=", "--log.wandb=", "--checkpoint.folder= "]
+)
+def test_an_empty_value_is_refused_and_does_not_mean_none(flag):
+    """--checkpoint.folder="$UNSET" would train for hours into a folder that nobody resumes from."""
+    assert "is empty (is a variable of the shell unset?)" in refused([flag])
+
+
+def test_an_empty_preset_is_refused_beside_a_file_too(write):
+    assert "preset '' is unknown" in refused(["--preset", "", "--config", write("run.toml", "")])
+
+
+def test_a_yaml_name_that_is_given_twice_is_refused_with_its_line(write):
+    path = write("run.yaml", "train: {steps: 3}\nmodel: {n_head: 2}\ntrain: {seed: 4}\n")
+    assert "train is given twice; write it once" in refused(["--config", path])
+    assert "line 3" in refused(["--config", path])
+    spelled = write("two.yaml", "train: {global-batch: 8, global_batch: 16}\n")
+    assert "global_batch is given twice, with - and with _" in refused(["--config", spelled])
+
+
+def test_a_file_that_names_a_file_is_refused(write):
+    path = write("run.toml", 'config = "other.toml"\n')
+    assert "config=other.toml is not read from a file" in refused(["--config", path])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(write):
+    for name in ("run.toml", "run.yaml"):
+        text = "\ufeff[train]\nsteps = 7\n" if name.endswith("toml") else "\ufefftrain: {steps: 7}\n"
+        assert read_options(["--config", write(name, text)]).train.steps == 7
+
+
+def test_a_file_larger_than_any_configuration_is_not_parsed(write):
+    path = write("run.toml", "".join(f"k{i} = {i}\n" for i in range(90_000)))
+    assert "larger than 1,048,576 bytes, and no configuration" in refused(["--config", path])
+
+
+def test_a_tilde_is_the_home_folder_also_where_no_shell_reads_it(monkeypatch, tmp_path, write):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("run.toml", "[train]\nsteps = 7\n")
+    options = read_options(["--checkpoint.folder=~/mine", "--config=~/run.toml"])
+    assert options.checkpoint.folder == str(tmp_path / "mine") and options.train.steps == 7
+    assert "checkpoint.folder=~no-such-user/x: " in refused(["--checkpoint.folder=~no-such-user/x"])
+    assert "cannot be read: " in refused(["--config=~no-such-user/run.toml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model.n-layer", str(10**23)], "is too large; use at most 10000"),
+        (["--train.steps", str(10**23)], "is too large; use at most 2147483647"),
+        (["--dry-run", "--ranks", str(10**23)], "ranks=1"),
+        (["--optimizer.weight-decay", "1e300"], "more from a weight than it has; use a smaller weight_decay"),
+    ],
+)
+def test_absurd_numbers_are_refused_by_their_own_names(flags, sentence):
+    assert sentence in refused(flags)

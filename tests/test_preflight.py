@@ -452,3 +452,11 @@ def test_where_ranks_were_names_the_collective_and_the_lessons_line():
 [1]   File "/course/scripts/02_collectives.py", line 39 in my_turn
 """
     assert errors.where_ranks_were(log) == "rank 0 in all_reduce, line 41; rank 1 in my_turn, line 39"
+
+
+@pytest.mark.parametrize("flag", ["--lesson", "--output"])
+def test_an_empty_value_is_refused_and_means_neither_all_lessons_nor_this_folder(flag, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        preflight.main([flag, ""], tmp_path)
+    assert ended.value.code == 2
+    assert f"argument {flag}: it is empty (is a variable of the shell unset?)" in capsys.readouterr().err

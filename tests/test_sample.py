@@ -1,6 +1,7 @@
 """What a run leaves can be exported, read back without it, and made to write."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.checkpoints import export, manifest
+from manyhands.checkpoints import export, manifest, tensor_files
 from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.checkpoints.export import find_checkpoint, load_model
 from manyhands.checkpoints.manifest import CheckpointError
 from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import run_on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -207,7 +209,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing_and_ends_with_status_2(
     )
     assert export.main([str(trained), str(tmp_path / "model.safetensors")]) == 2
     assert "No space left on device; name another place" in capsys.readouterr().err
-    assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.iterdir()), "not a description without its weights either"
 
 
 # ---------------------------------------------------------------- the program
@@ -273,6 +275,7 @@ def test_an_export_writes_what_its_checkpoint_does(written, trained, tmp_path):
         (["--prompt", ""], "--prompt is empty; give the text at least one symbol"),
         (["--length", "-1"], "--length -1 is negative"),
         (["--temperature", "-0.1"], "--temperature -0.1 is negative"),
+        (["--temperature", "nan"], "--temperature nan is no number to divide by"),
         (["--top-k", "0"], "--top-k 0 leaves nothing to draw; use 1 or more"),
         (["--device", "xpu"], "--device xpu: torch sees no GPU of that kind here; use --device cpu"),
         (["--step", "15"], "has no step 15, only 30, 20, 10"),
@@ -302,3 +305,45 @@ def test_the_json_beside_an_export_says_what_the_file_is(trained, tmp_path):
     about = json.loads(Path(tmp_path / "m.json").read_text())
     assert about["config"] == asdict(CONFIG)
     assert about["file"] == manifest.describe_file(tmp_path / "m.safetensors")
+
+
+def test_forged_facts_are_refused_before_anything_of_their_size_is_built(trained):
+    _, facts = load_model(trained)
+    weights = {name: p.detach() for name, p in gpt(20).named_parameters()}
+    forged = [
+        {"config": facts["config"] | {"n_layer": 10**12}},
+        {"config": facts["config"] | {"n_embd": 10**15, "n_head": 1}},
+        {"config": facts["config"] | {"n_layer": "two"}},
+        {"corpus": {"alphabet": ALPHABET * 2}},
+        {"corpus": {"alphabet": [1, 2]}},
+        {"corpus": None},
+        {"val_loss": "low"},
+        {"step": "1\x1b[2J"},
+    ]
+    for one in forged:
+        with pytest.raises(CheckpointError, match="use another"):
+            export.believe(facts | one, "here")
+            export.build(weights, facts | one, "here")
+    assert same(export.build(weights, facts, "here"), gpt(20))
+
+
+def test_shapes_larger_than_their_files_are_refused_before_room_is_asked_for(trained, monkeypatch):
+    described = tensor_files.read_metadata(trained / "checkpoints" / "step-00000020")
+    described.state_dict_metadata["model.head.weight"].size = torch.Size([10**9, 10**9])
+    monkeypatch.setattr(tensor_files, "read_metadata", lambda folder: described)
+    with pytest.raises(CheckpointError, match="describes tensors of 4,000,000,000,000,.* bytes in files of"):
+        load_model(trained)
+
+
+def test_torchs_advice_to_run_what_a_file_brings_along_is_not_passed_on(trained, monkeypatch):
+    def read(*_, **__):
+        raise CheckpointException("", {0: (pickle.UnpicklingError("set weights_only=False"), None)})
+
+    monkeypatch.setattr(tensor_files.dcp, "load", read)
+    with pytest.raises(CheckpointError, match="holds more than tensors, and is not read") as error:
+        load_model(trained)
+    assert "weights_only" not in str(error.value)
+
+
+def test_control_characters_of_an_alphabet_do_not_reach_the_terminal(program):
+    assert program.shown("\x1b[2Ja\n\t\u00e9\x07") == "\\x1b[2Ja\n\t\u00e9\\x07"

@@ -113,3 +113,21 @@ def test_a_text_plot_is_plain_characters_of_the_given_size():
     assert len(lines) == 9 and max(map(len, lines)) <= 60
     assert "loss" in lines[0] and "\x1b" not in text and "•" in lines[2]
     assert "•" not in lines[2][30:], "it falls from the left"
+
+
+SAYS = "from manyhands.runs.screen import write\nwrite('\u2713 caf\u00e9\\n'); write('on\\n')\nimport sys; sys.stderr.write('lived')"
+
+
+@pytest.mark.parametrize(("encoding", "seen"), [("ascii", b"? caf?\non\n"), ("latin-1", b"? caf\xe9\non\n")])
+def test_a_stream_that_lacks_a_character_shows_a_question_mark(encoding, seen):
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run([sys.executable, "-c", SAYS], env=environ, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, seen, b"lived")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_under_the_log_ends_no_run():
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-c", SAYS], env=environ, stdout=full, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"lived")

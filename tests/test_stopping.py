@@ -29,7 +29,7 @@ def stop_one_rank(ranks, name, who, when):
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("name", "who"), [("SIGTERM", 0), ("SIGUSR1", 2), ("SIGINT", 1)])
+@pytest.mark.parametrize(("name", "who"), [("SIGTERM", 0), ("SIGUSR1", 2), ("SIGINT", 1), ("SIGHUP", 1)])
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(name, who):
     answers = run_on_ranks(3, stop_one_rank, name, who, 30)
     assert len(set(answers)) == 1
@@ -85,13 +85,15 @@ def test_a_signal_that_comes_while_a_rank_still_starts_is_not_lost():
 
 
 def hear_what_is_ignored(ranks):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     with Stopping(ranks) as asked:
-        os.kill(os.getpid(), signal.SIGINT)
+        for one in (signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), one)
         return asked.agreed(1)
 
 
-def test_ctrl_c_is_not_heard_by_a_run_that_a_shell_started_in_the_background():
+def test_neither_ctrl_c_in_a_shells_background_nor_a_hangup_under_nohup_is_heard():
     assert run_on_ranks(1, hear_what_is_ignored) == [None]
 
 

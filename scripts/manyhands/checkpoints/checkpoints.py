@@ -201,8 +201,13 @@ class Checkpoints:
         causes = tensor_files.failures_of(error).values()
         if free < needed or any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for c in causes):
             raise CheckpointError(
-                f"{self.folder} is full: step {step} needs {needed / MB:.1f} MB and {free / MB:.1f} MB are free; free some,"
-                " keep fewer, or name another folder (the checkpoints that are there stay)"
+                f"{self.folder} is full: step {step} needs {needed / MB:.1f} MB and "
+                + (
+                    f"{free / MB:.1f} MB are free"
+                    if free < needed
+                    else "what the files add to that, or a quota is used up"
+                )
+                + "; free some, keep fewer, or name another folder (the checkpoints that are there stay)"
             )
         raise CheckpointError(f"step {step} could not be saved in {self.folder}: {_first_failure(error)}")
 

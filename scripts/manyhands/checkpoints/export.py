@@ -93,19 +93,34 @@ def load_model(source, step="best", tell=print):
         manifest = read_manifest(source)
         weights = whole_tensors(source, "model.")
         facts = manifest["facts"] | {"step": manifest["step"], "val_loss": manifest["val_loss"]}
+    believe(facts, source)
     return build(weights, facts, source), facts | {"source": str(source)}
+
+
+def believe(facts, source):
+    """Raises CheckpointError unless alphabet, step and loss are what a run writes down: whoever shows them trusts them."""
+    try:
+        alphabet, size = facts["corpus"]["alphabet"], facts["config"]["vocab_size"]
+        if not 0 < len(alphabet) <= size or not all(isinstance(one, str) for one in alphabet):
+            raise ValueError(f"its alphabet does not fit vocab_size={size}")
+        if type(facts["step"]) is not int or not isinstance(facts.get("val_loss"), float | int | None):
+            raise ValueError(f"step={facts['step']!r} or val_loss={facts.get('val_loss')!r} is no number")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source} is not what a run writes down ({error}); use another") from None
 
 
 def build(weights, facts, source):
     """A GPT with {name: tensor}, as sized by facts["config"]. Raises CheckpointError with the names that do not fit."""
     try:
         config = GPTConfig(**facts["config"])
-    except (KeyError, TypeError, ValueError) as error:
+        if config.n_layer > len(weights):  # before they are built, on no matter what
+            raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
+        with torch.device("meta"):  # shapes only: the weights are already here
+            model = GPT(config)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:  # facts may be forged
         raise CheckpointError(
-            f"{source} says nothing of a GPT that can be built ({error}); use another"
+            f"{source} says nothing of a GPT that can be built ({str(error).splitlines()[0]}); use another"
         ) from None
-    with torch.device("meta"):  # shapes only: the weights are already here
-        model = GPT(config)
     wanted = {
         name: list(parameter.shape) for name, parameter in model.named_parameters()
     }  # a tied matrix once
@@ -134,16 +149,22 @@ def write_export(weights, facts, target):
     target = Path(target)
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target} does not end in .safetensors; name such a file")
-    partial = target.with_suffix(".partial")
+    partial, about_target = target.with_suffix(".partial"), target.with_suffix(".json")
+    about_partial = target.with_suffix(".json.partial")
+    for path in (target, about_target):
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder; name another place")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
         about = {name: facts[name] for name in KEPT if name in facts}
         content = {"format": FORMAT, **about, "file": describe_file(partial)}
-        write_whole(target.with_suffix(".json"), json.dumps(content, indent=1) + "\n")
-        os.replace(partial, target)
+        write_whole(about_partial, json.dumps(content, indent=1) + "\n")
+        os.replace(partial, target)  # both or none: what can fail has been done
+        os.replace(about_partial, about_target)
     except Exception as error:  # safetensors has an error of its own for a full disk
-        partial.unlink(missing_ok=True)
+        for path in (partial, about_partial):
+            path.unlink(missing_ok=True)
         raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
 
 

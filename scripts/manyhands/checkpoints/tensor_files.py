@@ -11,6 +11,7 @@ unpickler with a list of what may appear reads it, and a checkpoint holds tensor
 
 import hashlib
 import io
+import math
 import pickle
 import warnings
 from pathlib import Path
@@ -134,16 +135,24 @@ def whole_tensors(folder, prefix=""):
     Verify the checkpoint first. Raises CheckpointError.
     """
     described = read_metadata(folder).state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in described.items()
-        if name.startswith(prefix)
-    }
+    wanted = {name: entry for name, entry in described.items() if name.startswith(prefix)}
+    needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in wanted.values())
+    there = sum(about["bytes"] for about in read_manifest(folder)["files"].values())
+    if needed > there:  # before room is asked for: a forged shape asks for any amount
+        raise CheckpointError(
+            f"{folder} describes tensors of {needed:,} bytes in files of {there:,}; use another step"
+        )
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():  # that one process is meant, DCP says at each call
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=_Reader(folder), planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read: {failures_of(error)[0]}") from None
+        cause = failures_of(error)[0]
+        if isinstance(
+            cause, pickle.UnpicklingError
+        ):  # torch's own sentence recommends to run what the file brings along
+            cause = "a file of it holds more than tensors, and is not read"
+        raise CheckpointError(f"{folder} cannot be read: {cause}") from None
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

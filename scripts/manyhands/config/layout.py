@@ -271,7 +271,7 @@ def _refuse_sizes(parallel, config, degrees, stages_per_rank):
     if kind in ("block", "block_and_size"):
         fits = not count
     else:
-        fits = kind in ("block_group", "size") and count.isdigit() and int(count) >= 1
+        fits = kind in ("block_group", "size") and count.isdecimal() and int(count) >= 1
     if not fits:
         raise LayoutError(
             f"parallel.wrapping={parallel.wrapping!r} is unknown; use block, block_and_size, block_group:2 or size:100000"

@@ -27,6 +27,10 @@ Schedule = Literal[
 ]
 LONGEST_S = 1e8  # three years: what is longer overflows in some clock
 LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
+LARGEST = 2**31 - 1  # of any other count: what is larger overflows in somebody's loop
+MOST_LAYERS = 10_000
+LARGEST_FILE = 2**20  # bytes: no configuration is larger, and reading a large one takes minutes
+UNSET = "is empty (is a variable of the shell unset?)"
 
 
 class OptionError(ValueError):
@@ -135,6 +139,9 @@ class Options:
     config: Path | None = None  # a TOML or YAML file
     dry_run: bool = False  # print what would run, and end
     ranks: int | None = None  # with --dry-run: as if on so many ranks
+    gpu_gib: float | None = (
+        None  # with --dry-run: whether it fits into so much memory per rank; none: into what is here
+    )
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -148,12 +155,26 @@ def read_options(argv, prog="train.py", description=None):
     import tyro
 
     preset, config = _named(argv, "--preset"), _named(argv, "--config")
-    options = from_preset(preset) if preset or not config else None
-    if config:
+    if config == "":
+        raise OptionError(f"config {UNSET}; name a file, or leave it out")
+    options = from_preset(preset) if preset is not None or config is None else None
+    if config is not None:
         options = from_file(config, options)
     options = tyro.cli(Options, prog=prog, description=description, args=list(argv), default=options)
     validate(options)
-    return options
+    return _at_home(options)
+
+
+def _at_home(options):
+    """The options with ~ in the checkpoints' folder read as a shell reads it. Raises OptionError."""
+    folder = options.checkpoint.folder
+    if folder is None or not folder.startswith("~"):
+        return options
+    try:
+        folder = str(Path(folder).expanduser())
+    except RuntimeError as error:
+        raise OptionError(f"checkpoint.folder={folder}: {error}; name another folder") from None
+    return dataclasses.replace(options, checkpoint=dataclasses.replace(options.checkpoint, folder=folder))
 
 
 def from_preset(name):
@@ -166,18 +187,22 @@ def from_preset(name):
 
 def from_file(path, options=None):
     """A TOML or YAML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
-    path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        path = Path(path).expanduser()
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        text = content.decode("utf-8-sig")  # editors of Windows put a mark in front
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise OptionError(f"{path} cannot be read: {error}") from None
+    if len(content) > LARGEST_FILE:
+        raise OptionError(
+            f"{path} is larger than {LARGEST_FILE:,} bytes, and no configuration; name another file"
+        )
     try:
         if path.suffix == ".toml":
             content = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            content = yaml.safe_load(text) or {}
+            content = _read_yaml(text) or {}
         else:
             raise OptionError(f"{path} ends neither in .toml nor in .yaml; rename it")
     except OptionError:
@@ -186,8 +211,29 @@ def from_file(path, options=None):
         raise OptionError(f"{path} is not valid: {error}") from None
     if not isinstance(content, dict):
         raise OptionError(f"{path} holds no tables; write groups such as train and model, with their options")
+    if content.get("config") is not None:  # null is what a run without a file writes down
+        raise OptionError(
+            f"{path}: config={content['config']} is not read from a file; name one file as --config"
+        )
     named = content.pop("preset", None)
     return merged(from_preset(named) if options is None else options, content, path)
+
+
+def _read_yaml(text):
+    """What safe_load makes of it, but a name that is given twice is an error: YAML takes the last one without a word."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for i, name in enumerate(names):
+                if name in names[:i]:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{name} is given twice; write it once", node.value[i][0].start_mark
+                    )
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
 
 
 def merged(options, values, source):
@@ -198,6 +244,8 @@ def merged(options, values, source):
         key = str(name).replace("-", "_")
         if key not in known:
             raise OptionError(f"{source}: {name!r} is no option; use one of {', '.join(known)}")
+        if key in changes:
+            raise OptionError(f"{source}: {key} is given twice, with - and with _; write it once")
         if dataclasses.is_dataclass(getattr(options, key)):
             if not isinstance(value, dict):
                 raise OptionError(f"{source}: {name} is a group; write its options below it")
@@ -265,6 +313,16 @@ def validate(options):
     for name, (value, least) in at_least.items():
         if value is not None and not value >= least:
             raise OptionError(f"{name}={value} is too small; use at least {least}")
+    for name, text in (("checkpoint.folder", options.checkpoint.folder), ("log.wandb", log.wandb)):
+        if text is not None and not text.strip():
+            raise OptionError(f"{name} {UNSET}; name one, or leave it out")
+    for group in ("model", "train", "optimizer", "parallel", "checkpoint", "log"):
+        for name, value in dataclasses.asdict(getattr(options, group)).items():
+            most = MOST_LAYERS if name == "n_layer" else LARGEST_SEED if name == "seed" else LARGEST
+            if type(value) is int and value > most:
+                raise OptionError(f"{group}.{name}={value} is too large; use at most {most}")
+    if options.ranks is not None and options.ranks > LARGEST:
+        raise OptionError(f"ranks={options.ranks} is too large; use at most {LARGEST}")
     for group in ("train", "optimizer"):
         for name, value in dataclasses.asdict(getattr(options, group)).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -274,11 +332,14 @@ def validate(options):
             raise OptionError(
                 f"{name}={value:g} is no waiting time; use more than 0 seconds, and at most {LONGEST_S:g}"
             )
-    if train.seed > LARGEST_SEED:
-        raise OptionError(f"train.seed={train.seed} is too large; use at most {LARGEST_SEED}")
     for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if not 0 <= value < 1:
             raise OptionError(f"optimizer.{name}={value} is no decay rate; use 0 or more and less than 1")
+    if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
+        raise OptionError(
+            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}: each step"
+            " would take more from a weight than it has; use a smaller weight_decay"
+        )
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         raise OptionError(
             f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than optimizer.lr={optimizer.lr:g},"
@@ -295,6 +356,8 @@ def validate(options):
         raise OptionError(
             f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train"
         )
+    if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
+        raise OptionError(f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB")
     try:
         GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
     except ValueError as error:

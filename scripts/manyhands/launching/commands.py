@@ -16,14 +16,22 @@ from manyhands.course.folders import SCRIPTS
 from manyhands.launching.allocation import RanksError, Where, find_mpiexec
 from manyhands.machine.cores import cores_here
 from manyhands.machine.kept_command import keep
-from manyhands.runs.exit_status import STATUS_FILE, read_status
+from manyhands.runs.exit_status import DIVERGED, INTERRUPTED, MEMORY, REFUSED, STATUS_FILE, read_status
+from manyhands.runs.screen import write
 
 TRAIN = SCRIPTS / "train.py"
 SIGNALS = (
-    "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that torchrun passes on to the ranks instead of dying of them
-)
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGUSR1",
+)  # torchrun passes them on instead of dying of them
 # glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
+TORCHRUN = "torch.distributed.run"
+QUIET_TORCHRUN = Path(__file__).with_name("quiet_torchrun.py")
+NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end as it ended now
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
 
 
@@ -44,7 +52,7 @@ def command_for(program, environ, nproc=None, starter=None):
     torchrun = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        TORCHRUN,
         f"--nproc-per-node={nproc}",
         *_torchrun_flags(),
     ]
@@ -68,7 +76,8 @@ def _torchrun_flags():
     """What makes torchrun pass on a request to leave, as far as this torch knows it."""
     found = importlib.util.find_spec("torch")
     known = Path(found.origin).with_name("distributed").joinpath("run.py").read_text() if found else ""
-    wanted = {"--signals-to-handle": SIGNALS, "--shutdown-timeout": SAVE_S}
+    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
+    wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
     return [f"{flag}={value}" for flag, value in wanted.items() if f'"{flag}"' in known]
 
 
@@ -117,7 +126,11 @@ def _gpus_here(environ):
     return gpus_here(environ)[1]
 
 
-def main(argv=None, description=None):
+def main(argv=None, description=None, refuse_flags=None):
+    """The program behind `scripts/launch.py`; returns its exit status.
+
+    `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and leaves with SystemExit.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     at = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
@@ -145,7 +158,9 @@ def main(argv=None, description=None):
         command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
     except (StartError, RanksError) as error:
         parser.error(str(error))
-    print(f"$ {shlex.join(command)}", flush=True)
+    if refuse_flags and args.program.resolve() == TRAIN.resolve():
+        refuse_flags(argv[at + 1 :])
+    write(f"$ {shlex.join(command)}\n")
     return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
 
 
@@ -161,7 +176,7 @@ def _with_retries(command, idle_s, retries):
     environ = environment(several="--nproc-per-node=1" not in command)
     for attempt in range(retries + 1):
         status, heard, why = _once(command, environ, idle_s)
-        if status in (0, 2) or heard or attempt == retries:
+        if status in NOT_AGAIN or heard or attempt == retries:
             break
         print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr, flush=True)
     if why:
@@ -170,22 +185,32 @@ def _with_retries(command, idle_s, retries):
 
 
 def _once(command, environ, idle_s):
-    """(status, signal that was passed on, last line). torchrun makes each failure a 1, and says much below it."""
+    """(status, signal that was passed on, last line: what nobody has said yet). torchrun makes each failure a 1."""
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
         path = Path(folder) / "status"
-        status, heard = keep(command, {**environ, STATUS_FILE: str(path)}, idle_s)
-        own = read_status(path)
-    if own is None or status != 1 or "torch.distributed.run" not in command:
+        status, heard = keep(_quiet(command), {**environ, STATUS_FILE: str(path)}, idle_s)
+        own_status, why = read_status(path) or (None, "")
+    if TORCHRUN not in command:
+        killed = status in (signal.SIGKILL, 128 + signal.SIGKILL)  # mpiexec's way and srun's
+        return status, heard, f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}" * killed
+    if status != 1:
         return status, heard, ""
-    own_status, why = own
-    if own_status == 0:  # the program left in order, and torchrun died of the signal that it had passed on
-        left = "launch.py: left in good order on {}; the traceback above is torchrun's own"
-        return (0, heard, left.format(signal.Signals(heard).name)) if heard else (status, None, "")
-    return (
-        own_status,
-        heard,
-        why or f"launch.py: status {own_status}; the reason stands above torchrun's own lines",
-    )
+    if (
+        own_status == 0 and heard
+    ):  # the program left in order, and torchrun died of the signal that it had passed on
+        return 0, heard, f"launch.py: left in good order on {signal.Signals(heard).name}"
+    if own_status is None and heard == signal.SIGINT:
+        own_status, why = INTERRUPTED, "launch.py: ended by Ctrl-C"
+    said = "" if why.startswith("launch.py: ") else why  # a program prints its own reason itself
+    return own_status or status, heard, "" if said else why
+
+
+def _quiet(command):
+    """The same torchrun, without its tracebacks."""
+    if TORCHRUN not in command:
+        return command
+    at = command.index(TORCHRUN)  # -P: the names of modules beside it are not for all
+    return [*command[: at - 1], "-P", str(QUIET_TORCHRUN), *command[at + 1 :]]
 
 
 def _at_least(least):

@@ -142,7 +142,8 @@ def end(text, status, stream, everybody=False):
         rank, launcher = place.rank, place.launcher
     except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
         names = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-        rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+        rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
+        everybody = everybody or rank >= _claimed_size()  # RANK=5 of 2: there may be no rank 0 to say it
     if rank == 0 or everybody:
         say_status(status, text)
         if text:
@@ -150,6 +151,12 @@ def end(text, status, stream, everybody=False):
     elif status and launcher != "mpich":  # Hydra waits for all by itself
         time.sleep(PATIENCE_S)
     raise SystemExit(status)
+
+
+def _claimed_size():
+    """How many ranks there are, by the one variable that says so; 1 << 62 if none does."""
+    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1 << 62)
 
 
 def _enter(name, wanted, timeout_s, quiet):

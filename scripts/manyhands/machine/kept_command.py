@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.machine.processes import MARK, Family
@@ -35,7 +36,9 @@ def keep(command, environ=None, idle_s=None, grace_s=GRACE_S):
         if child.poll() is None:
             child.send_signal(_translated(number, command))
 
-    before = {one: signal.signal(one, pass_on) for one in PASSED_ON}
+    # nohup and a shell's background ignore a signal for the whole run: it stays ignored
+    taken = [one for one in PASSED_ON if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, pass_on) for one in taken}
     try:
         status = _until_idle(child, idle_s) if idle_s else child.wait()
         if status is None:
@@ -58,8 +61,8 @@ def _until_idle(child, idle_s):
     def copy():
         while data := os.read(child.stdout.fileno(), 65536):
             last[0] = time.monotonic()
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+            with suppress(OSError):  # the log's disk is full, or nobody reads: the run goes on
+                os.write(sys.stdout.fileno(), data)
 
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()
@@ -81,6 +84,6 @@ def with_us():
 
 
 def _translated(number, command):
-    """mpiexec and srun end their ranks on SIGTERM without letting them save; SIGUSR1 they pass on."""
+    """mpiexec and srun end their ranks on SIGTERM and SIGHUP without letting them save; SIGUSR1 they pass on."""
     through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
-    return signal.SIGUSR1 if number == signal.SIGTERM and through else number
+    return signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) and through else number

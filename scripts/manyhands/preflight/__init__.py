@@ -23,7 +23,12 @@ def parser():
     text = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python scripts/preflight.py", description=text)
     parser.add_argument(
-        "--lesson", action="append", default=[], metavar="03", help="only this lesson (repeatable)"
+        "--lesson",
+        action="append",
+        type=_named,
+        default=[],
+        metavar="03",
+        help="only this lesson (repeatable)",
     )
     parser.add_argument(
         "--device",
@@ -43,7 +48,9 @@ def parser():
     )
     parser.add_argument("--short", action="store_true", help="short parameters: about 10 s of work per run")
     parser.add_argument("--notebooks", action="store_true", help="only the notebooks, no launchers")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
+    parser.add_argument(
+        "--output", type=lambda text: Path(_named(text)), metavar="FOLDER", help="default: outputs/preflight"
+    )
     return parser
 
 
@@ -137,6 +144,12 @@ def _positive(text):
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return number
+
+
+def _named(text):
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty (is a variable of the shell unset?)")
+    return text
 
 
 def _refuse(reason):

@@ -5,6 +5,7 @@ In a notebook the `%%ranks` magic labels what each rank says. In a script each l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -42,9 +43,27 @@ def _label():
 
 
 def write(text):
+    """Write to stdout, now. Nothing that is wrong with the screen or the log ends a run: what cannot be shown is lost."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except UnicodeEncodeError:  # an ASCII or Latin-1 stream
+        encoding = sys.stdout.encoding or "ascii"
+        write(text.encode(encoding, "replace").decode(encoding))
     except BrokenPipeError:
         # Point the descriptor elsewhere, or the interpreter complains once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # the disk is full
+        _lose(sys.stdout)
+
+
+def _lose(stream):
+    """Throw away what `stream` holds and cannot write, or each later write would fail of it, and the interpreter's end."""
+    with contextlib.suppress(OSError, ValueError):
+        number = stream.fileno()
+        kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        stream.flush()
+        os.dup2(kept, number)  # there may be room again later
+        os.close(kept)
+        os.close(nowhere)

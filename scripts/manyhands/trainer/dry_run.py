@@ -21,12 +21,14 @@ from manyhands.launching.allocation import RanksError, Where
 from manyhands.launching.commands import TRAIN, command_for
 from manyhands.launching.join import end
 from manyhands.launching.launchers import LaunchError, resolve
+from manyhands.machine.limits import available_memory_bytes
 from manyhands.measure.tensor_bytes import Bytes
 from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
 from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes
+from manyhands.runs.screen import write
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
-NOT_IN_THE_FILE = ("config", "dry_run", "ranks")  # of this call, not of the run
+NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
 
 
 def dry_run(options):
@@ -39,7 +41,7 @@ def dry_run(options):
         world_size = options.ranks or place.world_size or 1
         if place.rank == 0:
             per_node = None if options.ranks else place.local_world_size
-            print(describe(options, world_size, per_node))
+            write(f"{describe(options, world_size, per_node)}\n")
     except (LaunchError, OptionError, DataError, RanksError) as error:
         end(f"train.py: {error}", 2, sys.stderr)
     return 0
@@ -87,6 +89,7 @@ def describe(options, world_size, per_node=None):
         f"  {'activations':<11}{gib(activations):>14}  of micro-batches of {at_once} sequence{'s' * (at_once > 1)},"
         f" recompute {options.parallel.recompute}{', without the masks of dropout' * (config.dropout > 0)}",
         f"  {'at its peak':<11}{gib(held.total + activations):>14}  and what single operations need for the moment",
+        fits(held.total + activations, options.gpu_gib, min(per_node, world_size)),
         "",
         "start it with",
         *(f"  {line}" for line in launch_lines(world_size, sys.argv[1:])),
@@ -103,6 +106,26 @@ def _corpus_at_hand(options):
 def _usual_per_node(world_size):
     nodes = len(Where.find(os.environ).hosts)
     return max(1, world_size // nodes) if nodes > 1 else min(world_size, USUAL_PER_NODE)
+
+
+def fits(needed, gpu_gib, on_node):
+    """Whether `needed` bytes per rank fit, a sentence: into `gpu_gib`, else into the GPU or a share of the memory here.
+
+    `on_node` ranks share a node; more than this one are taken to be like it.
+    """
+    import torch
+
+    if gpu_gib is not None:
+        room, whose = gpu_gib * 2**30, "of a rank (--gpu-gib)"
+    elif torch.cuda.is_available():
+        room, whose = torch.cuda.get_device_properties(0).total_memory, "of a GPU here"
+    else:
+        room, whose = (
+            available_memory_bytes() // on_node,
+            "that a rank finds here; --gpu-gib asks for another machine",
+        )
+    verdict = "it fits" if needed <= room else "IT DOES NOT FIT"
+    return f"{verdict}: {gib(needed)} at least, into the {gib(room)} {whose}"
 
 
 def gib(count):
@@ -133,7 +156,7 @@ def _toml_value(value):
 
 def launch_lines(world_size, flags):
     """How to start `flags` on so many ranks, and the command that this is here."""
-    flags = without(flags, {"--dry-run": 0, "--ranks": 1})
+    flags = without(flags, {"--dry-run": 0, "--ranks": 1, "--gpu-gib": 1})
     if world_size == 1:
         return [shlex.join(["python", "scripts/train.py", *flags])]
     try:

@@ -20,7 +20,7 @@ from manyhands.gpt.sampling import generate
 from manyhands.launching.join import end, join, leave, refuse
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
-from manyhands.runs.exit_status import say_status
+from manyhands.runs.exit_status import DIVERGED, INTERRUPTED, say_status
 from manyhands.runs.run_folder import point_latest_to
 from manyhands.trainer.finite import Diverged, refuse_broken_weights, refuse_nan
 from manyhands.trainer.profiling import Profile
@@ -30,7 +30,7 @@ from manyhands.trainer.report import Report
 from manyhands.trainer.results import agreed_folder, write_metrics
 from manyhands.trainer.resume import facts_of, resume
 from manyhands.trainer.stalls import StallWatch
-from manyhands.trainer.stopping import BY_HAND, INTERRUPTED, Stopping, clear_requeue, write_requeue
+from manyhands.trainer.stopping import BY_HAND, Stopping, clear_requeue, write_requeue
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
 VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
@@ -246,7 +246,7 @@ def train(options):
         refuse(str(error))
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
-        end(f"train.py: {error}", 1, sys.stderr)
+        end(f"train.py: {error}", DIVERGED, sys.stderr)
     leave()
     if status and ranks.rank == 0:
         say_status(status)

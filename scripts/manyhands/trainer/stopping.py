@@ -3,7 +3,7 @@
     with Stopping(ranks) as stopping:
         while step < steps:
             ...
-            if stop := stopping.agreed(step):     # all ranks, after each step: None, "SIGTERM", "SIGINT" or "SIGUSR1"
+            if stop := stopping.agreed(step):     # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
                 break
         save()
     if stop and stop != BY_HAND:
@@ -27,9 +27,9 @@ from pathlib import Path
 
 from manyhands.course.folders import write_whole
 
-SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)  # one number each, from 1: the larger one wins
+# one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
+SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 BY_HAND = "SIGINT"  # Ctrl-C
-INTERRUPTED = 130  # the status that shells give to what Ctrl-C ended
 INTERVAL_S = 0.5  # between two agreements, about
 ECHO_S = 5.0  # one request arrives more than once: from the scheduler itself, and passed on by the launcher
 GROWTH = 4  # the next interval has at most so many times the steps of the last one
@@ -44,11 +44,11 @@ def hold():
 
 
 class Stopping:
-    """Waits for SIGTERM, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it only agrees.
+    """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it only agrees.
 
     The first signal is kept for `agreed`; one that comes more than ECHO_S later does what it did before: SIGTERM ends
     the process at once. After a signal the handlers stay when the block ends: the process is leaving, and an echo must
-    not end it before it has said so. A SIGINT that is ignored, as in a shell's background, stays ignored.
+    not end it before it has said so. What is ignored stays ignored: SIGINT in a shell's background, SIGHUP under nohup.
     """
 
     def __init__(self, ranks):
@@ -60,7 +60,7 @@ class Stopping:
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
             for one in SIGNALS:
-                if one != signal.SIGINT or signal.getsignal(one) != signal.SIG_IGN:
+                if signal.getsignal(one) != signal.SIG_IGN:
                     self._before[one] = signal.signal(one, self._hear)
             while _held:
                 self._hear(_held.pop(), None)
