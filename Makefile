@@ -50,10 +50,10 @@ shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole cla
 	  "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter kernel
 	@echo "each attendee, in a copy of the course: make kernel ENV=$$(cd "$(PREFIX)" && pwd), or make lab with the same ENV"
 
-jobs: environment  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=...: write these into the job files
-	@$(RUN) -m manyhands.jobs.stamp stamp $(if $(SITE),--site "$(SITE)") $(if $(ACCOUNT),--account "$(ACCOUNT)") \
-	  $(if $(QUEUE),--queue "$(QUEUE)") $(if $(RESERVATION),--reservation "$(RESERVATION)") \
-	  $(if $(WALLTIME),--walltime "$(WALLTIME)")
+jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... GPUS=4: write these into the job files
+	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp $(if $(SITE),--site "$(SITE)") \
+	  $(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QUEUE),--queue "$(QUEUE)") $(if $(GPUS),--gpus "$(GPUS)") \
+	  $(if $(RESERVATION),--reservation "$(RESERVATION)") $(if $(WALLTIME),--walltime "$(WALLTIME)")
 
 sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
 	@$(RUN) -m manyhands.course.pairs sync $(LESSON)

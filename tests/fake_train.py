@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from manyhands.launching.join import join, leave
 from manyhands.trainer.stalls import StallWatch
-from manyhands.trainer.stopping import Stopping, clear_requeue, write_requeue
+from manyhands.trainer.stopping import Stopping, clear_requeue, hold, write_requeue
 
 
 def main():
+    hold()
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint.folder", dest="folder", default=None)
     parser.add_argument("--train.steps", dest="steps", type=int, default=40)

@@ -10,6 +10,8 @@ from manyhands.notebook import engine_processes
 from manyhands.notebook.control_lines import ControlLines
 from manyhands.notebook.engine_processes import engine_launcher
 
+TWO = ("n1", "n2")
+
 
 def test_outside_an_allocation_ranks_start_on_this_machine_and_are_at_most_four():
     found = Allocation.find({})
@@ -32,20 +34,21 @@ def test_a_node_file_that_is_gone_is_a_sentence_with_the_cure(tmp_path):
 def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes():
     job = {
         "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "nid[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_NTASKS": "6",
         "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
     }
-    assert Allocation.find(job) == Allocation("slurm", 2, 6)
+    assert Allocation.find(job) == Allocation("slurm", ("nid1", "nid2"), 6, job=7)
     # the notebook server is one task of its step: SLURM_NTASKS speaks of the server, not of us
     step = {**job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}
-    assert Allocation.find(step) == Allocation("slurm step", 2, 8)
+    assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7)
 
 
 def test_inside_a_job_step_srun_starts_the_ranks_because_mpiexec_dies_there():
-    command = engine_launcher(Allocation("slurm step", 2, 8), 4, mpi=True)
-    assert command[:3] == ["srun", "--overlap", "--mpi=pmi2"]
-    assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(command)
+    command = engine_launcher(Allocation("slurm step", TWO, 8), 4, mpi=True)
+    assert command[:2] == ["srun", "--overlap"]
+    assert {"--mpi=pmi2", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(command)
 
 
 def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_path(tmp_path, monkeypatch):
@@ -53,21 +56,21 @@ def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_
     other.write_text("#!/bin/sh\nexit 1\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert engine_launcher(Allocation("local", 1, None), 3, mpi=True) == [
+    assert engine_launcher(Allocation("local", ("here",)), 3, mpi=True) == [
         f"{sys.prefix}/bin/mpiexec",
         "-n",
         "3",
     ]
     monkeypatch.setenv("MANYHANDS_MPIEXEC", "mpiexec --ppn 2 --cpu-bind depth")
-    assert engine_launcher(Allocation("pbs", 2, 4), 4, mpi=True)[-2:] == ["-n", "4"]
+    assert engine_launcher(Allocation("pbs", TWO, 4), 4, mpi=True)[-2:] == ["-n", "4"]
     assert find_mpiexec() == ["mpiexec", "--ppn", "2", "--cpu-bind", "depth"]
 
 
 def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch):
     monkeypatch.setenv("MANYHANDS_MPIEXEC", "")
-    assert engine_launcher(Allocation("local", 1, None), 4, mpi=True) is None
+    assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True) is None
     with pytest.raises(RanksError, match="2 nodes need MPI"):
-        engine_processes.Processes(4, Allocation("pbs", 2, 4), mpi=True)
+        engine_processes.Processes(4, Allocation("pbs", TWO, 4), mpi=True)
 
 
 def talk(lines, **hello):

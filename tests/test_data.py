@@ -160,6 +160,19 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
     assert shakespeare.from_cache() == (path, b"text")
 
 
+def test_the_data_of_a_shared_environment_are_found_without_a_word(elsewhere, monkeypatch, tmp_path):
+    """As in a job that is given VENV only: no kernel is there to set MANYHANDS_DATA."""
+    data = tmp_path / "shared" / "share" / "manyhands" / "data"
+    data.mkdir(parents=True)
+    (data / shakespeare.FILE_NAME).write_bytes(b"text")
+    monkeypatch.delenv("MANYHANDS_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(shakespeare, "DATA", tmp_path / "no course")
+    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(b"text").hexdigest())
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "shared"))
+    assert shakespeare.find() == (b"text", None)
+
+
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, elsewhere, web):
     web.content = real_file.read_bytes()
     done = run(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from manyhands.jobs import directives, sites, stamp, submit
 
 SITES = sorted(sites.sites())
 FILES = ["ddp_shakespeare.pbs", "ddp_shakespeare.slurm"]
+LESSON = "03_data_parallel"
 
 
 @pytest.fixture
@@ -102,6 +104,71 @@ def test_what_perlmutter_must_have_stands_in_its_file(folder):
         "--account=m1234_g", "--constraint=gpu", "--gpus-per-node=4", "--qos=regular", "--reservation=class",
     ):  # fmt: skip
         assert f"#SBATCH {line}" in lines
+
+
+def test_each_site_with_gpus_names_its_device_so_that_no_job_trains_on_its_cpus(folder):
+    """As a class finds out after an hour, where PyPI's torch lies on a machine of AMD's or Intel's."""
+    devices = {
+        site: sites.site_named(site).settings.get("MANYHANDS_DEVICE") for site in SITES if site != "generic"
+    }
+    assert set(devices.values()) == {"cuda", "xpu"} and devices["aurora"] == "xpu"
+    for site, device in devices.items():
+        for path in stamp.stamp(site, account="Hands", folder=folder):
+            assert f"MANYHANDS_DEVICE=${{MANYHANDS_DEVICE:-{device}}}" in path.read_text()
+            assert re.search("^export .*MANYHANDS_DEVICE", path.read_text(), re.MULTILINE)
+
+
+def test_where_crays_plugin_is_srun_starts_without_it():
+    for site in ("perlmutter", "frontier"):
+        assert "--mpi=none" in sites.site_named(site).settings["SRUN_FLAGS"].split()
+
+
+def test_gpus_are_asked_for_on_wish_with_a_rank_for_each_and_left_out_again(folder, root):
+    pbs, slurm = (folder / name for name in FILES)
+    stamp.stamp("generic", gpus=4, folder=folder)
+    assert "#PBS -l select=2:ncpus=2:mpiprocs=1:ngpus=4" in pbs.read_text().splitlines()
+    assert "#SBATCH --gpus-per-node=4" in slurm.read_text().splitlines()
+    stamp.stamp("generic", walltime="00:20:00", folder=folder)
+    for path in (pbs, slurm):
+        assert "NPROC_PER_NODE=${NPROC_PER_NODE:-4} " in path.read_text()
+        assert re.search("ngpus=4|--gpus-per-node=4", path.read_text()) and in_order(path, "generic") == []
+    stamp.stamp("generic", gpus=0, walltime="00:10:00", folder=folder)
+    assert all(path.read_text() == (root / "jobs" / path.name).read_text() for path in (pbs, slurm))
+
+
+def test_make_jobs_needs_no_environment(root, tmp_path):
+    """Any Python writes the files: who has a shared environment is not told to build one."""
+    course = tmp_path / "many-hands"
+    for part in ("jobs", "scripts/manyhands"):
+        shutil.copytree(root / part, course / part)
+    shutil.copy(root / "Makefile", course)
+    python = program(tmp_path / "bin" / "python3", f'exec {sys.executable} -S "$@"')  # without packages
+    done = subprocess.run(
+        ["make", "jobs", "SITE=polaris", "ACCOUNT=Hands", "GPUS=2", f"PYTHON={python}"], cwd=course, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "#PBS -A Hands" in (course / "jobs" / FILES[0]).read_text()
+    assert "select=2:system=polaris:ngpus=2" in (course / "jobs" / FILES[0]).read_text()
+    assert not (course / ".venv").exists()
+
+
+def test_an_old_python_without_pips_parser_is_told_to_be_newer(root, tmp_path):
+    hide = "import sys; sys.modules.update({'tomllib': None, 'pip': None})"
+    run = f"{hide}; import runpy; sys.argv[1:] = ['sites']; runpy.run_module('manyhands.jobs.stamp', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(root / "scripts")}, cwd=root, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "older than Python 3.11: make jobs PYTHON=" in done.stderr
+
+
+def test_away_from_the_course_a_shared_environment_says_where_to_go(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sites, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert stamp.main(["check"]) == 2
+    assert capsys.readouterr().err.startswith("error: there are no job files here: go to the course's folder")
 
 
 def test_a_reservation_is_a_queue_under_pbs(folder):
@@ -204,6 +271,14 @@ def test_a_wrong_directive_is_rejected_with_the_right_sentence(folder, file, old
     assert any(sentence in complaint for complaint in in_order(path, site)), in_order(path, site)
 
 
+def program(path, lines):
+    """A program of these lines of shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
     return copy_course(tmp_path_factory.mktemp("course") / "many-hands")
@@ -234,25 +309,69 @@ def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tm
     assert metrics["parameters"]["steps"] == find_lessons(only=["03"])[0].short["steps"]
 
 
+SAYS_ITS_WORDS = (
+    '#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n'  # a python: what it was started with
+)
+
+
+def own_batch(course):
+    return int(re.search(r"^global_batch = (\d+)", script_text(course), re.MULTILINE)[1])
+
+
+def script_text(course):
+    return (course / "scripts" / "03_data_parallel.py").read_text()
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("per_node", "flags", "batch"),
     [
-        ("4", [], ["--global-batch", "12"]),
-        ("8", [], ["--global-batch", "16"]),  # two nodes of Perlmutter; one of Frontier
-        ("12", ["--steps", "9"], ["--steps", "9", "--global-batch", "12"]),
-        ("24", [], ["--global-batch", "24"]),
-        ("8", ["--global-batch", "40"], ["--global-batch", "40"]),
-        ("8", ["--global_batch=40"], ["--global_batch=40"]),
+        ("4", [], None),
+        ("5", ["--steps", "9"], 5),
+        ("7", [], 7),
+        ("5", ["--global-batch", "40"], None),
+        ("5", ["--global_batch=40"], None),
     ],
 )
-def test_a_batch_that_nobody_names_splits_over_the_ranks(course, tmp_path, name, per_node, flags, batch):
-    python = tmp_path / "python"  # says what it was started with
-    python.write_text('#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n')
-    python.chmod(0o755)
+def test_a_batch_that_nobody_names_splits_over_the_ranks_and_the_job_says_so(
+    course, tmp_path, name, per_node, flags, batch
+):
+    (tmp_path / "python").write_text(SAYS_ITS_WORDS)
+    (tmp_path / "python").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = run_job(course, name, *flags, VENV="", PATH=path, NPROC_PER_NODE=per_node)
-    assert done.stdout.split()[-len(batch) - 1 :] == ["scripts/03_data_parallel.py", *batch], done.stderr
+    own = own_batch(course)
+    taken = [] if batch is None else ["--global-batch", str(-(-own // batch) * batch)]
+    assert done.stdout.split()[-len(flags + taken) - 2 :] == [f"scripts/{LESSON}.py", "--", *flags, *taken], (
+        done.stderr
+    )
+    said = f"{own} sequences do not split over {per_node} ranks: this job takes {' '.join(taken)}"
+    assert (said in done.stdout) == (batch is not None)
+
+
+@pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
+def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
+    """How ranks are started stands in manyhands.launching, once: no job file names a launcher's flags or a port."""
+    text = (course / "jobs" / name).read_text()
+    assert "python scripts/launch.py --starter" in text
+    for elsewhere in (
+        "rdzv",
+        "20000",
+        "-ppn",
+        "--ntasks=",
+        "torch.distributed.run",
+        "scontrol show hostnames",
+    ):
+        assert elsewhere not in text
+
+
+def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
+    (tmp_path / "python").write_text(SAYS_ITS_WORDS)
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run_job(course, FILES[1], VENV="", PATH=path, NPROC_PER_NODE="", SLURM_GPUS_ON_NODE="3")
+    assert "--nproc 3 " in done.stdout
+    assert "--nproc 2 " in run_job(course, FILES[1], VENV="", PATH=path, NPROC_PER_NODE="").stdout
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -267,6 +386,7 @@ def test_without_its_environment_a_job_stops_instead_of_using_another_python(cou
     done = run_job(course, name, VENV="/nowhere")
     assert done.returncode == 1
     assert "no environment in /nowhere: make kernel" in done.stderr
+    assert ("qsub -v VENV=/path" if name.endswith(".pbs") else "VENV=/path sbatch") in done.stderr
 
 
 def test_a_failing_lesson_fails_the_job(course):
@@ -374,40 +494,154 @@ def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(
         submit.submit("ddp_shakespeare", via="slurm")
 
 
-PBS_STATES = [
-    (
-        "    job_state = Q\n    comment = Not Running: Insufficient amount of resource",
-        "waiting",
-        "Insufficient",
+def answers(monkeypatch, folder, **programs):
+    """Stand-ins for the scheduler's programs, ahead in PATH: {name: lines of shell}."""
+    for name, lines in programs.items():
+        program(folder / "bin" / name, lines)
+    if str(folder / "bin") not in os.environ["PATH"]:
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def recorded(stdout="", stderr="", status=0):
+    """Lines of shell that answer as a program of the scheduler did."""
+    return f"cat <<'END'\n{stdout}\nEND\necho {shlex.quote(stderr)} >&2; exit {status}"
+
+
+KNOWN = "Job Id: 123.head\n    Job_Name = ddp_shakespeare\n"
+UNKNOWN = ("", "qstat: Unknown Job Id 123.head", 153)
+HISTORY = ("", "qstat: 123.head Job has finished, use -x or -H to obtain historical job information", 35)
+SILENT = ("", "Connection refused\nqstat: cannot connect to server head (errno=15010)", 255)
+NOTHING = ("", "", 0)  # what `qstat -x -f` answers with job history off, for live jobs too
+PBS_STATES = {
+    # what `qstat -f` says, what `qstat -x -f` says, the state, what the remark holds
+    "it waits for nodes": (
+        (KNOWN + "    job_state = Q\n    comment = Not Running: Insufficient amount of resource",), NOTHING,
+        "waiting", "Insufficient",
     ),
-    ("    job_state = H\n    comment = Job held by ada", "waiting", "held"),
-    ("    job_state = R\n    exec_host = x1/0+x2/0", "running", "x1/0+x2/0"),
-    ("    job_state = F\n    Exit_status = 0", "completed", ""),
-    ("    job_state = F\n    Exit_status = 1", "failed", "exit 1"),
-    ("    job_state = F\n    Exit_status = 271", "cancelled", ""),
-]
+    "held": ((KNOWN + "    job_state = H\n    comment = Job held by ada",), NOTHING, "waiting", "held"),
+    "runs, history off": ((KNOWN + "    job_state = R\n    exec_host = x1/0+x2/0",), NOTHING, "running", "x1/0+x2/0"),
+    "a line that wraps": (
+        (KNOWN + "    job_state = R\n    exec_host = x3101c0s1b0n0/0*64+x3101c0s1b1n0/0*64+x3\n\t101c0s25b0n0/0*64",), NOTHING,
+        "running", "+x3101c0s25b0n0",
+    ),
+    "ended well": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = 0",), "completed", ""),
+    "failed": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = 1",), "failed", "exit 1"),
+    "deleted while it ran": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = 271",), "cancelled", ""),
+    "deleted while it waited": (HISTORY, (KNOWN + "    job_state = F\n    queue = workq",), "cancelled", ""),
+    "killed at its walltime": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = -29",), "failed", "over time"),
+    "gone, history off": (UNKNOWN, NOTHING, "ended", "read its output"),
+    "gone from the history": (UNKNOWN, UNKNOWN, "ended", "read its output"),
+    "the server is silent": (SILENT, SILENT, "unknown", "does not answer"),
+}  # fmt: skip
+
+
+def pbs_job(monkeypatch, folder, flags="--steps 20 --repeats 1"):
+    """A job of a PBS that is written down: OpenPBS 23.06's own sentences and statuses. No PBS runs in these tests."""
+    answers(monkeypatch, folder, qsub='echo "$@" >&2; echo "args: $LESSON_ARGS" >&2; echo 123.head')
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(folder / "outputs"))
+    return submit.submit("ddp_shakespeare", flags, via="pbs")
+
+
+def qstat(monkeypatch, folder, live, past):
+    answers(monkeypatch, folder, qstat=f'if [ "$1" = -x ]; then\n{recorded(*past)}\nfi\n{recorded(*live)}')
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "remark"), PBS_STATES, ids=[f"{state}" for _, state, _ in PBS_STATES]
+    ("live", "past", "state", "remark"),
+    PBS_STATES.values(),
+    ids=[name.replace(" ", "_") for name in PBS_STATES],
 )
-def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys, answer, state, remark):
-    """qsub and qstat as PBS Pro answers, written down: no PBS runs in these tests."""
-    (tmp_path / "bin").mkdir()
-    for name, lines in {
-        "qsub": 'echo "$@" >&2\necho 123.server',
-        "qstat": f"echo 'Job Id: 123.server\n{answer}'",
-    }.items():
-        fake = tmp_path / "bin" / name
-        fake.write_text(f"#!/bin/sh\n{lines}\n")
-        fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    job = submit.submit("ddp_shakespeare", "--steps 20 --repeats 1", via="pbs")
+def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys, live, past, state, remark):
+    job = pbs_job(monkeypatch, tmp_path)
     said = capsys.readouterr().out
-    assert (
-        f"VENV={sys.prefix}" in said
-        and 'LESSON_ARGS=--steps 20 --repeats 1" jobs/ddp_shakespeare.pbs' in said
-    )
+    assert f"VENV={sys.prefix}" in said and "LESSON_ARGS=--steps 20 --repeats 1" in said
     assert job.number == "123" and job.output == in_the_course / "ddp_shakespeare.o123"
+    qstat(monkeypatch, tmp_path, live, past)
     found = job.state()
+    assert found[0] == state and remark in found[1]
+    assert job.ended() == (state not in ("waiting", "running", "unknown"))
+
+
+def test_a_silent_server_leaves_a_job_of_pbs_in_the_state_that_was_seen_last(
+    in_the_course, monkeypatch, tmp_path
+):
+    job = pbs_job(monkeypatch, tmp_path)
+    qstat(monkeypatch, tmp_path, *PBS_STATES["runs, history off"][:2])
+    assert job.state()[0] == "running"
+    qstat(monkeypatch, tmp_path, SILENT, SILENT)
+    assert job.state() == ("running", "the scheduler does not answer")
+
+
+@pytest.mark.parametrize(("status", "state"), [("0", ("completed", "")), ("3", ("failed", "exit 3"))])
+def test_of_a_forgotten_job_its_own_file_says_how_it_ended(
+    in_the_course, monkeypatch, tmp_path, status, state
+):
+    job = pbs_job(monkeypatch, tmp_path)
+    qstat(monkeypatch, tmp_path, UNKNOWN, NOTHING)
+    assert job.state()[0] == "ended"
+    answers(monkeypatch, tmp_path, python=f'[ "$2" = manyhands.course.pairs ] || exit {status}')
+    run_job(
+        in_the_course, FILES[0], VENV="", PATH=os.environ["PATH"], PBS_JOBID="123.head",
+        MANYHANDS_OUTPUTS=os.environ["MANYHANDS_OUTPUTS"],
+    )  # fmt: skip
+    assert job.state() == state
+
+
+def test_a_job_that_we_cancelled_and_the_scheduler_forgot_is_cancelled(in_the_course, monkeypatch, tmp_path):
+    job = pbs_job(monkeypatch, tmp_path)
+    answers(monkeypatch, tmp_path, qdel="exit 0")
+    qstat(monkeypatch, tmp_path, UNKNOWN, NOTHING)
+    job.cancel()
+    assert job.state() == ("cancelled", "")
+
+
+def test_flags_with_a_comma_reach_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys):
+    """A comma ends a value of `qsub -v`: such a variable is only named there, and qsub reads it from its environment."""
+    pbs_job(monkeypatch, tmp_path, "--sizes 1,2")
+    said = capsys.readouterr().out
+    assert "$ LESSON_ARGS='--sizes 1,2' qsub -v " in said and ",LESSON_ARGS jobs/ddp_shakespeare.pbs" in said
+    assert "args: --sizes 1,2" in said
+
+
+def test_what_starts_the_ranks_of_a_site_is_passed_on_to_a_job_of_pbs(
+    in_the_course, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("MPIEXEC", "/site/bin/mpiexec")
+    monkeypatch.setenv("MPIEXEC_FLAGS", "--cpu-bind none")
+    pbs_job(monkeypatch, tmp_path)
+    said = capsys.readouterr().out
+    assert "MPIEXEC=/site/bin/mpiexec,MPIEXEC_FLAGS=--cpu-bind none" in said
+
+
+GONE = ("", "slurm_load_jobs error: Invalid job id specified", 1)
+SLURM_STATES = {
+    # what `scontrol show job` says, what `sacct` says, the state, what the remark holds
+    "it waits": (("JobId=7 JobState=PENDING Reason=Resources NodeList=",), NOTHING, "waiting", "Resources"),
+    "runs": (("JobId=7 JobState=RUNNING Reason=None NodeList=nid[1-2]",), NOTHING, "running", "nid[1-2]"),
+    "over time": (("JobId=7 JobState=TIMEOUT ExitCode=0:15",), NOTHING, "failed", "over time"),
+    "gone, and accounted": (GONE, ("FAILED|3:0",), "failed", "FAILED, exit 3:0"),
+    "gone, cancelled": (GONE, ("CANCELLED by 1000|0:0",), "cancelled", ""),
+    "gone, no accounting": (GONE, ("", "Slurm accounting storage is disabled", 1), "ended", "read its output"),
+    "slurmctld is silent": (
+        ("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1),
+        ("", "Slurm accounting storage is disabled", 1), "unknown", "does not answer",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("now", "past", "state", "remark"),
+    SLURM_STATES.values(),
+    ids=[name.replace(" ", "_") for name in SLURM_STATES],
+)
+def test_a_cell_follows_a_job_of_slurm(in_the_course, monkeypatch, tmp_path, now, past, state, remark):
+    answers(
+        monkeypatch,
+        tmp_path,
+        sbatch="echo Submitted batch job 7",
+        scontrol=recorded(*now),
+        sacct=recorded(*past),
+    )
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
+    found = submit.submit("ddp_shakespeare", via="slurm").state()
     assert found[0] == state and remark in found[1]

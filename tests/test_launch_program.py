@@ -2,17 +2,23 @@
 
 import json
 import os
+import platform
 import re
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from manyhands.data.corpus import load_corpus
 from manyhands.launching import commands
+from manyhands.launching.allocation import Allocation, RanksError, find_site_mpiexec
 from manyhands.launching.commands import StartError, command_for
 from manyhands.launching.join import join, leave
 from manyhands.launching.quiet_torchrun import blame
@@ -52,6 +58,93 @@ def test_in_a_pbs_job_of_several_nodes_it_is_mpiexec_with_the_sites_flags(nodefi
     one_per_node = command_for(PROGRAM, environ, nproc=2, starter="torchrun")
     assert one_per_node[:5] == ["mpiexec", "-n", "2", "-ppn", "1"] and "--nproc-per-node=2" in one_per_node
     assert "--nnodes=2" in one_per_node and "--rdzv-endpoint=x1:20077" in one_per_node
+
+
+def program_in(folder, name, text="#!/bin/sh\n"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return folder / name
+
+
+def per_node(nodefile, folders, **environ):
+    """The words that start one torchrun on each of two PBS nodes."""
+    path = ":".join(map(str, folders)) + ":/usr/bin:/bin"
+    environ = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "PATH": path} | environ
+    command = command_for(PROGRAM, environ, nproc=2, starter="torchrun")
+    return command[: command.index(sys.executable)]
+
+
+@pytest.mark.parametrize(("parts", "said"), [(3, True), (2, False)])
+def test_a_job_that_pbs_packed_onto_fewer_nodes_says_so(nodefile, tmp_path, monkeypatch, capsys, parts, said):
+    program_in(tmp_path / "bin", "qstat", f"#!/bin/sh\necho '    Resource_List.nodect = {parts}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    command_for(PROGRAM, {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77", "MPIEXEC": "mpiexec"})
+    assert ("the 3 parts of this job onto 2 of its nodes" in capsys.readouterr().err) == said
+
+
+def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts_each_node(
+    nodefile, tmp_path
+):
+    pbs, site = tmp_path / "pbs", tmp_path / "site"
+    for name in ("mpiexec", "pbsdsh"):
+        program_in(pbs, name, "#!/bin/sh\necho no non-PBS mpiexec; exit 1\n")
+    mpiexec = str(program_in(site, "mpiexec"))
+    assert per_node(nodefile, [pbs, site])[0] == mpiexec
+    tmrsh = str(program_in(pbs, "pbs_tmrsh"))
+    assert per_node(nodefile, [pbs, site])[0] == mpiexec
+    shutil.rmtree(site)
+    if find_site_mpiexec({"PATH": "/usr/bin:/bin"}) is None:
+        assert per_node(nodefile, [pbs])[3:] == [tmrsh, "x1 x2"]
+
+
+def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_one_does(tmp_path):
+    """A stand-in for pbs_tmrsh, which starts its words as they are, with an empty environment and in another folder."""
+    tmrsh = program_in(
+        tmp_path / "bin",
+        "pbs_tmrsh",
+        f'#!/bin/bash\nhost=$1; shift; cd /; exec env -i HOST="$host" "$@" >{tmp_path}/$host\n',
+    )
+    shown = 'echo "$HOST $PWD $WORDS $PBS_TASKNUM|$1"; [ "$HOST" != x2 ]'
+    done = subprocess.run(
+        ["bash", "-c", commands.BY_PBS, tmrsh, "x1 x2", "bash", "-c", shown, "sh", "two  words; $(id)"],
+        env=os.environ | {"WORDS": "it's a \"quoted\" $word", "PBS_TASKNUM": "1"}, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    for host in ("x1", "x2"):
+        assert (
+            tmp_path / host
+        ).read_text() == f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)\n'
+
+
+def test_open_mpi_gets_its_own_flag_for_ranks_per_node_and_a_site_may_say_another(nodefile, tmp_path):
+    mpiexec = str(program_in(tmp_path / "bin", "mpiexec", "#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n"))
+    assert per_node(nodefile, [tmp_path / "bin"]) == [mpiexec, "-n", "2", "--map-by", "ppr:1:node"]
+    found = per_node(nodefile, [tmp_path / "bin"], MPIEXEC_FLAGS="-npernode 1 --bind-to none")
+    assert found == [mpiexec, "-n", "2", "-npernode", "1", "--bind-to", "none"]
+
+
+@pytest.mark.parametrize("name", ["MPIEXEC", "MPIEXEC_FLAGS"])
+def test_a_quote_that_is_not_closed_is_refused_by_the_name_of_its_variable(nodefile, name):
+    with pytest.raises(RanksError, match=f"{name}=mpiexec 'x cannot be read .*: close the quote"):
+        per_node(nodefile, [], **{name: "mpiexec 'x"})
+
+
+def test_a_node_file_without_a_node_is_refused(nodefile):
+    nodefile.write_text("\n")
+    with pytest.raises(RanksError, match="PBS_NODEFILE names .*, which is empty"):
+        per_node(nodefile, [])
+
+
+def test_a_port_that_is_taken_is_left_to_whoever_has_it():
+    """torchrun on the first node would wait at it without a word, and so would all others."""
+    here = Allocation("slurm", (platform.node(), "other"), job=4321)
+    first = commands._port(here)
+    with socket.socket() as stranger:
+        stranger.bind(("", first))
+        stranger.listen()
+        assert first < commands._port(here) < first + 100
+    assert commands._port(Allocation("slurm", ("other", platform.node()), job=4321)) == 24321
 
 
 def test_in_a_pbs_job_of_one_node_it_is_torchrun(nodefile):
@@ -176,8 +269,6 @@ def test_a_run_that_prints_now_and_then_is_left_alone(root, script):
 
 
 def living(program):
-    import psutil
-
     found = []
     for process in psutil.process_iter():
         try:
@@ -390,6 +481,57 @@ def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again
         assert status == 0 and said.endswith(f"launch.py: left in good order on {sent}\n")
     assert (tmp_path / "run" / "requeue.json").exists()
     gone(root / "tests" / "fake_train.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent died")
+def test_ranks_whose_torchrun_is_killed_save_and_leave(root, tmp_path):
+    """They would train on otherwise, on every node, and hold the folder's lock."""
+    program = root / "tests" / "fake_train.py"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "--linger=20",
+         f"--checkpoint.folder={tmp_path / 'run'}"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    until(run, "step 10")
+    ranks = [process for process in living(program) if process.ppid() == run.pid]
+    run.kill()
+    run.wait()
+    try:
+        gone(program)
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+    assert (
+        len(ranks) == 2 and json.loads((tmp_path / "run" / "requeue.json").read_text())["signal"] == "SIGTERM"
+    )
+    assert "stopped by SIGTERM and saved at step" in run.stdout.read()
+
+
+COUNTS = """\
+import signal, sys, time
+heard = []
+for one in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(one, lambda number, frame: heard.append(number))
+print("ready", flush=True)
+while not heard:
+    time.sleep(0.01)
+time.sleep(1)
+print("heard", len(heard), flush=True)
+"""
+
+
+def test_a_request_that_comes_from_the_scheduler_and_from_the_job_file_is_passed_on_once(root):
+    """torchrun dies of the second one without waiting for its ranks to save."""
+    keeper = "import sys; from manyhands.machine.kept_command import keep; sys.exit(keep(sys.argv[1:])[0])"
+    run = subprocess.Popen(
+        [sys.executable, "-c", keeper, sys.executable, "-c", COUNTS], env=os.environ | {"PYTHONPATH": str(root / "scripts")},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until(run, "ready")
+    run.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGUSR1)
+    assert run.communicate(timeout=60)[0] == "heard 1\n"
 
 
 def test_when_launch_py_itself_is_killed_its_run_is_asked_to_end(root, script):

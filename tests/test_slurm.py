@@ -167,12 +167,11 @@ def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_tor
 
 
 def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, course, environ, under_torchrun):
-    """Through Debian's qsub, which splits `-v` values at blanks and has an mpiexec of its own: hence = and MPIEXEC."""
+    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below it is Slurm, so that srun starts torchrun."""
     values = dict(
         part.split(" ") for part in " ".join(flags("03_data_parallel")).replace(" --", "\n--").splitlines()
     )
-    passed = {**environ, "MPIEXEC": shutil.which("mpiexec", path=f"{sys.prefix}/bin")}
-    passed["LESSON_ARGS"] = " ".join(f"{flag}={value}" for flag, value in values.items())
+    passed = {**environ, "LESSON_ARGS": " ".join(f"{flag}={value}" for flag, value in values.items())}
     job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = "".join(path.read_text() for path in course.glob(f"ddp_shakespeare*{job}"))

@@ -42,10 +42,12 @@ def course(root, tmp_path):
 
 
 def run(course, name, *arguments, **environ):
-    """The job file under bash; torchrun, which would take seconds, is a shell script that runs its program once."""
+    """The job file under bash; launch.py, which would take seconds, is a shell script that runs its program once."""
     fake = course / "bin" / "python"
     fake.parent.mkdir(exist_ok=True)
-    fake.write_text(f'#!/bin/bash\nwhile [[ $1 != scripts/* ]]; do shift; done\nexec {sys.executable} "$@"\n')
+    fake.write_text(
+        f'#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec {sys.executable} scripts/train.py "$@"\n'
+    )
     fake.chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
     clean |= {"VENV": "", "MANYHANDS_OUTPUTS": "out", "PATH": f"{fake.parent}:{os.environ['PATH']}"}
@@ -181,6 +183,7 @@ def test_on_slurm_the_first_and_the_last_row_run_once_and_a_preempted_task_reque
     if why := missing():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
     shutil.copy(root / "tests" / "fake_train.py", course / "scripts" / "train.py")
+    shutil.copy(root / "scripts" / "launch.py", course / "scripts")
     (course / "jobs" / "sweep.tsv").write_text(TO_BE_PREEMPTED)
     environ = {
         "VENV": sys.prefix, "NPROC_PER_NODE": "1", "MANYHANDS_OUTPUTS": str(tmp_path / "out"),

@@ -314,9 +314,9 @@ def _command_line(pid):
 def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_names_goes_on(
     slurm, course, environ
 ):
-    """Through Debian's qsub: mpiexec starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05) is broken:
-    it refuses, as that of a PBS does for a user who is no operator."""
-    passed = {**environ, "MPIEXEC": os.path.join(sys.prefix, "bin", "mpiexec"), "TRAIN_ARGS": LINGER}
+    """Through Debian's qsub: Slurm's srun starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05) is
+    broken: it refuses, as that of a PBS does for a user who is no operator."""
+    passed = {**environ, "TRAIN_ARGS": LINGER}
     job = Submitted(slurm, course, passed, "qsub", "-V", "jobs/train.pbs")
     job.until("step 10")
     job.signal_the_script()

@@ -1,12 +1,13 @@
 """Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks here.
 
 `find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
-(MANYHANDS_DATA, else the course's data/, else ~/.cache/manyhands); the web, once, into the cache. Its sha256
+(MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the web, once, into the cache. Its sha256
 is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
 """
 
 import hashlib
 import os
+import sys
 import threading
 from http.client import HTTPException
 from pathlib import Path
@@ -88,12 +89,16 @@ def _difference(content):
 
 
 def cache_folders():
-    """Where the file may lie, best first: where MANYHANDS_DATA says, else the course's, then the user's."""
+    """Where the file may lie, best first: where MANYHANDS_DATA says, else the course's, the environment's, the user's.
+
+    `make shared` puts a class's data into the environment.
+    """
     if named := os.environ.get("MANYHANDS_DATA"):
         return [Path(named).expanduser()]
     users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
     course = DATA  # not there when the package was installed without the course around it
-    return [course, users] if course.is_dir() else [users]
+    shared = Path(sys.prefix) / "share" / "manyhands" / "data"
+    return [*(folder for folder in (course, shared) if folder.is_dir()), users]
 
 
 def from_cache():

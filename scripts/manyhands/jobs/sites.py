@@ -1,12 +1,23 @@
 """The machines that the job files can be written for: one small file each in jobs/sites, with its date and source."""
 
-import tomllib
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from manyhands.course.folders import JOBS
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from manyhands.course.folders import ROOT
 from manyhands.jobs import directives
 
-SITES = JOBS / "sites"
+try:
+    import tomllib
+except ModuleNotFoundError:  # before Python 3.11: pip brings one
+    try:
+        from pip._vendor import tomli as tomllib
+    except ImportError:
+        sys.exit(
+            f"error: {sys.executable} is older than Python 3.11: make jobs PYTHON=/path/to/a/newer/python3 ..."
+        )
 
 
 class JobError(ValueError):
@@ -56,11 +67,21 @@ class Site:
             yield f"queue {queue} of {self.title} takes at most {longest}, not {walltime_s / 60:.0f} minutes"
 
 
+def jobs_folder():
+    """The folder of the job files: of the course in which we are, else of the one around the package. Raises JobError."""
+    for course in (Path.cwd(), Path.cwd().parent, ROOT):
+        if (course / "jobs" / "sites").is_dir():
+            return course / "jobs"
+    raise JobError(
+        "there are no job files here: go to the course's folder, the one that holds jobs/ and scripts/"
+    )
+
+
 def sites():
     """{name: Site} of every file in jobs/sites, by name."""
     return {
         path.stem: Site(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(SITES.glob("*.toml"))
+        for path in sorted((jobs_folder() / "sites").glob("*.toml"))
     }
 
 

@@ -14,15 +14,16 @@ import argparse
 import re
 import sys
 
-from manyhands.course.folders import JOBS, write_whole
+from manyhands.course.folders import write_whole
 from manyhands.jobs import directives
-from manyhands.jobs.sites import JobError, site_named, sites
+from manyhands.jobs.sites import JobError, jobs_folder, site_named, sites
 
 SETTINGS = {
     "NPROC_PER_NODE": "2",
     "MPIEXEC_FLAGS": "",
     "STARTER": "torchrun",
     "SRUN_FLAGS": "",
+    "MANYHANDS_DEVICE": "",
     "site_setup": ":",
 }
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
@@ -30,7 +31,9 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
 
 def job_files(folder=None):
     """[(path, scheduler)] of the job files: their ending says who reads them."""
-    paths = sorted(path for path in (folder or JOBS).iterdir() if path.suffix in directives.SCHEDULERS)
+    paths = sorted(
+        path for path in (folder or jobs_folder()).iterdir() if path.suffix in directives.SCHEDULERS
+    )
     return [(path, directives.SCHEDULERS[path.suffix]) for path in paths]
 
 
@@ -40,8 +43,12 @@ def stamped_site(text):
     return line.group(1) if line else "generic"
 
 
-def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes=None, folder=None):
+def stamp(
+    site, account=None, queue=None, reservation=None, walltime=None, nodes=None, gpus=None, folder=None
+):
     """Write `site`'s directives into each job file that its scheduler reads; the paths of these files.
+
+    `gpus`: per node, with a rank for each; 0 asks for none, None leaves them as they stand.
 
     Nothing is written unless all of it can be. Raises JobError: unknown site, missing account, a walltime or a name
     that is none, more than the queue allows, files that cannot be written.
@@ -58,7 +65,9 @@ def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes
     for path, scheduler in job_files(folder):
         if getattr(site, scheduler):
             text = path.read_text(encoding="utf-8")
-            new[path] = _stamped(text, scheduler, site, wishes | {"walltime": walltime, "nodes": nodes})
+            new[path] = _stamped(
+                text, scheduler, site, wishes | {"walltime": walltime, "nodes": nodes, "gpus": gpus}
+            )
             if wrong := directives.complaints(new[path], scheduler, site):
                 raise JobError(f"{path.name} for {site.title}: " + "; ".join(wrong))
     for path, text in new.items():
@@ -86,12 +95,18 @@ def _stamped(text, scheduler, site, wishes):
     owned = owned.union(*(other.fixed(scheduler) for other in sites().values()))
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})
     text = re.sub(r"^# site: \S+", f"# site: {site.name}", text, flags=re.MULTILINE)
-    return text if same else _with_settings(text, site)
+    settings = {} if same else SETTINGS | site.settings
+    if wishes["gpus"] is not None:
+        settings["NPROC_PER_NODE"] = str(wishes["gpus"] or site.settings["NPROC_PER_NODE"])
+    return _with_settings(text, settings)
 
 
 def _pbs(site, wishes, nodes, kept):
     """{key: value or None}, in the order in which they will stand. Under PBS a reservation is a queue."""
     chunk = kept.get("-l select", "").partition(":")[2] or site.pbs["chunk"]
+    if wishes["gpus"] is not None:
+        others = [part for part in chunk.split(":") if not part.startswith("ngpus=")]
+        chunk = ":".join([*others, f"ngpus={wishes['gpus']}"][: len(others) + bool(wishes["gpus"])])
     return {
         "-A": wishes["account"] or kept.get("-A"),
         "-q": wishes["reservation"] or wishes["queue"] or kept.get("-q") or site.queue,
@@ -101,11 +116,18 @@ def _pbs(site, wishes, nodes, kept):
     }
 
 
+def _gpus_per_node(site, gpus, kept):
+    key = "--gpus-per-node"
+    asked = (str(gpus) if gpus else None) if gpus is not None else kept.get(key)
+    return {} if asked is None and key in site.fixed("slurm") else {key: asked}
+
+
 def _slurm(site, wishes, nodes, kept):
     return {
         "--account": wishes["account"] or kept.get("--account"),
         "--nodes": str(nodes),
         **{key: kept.get(key) or value for key, value in site.fixed("slurm").items()},
+        **_gpus_per_node(site, wishes["gpus"], kept),
         site.queue_option: wishes["queue"] or kept.get(site.queue_option) or site.queue,
         "--reservation": wishes["reservation"] or kept.get("--reservation"),
         "--time": wishes["walltime"] or kept.get("--time") or site.walltime,
@@ -125,9 +147,9 @@ def table_complaints(path, scheduler):
     return [] if array == wanted else [f"{table.name} has {rows} rows, the array is {array}: write {option}"]
 
 
-def _with_settings(text, site):
-    """The lines between "edit here" and "end of what one edits", with the site's values as their defaults."""
-    for name, value in (SETTINGS | site.settings).items():
+def _with_settings(text, settings):
+    """The lines between "edit here" and "end of what one edits", with these values as their defaults."""
+    for name, value in settings.items():
         old, new = rf"^{name}=\$\{{{name}:-[^}}]*\}} *", f"{name}=${{{name}:-{value}}}"
         if name == "site_setup":
             old, new = r"^site_setup\(\) \{ .*; \} *", f"site_setup() {{ {value}; }}"
@@ -146,7 +168,7 @@ def main(argv=None):
     )
     write = commands.add_parser("stamp", help="write a site's directives into the job files")
     write.set_defaults(run=_print_stamp)
-    for name in ("site", "account", "queue", "reservation", "walltime", "nodes"):
+    for name in ("site", "account", "queue", "reservation", "walltime", "nodes", "gpus"):
         write.add_argument(f"--{name}", default="", help="empty: as it stands, or the site's usual one")
     args = parser.parse_args(argv)
     try:
@@ -165,9 +187,12 @@ def _print_sites(args):
 def _print_stamp(args):
     if args.nodes and not args.nodes.isdecimal():
         raise JobError(f"NODES={args.nodes!r} is no number of nodes; write NODES=2")
+    if args.gpus and not args.gpus.isdecimal():
+        raise JobError(f"GPUS={args.gpus!r} is no number of GPUs per node; write GPUS=4")
     wishes = {name: getattr(args, name) or None for name in ("account", "queue", "reservation", "walltime")}
     site = site_named(args.site)
-    for path in stamp(site.name, nodes=int(args.nodes) if args.nodes else None, **wishes):
+    counts = {name: int(getattr(args, name)) if getattr(args, name) else None for name in ("nodes", "gpus")}
+    for path in stamp(site.name, **counts, **wishes):
         program = "qsub" if path.suffix == ".pbs" else "sbatch"
         print(f"written for {site.title}; submit with: {program} jobs/{path.name}")
     print(f"Read {site.checked} from {site.sources[0]}. {' '.join(site.verified.split())}")

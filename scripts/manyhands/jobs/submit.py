@@ -25,10 +25,16 @@ from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 from manyhands.runs.run_folder import outputs_folder
 
-PASSED_ON = ("MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "VENV", "NPROC_PER_NODE")
+PASSED_ON = (
+    "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",
+    "MPIEXEC", "MPIEXEC_FLAGS",
+)  # fmt: skip
 NOT_OF_A_JOB = re.compile(
     r"SLURM_|PBS_|PMI|HYDRA|HYDI|MANYHANDS_(NOTEBOOK|LESSON|.*RANK|.*WORLD_SIZE|MPI|NUM_NODES)"
 )
+
+
+ENDED = ("completed", "failed", "cancelled", "ended")
 
 
 class SubmitError(RuntimeError):
@@ -60,14 +66,17 @@ class Job:
     def __init__(self, name, flags):
         self.name, self.submitted_at = name, time.time()
         self.course = _course(name)
+        self._seen = "unknown"  # its last state of which the scheduler spoke
+        self._cancelled = False  # by us
+        self._outputs = outputs_folder()
         self.number, self.output = self._start(flags)
 
     def __repr__(self):
         return f"job {self.number} ({self.name}): {self.state()[0]}"
 
-    def _submitted(self, *command, environ=None):
-        """The number that the scheduler gave to the job of this command."""
-        _show(command)
+    def _submitted(self, *command, environ=None, first=None):
+        """The number that the scheduler gave to the job of this command. `first`: variables to show in front of it."""
+        _show(command, "".join(f"{name}={shlex.quote(value)} " for name, value in (first or {}).items()))
         done = subprocess.run(
             command,
             cwd=self.course,
@@ -88,11 +97,41 @@ class Job:
         return number.group()
 
     def state(self):
-        """(state, remark): waiting, running, completed, failed or cancelled; why it waits, where it runs, how it ended."""
+        """(state, remark): waiting, running, completed, failed, cancelled, ended (nobody knows how), or unknown.
+
+        The remark: why it waits, where it runs, how it ended. A silent scheduler leaves the last state as it was.
+        """
+        found = self._look()
+        if found is None:
+            return self._seen, "the scheduler does not answer"
+        self._seen = found[0]
+        return found
+
+    def _look(self):
+        """(state, remark) as far as the scheduler knows it, or None where it does not answer."""
         raise NotImplementedError
 
+    def _forgotten(self):
+        """The state of a job that the scheduler no longer knows: what its own file says, if it came to writing one."""
+        try:
+            status = self._status_file().read_text().strip()
+        except OSError:
+            status = ""
+        if status:
+            return ("completed", "") if status == "0" else ("failed", f"exit {status}")
+        if self._cancelled:
+            return "cancelled", ""
+        return "ended", "how, the scheduler has forgotten: read its output, job.tail(20)"
+
+    def _environment(self):
+        return _environment() | {"MANYHANDS_OUTPUTS": str(self._outputs)}
+
+    def _status_file(self):
+        """Where the job file writes its exit status, whatever the scheduler remembers."""
+        return self._outputs / "jobs" / f"{self.name}.{self.number}.status"
+
     def ended(self):
-        return self.state()[0] in ("completed", "failed", "cancelled")
+        return self.state()[0] in ENDED
 
     def watch(self, seconds):
         """Print a line per change of state until the job ends or `seconds` are over; the last state."""
@@ -104,10 +143,10 @@ class Job:
                     f"{time.time() - self.submitted_at:4.0f} s  {now[0]}" + (f": {now[1]}" if now[1] else "")
                 )
                 shown = now
-            if self.ended() or time.monotonic() > deadline:
+            if now[0] in ENDED or time.monotonic() > deadline:
                 break
             time.sleep(1)
-        if not self.ended():
+        if now[0] not in ENDED:
             print(f"not ended within {seconds:g} s: go on with the lesson, and run this cell again later")
         return now[0]
 
@@ -140,13 +179,18 @@ class Job:
 
 class SlurmJob(Job):
     def _start(self, flags):
-        number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=_environment())
+        number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=self._environment())
         return number, self.course / f"{self.name}.o{number}"
 
-    def state(self):
-        said = _ask("scontrol", "--oneliner", "show", "job", self.number)
+    def _look(self):
+        said, complaint = _asked("scontrol", "--oneliner", "show", "job", self.number)
         if not said:  # forgotten after some minutes; accounting, where there is any, remembers
-            said = "JobState=" + (_ask("sacct", "-nXP", "-j", self.number, "-o", "State") or "COMPLETED")
+            if "Invalid job id" not in complaint:
+                return None
+            found = _ask("sacct", "-nXP", "-j", self.number, "-o", "State,ExitCode").partition("|")
+            if not found[0]:
+                return self._forgotten()
+            said = f"JobState={found[0].split()[0]} ExitCode={found[2]}"
         facts = dict(word.partition("=")[::2] for word in said.split())
         state = facts["JobState"]
         if state in ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"):
@@ -155,6 +199,8 @@ class SlurmJob(Job):
             return "running", facts.get("NodeList", "")
         if state == "COMPLETED":
             return "completed", ""
+        if state == "TIMEOUT":
+            return "failed", "over time"
         return (
             ("cancelled", "")
             if state.startswith("CANCELLED")
@@ -162,36 +208,54 @@ class SlurmJob(Job):
         )
 
     def cancel(self):
+        self._cancelled = True
         _show(["scancel", self.number])
         _ask("scancel", self.number)
 
 
+OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
+
+
 class PbsJob(Job):
     def _start(self, flags):
-        known = _environment()
+        known = self._environment()
         text = (self.course / "jobs" / f"{self.name}.pbs").read_text("utf-8")
         arguments = "LESSON_ARGS" if "LESSON_ARGS" in text else "TRAIN_ARGS"
         values = {name: known[name] for name in PASSED_ON if known.get(name)} | {arguments: " ".join(flags)}
-        variables = ",".join(f"{name}={value}" for name, value in values.items() if value)
-        passed = ("-v", variables) if variables else ()  # PBS does not pass the environment on
-        number = self._submitted("qsub", *passed, f"jobs/{self.name}.pbs")
+        values = {name: value for name, value in values.items() if value}
+        # PBS does not pass the environment on. A comma would end a value, so that one is named and qsub takes it from its own.
+        by_name = {name: value for name, value in values.items() if set(value) & set(",'\"\\")}
+        variables = [name if name in by_name else f"{name}={value}" for name, value in values.items()]
+        command = ["qsub", "-v", ",".join(variables), f"jobs/{self.name}.pbs"]
+        number = self._submitted(*command, environ=os.environ | by_name, first=by_name)
         return number, self.course / f"{self.name}.o{number}"
 
-    def state(self):
-        said = _ask("qstat", "-x", "-f", self.number) or "job_state = F"
-        facts = dict(re.findall(r"^ *(\w+) = (.*)$", said, re.MULTILINE))
-        letter, status = facts["job_state"], facts.get("Exit_status", "0")
+    def _look(self):
+        said, complaint = _asked("qstat", "-f", self.number)
+        if (
+            "job_state" not in said
+        ):  # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
+            past, more = _asked("qstat", "-x", "-f", self.number)
+            said, complaint = past, complaint + more
+        facts = dict(
+            re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE)
+        )  # it wraps at 80 columns
+        if "job_state" not in facts:
+            left = "Unknown Job Id" in complaint or "Job has finished" in complaint
+            return self._forgotten() if left else None
+        letter, status = facts["job_state"], facts.get("Exit_status")
         if letter in "RBE":
             return "running", facts.get("exec_host", "")
-        if letter != "F":
+        if letter not in "FX":
             return "waiting", facts.get("comment", "")
         if status == "0":
             return "completed", ""
-        return (
-            ("cancelled", "") if status in ("271", "265") else ("failed", f"exit {status}")
-        )  # 256 + the signal
+        if status in (None, "271", "265"):  # deleted while it waited; 256 + the signal
+            return "cancelled", ""
+        return "failed", "over time" if status == OVER_TIME else f"exit {status}"
 
     def cancel(self):
+        self._cancelled = True
         _show(["qdel", self.number])
         _ask("qdel", self.number)
 
@@ -200,15 +264,14 @@ class LocalJob(Job):
     """No scheduler: the same file under bash, at once and on this machine. It ends with the notebook's kernel."""
 
     def _start(self, flags):
-        folder = outputs_folder() / "jobs"
+        folder = self._outputs / "jobs"
         folder.mkdir(parents=True, exist_ok=True)
-        environ = {k: v for k, v in _environment().items() if not NOT_OF_A_JOB.match(k)}
+        environ = {k: v for k, v in self._environment().items() if not NOT_OF_A_JOB.match(k)}
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)
         with_me = (
             ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         )  # when the kernel dies (Linux)
-        self._cancelled = False
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"
         with open(unnamed, "wb") as output:
             self._process = subprocess.Popen(
@@ -219,7 +282,7 @@ class LocalJob(Job):
         print(f"{number}: no scheduler here, so it starts at once, and its number is that of its process")
         return number, unnamed.rename(folder / f"{self.name}.o{number}")
 
-    def state(self):
+    def _look(self):
         status = self._process.poll()
         if status is None:
             return "running", "this machine"
@@ -264,14 +327,19 @@ def _environment():
     return environ
 
 
-def _show(command):
-    print("$ " + " ".join(word if " " not in word else f'"{word}"' for word in command), flush=True)
+def _show(command, first=""):
+    print(f"$ {first}" + " ".join(word if " " not in word else f'"{word}"' for word in command), flush=True)
 
 
 def _ask(*command):
     """What a command of the scheduler prints, "" if it fails."""
+    return _asked(*command)[0]
+
+
+def _asked(*command):
+    """(what a command of the scheduler prints, "" if it fails; what it complains of)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    return (done.stdout.strip() if done.returncode == 0 else ""), done.stderr

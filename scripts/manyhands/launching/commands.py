@@ -6,14 +6,28 @@ Commands are lists from end to end: what people give as flags never meets a shel
 import argparse
 import importlib.util
 import os
+import platform
+import re
 import shlex
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launching.allocation import RanksError, Where, find_mpiexec
+from manyhands.launching.allocation import (
+    Allocation,
+    RanksError,
+    find_mpiexec,
+    find_site_mpiexec,
+    is_open_mpi,
+    srun,
+    words_of,
+)  # fmt: skip
 from manyhands.machine.cores import cores_here
 from manyhands.machine.kept_command import keep
 from manyhands.runs.exit_status import DIVERGED, INTERRUPTED, MEMORY, REFUSED, STATUS_FILE, read_status
@@ -32,6 +46,7 @@ HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
 QUIET_TORCHRUN = Path(__file__).with_name("quiet_torchrun.py")
 NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end as it ended now
+PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
 
 
@@ -45,8 +60,9 @@ def command_for(program, environ, nproc=None, starter=None):
     `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
     per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
     """
-    where = Where.find(environ)
-    nodes = len(where.hosts)
+    where = Allocation.find(environ)
+    nodes = where.num_nodes
+    _say_if_packed(where, environ)
     starter = starter or _usual_starter(where)
     nproc = nproc or _ranks_per_node(where, environ)
     torchrun = [
@@ -60,9 +76,8 @@ def command_for(program, environ, nproc=None, starter=None):
         return [*torchrun, "--standalone", *program]
     if starter == "torchrun":
         meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={where.job}"]
-        meet.append(f"--rdzv-endpoint={where.hosts[0]}:{20000 + where.job % 10000}")
-        one_per_node = _srun if where.kind.startswith("slurm") else _mpiexec
-        return [*one_per_node(where, 1, environ), *torchrun, *meet, *program]
+        meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
+        return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
         if not where.kind.startswith("slurm"):
             raise StartError(
@@ -84,33 +99,84 @@ def _torchrun_flags():
 def _usual_starter(where):
     if where.kind.startswith("slurm"):
         return "srun"
-    return "mpiexec" if len(where.hosts) > 1 else "torchrun"
+    return "mpiexec" if where.num_nodes > 1 else "torchrun"
+
+
+def _one_per_node(where, environ):
+    """What starts one process on each node: it need not know MPI, but it must know the scheduler."""
+    if where.kind.startswith("slurm"):
+        cpus = environ.get("SLURM_CPUS_PER_TASK", "1")  # a step does not take them over from its job
+        return [*_srun(where, 1, environ), f"--cpus-per-task={cpus}"]
+    mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
+    if mpiexec is None and (tmrsh := shutil.which("pbs_tmrsh", path=environ.get("PATH"))):
+        return ["bash", "-c", BY_PBS, tmrsh, " ".join(where.hosts)]
+    return _mpiexec(where, 1, environ, mpiexec)
+
+
+# PBS itself starts a command on each host, in this folder and environment: $0 is pbs_tmrsh, $1 the hosts
+BY_PBS = r"""hosts=$1; shift
+here=$(unset PBS_NODENUM PBS_TASKNUM PBS_MOMPORT; export -p)
+command="cd $(printf %q "$PWD") && exec $(printf '%q ' "$@")"
+for host in $hosts; do "$0" "$host" bash -c "$here; $command" & done
+steps=$(jobs -p) status=0
+trap 'kill -TERM $steps 2>/dev/null' TERM USR1 INT HUP
+for step in $steps; do
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+    wait "$step" || status=$?
+done
+exit "$status"
+"""
+
+
+def _say_if_packed(where, environ):
+    """PBS may put the parts of a job onto fewer nodes than it has parts, and tells nobody."""
+    if where.kind != "pbs":
+        return
+    try:
+        asked = ["qstat", "-f", environ.get("PBS_JOBID", "")]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    parts = re.search(r"Resource_List.nodect = (\d+)", said)
+    if parts and int(parts[1]) > where.num_nodes:
+        print(
+            f"PBS put the {parts[1]} parts of this job onto {where.num_nodes} of its nodes, so there are fewer ranks; "
+            "for a node each: #PBS -l place=scatter",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _port(where):
+    """The first free port from 20000 + the job's number on: torchrun waits without a word at one that is taken."""
+    first = 20000 + where.job % 10000
+    if where.hosts[0].partition(".")[0] != platform.node().partition(".")[0]:
+        return first  # of another node we know nothing
+    for port in range(first, first + 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+            probe.bind(("", port))
+            return port
+    raise StartError(f"ports {first} to {first + 99} of {where.hosts[0]} are all taken: submit the job again")
 
 
 def _srun(where, ranks_per_node, environ):
-    nodes = len(where.hosts)
-    inside = ["--overlap"] if where.kind == "slurm step" else []  # beside the step that this process is in
-    return [
-        "srun", *inside, f"--nodes={nodes}", f"--ntasks={nodes * ranks_per_node}",
-        f"--ntasks-per-node={ranks_per_node}", "--kill-on-bad-exit=1", *shlex.split(environ.get("SRUN_FLAGS", "")),
-    ]  # fmt: skip
+    flags = words_of(environ, "SRUN_FLAGS")
+    return srun(where, where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
 
 
-def _mpiexec(where, ranks_per_node, environ):
-    mpiexec = shlex.split(environ.get("MPIEXEC", "")) or find_mpiexec()
+def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
+    mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
     if not mpiexec:
         raise StartError(
             "no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun"
         )
-    ranks = len(where.hosts) * ranks_per_node
-    return [
-        *mpiexec,
-        "-n",
-        str(ranks),
-        "-ppn",
-        str(ranks_per_node),
-        *shlex.split(environ.get("MPIEXEC_FLAGS", "")),
-    ]
+    flags = words_of(environ, "MPIEXEC_FLAGS")
+    per_node = (
+        ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
+    )
+    if any(flag.partition("=")[0] in PER_NODE for flag in flags):  # the site says it in its own way
+        per_node = []
+    return [*mpiexec, "-n", str(where.num_nodes * ranks_per_node), *per_node, *flags]
 
 
 def _ranks_per_node(where, environ):

@@ -15,6 +15,7 @@ from manyhands.machine.processes import MARK, Family
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 10.0  # from "please end" to "killed"
+ECHO_S = 5.0  # one request to leave may arrive twice within this time
 TIMED_OUT = 124  # as timeout(1)
 
 
@@ -31,8 +32,14 @@ def keep(command, environ=None, idle_s=None, grace_s=GRACE_S):
         stdout=pipe, stderr=subprocess.STDOUT if pipe else None, start_new_session=True,
     )  # fmt: skip
 
+    told_at = []
+
     def pass_on(number, frame):
         heard.append(number)
+        now = time.monotonic()
+        if number != signal.SIGINT and told_at and now - told_at[-1] < ECHO_S:
+            return  # from the scheduler itself, and passed on by the job file: a second one would end torchrun at once
+        told_at.append(now)
         if child.poll() is None:
             child.send_signal(_translated(number, command))
 

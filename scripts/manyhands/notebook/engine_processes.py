@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launching.addresses import LOOPBACK, own_address
-from manyhands.launching.allocation import LOOPBACK_MPI, RanksError, find_mpiexec
+from manyhands.launching.allocation import LOOPBACK_MPI, RanksError, find_mpiexec, srun
 from manyhands.notebook.watchdog import kill_marked
 
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
@@ -29,8 +29,7 @@ def engine_launcher(allocation, n, mpi):
         return None
     if allocation.kind == "slurm step":
         # block: ranks 0 and 1 on the first node. The notebook's own step may have left SLURM_DISTRIBUTION=cyclic.
-        return ["srun", "--overlap", "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block",
-                f"--nodes={allocation.num_nodes}", f"--ntasks={n}", f"--ntasks-per-node={-(-n // allocation.num_nodes)}"]  # fmt: skip
+        return srun(allocation, n, "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block")
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

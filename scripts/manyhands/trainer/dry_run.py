@@ -17,7 +17,7 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config, to_dict
 from manyhands.data.corpus import load_corpus
 from manyhands.data.shakespeare import DataError, from_cache
-from manyhands.launching.allocation import RanksError, Where
+from manyhands.launching.allocation import Allocation, RanksError
 from manyhands.launching.commands import TRAIN, command_for
 from manyhands.launching.join import end
 from manyhands.launching.launchers import LaunchError, resolve
@@ -104,7 +104,7 @@ def _corpus_at_hand(options):
 
 
 def _usual_per_node(world_size):
-    nodes = len(Where.find(os.environ).hosts)
+    nodes = Allocation.find(os.environ).num_nodes
     return max(1, world_size // nodes) if nodes > 1 else min(world_size, USUAL_PER_NODE)
 
 
@@ -160,7 +160,7 @@ def launch_lines(world_size, flags):
     if world_size == 1:
         return [shlex.join(["python", "scripts/train.py", *flags])]
     try:
-        nodes = len(Where.find(os.environ).hosts)
+        nodes = Allocation.find(os.environ).num_nodes
         per_node = world_size // nodes
         lines = [shlex.join(["python", "scripts/launch.py", "--nproc", str(per_node), "--", *flags])]
         if world_size % nodes:

@@ -26,6 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
+from manyhands.launching.launchers import LaunchError, resolve
+from manyhands.machine.end_with_parent import end_with_parent
 
 # one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -39,8 +41,14 @@ _held = []  # signals that came before there was anything to stop
 
 
 def hold():
-    """From now on SIGUSR1, which would end this process, waits for a `Stopping`. Call it first: importing torch takes seconds."""
+    """From now on SIGUSR1, which would end this process, waits for a `Stopping`, and a launcher that dies is a SIGTERM.
+
+    Call it first: importing torch takes seconds. Whoever is started by hand may outlive the shell (nohup).
+    """
     signal.signal(signal.SIGUSR1, lambda number, frame: _held.append(number))
+    with suppress(LaunchError):  # `join` will say so
+        if resolve(os.environ).launcher not in ("alone", "by hand"):
+            end_with_parent()
 
 
 class Stopping:
