@@ -1,5 +1,6 @@
 """Where ranks can run: this machine, or the nodes that a scheduler gave us; and the MPI that is here."""
 
+import importlib.metadata
 import os
 import shlex
 import shutil
@@ -60,6 +61,15 @@ def _slurm_cpus(environ, nodes):
         count, _, times = part.partition("(x")
         total += int(count) * int(times.rstrip(")") or 1) if count.isdigit() else 0
     return total or nodes
+
+
+def loopback_mpi():
+    """LOOPBACK_MPI where MPI is the MPICH of the PyPI wheel; a site's own MPI and NCCL's plug-ins know better: {}."""
+    try:
+        importlib.metadata.version("mpich")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return dict(LOOPBACK_MPI)
 
 
 def find_mpiexec():
