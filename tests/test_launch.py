@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launching import commands, devices, join
+from manyhands.launching import allocation, commands, devices, join, rendezvous
 from manyhands.launching.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
 from manyhands.machine import cores
 
@@ -271,6 +271,36 @@ def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
     join._enter("07_sum", "auto", 60, quiet=True)
     assert given[0].get("device_id") is None and "nccl" in join.devices.BACKENDS["cuda"]
     assert sent == [torch.device("cuda", 3), torch.device("meta")], "the device is set, then used"
+
+
+def test_mpi_stays_on_loopback_only_where_it_is_the_wheels(monkeypatch):
+    assert rendezvous.loopback_mpi()["FI_PROVIDER"] == "tcp"
+
+    def not_installed(name):
+        raise allocation.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(allocation.importlib.metadata, "version", not_installed)
+    assert rendezvous.loopback_mpi() == {}
+
+
+class AloneInMpi:
+    """mpi4py of another MPI than the launcher's: each process is a world of one."""
+
+    COMM_WORLD = type("World", (), {"rank": 0, "size": 1})
+
+    @staticmethod
+    def get_vendor():
+        return ("MPICH", (4, 3, 0))
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_launcher_that_names_no_size_and_an_mpi_of_one_contradict_each_other_on_every_rank(
+    monkeypatch, rank
+):
+    monkeypatch.setattr(rendezvous, "import_mpi", lambda _: AloneInMpi)
+    environ = RECORDS["pals_without_a_size"]["environ"] | {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": "0"}
+    with pytest.raises(rendezvous.Unreachable, match=f"as rank {rank} and does not say of how many"):
+        rendezvous.ask_mpi(resolve(environ))
 
 
 # ---------------------------------------------------------------- on real ranks

@@ -301,6 +301,13 @@ def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores
     assert len(running) == together
 
 
+def test_a_laptops_aims_do_not_hold_for_gpus(tmp_path):
+    run = runs.Run(Lesson("01_good", tmp_path), "notebook", None, tmp_path)
+    long = processes.Ended(0, 900.0, 2**40)
+    assert "900 s where 90 s are the aim" in runs.Outcome(run, long, None, {"device": "cpu"}).slow
+    assert runs.Outcome(run, long, None, {"device": "cuda"}).slow == ""
+
+
 def test_a_run_that_ignored_the_device_asked_for_is_an_error(tmp_path):
     run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path, device="cuda")
     run.log.write_text("")

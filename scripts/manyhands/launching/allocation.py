@@ -1,6 +1,7 @@
 """Where ranks can run: this machine, or the nodes that a scheduler gave us; and the MPI that is here."""
 
 import functools
+import importlib.metadata
 import os
 import shlex
 import shutil
@@ -96,6 +97,15 @@ def words_of(environ, name):
         return shlex.split(environ.get(name, ""))
     except ValueError as error:
         raise RanksError(f"{name}={environ[name]} cannot be read ({error}): close the quote") from None
+
+
+def loopback_mpi():
+    """LOOPBACK_MPI where MPI is the MPICH of the PyPI wheel; a site's own MPI and NCCL's plug-ins know better: {}."""
+    try:
+        importlib.metadata.version("mpich")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return dict(LOOPBACK_MPI)
 
 
 def find_mpiexec():

@@ -6,7 +6,6 @@ interface, so rank 0 binds the socket itself and hands it to the store.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import secrets
 import socket
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from manyhands.launching import notebook_store
 from manyhands.launching.addresses import LOOPBACK, own_address
-from manyhands.launching.allocation import LOOPBACK_MPI
+from manyhands.launching.allocation import loopback_mpi
 from manyhands.launching.launchers import LaunchError, Place
 
 _joins = count()  # a store at a known address outlives a join: each join has a corner of its own in it
@@ -81,6 +80,14 @@ def ask_mpi(place: Place) -> Place:
     """
     mpi = import_mpi(place)
     world = mpi.COMM_WORLD
+    if (
+        place.world_size is None and world.size == 1
+    ):  # each process is alone, and the others do not know of it
+        raise Unreachable(
+            f"{place.launcher} started this process as rank {place.rank} and does not say of how many, and MPI says rank 0"
+            f" of 1: the launcher and mpi4py ({mpi.get_vendor()[0]}) belong to different MPIs;"
+            " start with `python scripts/launch.py --starter torchrun`"
+        )
     if world.rank != place.rank or world.size != (place.world_size or world.size):
         size = f" of {place.world_size}" if place.world_size else ""
         library = mpi.get_vendor()[0]
@@ -100,9 +107,11 @@ def import_mpi(place: Place):
 
     Raises LaunchError where mpi4py or its MPI library is missing.
     """
-    if place.single_node and place.launcher in ("mpich", "srun", "notebook") and _is_installed("mpich"):
-        for name, value in LOOPBACK_MPI.items():
+    if place.single_node and place.launcher in ("mpich", "srun", "notebook"):
+        for name, value in loopback_mpi().items():
             os.environ.setdefault(name, value)
+    # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; ours carries what lies on the host alone.
+    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
     try:
         with (
             warnings.catch_warnings()
@@ -115,13 +124,6 @@ def import_mpi(place: Place):
             " or start with `python -m torch.distributed.run --standalone --nproc-per-node 4`"
         ) from error
     return MPI
-
-
-def _is_installed(distribution):
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _listen(address, port):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launching.addresses import LOOPBACK, own_address
-from manyhands.launching.allocation import LOOPBACK_MPI, RanksError, find_mpiexec, srun
+from manyhands.launching.allocation import RanksError, find_mpiexec, loopback_mpi, srun
 from manyhands.notebook.watchdog import kill_marked
 
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
@@ -63,8 +63,9 @@ class Processes:
         environ["IPYTHONDIR"] = str(self.folder / "ipython")
         environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), *filter(None, [environ.get("PYTHONPATH")])])
         environ.setdefault("MPLBACKEND", "agg")
+        environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"  # as in rendezvous: MPI carries what lies on the host
         if self.allocation.num_nodes == 1:
-            environ.update({k: v for k, v in LOOPBACK_MPI.items() if k not in environ})
+            environ.update({k: v for k, v in loopback_mpi().items() if k not in environ})
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         unmarked = {k: v for k, v in environ.items() if k != "MANYHANDS_CLUSTER"}
         self._spawn(

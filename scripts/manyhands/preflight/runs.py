@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.launching.allocation import LAUNCHER_VARIABLES, LOOPBACK_MPI, mpi_launcher
+from manyhands.launching.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
 from manyhands.machine.processes import Ended, supervise
 from manyhands.preflight.errors import (
     FirstError,
@@ -102,7 +102,7 @@ class Run:
                 filter(None, [str(self.folder / "jupyter"), base.get("JUPYTER_PATH")])
             )
         if self.way == "mpiexec":
-            environ = {**LOOPBACK_MPI, "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
+            environ = {**loopback_mpi(), "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
         return environ
 
     def carry_out(self, timeout_s, **limits):
@@ -162,8 +162,8 @@ class Outcome:
 
     @property
     def slow(self):
-        """Slower or larger than a lesson aims at: a sentence, or ""."""
-        if self.run.way != "notebook" or not self.ok:
+        """Slower or larger than a lesson aims at: a sentence, or "". The aims are a laptop's; on GPUs there are none."""
+        if self.run.way != "notebook" or not self.ok or (self.metrics or {}).get("device", "cpu") != "cpu":
             return ""
         return self.run.lesson.beyond_aims(self.ended.seconds, self.ended.peak_bytes)
 
