@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.gpt.sampling import continued
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -158,27 +160,15 @@ class GPT(nn.Module):
         Draws from `generator` (None: a fresh one with seed 0) and never from torch's global one, and leaves
         train mode as it was: sampling does not change a training run. Temperature 0: the likeliest symbol.
         """
-        if temperature < 0:
-            raise ValueError(
-                f"temperature={temperature} is negative; use 0 for the most likely symbol, 1 to sample"
-            )
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
         training = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            for _ in range(n):
-                logits_BTV, _ = self(ids_BT[:, -self.config.block_size :])
-                if temperature == 0:
-                    next_B1 = logits_BTV[:, -1].argmax(-1, keepdim=True)
-                else:
-                    p_BV = F.softmax(logits_BTV[:, -1] / temperature, dim=-1)
-                    # drawn where the generator lives: with one on the CPU, a GPU samples as the CPU does
-                    next_B1 = torch.multinomial(p_BV.to(generator.device), 1, generator=generator)
-                ids_BT = torch.cat((ids_BT, next_B1.to(ids_BT.device)), dim=1)
+            return continued(
+                lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, temperature, generator
+            )
         finally:
             for module, was_training in training.items():
                 module.training = was_training
-        return ids_BT
 
     def num_params(self):
         """Parameters in the model, a tied one once."""

@@ -7,7 +7,7 @@
             loss.backward()
         with seen.phase("optimizer"):
             optimizer.step()
-    seen.highest("activations"), seen.peak, seen.end_of("forward")
+    seen.highest("activations"), seen.peak
     show(memory_stack(seen.samples, "one step", predicted={"parameters": 4 * P}), "memory", alt="...")
 
 Every storage is followed from its birth to its end, views of it count once (see `storages`). The kinds:
@@ -85,14 +85,6 @@ class MemoryTimeline:
     def highest(self, kind):
         """The most bytes that `kind` had."""
         return max(sample.bytes[kind] for sample in self.samples)
-
-    def end_of(self, phase):
-        """The last Sample of a phase. Raises ValueError where there is none of that name."""
-        last = next((sample for sample in reversed(self.samples) if sample.phase == phase), None)
-        if last is None:
-            names = ", ".join(dict.fromkeys(sample.phase or "(outside)" for sample in self.samples))
-            raise ValueError(f"no phase {phase!r} was recorded; there are: {names or 'none'}")
-        return last
 
     def __enter__(self):
         for parameter in self.parameters:

@@ -24,11 +24,6 @@ class Recipe:
         """Bytes per parameter while a step runs, the copies of a cast included."""
         return sum(astuple(self))
 
-    @property
-    def between_steps(self):
-        """Bytes per parameter between two steps, where nothing is cast; gradients are there until they are dropped."""
-        return self.total - self.cast
-
 
 # Adam or AdamW throughout. "bf16 + fp32 master" is the mixed precision of Rajbhandari et al. 2020, section 3.1 (2 + 2 + 12).
 # Many slides take its 2 + 12 and leave the gradients out.

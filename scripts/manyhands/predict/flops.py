@@ -1,7 +1,6 @@
 """How much arithmetic a token costs: what MFU is made of, beside `peaks`.
 
     flops_per_token(config)            # floating-point operations of forward and backward, by formula
-    forward_flops(config, sequences)   # {term: those of one forward}; the backward takes twice as many
 
 MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is flops_per_token x tokens/s / peak.
 
@@ -20,25 +19,6 @@ def flops_per_token(config):
     """
     N, D, V, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size
     return 6 * (12 * N * D**2 + V * D) + 12 * N * D * T
-
-
-def forward_flops(config, sequences):
-    """{term: FLOPs of one forward over `sequences` whole sequences}: the same products as in `flops_per_token`.
-
-    Terms are called as in `rank_memory.parameter_terms`; "attention scores" are the two products with T positions, which have no
-    weights. The backward takes twice as many of each (a gradient for each factor), so forward and backward are three times
-    the sum, and four times where everything is recomputed once (Chen et al. 2016).
-    """
-    N, D, V, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size
-    per_token = {
-        "qkv": N * 3 * D**2,
-        "attention scores": N * 2 * T * D,
-        "attention out": N * D**2,
-        "mlp up": N * 4 * D**2,
-        "mlp down": N * 4 * D**2,
-        "head": V * D,
-    }
-    return {term: 2 * products * sequences * T for term, products in per_token.items()}
 
 
 def nanogpt_flops_per_token(config):
