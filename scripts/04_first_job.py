@@ -104,6 +104,8 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
+    if rank == 0 and global_batch != 12:
+        say(f"12 sequences do not split over {world_size} ranks: {global_batch} per step")
 if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
@@ -128,7 +130,7 @@ say(f"my share of the global batch of {global_batch}: {len(x_bT)} sequences")
 #
 # - The **login node** is where JupyterLab and the terminal run. Everybody shares it: edit and submit there, never train.
 # - The **scheduler** (PBS or Slurm) keeps the **queue** of jobs and decides who is next.
-# - **Compute nodes** have the GPUs. Your job has them for itself, for as long as it asked for: its **walltime**.
+# - **Compute nodes** have the GPUs. What your job asked for it has to itself, for as long as it asked for: its **walltime**.
 # - The **file system** is the same everywhere. The job finds your files, and you find its output.
 #
 # Is there a scheduler where this notebook runs?
@@ -263,16 +265,16 @@ if rank == 0:
 # 2. `source "$VENV/bin/activate"` : this course's Python. Every guard ends with *stop here*: without it a job would go on with
 #    another Python and fail an hour later, elsewhere.
 # 3. `manyhands.course.pairs check` : refuses to run when notebook and script differ. You will see why in exercise 4.
-# 4. `hosts=(...)` : the names of the nodes that the scheduler gave us.
-# 5. The last lines: `torch.distributed.run`, as on your laptop. On several nodes `mpiexec` starts one of them *per node*, and
-#    each starts that node's ranks; they find each other at the first host.
+# 4. `scripts/launch.py` : it asks the scheduler which nodes are ours and starts `torch.distributed.run`, as on your laptop. On
+#    several nodes it starts one of them *per node*; each starts that node's ranks, and they meet on the first node.
+# 5. `wait "$step"` : the shell stays until the program has ended. Its exit status becomes the job's.
 #
 # **Predict.** How many ranks does this job start, and how many of lesson 03's 12 sequences does each get per step?
 #
 # <details><summary>Answer</summary>
 #
 # 2 nodes times `NPROC_PER_NODE=2`: 4 ranks. 12 / 4 = 3 sequences each. On a node with four GPUs one would set
-# `NPROC_PER_NODE=4` (`make jobs` does), and get 8 ranks. 12 do not split over 8, so the job file takes 16, the next multiple
+# `NPROC_PER_NODE=4` (`make jobs` does), and get 8 ranks. 12 do not split over 8, so the lesson takes 16, the next multiple
 # that does: 2 each.
 #
 # </details>

@@ -314,41 +314,6 @@ SAYS_ITS_WORDS = (
 )
 
 
-def own_batch(course):
-    return int(re.search(r"^global_batch = (\d+)", script_text(course), re.MULTILINE)[1])
-
-
-def script_text(course):
-    return (course / "scripts" / "03_data_parallel.py").read_text()
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    ("per_node", "flags", "batch"),
-    [
-        ("4", [], None),
-        ("5", ["--steps", "9"], 5),
-        ("7", [], 7),
-        ("5", ["--global-batch", "40"], None),
-        ("5", ["--global_batch=40"], None),
-    ],
-)
-def test_a_batch_that_nobody_names_splits_over_the_ranks_and_the_job_says_so(
-    course, tmp_path, name, per_node, flags, batch
-):
-    (tmp_path / "python").write_text(SAYS_ITS_WORDS)
-    (tmp_path / "python").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = run_job(course, name, *flags, VENV="", PATH=path, NPROC_PER_NODE=per_node)
-    own = own_batch(course)
-    taken = [] if batch is None else ["--global-batch", str(-(-own // batch) * batch)]
-    assert done.stdout.split()[-len(flags + taken) - 2 :] == [f"scripts/{LESSON}.py", "--", *flags, *taken], (
-        done.stderr
-    )
-    said = f"{own} sequences do not split over {per_node} ranks: this job takes {' '.join(taken)}"
-    assert (said in done.stdout) == (batch is not None)
-
-
 @pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
 def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
     """How ranks are started stands in manyhands.launching, once: no job file names a launcher's flags or a port."""

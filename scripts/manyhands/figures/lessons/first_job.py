@@ -99,7 +99,7 @@ def _job_file():
          "you", 0),
         (21, 'cd "$PBS_O_WORKDIR" || exit 1\n... pairs check 03_data_parallel', "guards",
          "the shell on the first node;\nit stops if something is missing", 2),
-        (29, "mpiexec -n 2 ... torch.distributed.run\n    scripts/03_data_parallel.py", "the laptop's command",
+        (29, "python scripts/launch.py --nproc 2\n    scripts/03_data_parallel.py -- ...", "the laptop's command",
          "every node: each starts its ranks", 3),
     ]  # fmt: skip
     for y, code, name, reader, colour in parts:
