@@ -24,14 +24,9 @@ OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
 LAUNCHERS = [(way, n) for n in (2, 4) for way in ("torchrun", "mpiexec", "notebook")]
 
 
-def each(lessons, what=None):
-    """A test for each of these lessons; of those with a `what` each lesson's may run beside the others' (see conftest)."""
-    marks = {
-        lesson: [pytest.mark.xdist_group(f"{lesson.name} {what}"), pytest.mark.lesson] for lesson in lessons
-    }
+def each(lessons, *marks):
     return pytest.mark.parametrize(
-        "lesson",
-        [pytest.param(lesson, id=lesson.name, marks=marks[lesson] if what else ()) for lesson in lessons],
+        "lesson", [pytest.param(lesson, id=lesson.name, marks=marks) for lesson in lessons]
     )
 
 
@@ -106,7 +101,7 @@ def test_every_exercise_has_a_folded_solution(lesson):
     assert all(cell.metadata.get("jupyter", {}).get("source_hidden") for cell in solutions)
 
 
-@each(LESSONS, "notebook")
+@each(LESSONS, pytest.mark.lesson)
 @pytest.mark.timeout(360)
 def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
     """The nbval run on 4 ranks: cells tagged nbval-check-output must print what is stored."""
@@ -124,7 +119,7 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     assert metrics["exact"] or lesson.number == "04"
 
 
-@each(OTHERS, "script")
+@each(OTHERS, pytest.mark.lesson)
 def test_the_script_runs_on_two_ranks(lesson, short_run):
     way = "mpiexec" if int(lesson.number) % 4 == 0 else "torchrun"
     metrics = short_run(lesson, way, 2)
@@ -132,14 +127,14 @@ def test_the_script_runs_on_two_ranks(lesson, short_run):
 
 
 @pytest.mark.parametrize(("way", "n_ranks"), LAUNCHERS, ids=lambda value: str(value))
-@each(MATRIX, "script")
+@each(MATRIX, pytest.mark.lesson)
 def test_every_launcher_gives_equal_metrics(lesson, way, n_ranks, short_run):
     metrics = short_run(lesson, way, n_ranks)
     assert metrics["world_size"] == n_ranks
     assert compare(short_run(lesson, "torchrun", n_ranks), metrics) == []
 
 
-@each(MATRIX, "script")
+@each(MATRIX, pytest.mark.lesson)
 def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in lesson.short.items()]
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}

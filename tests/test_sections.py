@@ -34,14 +34,10 @@ for title, section in sections[1:]:
 """
 
 
-def sections_of(lesson):
-    marks = [pytest.mark.xdist_group(f"{lesson.name} sections"), pytest.mark.lesson]
-    return pytest.param(lesson, id=lesson.name, marks=marks)
-
-
+@pytest.mark.lesson
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "lesson", [sections_of(lesson) for lesson in find_lessons(only=["01", "02", "03", "05", "06", "11"])]
+    "lesson", find_lessons(only=["01", "02", "03", "05", "06", "11"]), ids=lambda lesson: lesson.name
 )
 def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     flags = [
