@@ -100,8 +100,8 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) -m manyhands.machine.login_node "make test"
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
-	@$(RUN) -m pytest -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(RUN) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: environment  ## in five minutes: the tests that start no scheduler, browser, lesson or launcher
 	@$(RUN) -m manyhands.machine.login_node "make check"
-	@$(RUN) -m pytest -n $(PROCESSES) --dist loadgroup -m "not slurm and not browser and not lesson and not launch" $(ARGS)
+	@$(RUN) -m pytest -n $(PROCESSES) --dist loadfile -m "not slurm and not browser and not lesson and not launch" $(ARGS)

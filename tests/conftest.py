@@ -33,18 +33,19 @@ def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
 
 
-# Lessons compute: they run one after the other in one process, while the other process begins with what mostly waits for a
-# scheduler, a browser or a time-out. Ranks of two lessons at once would only take turns on the cores.
-COMPUTE = ("test_lessons", "test_sections", "test_side_by_side")
-WAIT = ("test_slurm", "test_train_jobs", "test_browser", "test_ranks", "test_preflight", "test_stalls")
+# Where several files run at once (`-n 2 --dist loadfile`), one process begins with the lessons, which compute, and the others
+# with what mostly waits for a scheduler, a browser or a time-out.
+FIRST = (
+    "test_lessons",
+    "test_slurm",
+    "test_train_jobs",
+    "test_browser",
+    "test_ranks",
+    "test_preflight",
+    "test_stalls",
+)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Tests of one file share what starts slowly: with `-n` each file stays in one process, and the lessons' in the same."""
-    places = {name: place for place, name in enumerate((*COMPUTE, *WAIT))}
-    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    for item in items:
-        file = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("lessons" if file in COMPUTE else file))
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))

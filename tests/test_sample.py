@@ -209,7 +209,11 @@ def test_an_export_that_cannot_be_written_leaves_nothing_and_ends_with_status_2(
     )
     assert export.main([str(trained), str(tmp_path / "model.safetensors")]) == 2
     assert "No space left on device; name another place" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir()), "not a description without its weights either"
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    (tmp_path / "model.safetensors").mkdir()  # the weights cannot take its place
+    assert export.main([str(trained), str(tmp_path / "model.safetensors")]) == 2
+    assert not (tmp_path / "model.json").exists(), "a description without its weights"
 
 
 # ---------------------------------------------------------------- the program

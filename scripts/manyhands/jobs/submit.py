@@ -23,6 +23,7 @@ from pathlib import Path
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
+from manyhands.machine.kept_command import with_us
 from manyhands.runs.run_folder import outputs_folder
 
 PASSED_ON = (
@@ -269,13 +270,10 @@ class LocalJob(Job):
         environ = {k: v for k, v in self._environment().items() if not NOT_OF_A_JOB.match(k)}
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)
-        with_me = (
-            ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-        )  # when the kernel dies (Linux)
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"
         with open(unnamed, "wb") as output:
             self._process = subprocess.Popen(
-                with_me + command, cwd=self.course, env=environ, stdin=subprocess.DEVNULL, stdout=output,
+                with_us() + command, cwd=self.course, env=environ, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=output, start_new_session=True,
             )  # fmt: skip
         number = str(self._process.pid)

@@ -1,11 +1,13 @@
-"""`join()`: enter the process group, whoever started this process. The only place that reads the environment.
+"""`join()`: enter the process group, whoever started this process. What a launcher has set is read here and nowhere else.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/02_collectives.py --repeats 3
     .venv/bin/mpiexec -n 4 python scripts/02_collectives.py --repeats 3
     srun --ntasks 4 python scripts/02_collectives.py --repeats 3
     python scripts/02_collectives.py            # a world of one takes the same path
 
-`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on.
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on. The course's own
+settings are read where they are used: MANYHANDS_OUTPUTS by `run_folder`, MANYHANDS_DATA and MANYHANDS_SHAKESPEARE by
+`shakespeare`, the scheduler's variables by `allocation`.
 """
 
 from __future__ import annotations
