@@ -339,6 +339,21 @@ def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
     assert "--nproc 2 " in run_job(course, FILES[1], VENV="", PATH=path, NPROC_PER_NODE="").stdout
 
 
+@pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
+def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(
+    course, tmp_path, name
+):
+    for place in ("remembered", "named"):
+        (tmp_path / place / "bin").mkdir(parents=True)
+        (tmp_path / place / "bin" / "activate").write_text(f"echo took {place}; exit 7")
+    (course / ".manyhands-env").write_text(f"{tmp_path}/remembered\n")
+    try:
+        assert run_job(course, name, VENV=".venv").stdout == "took remembered\n"
+        assert run_job(course, name, VENV=str(tmp_path / "named")).stdout == "took named\n"
+    finally:
+        (course / ".manyhands-env").unlink()
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
     done = run_job(course, name, cwd=tmp_path)

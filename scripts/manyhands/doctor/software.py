@@ -167,12 +167,12 @@ def mpi(launcher=None, login=None, run=ask):
         return warning(
             "MPI", f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node"
         )
-    from manyhands.launching.allocation import LOOPBACK_MPI
+    from manyhands.launching.allocation import loopback_mpi
 
     answer = run(
         [*launcher, sys.executable, "-c", HELLO],
         timeout_s=MPI_TIMEOUT_S,
-        environ={**LOOPBACK_MPI, **os.environ},
+        environ={**loopback_mpi(), **os.environ},
     )
     said = re.findall(r"hello (\d+) (\d+)", answer.text)
     shown = " ".join(launcher)

@@ -19,6 +19,7 @@ from manyhands.launching.addresses import LOOPBACK, own_address
 from manyhands.launching.allocation import RanksError, find_mpiexec, loopback_mpi, srun
 from manyhands.notebook.watchdog import kill_marked
 
+START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
 KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
 
@@ -81,8 +82,8 @@ class Processes:
         security = self.folder / "profile" / "security"
         self.connection_file = security / "ipcontroller-client.json"
         engine = [
-            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}", "--timeout=60",
-            "--IPEngine.wait_for_url_file=60", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
+            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}", f"--timeout={START_TIMEOUT_S}",
+            f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip
         if self.launcher is not None:
             self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])

@@ -17,9 +17,8 @@ from manyhands.machine.login_node import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
 from manyhands.notebook.control_lines import ControlLines
-from manyhands.notebook.engine_processes import Processes, engine_launcher
+from manyhands.notebook.engine_processes import START_TIMEOUT_S, Processes, engine_launcher
 
-START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 _current = None  # one set of ranks per kernel: starting again replaces it
 
 
