@@ -5,7 +5,7 @@
 #   PYTHON=/path/python3       the Python to build with, where python3 is too old
 #   ENV=/path                  use the environment that `make shared` built there; lab and kernel remember it here
 #   VENV=/path                 build the course's own environment there (default .venv here); REBUILD=yes: anew
-#   PROCESSES=2                how many tests run at once: one computes while another waits
+#   PROCESSES=8                files of tests that run at once, where there are cores for four ranks each
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
@@ -21,7 +21,8 @@ SETUP = "$(PYTHON)" scripts/setup_environment.py
 FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
 REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
-PROCESSES ?= 2
+PROCESSES ?=
+AT_ONCE = $(if $(PROCESSES),-n $(PROCESSES) --dist loadfile)
 OPEN ?= yes
 SHELL = /bin/bash
 
@@ -100,8 +101,8 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) -m manyhands.machine.login_node "make test"
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
-	@$(RUN) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
 
 check: environment  ## in five minutes: the tests that start no scheduler, browser, lesson or launcher
 	@$(RUN) -m manyhands.machine.login_node "make check"
-	@$(RUN) -m pytest -n $(PROCESSES) --dist loadfile -m "not slurm and not browser and not lesson and not launch" $(ARGS)
+	@$(RUN) -m pytest $(AT_ONCE) -m "not slurm and not browser and not lesson and not launch" $(ARGS)

@@ -31,21 +31,3 @@ def pool():
 @pytest.fixture(autouse=True)
 def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
-
-
-# Where several files run at once (`-n 2 --dist loadfile`), one process begins with the lessons, which compute, and the others
-# with what mostly waits for a scheduler, a browser or a time-out.
-FIRST = (
-    "test_lessons",
-    "test_slurm",
-    "test_train_jobs",
-    "test_browser",
-    "test_ranks",
-    "test_preflight",
-    "test_stalls",
-)
-
-
-def pytest_collection_modifyitems(items):
-    places = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
