@@ -175,7 +175,7 @@ def test_in_a_slurm_job_it_is_srun():
     ],
 )
 def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkeypatch, environ, ranks):
-    monkeypatch.setattr(commands, "_gpus_here", lambda: 0)
+    monkeypatch.setattr(commands, "_gpus_here", lambda environ: 0)
     command = command_for(PROGRAM, environ)
     assert f"--nproc-per-node={ranks}" in command or f"--ntasks-per-node={ranks}" in command
     assert f"--ntasks-per-node={5}" in command_for(PROGRAM, {**SLURM, **environ}, nproc=5)
