@@ -20,6 +20,7 @@ from rank_pool import RankFailed, run_on_ranks
 def stop_one_rank(ranks, name, who, when):
     """What each rank hears, and after which step, if rank `who` alone gets a signal at step `when`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started these tests ignores
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
     with Stopping(ranks) as asked:
         for step in range(1, 100_000):
             if ranks.rank == who and step == when:

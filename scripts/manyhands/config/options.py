@@ -139,9 +139,7 @@ class Options:
     config: Path | None = None  # a TOML or YAML file
     dry_run: bool = False  # print what would run, and end
     ranks: int | None = None  # with --dry-run: as if on so many ranks
-    gpu_gib: float | None = (
-        None  # with --dry-run: whether it fits into so much memory per rank; none: into what is here
-    )
+    gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
