@@ -192,6 +192,11 @@ def _gpus_here(environ):
     return gpus_here(environ)[1]
 
 
+def _reads_options(program):
+    """Whether it is the trainer, which takes its flags by `read_options`; a stand-in of that name may take others."""
+    return program.resolve() == TRAIN.resolve() and "read_options" in program.read_text("utf-8")
+
+
 def main(argv=None, description=None, refuse_flags=None):
     """The program behind `scripts/launch.py`; returns its exit status.
 
@@ -224,7 +229,7 @@ def main(argv=None, description=None, refuse_flags=None):
         command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
     except (StartError, RanksError) as error:
         parser.error(str(error))
-    if refuse_flags and args.program.resolve() == TRAIN.resolve():
+    if refuse_flags and _reads_options(args.program):
         refuse_flags(argv[at + 1 :])
     write(f"$ {shlex.join(command)}\n")
     return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
