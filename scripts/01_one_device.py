@@ -645,7 +645,7 @@ if rank == 0:
     listed = peaks.dense_peak(device, "fp32")
     say(f"{tok_per_s:,.0f} tokens/s x {per_token / 1e6:.2f} MFLOP = {done / 1e9:.1f} GFLOP/s")
     say(f"best product here {peak / 1e9:.1f} GFLOP/s: {100 * done / peak:.0f} % of it")
-    say(f"MFU {100 * done / listed:.1f} %" if listed else "no vendor lists a peak for this CPU")
+    say(f"MFU {100 * done / listed:.1f} %" if listed else "no vendor lists a peak for this device")
     metrics.measured(tok_per_s=tok_per_s, gemm_peak=peak, share_of_gemm_peak=done / peak)
     here = {"tokens/s": (tok_per_s, "", "tok_per_s"), "best product": (peak, "FLOP/s", "gemm_peak")}
     say(recorded_runs.beside("01", here))

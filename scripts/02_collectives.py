@@ -529,7 +529,7 @@ with wire.watch() as ours:
     ring_all_reduce(mine_N.clone())
 with wire.watch() as theirs:
     dist.all_reduce(mine_N.clone())
-if rank == 0 and ours.transport_bytes is not None:  # with NCCL hardly a byte passes a socket
+if rank == 0 and theirs.transport_bytes is not None:  # with NCCL hardly a byte passes a socket
     say(f"theory   {2 * (world_size - 1) / world_size:.3f} x the tensor")
     say(f"our ring {ours.transport_bytes / mine_N.nbytes:.3f} x")
     say(f"gloo     {theirs.transport_bytes / mine_N.nbytes:.3f} x")

@@ -258,3 +258,14 @@ def test_no_device_is_hard_coded(root):
     source = (root / "scripts" / f"{LESSON}.py").read_text()
     literals = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
     assert "cpu" not in literals
+
+
+def test_a_gpu_whose_peak_nobody_lists_is_not_called_a_cpu(root):
+    source = (root / "scripts" / f"{LESSON}.py").read_text()
+    texts = [
+        n.value
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
+    (said,) = [text for text in texts if "lists a peak" in text]
+    assert "CPU" not in said

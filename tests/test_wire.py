@@ -1,5 +1,6 @@
 """The counters see what left this rank: by calls, by transport, and through mpi4py."""
 
+import ast
 import sys
 import types
 
@@ -181,3 +182,14 @@ def test_the_counter_ends_with_the_block_also_when_it_raises():
 def test_the_rings_formula():
     assert wire.ring_all_reduce_bytes(40e6, 4) == 60e6
     assert wire.ring_all_reduce_bytes(40e6, 1) == 0
+
+
+def test_lesson_02_says_nothing_of_bytes_on_sockets_where_one_rank_has_a_gpu(root):
+    """A ring of one rank sends nothing, so it has no GPU's tensor to notice; the library's all-reduce has."""
+    lesson = ast.parse((root / "scripts" / "02_collectives.py").read_text())
+    (shown,) = [n for n in lesson.body if isinstance(n, ast.If) and "transport_bytes" in ast.unparse(n.test)]
+    alone, said = {"rank": 0, "world_size": 1, "mine_N": torch.ones(4)}, []
+    for theirs, lines in ((None, 0), (0, 3)):
+        seen = {"ours": wire.Seen(transport_bytes=0), "theirs": wire.Seen(transport_bytes=theirs)}
+        exec(compile(ast.Module([shown], []), "02", "exec"), {**alone, **seen, "say": said.append})
+        assert len(said) == lines
