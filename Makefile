@@ -103,6 +103,6 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
 
-check: environment  ## in five minutes: the tests that start no scheduler, browser, lesson or launcher
+check: environment  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.machine.login_node "make check"
-	@$(RUN) -m pytest $(AT_ONCE) -m "not slurm and not browser and not lesson and not launch" $(ARGS)
+	@$(RUN) -m pytest $(AT_ONCE) -m "not slurm and not browser and not lesson and not ranks" $(ARGS)

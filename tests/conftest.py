@@ -31,3 +31,9 @@ def pool():
 @pytest.fixture(autouse=True)
 def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "pool" in item.fixturenames:
+            item.add_marker(pytest.mark.ranks)

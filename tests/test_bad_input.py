@@ -19,6 +19,8 @@ import pytest
 from manyhands.config.options import OptionError, read_options
 from rank_pool import _server
 
+pytestmark = pytest.mark.ranks
+
 TINY = [
     "--model.n-layer",
     "2",

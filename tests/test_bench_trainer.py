@@ -15,6 +15,8 @@ from manyhands.bench.crew import Crew, CrewError
 from manyhands.bench.other_load import Others
 from manyhands.config.options import ModelOptions, ParallelOptions
 
+pytestmark = pytest.mark.ranks
+
 TINY = ModelOptions(n_layer=2, n_head=2, n_embd=8, block_size=8)
 TEXT = "to be, or not to be: that is the question. " * 20
 BROKEN = compared_runs.Row("broken", threads=1, parallel=ParallelOptions(strategy="fsdp", tensor=3))

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+pytestmark = pytest.mark.ranks
+
 # 65 and 7 do not split evenly, 2 leaves some of 4 ranks without a share
 SHAPES = {
     "model.tokens.weight": ([65, 8], torch.float32),

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from manyhands.checks import Wrong, exercise
 from rank_pool import RankFailed, run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 @exercise(1, "the sum", timeout_s=4)
 def the_sum(answer, ranks):

@@ -21,6 +21,8 @@ from rank_pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.ranks
+
 LESSON = "03_data_parallel"
 ROWS = 12  # of the global batch: 1, 2, 3 and 4 ranks divide it
 STEPS = 3

@@ -11,6 +11,8 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: pip install -e .[deepspeed]",

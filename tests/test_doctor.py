@@ -13,6 +13,8 @@ from manyhands import doctor
 from manyhands.doctor import machine, place, server, software
 from manyhands.doctor.finding import Answer, Finding, ask
 
+pytestmark = pytest.mark.ranks
+
 GIB = 2**30
 
 

@@ -7,6 +7,8 @@ from manyhands.measure import wire
 from manyhands.parallel.flat_ddp import FlatReplicas
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 CONFIG = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, tie=True, qkv_bias=True)
 BATCH, STEPS = 8, 3
 

@@ -15,6 +15,8 @@ from course_copy import copy_course
 from manyhands.course.lessons import find_lessons
 from manyhands.jobs import directives, sites, stamp, submit
 
+pytestmark = pytest.mark.ranks
+
 SITES = sorted(sites.sites())
 FILES = ["ddp_shakespeare.pbs", "ddp_shakespeare.slurm"]
 LESSON = "03_data_parallel"

@@ -31,6 +31,8 @@ from manyhands.trainer.resume import resume
 from manyhands.trainer.run import Run
 from rank_pool import _server, ranks_of
 
+pytestmark = pytest.mark.ranks
+
 N_RANKS = 2
 EVERY = 3  # steps between checkpoints
 STEPS = 126  # more than twenty lives get through: each is killed before it saves three times

@@ -27,6 +27,8 @@ from manyhands.runs.exit_status import DIVERGED, STATUS_FILE, read_status, say_s
 from manyhands.runs.ranks import joined
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 PROGRAM = ["scripts/train.py", "--train.steps", "20"]
 
 

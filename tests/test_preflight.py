@@ -20,6 +20,8 @@ from manyhands.preflight import errors, plan, runs
 from manyhands.preflight.report import command_again
 from manyhands.preflight.report import page as page_of
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def flown(tmp_path_factory):

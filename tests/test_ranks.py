@@ -10,6 +10,8 @@ import pytest
 from manyhands.notebook import magic, watchdog
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory, root):

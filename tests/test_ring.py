@@ -11,6 +11,8 @@ from manyhands.course.catch_up import taken_from
 from manyhands.measure import wire
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 DTYPES = {  # what gloo's own all-reduce takes: no int16
     name: getattr(torch, name)
     for name in ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")

@@ -14,6 +14,8 @@ from manyhands.trainer.stall_rules import Heard, judged, numbers, place_of
 from manyhands.trainer.stalls import StallWatch
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def ranks_at(*ats, idle_s=0.0, patience_s=10.0, **more):
     """One Heard per number of `at` calls, all in the phase of that call."""

@@ -16,6 +16,8 @@ from manyhands.trainer import stopping
 from manyhands.trainer.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
 from rank_pool import RankFailed, run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def stop_one_rank(ranks, name, who, when):
     """What each rank hears, and after which step, if rank `who` alone gets a signal at step `when`."""

@@ -19,7 +19,7 @@ from manyhands.jobs import directives, sites, stamp
 from manyhands.machine.processes import MARK, Family
 from slurm_nodes import SlurmNodes, missing, processes_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 PATIENCE_S = 280  # a busy machine takes minutes for what takes seconds otherwise
 LINGER = "--linger=20"  # fake_train waits there to be told to leave, however late that is
 FILES = ["train.pbs", "train.slurm", "sweep.pbs", "sweep.slurm"]

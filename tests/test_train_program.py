@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from manyhands.runs.metrics import compare
 
-pytestmark = pytest.mark.timeout(900)  # three launchers, one after the other
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]  # three launchers, one after the other
 ROOT = Path(__file__).parent.parent
 FLAGS = [
     *("--train.steps", "12", "--train.global-batch", "4", "--model.n-layer", "2", "--model.n-embd", "32"),

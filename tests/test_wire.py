@@ -10,6 +10,8 @@ import torch.distributed as dist
 from manyhands.measure import wire
 from rank_pool import run_on_ranks
 
+pytestmark = pytest.mark.ranks
+
 LINUX = sys.platform == "linux"
 
 
