@@ -107,8 +107,6 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
-    if rank == 0 and global_batch != 12:
-        say(f"12 sequences do not split over {world_size} ranks: {global_batch} per step")
 if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
