@@ -10,6 +10,7 @@ from manyhands.course.lessons import find_lessons
 PROGRAM = """
 import sys
 from pathlib import Path
+from manyhands import leave
 from manyhands.course.pairs import read
 
 script = Path(sys.argv[0])
@@ -31,6 +32,7 @@ for title, section in sections[1:]:
         run(section, dict(start))
     except BaseException as error:
         raise SystemExit(f"section {title!r} does not run after the start cells alone: {error!r}")
+leave()
 """
 
 
