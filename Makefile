@@ -5,7 +5,7 @@
 #   PYTHON=/path/python3       the Python to build with, where python3 is too old
 #   ENV=/path                  use the environment that `make shared` built there; lab and kernel remember it here
 #   VENV=/path                 build the course's own environment there (default .venv here); REBUILD=yes: anew
-#   PROCESSES=8                files of tests that run at once, where there are cores for four ranks each
+#   PROCESSES=8                files of tests that run at once (default: 2, and with 1 each after the other; see tests/conftest.py)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
@@ -21,8 +21,8 @@ SETUP = "$(PYTHON)" scripts/setup_environment.py
 FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
 REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
-PROCESSES ?=
-AT_ONCE = $(if $(PROCESSES),-n $(PROCESSES) --dist loadfile)
+PROCESSES ?= 2
+AT_ONCE = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 OPEN ?= yes
 SHELL = /bin/bash
 
@@ -105,4 +105,4 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 
 check: environment  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.machine.login_node "make check"
-	@$(RUN) -m pytest $(AT_ONCE) -m "not slurm and not browser and not lesson and not ranks" $(ARGS)
+	@$(RUN) -m pytest $(AT_ONCE) -m "not lesson and not slurm and not browser and not ranks" $(ARGS)

@@ -135,8 +135,11 @@ def write_text(options):
 
 
 def main(argv=None):
-    options = tyro.cli(Options, prog="sample.py", description=__doc__, args=argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = tyro.cli(Options, prog="sample.py", description=__doc__, args=words)
     try:
+        if "" in words and options.source == Path():  # to a Path "" is the current folder
+            raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
         write_text(options)
     except (CheckpointError, ValueError) as error:
         print(f"sample.py: {error}", file=sys.stderr)

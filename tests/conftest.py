@@ -1,7 +1,11 @@
 """What every test shares: the course's folders, and an environment in which nothing is written into the tree."""
 
+import os
 import sys
 from pathlib import Path
+
+# threads that wait for work without spinning: ranks, and tests that run beside each other, share the cores. Before torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,7 +37,22 @@ def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
 
 
+# What runs beside what (`make test`: pytest -n 2 --dist loadgroup): one process takes the lessons, which use all cores, the
+# other meanwhile what mostly waits for schedulers, browsers and time-outs; then both take what is left, a file at a time.
+WAIT = [
+    "test_train_jobs.py", "test_preflight.py", "test_slurm.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
+    "test_sweep.py", "test_launch_program.py", "test_stopping.py",
+]  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
+    def turn(item):
+        if item.get_closest_marker("lesson"):
+            return -1
+        return WAIT.index(item.path.name) if item.path.name in WAIT else len(WAIT)
+
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker(pytest.mark.ranks)
+        item.add_marker(pytest.mark.xdist_group("lessons" if turn(item) < 0 else item.path.name))
+    items.sort(key=turn)

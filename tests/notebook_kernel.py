@@ -8,7 +8,8 @@ import time
 
 import psutil
 from jupyter_client.manager import start_new_kernel
-from manyhands.notebook.watchdog import marked
+from manyhands.machine.processes import Family
+from manyhands.notebook.watchdog import MARK
 
 START = """
 import sys; sys.path.insert(0, {scripts!r})
@@ -109,7 +110,7 @@ def wait_until(happened, patience_s=60):
 def left_behind(mark, patience_s):
     """Processes that still carry the mark after `patience_s` seconds (at once, when there are none)."""
     deadline = time.monotonic() + patience_s
-    while (processes := marked(mark)) and time.monotonic() < deadline:
+    while (processes := Family(mark, MARK).members()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return processes
 
@@ -117,7 +118,7 @@ def left_behind(mark, patience_s):
 def listening_addresses(mark):
     """Addresses on which processes that carry the mark listen, but for mpiexec's own, which its children inherit."""
     found, mpiexec = set(), set()
-    for process in marked(mark):
+    for process in Family(mark, MARK).members():
         listening = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         (mpiexec if process.name() in ("mpiexec", "hydra_pmi_proxy") else found).update(listening)
     return {address.ip for address in found - mpiexec}

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from course_copy import copy_course
+from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
 from manyhands.jobs import directives, sites, stamp, submit
 
@@ -283,7 +283,7 @@ def program(path, lines):
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    return copy_course(tmp_path_factory.mktemp("course") / "many-hands")
+    return only_the_start_of_lesson_03(copy_course(tmp_path_factory.mktemp("course") / "many-hands"))
 
 
 def short_flags():

@@ -21,7 +21,8 @@ from papermill.inspection import inspect_notebook
 LESSONS = find_lessons(ROOT)
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
 OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
-LAUNCHERS = [(way, n) for n in (2, 4) for way in ("torchrun", "mpiexec", "notebook")]
+# four ranks behind a notebook: the run of full length
+LAUNCHERS = [("torchrun", 2), ("mpiexec", 2), ("notebook", 2), ("torchrun", 4), ("mpiexec", 4)]
 
 
 def each(lessons, *marks):
@@ -38,11 +39,11 @@ def short_run(tmp_path_factory):
     """short_run(lesson, way, n_ranks) -> the metrics of a short run, made once."""
     made = {}
 
-    def run(lesson, way, n_ranks):
-        key = lesson.name, way, n_ranks
+    def run(lesson, way, n_ranks, **changed):
+        key = lesson.name, way, n_ranks, *changed.values()
         if key not in made:
             folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
-            outcome = Run(lesson, way, n_ranks, folder, lesson.short).carry_out(timeout_s=150)
+            outcome = Run(lesson, way, n_ranks, folder, lesson.short | changed).carry_out(timeout_s=150)
             assert outcome.ok, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
             made[key] = outcome.metrics
         return made[key]
@@ -148,3 +149,11 @@ def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
         assert compare(alone, short_run(lesson, "torchrun", n_ranks)) == []
     if lesson.number == "03":
         assert alone["close"], "the losses of the same global batch are what is compared"
+
+
+@pytest.mark.lesson
+def test_our_own_ddp_trains_as_the_librarys_does(short_run):
+    (lesson,) = find_lessons(ROOT, only=["03"])
+    ours, library = short_run(lesson, "torchrun", 2, ddp="ours"), short_run(lesson, "torchrun", 2)
+    assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
+    assert compare(ours, {**library, "parameters": ours["parameters"]}) == []

@@ -1,5 +1,6 @@
 """Preflight on a small course: what is well is told from what fails, hangs or differs, and nothing stays behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -179,7 +180,13 @@ def report_page(folder, results):
     return page_of(folder, results, {"when": "now", "host": "here"}, [], 1.0, "preflight")
 
 
-def test_a_preflight_that_is_stopped_ends_its_runs_first(tmp_path, root):
+def is_papermill_or_kernel(process):
+    with contextlib.suppress(psutil.Error):
+        return any(name in " ".join(process.cmdline()) for name in ("papermill", "ipykernel"))
+
+
+@pytest.mark.parametrize("how", ["SIGTERM, as at the wall time", "SIGKILL"])
+def test_a_preflight_that_is_ended_leaves_none_of_its_runs(tmp_path, root, how):
     fake_course.write_lesson(tmp_path, "03_hangs", fake_course.HANGS)
     start = "import sys; from pathlib import Path; from manyhands.preflight import main; sys.exit(main(['--notebooks'], Path(sys.argv[1])))"
     environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), "MANYHANDS_LOGIN_NODE": "0"}
@@ -192,11 +199,23 @@ def test_a_preflight_that_is_stopped_ends_its_runs_first(tmp_path, root):
         while len(of_course(tmp_path)) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(of_course(tmp_path)) >= 4
-        flight.terminate()  # as a scheduler does at the wall time
-        _, said = flight.communicate(timeout=120)
+        if how == "SIGKILL":
+            flight.kill()
+            flight.wait()
+            deadline = time.monotonic() + 60
+            while any(map(is_papermill_or_kernel, of_course(tmp_path))) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            left = of_course(tmp_path)  # only what the lesson detached: ranks have a watchdog of their own
+            assert not any(map(is_papermill_or_kernel, left))
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left, timeout=10)
+        else:
+            flight.terminate()
+            _, said = flight.communicate(timeout=120)
+            assert flight.returncode == 130 and "all its runs were ended" in said
     finally:
         flight.kill()
-    assert flight.returncode == 130 and "all its runs were ended" in said
     assert of_course(tmp_path) == []
 
 

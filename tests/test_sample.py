@@ -351,3 +351,10 @@ def test_torchs_advice_to_run_what_a_file_brings_along_is_not_passed_on(trained,
 
 def test_control_characters_of_an_alphabet_do_not_reach_the_terminal(program):
     assert program.shown("\x1b[2Ja\n\t\u00e9\x07") == "\\x1b[2Ja\n\t\u00e9\\x07"
+
+
+def test_an_empty_word_is_no_folder(written, capfd):
+    status, text, told = written(source="")
+    assert (status, text) == (2, "") and "the folder to read is empty (is a variable of the shell unset?)" in told
+    assert export.main(["", "model.safetensors"]) == 2
+    assert "one of its words is empty" in capfd.readouterr().err

@@ -12,7 +12,7 @@ from manyhands.course.lessons import find_lessons
 from manyhands.preflight.runs import Run, find_metrics
 from manyhands.runs.metrics import compare
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.lesson]
 
 START = find_lessons(ROOT, ["00"])[0]
 READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'

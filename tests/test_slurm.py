@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jupytext
 import pytest
-from course_copy import copy_course
+from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
 from manyhands.runs import recorded_runs
 from manyhands.runs.metrics import compare
@@ -95,6 +95,7 @@ def assert_same_numbers(found, expected, launcher):
     assert compare(found, expected) == []
 
 
+@pytest.mark.lesson
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, under_torchrun, lesson):
     done = slurm.run(
@@ -124,6 +125,7 @@ def ended_or_pmi_fault(slurm, job, path):
         time.sleep(0.3)
 
 
+@pytest.mark.lesson
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
     slurm, course, environ, under_torchrun, tmp_path, lesson
@@ -143,6 +145,7 @@ def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
     assert_same_numbers(found, under_torchrun(lesson), "srun")
 
 
+@pytest.mark.lesson
 def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_torchrun):
     job = slurm.submit(
         "sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course
@@ -154,6 +157,7 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_tor
     assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
 
 
+@pytest.mark.lesson
 def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_torchrun):
     content, found = (
         recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"],
@@ -166,27 +170,12 @@ def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_tor
     assert found["exact"]["losses"][:4] == pytest.approx(content["exact"]["losses"][:4], abs=1e-3), again
 
 
-def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, course, environ, under_torchrun):
-    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below it is Slurm, so that srun starts torchrun."""
-    values = dict(
-        part.split(" ") for part in " ".join(flags("03_data_parallel")).replace(" --", "\n--").splitlines()
-    )
-    passed = {**environ, "LESSON_ARGS": " ".join(f"{flag}={value}" for flag, value in values.items())}
-    job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=course)
-    state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = "".join(path.read_text() for path in course.glob(f"ddp_shakespeare*{job}"))
-    assert state == "COMPLETED", output
-    assert "node1: ranks 0, 1" in output and "node2: ranks 2, 3" in output
-    assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
-
-
 HELLO = """\
 from manyhands import join, leave, say
 ranks = join(globals())
 say(f"rank {ranks.rank} of {ranks.world_size} on {ranks.host}")
 leave()
 """
-BATCH = '# %% tags=["parameters"]\nglobal_batch = 12  # the flag that the job file gives, >= 1\n\n'
 
 
 @pytest.fixture
@@ -196,23 +185,39 @@ def hello(tmp_path):
     return script
 
 
-def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, course, environ, tmp_path):
-    """STARTER=srun, as on Frontier. A lesson of one line stands in for lesson 03."""
-    folder = tmp_path / "many-hands"
-    shutil.copytree(course, folder, ignore=shutil.ignore_patterns("notebooks", "*_*.py"))
-    (folder / "notebooks").mkdir()
-    header = (course / "scripts" / "03_data_parallel.py").read_text().split("# %% [markdown]")[0]
-    (folder / "scripts" / "03_data_parallel.py").write_text(header + BATCH + "# %%\n" + HELLO)
-    sync = [sys.executable, "-m", "manyhands.course.pairs", "sync", "03"]
-    subprocess.run(sync, cwd=folder, check=True, capture_output=True)
+@pytest.fixture(scope="session")
+def short_course(course, tmp_path_factory):
+    """The course with the start of lesson 03 alone: what starts its ranks is what is looked at."""
+    folder = tmp_path_factory.mktemp("short") / "many-hands"
+    return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
+
+
+ON_TWO_NODES = [f"rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)]
+
+
+def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
+    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below it is Slurm, so that srun starts torchrun."""
+    passed = {**environ, "LESSON_ARGS": "--steps=6 --repeats=1"}
+    job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=short_course)
+    state = slurm.wait(job, timeout_s=PATIENCE_S)
+    output = "".join(path.read_text() for path in short_course.glob(f"ddp_shakespeare*{job}"))
+    assert state == "COMPLETED", output
+    assert "4 ranks, launcher torchrun" in output
+    assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
+    given = metrics(environ, "03_data_parallel")["parameters"]
+    assert given["steps"] == 6
+
+
+def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, short_course, environ):
+    """STARTER=srun, as on Frontier."""
     job = slurm.submit(
-        "sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=folder
+        "sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=short_course
     )
     state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = (folder / f"ddp_shakespeare.o{job}").read_text()
+    output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
     assert "4 ranks, launcher srun" in output
-    assert [f"rank {r} of 4 on node{r // 2 + 1}" in output for r in range(4)] == [True] * 4
+    assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
 
 
 def test_a_batch_script_is_no_rank(slurm, environ, hello):

@@ -196,6 +196,8 @@ def main(argv):
         print(__doc__, file=sys.stderr)
         return 2
     try:
+        if "" in argv:
+            raise CheckpointError("one of its words is empty (is a variable of the shell unset?)")
         model, facts = load_model(
             argv[0], argv[2] if len(argv) == 3 else "best", lambda text: print(text, file=sys.stderr)
         )

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from manyhands.launching.allocation import LAUNCHER_VARIABLES
-from manyhands.machine.kept_command import with_us
+from manyhands.machine.end_with_parent import with_us
 from manyhands.machine.processes import MARK, Family
 
 POLL_S = 0.01

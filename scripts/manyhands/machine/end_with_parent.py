@@ -1,7 +1,8 @@
-"""A rank ends with its launcher: Linux tells it when the process that started it is gone."""
+"""A process ends with the one that started it, however that ends: Linux tells it."""
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 
@@ -19,3 +20,8 @@ def end_with_parent(number=signal.SIGTERM):
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), number)
+
+
+def with_us():
+    """A prefix by which a command is asked to end when the thread that starts it is gone, with or without its process."""
+    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []

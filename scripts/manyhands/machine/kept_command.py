@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from manyhands.machine.end_with_parent import with_us
 from manyhands.machine.processes import MARK, Family
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -83,11 +83,6 @@ def _until_idle(child, idle_s):
         else:
             copier.join(5)  # the last lines; a process that outlived the child may hold the pipe open
             return status
-
-
-def with_us():
-    """A prefix by which the command is asked to end when this process is killed (Linux)."""
-    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 def _translated(number, command):

@@ -8,6 +8,7 @@ what carries the mark belongs to the run, whoever its parent is by now.
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from manyhands.machine.end_with_parent import with_us
 
 MARK = "MANYHANDS_RUN"
 LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
@@ -39,8 +42,8 @@ class Ended:
 class Family:
     """The processes that carry one mark. Knows the strangers it has met, so that each is looked at once."""
 
-    def __init__(self, mark):
-        self.mark, self._strangers, self._since_s = mark, set(), time.time()
+    def __init__(self, mark, variable=MARK):
+        self.mark, self.variable, self._strangers, self._since_s = mark, variable, set(), time.time()
 
     def members(self):
         """Living processes with the mark, except this one."""
@@ -50,7 +53,7 @@ class Family:
                 continue
             try:
                 environ = process.environ()
-                if environ.get(MARK) != self.mark:
+                if environ.get(self.variable) != self.mark:
                     if (
                         environ or process.create_time() < self._since_s
                     ):  # it is empty for a moment during exec
@@ -98,6 +101,10 @@ class Family:
         for process in members:
             _quietly(process.terminate)
         psutil.wait_procs(members, timeout=grace_s)
+        self.kill()
+
+    def kill(self):
+        """Kill all members, also what appears meanwhile."""
         for _ in range(20):
             members = self.members()
             if not members:
@@ -120,10 +127,12 @@ def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", st
     environ = {**(os.environ if environ is None else environ), MARK: mark, "PYTHONFAULTHANDLER": "1"}
     started, peak_bytes, sample_s = time.monotonic(), 0, 0.02
     Path(log).parent.mkdir(parents=True, exist_ok=True)
+    if shutil.which(command[0], path=environ.get("PATH")) is None:
+        return Ended(None, 0.0, 0, error=f"{command[0]} did not start: there is no such program")
     with open(log, "wb") as output:
         try:
             child = subprocess.Popen(
-                command, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                [*with_us(), *command], env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:

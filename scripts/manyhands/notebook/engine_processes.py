@@ -17,7 +17,9 @@ from pathlib import Path
 from manyhands.course.folders import SCRIPTS
 from manyhands.launching.addresses import LOOPBACK, own_address
 from manyhands.launching.allocation import RanksError, find_mpiexec, loopback_mpi, srun
-from manyhands.notebook.watchdog import kill_marked
+from manyhands.machine import left_over
+from manyhands.machine.processes import Family
+from manyhands.notebook.watchdog import MARK
 
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
@@ -53,13 +55,16 @@ class Processes:
         shared = Path.home() / ".manyhands" if allocation.num_nodes > 1 else None
         if shared:
             shared.mkdir(mode=0o700, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix="manyhands-", dir=shared))  # only the user can read it
+        left_over.sweep_folders(shared or Path(tempfile.gettempdir()))
+        left_over.sweep_shared_memory()
+        # only the user can read it
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{left_over.OURS}{os.getpid()}-", dir=shared))
         self._children = []
         self._start()
 
     def _start(self):
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
-        environ["MANYHANDS_CLUSTER"] = self.mark
+        environ[MARK] = self.mark
         environ["MANYHANDS_NOTEBOOK"] = "1"
         environ["IPYTHONDIR"] = str(self.folder / "ipython")
         environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), *filter(None, [environ.get("PYTHONPATH")])])
@@ -68,7 +73,7 @@ class Processes:
         if self.allocation.num_nodes == 1:
             environ.update({k: v for k, v in loopback_mpi().items() if k not in environ})
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        unmarked = {k: v for k, v in environ.items() if k != "MANYHANDS_CLUSTER"}
+        unmarked = {k: v for k, v in environ.items() if k != MARK}
         self._spawn(
             "watchdog",
             ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)],
@@ -118,7 +123,7 @@ class Processes:
             time.sleep(0.05)
 
     def stop(self):
-        kill_marked(self.mark)
+        Family(self.mark, MARK).kill()
         for child in self._children:
             child.kill()
             child.wait()

@@ -8,7 +8,6 @@ once a second, and afterwards kills what carries the mark and removes FOLDER. As
 job or of a preflight, it does so at once: nobody else would.
 """
 
-import os
 import shutil
 import signal
 import sys
@@ -16,34 +15,9 @@ import time
 
 import psutil
 
+from manyhands.machine.processes import Family
 
-def marked(mark):
-    """The living processes of this user whose environment carries the mark, except this one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.uids().real == os.getuid():
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if process.environ().get("MANYHANDS_CLUSTER") == mark:
-                    found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
-def kill_marked(mark, patience_s=2.0):
-    """Kill what carries the mark, also what appears meanwhile; returns when nothing is left or patience ends."""
-    deadline = time.monotonic() + patience_s
-    while processes := marked(mark):
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.Error:
-                continue
-        psutil.wait_procs(processes, timeout=0.5)
-        if time.monotonic() > deadline:
-            break
+MARK = "MANYHANDS_CLUSTER"
 
 
 class _Asked(Exception):
@@ -63,7 +37,7 @@ def main(parent_pid, mark, folder):
     except (psutil.Error, _Asked):
         pass
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    kill_marked(mark)
+    Family(mark, MARK).kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -23,12 +23,23 @@ def say(text: object) -> None:
 
 def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
     """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
+    return text_curves([(list(range(len(values))), list(values), "dot")], title, width, height)
+
+
+def text_curves(curves, title: str, width: int, height: int, ticks=None) -> str:
+    """Curves (x, y, marker) in one plot of plain characters; points marked "." are joined by lines.
+
+    `ticks`: (places, words) along x; None leaves them to the library.
+    """
     import plotext
 
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless").plot_size(width, height).title(title)
-    figure.draw(figure.signal(list(range(len(values))), list(values), marker="dot"))
+    for x, y, marker in curves:
+        figure.draw(figure.signal(x, y, marker=marker).lines(marker == "."))
+    if ticks:
+        figure.ruler("x").ticks(*ticks)
     lines = plotext.uncolorize(str(figure.build())).split("\n")
     return "\n".join(line.rstrip() for line in lines).rstrip("\n")
 

@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-from manyhands.runs.screen import write
+from manyhands.runs.screen import text_curves, write
 from manyhands.trainer.run_header import screen_width
 
 PLOT_WIDTH = 100  # at most, in characters
@@ -60,20 +60,11 @@ def terminal(rows, width):
     return "\n\n".join(plot for plot in plots if plot)
 
 
-def _text_plot(title, lines, width, height):
-    import plotext
-
-    lines = [(x, y, marker) for x, y, marker in lines if x]
-    if not lines:
+def _text_plot(title, curves, width, height):
+    curves = [(x, y, marker) for x, y, marker in curves if x]
+    if not curves:
         return ""
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless").plot_size(width, height).title(title)
-    for x, y, marker in lines:
-        figure.draw(figure.signal(x, y, marker=marker).lines(marker == "."))
-    figure.ruler("x").ticks(*_ticks([step for x, _, _ in lines for step in x]))
-    text = plotext.uncolorize(str(figure.build()))
-    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n")
+    return text_curves(curves, title, width, height, _ticks([step for x, _, _ in curves for step in x]))
 
 
 def _ticks(steps):

@@ -25,7 +25,7 @@ from manyhands.runs.run_folder import point_latest_to
 from manyhands.trainer.finite import Diverged, refuse_broken_weights, refuse_nan
 from manyhands.trainer.profiling import Profile
 from manyhands.trainer.random_state import random_state, seed_dropout
-from manyhands.trainer.refusals import refuse_text
+from manyhands.trainer.refusals import refuse_size, refuse_text
 from manyhands.trainer.report import Report
 from manyhands.trainer.results import agreed_folder, write_metrics
 from manyhands.trainer.resume import facts_of, resume
@@ -235,6 +235,7 @@ def train(options):
         config = model_config(options, len(corpus.symbols))
         layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
         refuse_text(options, config, corpus)
+        refuse_size(config, ranks)
         run = Run(options, config, layout, corpus, ranks)
     except (OptionError, CheckpointError) as error:
         refuse(str(error))

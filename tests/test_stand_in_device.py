@@ -1,0 +1,164 @@
+"""Every lesson and every strategy of the trainer on GPUs that are none: what a GPU or NCCL would refuse is refused.
+
+See stand_in_device for what it can show, and what it cannot.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from manyhands.course.lessons import find_lessons
+from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
+
+PROGRAM = [sys.executable, str(ROOT / "tests" / "stand_in_device.py")]
+# shorter than the short runs of other tests: here all that counts is that each line runs
+SHORTEST = {
+    "00_start": "--iterations 10",
+    "01_one_device": "--repeats 1 --peak-s 0.05",
+    "02_collectives": "--largest-mib 0.1 --repeats 1 --wait-s 0.5 --points 1000",
+    "03_data_parallel": "--steps 2 --repeats 1",
+    "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",
+    "05_same_science": "--steps 2 --sweep-tokens 4096 --repeats 1",
+    "06_zero_fsdp": "--layers 2 --steps 1",
+    "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --failures none",
+}
+LESSONS = find_lessons()
+TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "
+TRAIN += "--log.eval-batches 1 --log.sample 4 --log.no-plots "
+STRATEGIES = {
+    "copies, DDP's buckets": "--parallel.copies ddp",
+    "copies, one flat vector": "--parallel.copies flat",
+    "ZeRO-1": "--parallel.strategy zero1",
+    "FSDP": "--parallel.strategy fsdp --train.precision bf16",
+    "FSDP, states on the CPU": "--parallel.strategy fsdp --parallel.offload",
+    "tensor parallel": "--parallel.tensor 2 --parallel.sequence-parallel --parallel.loss-parallel",
+    "pipeline": "--parallel.pipeline 2 --parallel.recompute block",
+}
+
+
+def run(command, outputs, timeout_s=240):
+    """Run a program as ranks that believe to have GPUs: the completed process, its errors among its output."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "MANYHANDS_OUTPUTS": str(outputs)}
+    return subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
+        env=environ, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.lesson
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_a_lesson_runs_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
+    done = run([*PROGRAM, str(lesson.script), *SHORTEST[lesson.name].split()], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    said = done.stdout.split("what the job wrote")[0]
+    assert "cpu:gloo,cuda:nccl" in said.split("\n")[0]
+    spoken = said.replace("cpu:gloo,cuda:nccl", "")
+    assert not re.findall(r"^.*(?:\bgloo\b|\bsockets?\b|\bcpu\b).*$", spoken, re.M)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(400)
+def test_the_trainers_strategies_run_on_gpus_and_agree(tmp_path):
+    words = []
+    for flags in STRATEGIES.values():
+        words += ["THEN", str(ROOT / "scripts" / "train.py"), *TRAIN.split(), *flags.split()]
+    two = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *PROGRAM[1:],
+    ]
+    done = run([*two, *words], tmp_path, timeout_s=360)
+    assert done.returncode == 0, done.stdout[-3000:]
+    losses = re.findall(r"lowest val_loss (\S+) after step 2", done.stdout)
+    assert len(losses) == len(STRATEGIES), done.stdout[-3000:]
+    assert max(map(float, losses)) - min(map(float, losses)) < 0.02  # one of them computes in bf16
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "line, planted, told, at",
+    [
+        (
+            "column = torch.empty_like(parts)\n",
+            'column = torch.empty_like(parts, device="cpu")\n',
+            "alltoall_base_: tensors of cuda:0 and of the CPU in one collective",
+            "dist.all_to_all_single(column, parts)",
+        ),
+        (
+            "gradients_12N.tensor_split(world_size)[rank].sum(0).to(device)",
+            "gradients_12N.tensor_split(world_size)[rank].sum(0)",
+            "allclose: tensors of cuda:0 and of the CPU in one operator",
+            "torch.allclose",
+        ),
+    ],
+)
+def test_a_tensor_left_on_the_cpu_is_found_in_a_lesson(line, planted, told, at, tmp_path):
+    source = (ROOT / "scripts" / "02_collectives.py").read_text()
+    assert source.count(line) == 1
+    (tmp_path / "02_collectives.py").write_text(source.replace(line, planted))
+    done = run([*PROGRAM, str(tmp_path / "02_collectives.py"), *SHORTEST["02_collectives"].split()], tmp_path)
+    assert done.returncode != 0
+    found = re.search(r"WrongDevice: 02_collectives.py, line (\d+): (.*)", done.stdout)
+    assert found, done.stdout[-2000:]
+    assert found[2] == told and at in source.split("\n")[int(found[1]) - 1]
+
+
+def _on_a_stand_in(ranks, action):
+    with StandIn():
+        try:
+            return action(ranks)
+        except WrongDevice as error:
+            return str(error)
+
+
+def _nccl_gets_a_tensor_of_the_cpu(ranks):
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(2), group=group)
+
+
+def _nccl_receives_from_anybody(ranks):
+    x = torch.zeros(1, device="cuda")
+    dist.recv(x)
+
+
+def _values(ranks):
+    x = torch.arange(3.0).cuda() + 1
+    dist.all_reduce(x)
+    return x.cpu().tolist(), str(x.device), str(x.cpu().device)
+
+
+def test_a_collective_of_nccl_takes_tensors_of_gpus_and_names_its_sources(pool):
+    (said,) = pool.run(1, _on_a_stand_in, _nccl_gets_a_tensor_of_the_cpu)
+    assert "allreduce_: a tensor of the CPU in a group of nccl" in said
+    (said,) = pool.run(1, _on_a_stand_in, _nccl_receives_from_anybody)
+    assert "recv_any_source_: NCCL does not receive from anybody" in said
+    assert pool.run(1, _on_a_stand_in, _values) == [([1.0, 2.0, 3.0], str(GPU), "cpu")]
+
+
+def test_a_tensor_knows_where_it_is_and_operators_refuse_what_cuda_refuses():
+    with StandIn():
+        here, there = torch.ones(3), torch.ones(3, device="cuda")
+        assert there.device == GPU and there.is_cuda and not here.is_cuda
+        assert (there * 2)[1:].view(2, 1).device == GPU and on_gpu(torch.zeros_like(there))
+        assert there.to("cpu").device.type == "cpu" and on_gpu(here.to(there))
+        assert (there + torch.tensor(1.0)).device == GPU  # without dimensions a tensor of the CPU goes along
+        assert there[torch.tensor([0, 2])].shape == (2,)  # and so do indices
+        for wrong in (lambda: here + there, lambda: torch.cat([here, there]), lambda: torch.dot(here, there)):
+            with pytest.raises(WrongDevice, match=f"tensors of {GPU} and of the CPU in one operator"):
+                wrong()
+        with pytest.raises(WrongDevice, match="can't convert a cuda:0 tensor to numpy"):
+            there.numpy()
+        assert there.cpu().numpy().tolist() == [1, 1, 1]
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        (weight * there).sum().backward()
+        assert weight.grad.device == GPU
+    assert there.device.type == "cpu"  # outside nothing is left of it
