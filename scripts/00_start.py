@@ -38,7 +38,9 @@
 # not know.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: start and four copies with the warm-up 4, rank and
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: start and four copies with the warm-up 4, rank and
 # local rank 2, launchers with exercise 1 5, one file four ways 2, smoke test 3, experiment 2, clock 1, bug 1.
 #
 # *Say:* "A rank is a process. Not a GPU, not a machine, not a core." Let everyone run the first two cells before
@@ -50,6 +52,8 @@
 # *When late:* show the stored outputs of "one file, four ways" and of the plots; keep exercise 1.
 #
 # *Ask the room:* "Your job printed *rank 0 of 1* four times and ended with exit status 0. What happened?"
+#
+# </details>
 
 # %% [markdown]
 # ## Start (CORE, 1 min)
@@ -862,9 +866,13 @@ torch.set_num_threads(threads_now)
 # means fewer GPUs than ranks, or a module that is not loaded. And the number of distinct models must be 1.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor.** Run this script on the cluster the day before, on as many nodes as the class will use,
+# <details><summary>For the instructor: the class on a cluster</summary>
+#
+# Run this script on the cluster the day before, on as many nodes as the class will use,
 # and keep its output: it is the first thing to compare when something is odd. A participant whose first line says
 # `1 rank` under mpiexec has the system's mpiexec in front of the environment's in PATH.
+#
+# </details>
 
 # %% [markdown]
 # ## Recap

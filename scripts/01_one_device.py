@@ -43,7 +43,9 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: start 1, warm-up 2, why distribute 2, parameters 4,
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: start 1, warm-up 2, why distribute 2, parameters 4,
 # bytes per parameter 3, FLOPs 3, MFU 3, activations 4 and the answer 1, checkpointing 3, accumulation 2, sixteen
 # bits 3, experiment 2, zoo 2.
 #
@@ -57,6 +59,8 @@
 #
 # *Ask the room:* "A model has 7 billion parameters. How much memory does training need?" Collect numbers before the
 # section on bytes. They will range from 14 GB to 200 GB, and most of them are right about something.
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -323,9 +327,13 @@ metrics.exact(first_loss=first_loss)
 metrics.close(first_loss_close=first_loss)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: parameters.** Let them write the formula from the drawing before you show it. The usual miss
+# <details><summary>For the instructor: parameters</summary>
+#
+# Let them write the formula from the drawing before you show it. The usual miss
 # is the head's bias, then the last LayerNorm. If somebody asks for their own model: "count its matrices; everything
 # else is below one per cent at a width of 4096."
+#
+# </details>
 
 # %% [markdown]
 # ## Bytes per parameter (CORE, 3 min)
@@ -537,9 +545,13 @@ attention = 12 * shakespeare.n_layer * shakespeare.n_embd * shakespeare.block_si
 say(f"with fused attention the library counts {missing:,} fewer; attention's products are {attention:,}")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: FLOPs.** On GPUs the last cell prints a negative number, see the text. *Ask:* "Why is
+# <details><summary>For the instructor: FLOPs</summary>
+#
+# On GPUs the last cell prints a negative number, see the text. *Ask:* "Why is
 # backward twice forward?" (Two products for each one: gradient of the weights and of the input.) *Usual mistake:*
 # 2·P for training. That is the forward pass, so inference.
+#
+# </details>
 
 # %% [markdown]
 # ### Which operators calculate, which only carry (MORE, 4 min)
@@ -854,9 +866,13 @@ say(f"T^2 is {100 * scores['attention scores'] / sum(scores.values()):.0f} % of 
 # activations and computes them again.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: activations.** Have them say aloud what `pack` is handed, and when. The usual surprise: a
+# <details><summary>For the instructor: activations</summary>
+#
+# Have them say aloud what `pack` is handed, and when. The usual surprise: a
 # residual addition keeps nothing, a GELU keeps its input. If nobody attempts exercise 1, run the solution and
 # discuss the last cell: it is the most quoted result of the lesson.
+#
+# </details>
 
 # %% [markdown]
 # ## Checkpointing: forget, and compute again (CORE, 3 min)
@@ -976,9 +992,13 @@ metrics.exact(recompute_sweep=swept)
 # numbers per token, (H + 4)/D.) Exercise 2 has unequal ones.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: checkpointing.** *Ask:* "What is the least that one could keep?" (Only every k-th input;
+# <details><summary>For the instructor: checkpointing</summary>
+#
+# *Ask:* "What is the least that one could keep?" (Only every k-th input;
 # then a stretch of k blocks comes back at once: Chen's square root of N.) *Usual mistake:* expecting parameters or
 # gradients to shrink.
+#
+# </details>
 
 # %% [markdown]
 # ## Accumulation: a large batch in small pieces (CORE, 2 min)
@@ -1121,9 +1141,13 @@ metrics.exact(autocast_saved_bytes=in_bf16)
 # the 18 bytes per parameter of the table.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: sixteen bits.** The widget is the fun part; let them find 1.0078. *Usual mistake:* "autocast
+# <details><summary>For the instructor: sixteen bits</summary>
+#
+# The widget is the fun part; let them find 1.0078. *Usual mistake:* "autocast
 # halves my memory": it does not touch weights, gradients and optimizer. *Ask:* "Why is fp16 in the zoo of this
 # lesson, and bf16 not?"
+#
+# </details>
 
 # %% [markdown]
 # ### Loss scaling, for fp16 (MORE, 6 min)
@@ -1340,9 +1364,13 @@ metrics.measured(worst_residual=worst)
 # And with the 13 MB that are counted per parameter nothing of this lesson helps, which is where lesson 06 begins.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the experiment.** Ask where the peak is before you show the picture; most say "in the
+# <details><summary>For the instructor: the experiment</summary>
+#
+# Ask where the peak is before you show the picture; most say "in the
 # optimizer". Then ask what each strategy of the course will cut: data parallel nothing, ZeRO-1 the optimizer,
 # ZeRO-2 the gradients, ZeRO-3 the parameters, tensor parallel everything. *When late:* only the plain picture.
+#
+# </details>
 
 # %% [markdown]
 # ## Exercises (MORE, 14 min)
@@ -1514,9 +1542,13 @@ if rank == 0:
 # The rule to take home: **print what is used, not what was asked for**, and assert it once, on a real tensor.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the zoo.** Show the log for ten seconds, hide it, and ask what the precision was. Everybody
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Show the log for ten seconds, hide it, and ask what the precision was. Everybody
 # says bf16. That is the point. Other members of the family: a batch size per device that is reported as the global
 # one; a learning rate that the scheduler has overwritten before the first step.
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

@@ -40,7 +40,9 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: warm-up 5, collectives 9, ring 12 with exercise 1 in
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: warm-up 5, collectives 9, ring 12 with exercise 1 in
 # it, timeouts and deadlocks 8, experiment 7, bug 3.
 #
 # *Say:* one picture carries the lesson: everybody talks at the same time, and only to the neighbour. Whatever is slow
@@ -54,6 +56,8 @@
 #
 # *Ask the room:* "A hundred ranks instead of four, the same gradient. How much more does each rank send?" Vote before
 # the ring.
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -151,10 +155,14 @@ say(f"the sum is {total.item()}")
 # is faster. How can that be?
 
 # %% [markdown] tags=["notes"]
-# **Instructor, warm-up.** 5 minutes. *Say:* act it out with four people in the first row and slips of paper. *Usual
+# <details><summary>For the instructor: warm-up</summary>
+#
+# 5 minutes. *Say:* act it out with four people in the first row and slips of paper. *Usual
 # mistakes:* "rank 0 knows the sum" (it knows 3); "recv returns the tensor" (it fills the one that you give); "`total`
 # must be sent back" (all-reduce works in place). *When late:* run both cells without the prediction. *Ask:* "Who is
 # idle while rank 1 talks to 2?"
+#
+# </details>
 
 # %% [markdown]
 # ## The collectives (CORE, 9 min)
@@ -351,11 +359,15 @@ if rank == 0:
     say(f"my tensors live on {device}, and {ranks.backend} carries them")
 
 # %% [markdown] tags=["notes"]
-# **Instructor, collectives.** 9 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let
+# <details><summary>For the instructor: collectives</summary>
+#
+# 9 minutes, one per figure. *Say:* "who has it before, who needs it afterwards?" and let
 # the room name the pattern. *Usual mistakes:* an output of the whole shape in scatter and reduce-scatter; reading
 # `total` on rank 3 after a reduce; a collective under `if rank == 0`. *When late:* broadcast, all-reduce, all-gather,
 # reduce-scatter; the rest is in the table. *Ask:* "Which of these does a parameter server need, and which does it make
 # superfluous?"
+#
+# </details>
 
 # %% [markdown]
 # ## All-reduce on a ring (CORE, 12 min)
@@ -580,12 +592,16 @@ def all_reduce_any_length(x_N):
 checks.all_reduce_any_length(all_reduce_any_length, ranks, solution=True)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, ring.** 12 minutes, four of them for exercise 1. *Say:* follow chunk 0 with your finger through the
+# <details><summary>For the instructor: ring</summary>
+#
+# 12 minutes, four of them for exercise 1. *Say:* follow chunk 0 with your finger through the
 # grids; then the punch line: six messages per rank instead of six in all, and yet faster, because they all travel at
 # once and are a quarter as large. *Usual mistakes:* adding in the second half too; sending the chunk that was just
 # *sent* instead of the one that arrived; allocating for the first chunk's size when sizes differ. *When late:* show the
 # solution of exercise 1, it is one word. *Ask:* "What limits the ring with 10,000 ranks?" (2(n-1) latencies: the tree
 # below, and lesson 10.)
+#
+# </details>
 
 # %% [markdown]
 # ## When somebody does not call (CORE, 8 min)
@@ -751,10 +767,14 @@ def pass_right(mine):
 checks.pass_right(pass_right, ranks, solution=True)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, waiting.** 8 minutes. *Say:* the rank with the error message is the honest one; look for the silent one.
+# <details><summary>For the instructor: waiting</summary>
+#
+# 8 minutes. *Say:* the rank with the error message is the honest one; look for the silent one.
 # *Usual mistakes:* raising the time-out; putting a barrier before each collective "to be safe" (it hangs just the same,
 # one line earlier); mending the order with `if rank == 0`. *When late:* only the missing rank. *Ask:* "Your job printed
 # nothing for eight minutes. What do you look at first?" (Lesson 11 answers with the flight recorder.)
+#
+# </details>
 
 # %% [markdown]
 # ## Experiment: what does a message cost? (CORE, 7 min)
@@ -916,10 +936,14 @@ if rank == 0:
 # *bucket* first ([lesson 03](03_data_parallel.ipynb)).
 
 # %% [markdown] tags=["notes"]
-# **Instructor, experiment.** 7 minutes. *Say:* two numbers describe a network; below α·β bytes you pay for the message,
+# <details><summary>For the instructor: experiment</summary>
+#
+# 7 minutes. *Say:* two numbers describe a network; below α·β bytes you pay for the message,
 # above for the bytes. *Usual mistakes:* timing without a barrier; one sample; reading α off a plot with a linear axis.
 # *When late:* show the stored output, skip the fit. *Ask:* "DDP has 200 small gradients. One message each, or one for
 # all?" (That is lesson 03.)
+#
+# </details>
 
 # %% [markdown]
 # ## Other shapes, on a virtual network (MORE, 15 min)
@@ -1164,10 +1188,14 @@ for name in ("ring", "hierarchical"):
         show(figure, f"gantt_{name}", alt=f"Each rank's messages in virtual time: {name}.")
 
 # %% [markdown] tags=["notes"]
-# **Instructor, other shapes.** 15 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
+# <details><summary>For the instructor: other shapes</summary>
+#
+# 15 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
 # plot repeats to the last digit. *Usual mistakes:* reading virtual microseconds as this machine's; thinking that a tree
 # sends fewer bytes; forgetting that the slowest link sets the pace of a ring. *When late:* only the last plot. *Ask:*
 # "Where does the crossing move when the network between the nodes gets ten times slower?"
+#
+# </details>
 
 # %% [markdown]
 # ## Exercises (MORE, 15 min)
@@ -1273,10 +1301,14 @@ if rank == 0:
 # measurements: the differences are noise, and the table should have said so. (Lesson 05 asks that of a famous one.)
 
 # %% [markdown] tags=["notes"]
-# **Instructor, exercises.** 15 minutes, or at home. *Say:* exercise 3 is the pattern of every parallel evaluation:
+# <details><summary>For the instructor: exercises</summary>
+#
+# 15 minutes, or at home. *Say:* exercise 3 is the pattern of every parallel evaluation:
 # share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
 # ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 4. *Ask:* "With
 # one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)
+#
+# </details>
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

@@ -42,7 +42,8 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.**
+# <details><summary>For the instructor: the whole lesson</summary>
+#
 # Minutes of the CORE: start 1, warm-up 5, same start 4, naive 5, hooks with exercise 1 8, buckets 8, the library 6, training 6,
 # where the time goes 3, experiment 5, zoo 4.
 #
@@ -56,6 +57,8 @@
 #
 # *Ask the room:* "Rank 2 drew other first weights than the rest. After a thousand steps of perfect averaging, what is
 # different on rank 2?" Let them vote before the section on the same start.
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -493,10 +496,14 @@ if rank == 0:
     say(f"a step with averaging by hooks: {1e3 * hooks_s:.0f} ms")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: hooks.** Half of the room writes `p /= world_size` or hands `p` itself to the all-reduce; the check says
+# <details><summary>For the instructor: hooks</summary>
+#
+# Half of the room writes `p /= world_size` or hands `p` itself to the all-reduce; the check says
 # so. Do not correct it yourself: the zoo at the end of the lesson is that very mistake in published code. If somebody asks why
 # the hook is called *post accumulate*: an ordinary tensor hook sees the new gradient before it is added to `p.grad`, so with
 # accumulation it would send a part.
+#
+# </details>
 
 # %% [markdown]
 # ## Buckets, and not waiting (CORE, 8 min)
@@ -683,10 +690,14 @@ metrics.measured(step_s=step_s)
 # same cores here. The experiment below takes that apart.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: buckets.** Draw the two cures on the board as two axes: fewer calls (buckets), no waiting (async). The
+# <details><summary>For the instructor: buckets</summary>
+#
+# Draw the two cures on the board as two axes: fewer calls (buckets), no waiting (async). The
 # usual question: "why not one bucket?" Answer with the experiment, not now. The usual mistake in their own code: forgetting
 # `wait`, which on gloo gives a race that is right most of the time. When late: run the three class cells without reading them,
 # spend the time on the picture.
+#
+# </details>
 
 # %% [markdown]
 # ## The library, and three ways to the same gradient (CORE, 6 min)
@@ -761,9 +772,13 @@ metrics.exact(float64_gradient=fingerprint([ours_P]), float64_losses=losses_5)
 metrics.close(float64_losses_close=losses_5)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the library.** Read the four bold lines aloud; they are what people get wrong in interviews. *Ask:* "DDP
+# <details><summary>For the instructor: the library</summary>
+#
+# Read the four bold lines aloud; they are what people get wrong in interviews. *Ask:* "DDP
 # never sends weights after the start. What keeps them equal?" *Usual mistakes:* calling `model.module(...)` in training, which
 # goes past DDP; expecting that `DDP(model)` shares out the data; wrapping before `.to(device)`. *When late:* skip the bytes.
+#
+# </details>
 
 # %% [markdown]
 # And the bytes. Two instruments that know nothing of each other: *calls* are what is handed to `torch.distributed`, DDP's own
@@ -1058,9 +1073,13 @@ metrics.close(tolerance=0.05, last_validation=looks[-1][1])
 metrics.measured(training_tok_per_s=rate)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: training.** The run takes a minute on two cores; talk while it runs, about what each rank is doing
+# <details><summary>For the instructor: training</summary>
+#
+# The run takes a minute on two cores; talk while it runs, about what each rank is doing
 # *now*. Ask: "which line of the loop would be different without DDP?" (None but the wrap.) Usual mistakes: printing the loss
 # every step with an all-reduce; `if rank == 0: evaluate(...)`, which hangs, because evaluate holds a collective.
+#
+# </details>
 
 # %% [markdown]
 # ## Where the time goes (CORE, 3 min)
@@ -1233,10 +1252,14 @@ for k in (8, 32):
         show(figure, f"overlap_{k}", f"hatched communication under solid backward, {k} buckets on each rank")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the experiment.** *Say:* the left picture is what DDP was built for, the right one is what you have. *Usual
+# <details><summary>For the instructor: the experiment</summary>
+#
+# *Say:* the left picture is what DDP was built for, the right one is what you have. *Usual
 # mistakes:* concluding from the right one that overlap is useless; reading the virtual milliseconds as this machine's. *When
 # late:* show the two virtual charts only. *Ask:* "you double the latency; where does the floor of the U move?" (To fewer
 # buckets. Let somebody change `latency_s` and run the cell.)
+#
+# </details>
 
 # %% [markdown]
 # ### The same picture from real time (MORE, 3 min)
@@ -1536,9 +1559,13 @@ say(f"dropout is {'on' if model.training else 'off'}")
 # Only rank 0. Whatever changes the state of a model belongs outside `if rank == 0`. Only files and the screen belong inside.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the zoo.** Two minutes of silence after the first cell, then hands up: who suspects the division, who the
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Two minutes of silence after the first cell, then hands up: who suspects the division, who the
 # hook, who the loss? Only then the cell that measures. The point is not the bug but the instrument. *When late:* keep this, drop
 # the two MORE ones.
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

@@ -42,7 +42,8 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.**
+# <details><summary>For the instructor: the whole lesson</summary>
+#
 # Minutes of the CORE: start 1, where a job goes 2, terminal 2, four jobs by hand 3, the job file 4, submit 4, while it waits 2,
 # exercises 1 to 3 together 5, zoo with exercise 4 2.
 #
@@ -58,6 +59,8 @@
 #
 # *Ask the room:* "Your job asks for one node and ten minutes, hundreds are before it in the queue, and it starts at once.
 # How can that be?" (Overtaking.)
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -393,11 +396,15 @@ if rank == 0:
 # second.watch(20);
 
 # %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: submission</summary>
+#
 # Submission fails in a class for three reasons: no account in the file (`make jobs`), a queue that wants a reservation, or
 # the wrong folder. The scheduler's sentence says which; read it aloud together.
 #
 # When the reservation is busy, show `squeue` on the projector: the whole class is in it, and everybody sees `Priority` and
 # `Resources` become `R`.
+#
+# </details>
 
 # %% [markdown]
 # ## How long to ask for (MORE, 6 min)

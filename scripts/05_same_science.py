@@ -46,7 +46,9 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: start 1, warm-up 4, global batch 5, splitting with
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: start 1, warm-up 4, global batch 5, splitting with
 # exercise 1 10, resumable order 3, token-weighted loss 7, trajectories 5, learning rate 9, experiment 7, zoo 4.
 #
 # *Say:* one sentence carries the lesson: "the number of ranks is a matter of speed, and must not show in the result".
@@ -58,6 +60,8 @@
 #
 # *Ask the room:* "You double the GPUs and change nothing else. Name everything that is now different in your
 # experiment."
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -279,9 +283,13 @@ for n in (1, 2, 3, 4, 5):
         say(line)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the global batch.** *Say:* "micro-batch is a memory question, global batch is a science
+# <details><summary>For the instructor: the global batch</summary>
+#
+# *Say:* "micro-batch is a memory question, global batch is a science
 # question, the rest is division". *Usual mistakes:* `batch_size` in a config file: of what? Let the room guess for
 # a framework they know. *When late:* the table only.
+#
+# </details>
 
 # %% [markdown]
 # ## Two ways to split the data (CORE, 10 min)
@@ -483,10 +491,14 @@ if rank == 0:
     say(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: splitting.** *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
+# <details><summary>For the instructor: splitting</summary>
+#
+# *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
 # room will have a training script in which one of them is wrong; let them look. *Usual mistakes:* shuffling per
 # rank after dealing (each rank keeps its cards for ever); `set_epoch` on rank 0 only. *When late:* drop the
 # SeedSequence cell. *Ask:* "which of these mistakes would you see in the loss?"
+#
+# </details>
 
 # %% [markdown]
 # ## An order that can be resumed (CORE, 3 min)
@@ -629,10 +641,14 @@ metrics.measured(mean_of_means_off=off)
 # Exercise 3 has both at once.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the loss.** *Say:* "an average of averages is a weighted average; ask who chose the
+# <details><summary>For the instructor: the loss</summary>
+#
+# *Say:* "an average of averages is a weighted average; ask who chose the
 # weights". *Usual mistakes:* dividing by the local count and fixing it with the number of ranks; counting padding. *When
 # late:* skip reading the code, show the three lines of output. *Ask:* "our sequences all have the same length. Are
 # we safe?" (Yes, until somebody masks prompts.)
+#
+# </details>
 
 # %% [markdown]
 # ## The same trajectory on 1, 2 and 4 ranks (CORE, 5 min)
@@ -906,10 +922,14 @@ if rank == 0:
 # others they may end in another order.)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: learning rate.** The sweep takes about ten seconds; collect bets before it. *Say:* "the
+# <details><summary>For the instructor: learning rate</summary>
+#
+# The sweep takes about ten seconds; collect bets before it. *Say:* "the
 # rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
 # of updates instead of equal data; scaling the rate for accumulation as if it were another batch. *When late:* the
 # stored picture. *Ask:* "where is the batch so large that no rule helps?" (Next section.)
+#
+# </details>
 
 # %% [markdown]
 # ### How large may a batch be? The gradient noise scale (MORE, 6 min)
@@ -1179,9 +1199,13 @@ if rank == 0:
 # % over ten steps says: warm up, measure longer, repeat, and give every point its error bar.**
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: scaling.** *Say:* "every scaling plot has a denominator; ask for its error bar". *Usual
+# <details><summary>For the instructor: scaling</summary>
+#
+# *Say:* "every scaling plot has a denominator; ask for its error bar". *Usual
 # mistakes:* 136 % "superlinear!"; mixing up whose share s is; extrapolating. *When late:* the published series
 # only. *Ask:* "your supervisor wants one number. Which?" (Time to the same loss, for a given cost.)
+#
+# </details>
 
 # %% [markdown]
 # ### One slow rank (MORE, 4 min)
@@ -1516,9 +1540,13 @@ for n in (1, 2, 4, 16):
         say(line)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the zoo.** Let them bet on what is wrong from the speed-ups alone. Most suspect the timing.
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Let them bet on what is wrong from the speed-ups alone. Most suspect the timing.
 # The instrument is a counter of what was read, the same as for samplers. *Ask:* "is it a bug at all?" (The
 # arithmetic is what its author wanted; the silence is the bug.)
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

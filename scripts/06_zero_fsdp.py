@@ -46,7 +46,9 @@
 # ```
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: start 1, warm-up 5, who needs what 5, stages 1 and 2
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: start 1, warm-up 5, who needs what 5, stages 1 and 2
 # 8, stage 3 8, clipping 4, the library 5, wrapping 2, experiment 4, zoo 3.
 #
 # *Say:* one question carries the lesson: "who needs this number, and when?" Moments: one rank, once per step.
@@ -61,6 +63,8 @@
 #
 # *Ask the room:* "64 GPUs, each holds a 64th of the model. How many whole copies of a layer exist while that layer
 # computes?" (64. Sharding saves memory at rest.)
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -340,9 +344,13 @@ if rank == 0:
         say(f"{name:6} ideal volume {volume / P:.0f} P = {volume:,} numbers")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: who needs what.** Let the room fill in the table's middle column before you show it. *Usual
+# <details><summary>For the instructor: who needs what</summary>
+#
+# Let the room fill in the table's middle column before you show it. *Usual
 # mistake:* "stage 2 sends less than stage 1"; no, it holds less. *Ask:* "You have 8 GPUs, and the model fits with
 # ZeRO-1. Why not ZeRO-3?" (50 % more volume for memory that you do not need.)
+#
+# </details>
 
 # %% [markdown]
 # ## ZeRO-1 and ZeRO-2: the optimizer, then the gradients (CORE, 8 min)
@@ -580,10 +588,14 @@ if rank == 0:
     say(f"{found}: together {sum(found.values()):.2f} P")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: stages 1 and 2.** *Say:* "the update is a local affair, so let the locals do it". The `Unit`
+# <details><summary>For the instructor: stages 1 and 2</summary>
+#
+# *Say:* "the update is a local affair, so let the locals do it". The `Unit`
 # class comes back unchanged in stage 3: give it the minute it needs. *Usual question:* "why does stage 1
 # reduce-scatter, if all gradients are there anyway?" Because nobody needs the other averages; an all-reduce would
 # be a P too many, which is the library's 3 P. *When late:* skip the library's cell and state its 3 P.
+#
+# </details>
 
 # %% [markdown]
 # ## ZeRO-3: gather, use, free (CORE, 8 min)
@@ -752,11 +764,15 @@ if rank == 0:
 metrics.exact(ours_zero_3_bytes=measured)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: stage 3.** Act it out with four volunteers and a deck of cards: each holds a quarter of
+# <details><summary>For the instructor: stage 3</summary>
+#
+# Act it out with four volunteers and a deck of cards: each holds a quarter of
 # every suit; to play hearts all show their hearts, then take them back. *Usual mistakes:* believing that forward of
 # a sharded layer computes a share of it; freeing by `p.data = torch.empty(0)`, which frees nothing as long as
 # autograd remembers. *Ask:* "what is the least memory in which a step fits?" (The largest unit, whole, with its
 # gradients.)
+#
+# </details>
 
 # %% [markdown]
 # ## Clip by the global norm (CORE, 4 min)
@@ -1016,11 +1032,15 @@ for name, call in calls.items() if device.type == "cpu" else ():  # this is abou
 # [**Reshard**](../assets/glossary.md#reshard) is what our `free` does: go back from the whole to the share.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the library.** Show `p.shape` against `p.to_local().shape` and let it sink in: code that
+# <details><summary>For the instructor: the library</summary>
+#
+# Show `p.shape` against `p.to_local().shape` and let it sink in: code that
 # reads `p.shape` still works. *Usual mistakes:* building the optimizer before `fully_shard` (it would hold the old
 # parameters); calling `fully_shard` on the root alone and wondering why memory does not fall; taking a
 # number of the share for one of the whole (the zoo below). *Ask:* "where in our code is the gradient
 # divided by n, and what if it were divided twice?"
+#
+# </details>
 
 # %% [markdown]
 # ## Wrapping: what is gathered at once (CORE, 2 min)
@@ -1318,10 +1338,14 @@ if rank == 0:
     say(f"without sharding {whole / 1e9:.0f} GB, before any activation")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the experiment.** Let somebody add a row to `runs` (`--parallel.wrapping size:1000000`
+# <details><summary>For the instructor: the experiment</summary>
+#
+# Let somebody add a row to `runs` (`--parallel.wrapping size:1000000`
 # leaves the root alone) and predict its two numbers first. *Usual mistake:* reading the volumes as times. *When
 # late:* show the stored table and the two timelines. *Ask:* "grad_op sends less and holds more. On which machine
 # would you use it?" (Slow network, memory to spare.)
+#
+# </details>
 
 # %% [markdown]
 # ## Fetch the next unit early (MORE, 4 min)
@@ -1800,9 +1824,13 @@ if rank == 0:
 # a global one is the same everywhere.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the zoo.** The loss falls in all versions: let the room say what it would take to see the
+# <details><summary>For the instructor: the zoo</summary>
+#
+# The loss falls in all versions: let the room say what it would take to see the
 # bug in a loss curve (an unstable run, weeks later). *When late:* skip the training cell, run the one that
 # measures.
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

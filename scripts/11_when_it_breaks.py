@@ -46,7 +46,9 @@
 # All failures below are real ones, on real processes. Each takes seconds and leaves none behind.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the whole lesson.** Minutes of the CORE: start 1, warm-up 2, hang 9 (exercise 1 in it),
+# <details><summary>For the instructor: the whole lesson</summary>
+#
+# Minutes of the CORE: start 1, warm-up 2, hang 9 (exercise 1 in it),
 # straggler 4, NaN 4, memory 3, checkpoint 7 (exercise 2 in it), DCP 4, experiment 6, interval 3, zoo 2.
 #
 # *Say:* with 16,000 GPUs something breaks every three hours. The question is never whether, only what it costs you.
@@ -59,6 +61,8 @@
 #
 # *Ask the room:* "Who has resumed a run and compared the next ten losses with those of the run that was not
 # interrupted?"
+#
+# </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -341,11 +345,15 @@ if rank == 0:
     say(sentence)
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the hang.** Let the errors stand on the screen and ask who is at fault; most rooms point at
+# <details><summary>For the instructor: the hang</summary>
+#
+# Let the errors stand on the screen and ask who is at fault; most rooms point at
 # the rank with the longest message. *Usual mistakes:* raising the time-out ("it needs longer");
 # `if rank == 0: evaluate()` with a collective inside; reading `state`. *When late:* run solution 1 without
 # discussing it. The course's own trainer does the comparison by itself: a rank that hangs in `scripts/train.py` is
 # named in a sentence after `--train.stall-s` seconds (module `manyhands.trainer.stalls`).
+#
+# </details>
 
 # %% [markdown]
 # ## A straggler: who is slow, and who only waits (CORE, 4 min)
@@ -440,9 +448,13 @@ if rank == 0:
 # could tell. Look at rows.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: stragglers.** *Ask:* "you have the three maps for 1,000 ranks; which one do you open first?"
+# <details><summary>For the instructor: stragglers</summary>
+#
+# *Ask:* "you have the three maps for 1,000 ranks; which one do you open first?"
 # (Compute, and sort the rows.) *Usual mistake:* averaging the step time over ranks, which is the same number a
 # thousand times.
+#
+# </details>
 
 # %% [markdown]
 # ## NaN: which rank, which step, which layer (CORE, 4 min)
@@ -579,8 +591,12 @@ say(f"largest weight: {largest[1].abs().max().item():.1e} in {largest[0]}")
 # weights are saved. `scripts/train.py` stops.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: NaN.** *Ask:* "a colleague sets NaN gradients to zero on each rank and trains on. What is
+# <details><summary>For the instructor: NaN</summary>
+#
+# *Ask:* "a colleague sets NaN gradients to zero on each rank and trains on. What is
 # wrong?" (It works, and hides a broken GPU for weeks.) *Usual mistake:* testing the loss after it was averaged.
+#
+# </details>
 
 # %% [markdown]
 # ## Out of memory, read aloud (CORE, 3 min)
@@ -905,10 +921,14 @@ if rank == 0:
     say(f"{later.name} is newer, {trusted.name} is the one to go on from")
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the checkpoint.** Draw the moment of the rename on the board and ask for each line of
+# <details><summary>For the instructor: the checkpoint</summary>
+#
+# Draw the moment of the rename on the board and ask for each line of
 # `save`: "killed here, what is on the disk?" *Usual mistakes:* writing into the final name; a `latest` file that is
 # updated before the data is there; `fsync` forgotten (the rename can reach the disk before the data does). *When
 # late:* skip exercise 2's own work, run its solution.
+#
+# </details>
 
 # %% [markdown]
 # ## The library's way: DCP, and another number of ranks (CORE, 4 min)
@@ -1084,9 +1104,13 @@ if rank < max(group_of):
         metrics.measured(stands_ms={kind: 1e3 * s for kind, s in stands_s.items()})
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: DCP.** *Say:* an asynchronous save makes the interval of the section after next shorter,
+# <details><summary>For the instructor: DCP</summary>
+#
+# *Say:* an asynchronous save makes the interval of the section after next shorter,
 # because C gets smaller. *Usual mistake:* changing the weights between `async_save` and its staging with a
 # zero-copy stager; forgetting that the last one must be waited for.
+#
+# </details>
 
 # %% [markdown]
 # ## Experiment: kill a rank (CORE, 6 min)
@@ -1310,12 +1334,16 @@ if rank < n_children:
 dist.barrier()
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the experiment.** Let them type the kill themselves in a terminal if there is time:
+# <details><summary>For the instructor: the experiment</summary>
+#
+# Let them type the kill themselves in a terminal if there is time:
 # `failures` "none", `pace_s=1` in `PROGRAM`, then
 # `python -m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 program.py . 24 6` in the folder
 # `killed` of this run, and `kill -9` one of the processes of `losses.jsonl`. *Usual mistake:* believing that
 # torchrun restarts the dead rank only. *Ask:* "what happens at the second kill?" (`--max-restarts 1` is used up:
 # torchrun gives up, and the job script's turn has come.)
+#
+# </details>
 
 # %% [markdown]
 # ## How often should one save? (CORE, 3 min)
@@ -1597,8 +1625,12 @@ if rank == 0:
 # resumed run says in its first lines from where.
 
 # %% [markdown] tags=["notes"]
-# **For the instructor: the zoo.** Ask for the bytes *before* the cell that measures. Then: "how large is your last
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Ask for the bytes *before* the cell that measures. Then: "how large is your last
 # checkpoint, and how large should it be?" People look it up, and now and then somebody goes pale.
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

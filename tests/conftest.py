@@ -45,6 +45,7 @@ WAIT = [
 ]  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     def turn(item):
         if item.get_closest_marker("lesson"):

@@ -137,7 +137,10 @@ def refused(argv, environ, tmp_path, words, ranks=1):
             ("train.seed=99999999999999999999999 is too large", "at most 92"),
         ),
         ("--train.timeout-s inf", ("train.timeout_s=inf is no finite number",)),
-        ("--model.n-layer 9999 --model.n-embd 8192", ("8,053,", "GiB on each rank while it starts", "a smaller model")),
+        (
+            "--model.n-layer 9999 --model.n-embd 8192",
+            ("8,053,", "GiB on each rank while it starts", "a smaller model"),
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_process(corpus, tmp_path, flags, words):

@@ -157,3 +157,15 @@ def test_our_own_ddp_trains_as_the_librarys_does(short_run):
     ours, library = short_run(lesson, "torchrun", 2, ddp="ours"), short_run(lesson, "torchrun", 2)
     assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
     assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
+
+
+@named
+def test_the_instructors_notes_are_folded(lesson):
+    notes = [
+        cell for cell in nbformat.read(lesson.notebook, 4).cells if "notes" in cell.metadata.get("tags", [])
+    ]
+    assert notes
+    for note in notes:
+        assert note.source.startswith("<details><summary>For the instructor: ") and note.source.endswith(
+            "</details>"
+        )
