@@ -22,7 +22,7 @@ FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
 REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
 PROCESSES ?= 2
-AT_ONCE = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+AT_ONCE = -n $(PROCESSES)
 OPEN ?= yes
 SHELL = /bin/bash
 

@@ -37,23 +37,33 @@ def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
 
 
-# What runs beside what (`make test`: pytest -n 2 --dist loadgroup): one process takes the lessons, which use all cores, the
-# other meanwhile what mostly waits for schedulers, browsers and time-outs; then both take what is left, a file at a time.
-WAIT = [
-    "test_train_jobs.py", "test_preflight.py", "test_slurm.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
-    "test_sweep.py", "test_launch_program.py", "test_stopping.py",
+# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons, which use all cores, the
+# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by file.
+LESSONS = [
+    "test_lessons.py", "test_slurm.py", "test_side_by_side.py", "test_stand_in_device.py", "test_sections.py",
 ]  # fmt: skip
+WAIT = [
+    "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py", "test_sweep.py",
+    "test_launch_program.py", "test_stopping.py",
+]  # fmt: skip
+FIRST = LESSONS + WAIT
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    def turn(item):
-        if item.get_closest_marker("lesson"):
-            return -1
-        return WAIT.index(item.path.name) if item.path.name in WAIT else len(WAIT)
-
     for item in items:
         if "pool" in item.fixturenames:
             item.add_marker(pytest.mark.ranks)
-        item.add_marker(pytest.mark.xdist_group("lessons" if turn(item) < 0 else item.path.name))
-    items.sort(key=turn)
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = Path(nodeid.split("::")[0]).name
+            return "lessons" if file in LESSONS else file
+
+    config.option.loadscopereorder = False  # as sorted above
+    return FileByFile(config, log)
