@@ -36,7 +36,7 @@ def corpus():
 
 
 def build(ranks, flags, started=True):
-    """A `training.Run`, as scripts/train.py makes it; started: ready for single steps."""
+    """A `run.Run`, as scripts/train.py makes it; started: ready for single steps."""
     from manyhands.trainer.run import Run
 
     options, config, layout = read(flags, ranks.world_size)
@@ -324,7 +324,7 @@ def test_all_ranks_evaluate_each_its_share_and_stay_in_train_mode(pool, tmp_path
 
 
 def train_to_the_end(ranks, flags, folder):
-    """A whole run, as `training.train` drives it; what its report wrote is on rank 0."""
+    """A whole run, as `run.train` drives it; what its report wrote is on rank 0."""
     run = build(ranks, f"{flags} --checkpoint.folder {folder}", started=False)
     resume(run)
     began = run.step

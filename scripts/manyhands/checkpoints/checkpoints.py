@@ -7,7 +7,7 @@
 
 One checkpoint is a folder `step-00000300/`: DCP's files, each rank's own, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
-are complete does rank 0 write the manifest and rename the folder (see `checkpoint_folder`). A run that is killed leaves a
+are complete does rank 0 write the manifest and rename the folder (see `step_folders`). A run that is killed leaves a
 `.partial` that nobody reads, and that the next save removes.
 
 All messages go over a gloo group of their own, so that a save in the background does not mix them with the training's.

@@ -3,7 +3,7 @@
     corpus = load_corpus(ranks)                      # all ranks must call it
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
 
-Data sets of your own: `samplers` says which items a rank reads, `reading` brings tokens from files to the ranks, and
+Data sets of your own: `samplers` says which items a rank reads, `file_shares` brings tokens from files to the ranks, and
 `prefetch` reads ahead. Their names are here, too.
 
 The corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the

@@ -1,4 +1,4 @@
-"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`keeping` keeps it).
+"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`kept_command` keeps it).
 
 Commands are lists from end to end: what people give as flags never meets a shell.
 """

@@ -4,7 +4,7 @@
     loss = stages.forward_backward(ids_bT, targets_bT)       # this data rank's share, in layout.micro_batches pieces
     logits_BTV = stages.logits(ids_BT)                       # whole, on all ranks
 
-The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `stage`). Activations and their gradients travel between stages
+The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `pipeline_stage`). Activations and their gradients travel between stages
 micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019;
 interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi et al. 2024).
 

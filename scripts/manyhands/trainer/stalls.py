@@ -13,7 +13,7 @@ You see, from rank 0 or, if rank 0 is the one that stopped, from the next one:
     Ranks 0, 2-3 wait at step 5, training. If it is only slow, raise --train.stall-s.
 
 then the stack of every rank, and the run ends with status 1. A thread of each rank reports where its main thread is, every
-few seconds, over the process group's store, on a connection of its own (`stall_talk`); the collectives do not know of it.
+few seconds, over the process group's store, on a connection of its own (`stall_messages`); the collectives do not know of it.
 A second thread keeps the time, because a store that is gone answers nothing, not even an error. The rules by which a rank
 is named are in `stall_rules`.
 """
