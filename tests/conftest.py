@@ -37,14 +37,12 @@ def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
 
 
-# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons, which use all cores, the
-# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by file.
-LESSONS = [
-    "test_lessons.py", "test_slurm.py", "test_side_by_side.py", "test_stand_in_device.py", "test_sections.py",
-]  # fmt: skip
+# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the other
+# meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by file.
+LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py", "test_sweep.py",
-    "test_launch_program.py", "test_stopping.py",
+    "test_launch_program.py", "test_stopping.py", "test_stand_in_device.py", "test_sections.py",
 ]  # fmt: skip
 FIRST = LESSONS + WAIT
 

@@ -32,6 +32,9 @@ import psutil
 from manyhands.trainer.stall_messages import Talk
 from manyhands.trainer.stall_rules import Heard, place_of
 
+ABORT_S = 20  # on a busy node the stack of a process that is aborted takes a while
+FORWARD_S = 1  # for its launcher to hand that on, before it hears of our end and throws the rest away
+
 
 class StallWatch:
     """Ends the run with status 1 if a rank makes no progress for `stall_s` seconds (0: never). All ranks enter it.
@@ -141,9 +144,11 @@ class StallWatch:
         if talk:
             # a launcher ends all ranks with the first one, and rank 0 may serve the store: first everybody prints
             _bounded(lambda: talk.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
-        for one in silent:
-            if one.host == self.ranks.host:
-                _end_stopped(one.pid, one.born)
+        here = [one for one in silent if one.host == self.ranks.host]
+        for one in here:
+            _end_stopped(one.pid, one.born)
+        if here:
+            time.sleep(FORWARD_S)
         _bounded(sys.stdout.flush)
         os._exit(1)
 
@@ -158,7 +163,7 @@ def _end_stopped(pid, born):
             process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # its stack is wanted, no core file
         process.send_signal(signal.SIGABRT)
         process.resume()
-        _, alive = psutil.wait_procs([process], timeout=5)  # on a busy node its stack takes a while
+        _, alive = psutil.wait_procs([process], timeout=ABORT_S)
         for one in alive:
             one.kill()
 
