@@ -55,10 +55,11 @@ def run(command, outputs, timeout_s=240):
 def test_a_lesson_runs_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
     done = run([*PROGRAM, str(lesson.script), *SHORTEST[lesson.name].split()], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
-    said = done.stdout.split("what the job wrote")[0]
-    assert "cpu:gloo,cuda:nccl" in said.split("\n")[0]
-    spoken = said.replace("cpu:gloo,cuda:nccl", "")
-    assert not re.findall(r"^.*(?:\bgloo\b|\bsockets?\b|\bcpu\b).*$", spoken, re.M)
+    first, *spoken = done.stdout.splitlines()
+    assert "cpu:gloo,cuda:nccl" in first
+    if lesson.number != "04":  # which shows the recorded log of a job on CPUs
+        spoken = "\n".join(spoken).replace("cpu:gloo,cuda:nccl", "")
+        assert not re.findall(r"^.*(?:\bgloo\b|\bsockets?\b|\bcpu\b).*$", spoken, re.M)
 
 
 @pytest.mark.ranks
