@@ -269,7 +269,7 @@ def has_new_cells(notebook, script):
         (compares(lambda cells: (list(dict.fromkeys(cells)), len(cells))), "comes twice in the notebook"),
         (compares(lambda cells: (cells[0], len(cells))), "in another order"),
         (compares(lambda cells: (cells[0], cells[-1], len(cells))), "in another order"),
-        (compares(lambda cells: (cells[:-1], len(cells))), "only the last of four cells differs"),
+        (compares(lambda cells: (cells[:-1], len(cells))), "nly the last of four cells differs"),
         (compares(lambda cells: [cell.split() for cell in cells]), "indented otherwise"),
         (compares(lambda cells: [cell.split("\n")[0] for cell in cells]), "indented otherwise"),
         (has_new_cells, "a cell less than the script"),
