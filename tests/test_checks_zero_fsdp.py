@@ -351,6 +351,18 @@ def returns_no_model(make, mesh):
     return list(_draw_shares(_on_meta(make, mesh), mesh).parameters())
 
 
+def meta_by_default(make, mesh):  # right as well, though it leaves the default where it is
+    torch.set_default_device("meta")
+    model = _on_meta(make, mesh)
+    with torch.device("cpu"):
+        return _draw_shares(model, mesh)
+
+
+def meta_by_default_and_a_slip(make, mesh):
+    torch.set_default_device("meta")
+    return make().no_such_thing
+
+
 def by_distribute_tensor(make, mesh):  # right as well
     from torch.distributed.tensor import distribute_tensor
 
@@ -493,6 +505,7 @@ REJECTED = {
         in_another_order: "draw whole weights in the full model's order",
         one_unit: "is no unit of its own",
         returns_no_model: "return the model",
+        meta_by_default_and_a_slip: "your code raised AttributeError",
         returns_no_sharded_model: "nothing came back; return the model",
     },
     "hybrid": {
@@ -537,6 +550,7 @@ def judge_all(ranks):
 
 
 RIGHT = [
+    ("sharded_from_meta", meta_by_default),
     ("clip_by_global_norm", returns(float)),
     ("clip_by_global_norm", returns(as_array)),
     ("clip_by_global_norm", returns(as_fraction)),

@@ -80,14 +80,17 @@ def sharded_from_meta(answer, ranks):
     shares = sum(-(-len(p) // n) * p[0].nbytes for p in expected.values())
     mesh = init_device_mesh("cpu", (n,))
     torch.manual_seed(1)
+    default = torch.get_default_device()
     try:
         with Peak() as held:
             model = answer(stack, mesh)
+        _set_default_device(default)
         judge_sharded(model, expected, n, rank)
     finally:
         # DTensor remembers results together with their mesh, and an equal mesh of the lesson stands for other groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        _set_default_device(default)
         _clear_sharding_prop_cache()
     limit = shares + 2 * largest
     if held.peak > limit:
@@ -96,6 +99,12 @@ def sharded_from_meta(answer, ranks):
             f"{limit:,} (the whole model is {whole:,}): build it under torch.device('meta'), shard, then draw one "
             "weight at a time"
         )
+
+
+def _set_default_device(device):
+    """An answer may have left "meta", on which nobody could tell the others a verdict."""
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
 
 
 @exercise(4, "two nodes of four")
