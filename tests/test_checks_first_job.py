@@ -1,7 +1,9 @@
 """The checks of lesson 04 accept its solutions and reject each usual mistake with the sentence that names it."""
 
 import jupytext
+import numpy as np
 import pytest
+import torch
 from manyhands.checks import CORRECT, NOT_ATTEMPTED
 from manyhands.checks import first_job as checks
 from manyhands.course.catch_up import taken_from
@@ -11,12 +13,14 @@ LESSON = "04_first_job"
 solutions = taken_from(LESSON, "my_sequences", "stale", jupytext=jupytext)
 
 
-def shares(per_rank, rank_of=lambda node, local, ranks_per_node: node * ranks_per_node + local, refuse=True):
+def shares(
+    per_rank, rank_of=lambda node, local, per_node: node * per_node + local, refuse=True, too_few=False
+):
     """An answer to exercise 1 with `per_rank(global_batch, n)` sequences for each rank."""
 
     def answer(global_batch, nodes, ranks_per_node, node, local_rank):
         n = nodes * ranks_per_node
-        if refuse and global_batch % n:
+        if refuse and global_batch % n or too_few and global_batch < n:
             raise ValueError(f"{global_batch} sequences do not split over {n} ranks")
         share, rank = per_rank(global_batch, n), rank_of(node, local_rank, ranks_per_node)
         return range(rank * share, (rank + 1) * share)
@@ -36,6 +40,46 @@ def last_takes_the_rest(global_batch, nodes, ranks_per_node, node, local_rank):
     return range(begin, global_batch if rank == n - 1 else begin + global_batch // n - (n > 4))
 
 
+right = shares(evenly)
+
+
+def only_rank_0_refuses(global_batch, nodes, ranks_per_node, node, local_rank):
+    place = (node, local_rank) == (0, 0)
+    return (right if place else shares(evenly, refuse=False))(
+        global_batch, nodes, ranks_per_node, node, local_rank
+    )
+
+
+def last_rank_refuses_not(global_batch, nodes, ranks_per_node, node, local_rank):
+    last = (node, local_rank) == (nodes - 1, ranks_per_node - 1)
+    return shares(evenly, refuse=not last)(global_batch, nodes, ranks_per_node, node, local_rank)
+
+
+def in_reverse(global_batch, nodes, ranks_per_node, node, local_rank):
+    right(global_batch, nodes, ranks_per_node, node, local_rank)
+    return right(global_batch, nodes, ranks_per_node, nodes - 1 - node, ranks_per_node - 1 - local_rank)
+
+
+def local_ranks_first(global_batch, nodes, ranks_per_node, node, local_rank):
+    share = right(global_batch, nodes, ranks_per_node, node, local_rank)
+    rank = local_rank * nodes + node
+    return range(rank * len(share), (rank + 1) * len(share))
+
+
+def like_cards(global_batch, nodes, ranks_per_node, node, local_rank):
+    right(global_batch, nodes, ranks_per_node, node, local_rank)
+    return range(node * ranks_per_node + local_rank, global_batch, nodes * ranks_per_node)
+
+
+def backwards(*given):
+    return right(*given)[::-1]
+
+
+def asserts(global_batch, nodes, ranks_per_node, node, local_rank):
+    assert global_batch % (nodes * ranks_per_node) == 0
+    return right(global_batch, nodes, ranks_per_node, node, local_rank)
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
@@ -49,6 +93,19 @@ def last_takes_the_rest(global_batch, nodes, ranks_per_node, node, local_rank):
         (lambda batch, nodes, per_node, node, local: list(shares(evenly)(batch, nodes, per_node, node, local)),
          "eturn a range such as range(3, 6), not list"),
         (lambda *_: (_ for _ in ()).throw(ValueError("no")), "split evenly, 12 each, and you refused them"),
+        (lambda *_: (_ for _ in ()).throw(ValueError), "and you refused them: ValueError."),
+        (only_rank_0_refuses, "local rank 0 of node 0 refuses them and local rank 1 of node 0 does not"),
+        (last_rank_refuses_not, "local rank 0 of node 0 refuses them and local rank 1 of node 3 does not"),
+        (shares(evenly, rank_of=lambda node, local, per_node: -1 - node * per_node - local), "takes sequence -12"),
+        (in_reverse, "is rank 0 and takes range(0, 12), not range(12, 24): ranks are counted through"),
+        (like_cards, "is rank 0 and takes range(0, 12), not range(0, 24, 2)"),
+        (local_ranks_first, "is rank 1 and takes range(6, 12), not range(12, 18)"),
+        (backwards, "is rank 0 and takes range(0, 12), not range(11, -1, -1)"),
+        (asserts, "raise a ValueError that names 12 and 8; yours was AssertionError"),
+        (shares(evenly, refuse=False, too_few=True), "12 sequences on 4 nodes with 2 ranks each do not split evenly"),
+        (lambda *_: None, "nothing came back; return a range"),
+        (lambda *_: "range(0, 3)", "not str 'range(0, 3)'"),
+        (lambda *_: (0, 3), "not tuple (0, 3)"),
     ],
 )  # fmt: skip
 def test_twice_the_nodes_rejects(answer, sentence):
@@ -62,6 +119,36 @@ def test_twice_the_nodes_wants_both_numbers_in_the_refusal():
         return shares(evenly)(global_batch, nodes, ranks_per_node, node, local_rank)
 
     assert "does not name 12 and 8" in checks.twice_the_nodes(terse)
+
+
+@pytest.mark.parametrize(
+    "wording",
+    [
+        "batch={batch} ranks={n}",
+        "{batch}/{n} is no whole number",
+        "{batch}%{n}!=0",
+        "a batch of {batch}, and {n}-fold parallel",
+        "[{batch}] on <{n}>",
+        "'{batch}' over \"{n}\"",
+        "{n}ranks, {batch}sequences",
+    ],
+)
+def test_twice_the_nodes_takes_any_wording_that_names_both_numbers(wording):
+    def answer(global_batch, nodes, ranks_per_node, node, local_rank):
+        if global_batch % (n := nodes * ranks_per_node):
+            raise ValueError(wording.format(batch=global_batch, n=n))
+        return right(global_batch, nodes, ranks_per_node, node, local_rank)
+
+    assert checks.twice_the_nodes(answer) == CORRECT
+
+
+def test_twice_the_nodes_takes_two_numbers_for_two_numbers():  # 128 names neither 12 nor 8
+    def answer(global_batch, nodes, ranks_per_node, node, local_rank):
+        if global_batch % (nodes * ranks_per_node):
+            raise ValueError("128 does not split")
+        return right(global_batch, nodes, ranks_per_node, node, local_rank)
+
+    assert "does not name 12 and 8" in checks.twice_the_nodes(answer)
 
 
 RIGHT = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
@@ -96,10 +183,45 @@ def test_why_it_waits_wants_every_job():
         ((1, "IndexError"), "1 is its local rank"),
         ((2, "IndexError"), "ank 2 did not raise the IndexError"),
         ((3, "KeyError"), "o rank failed with 'KeyError' first"),
+        (("3", "IndexError"), "A rank is a number, and '3' is text: write 3"),
+        (("IndexError", 3), "first the rank, then the error"),
+        ((3.5, "IndexError"), "A rank is a whole number, not 3.5"),
+        ((3, 4), "the name of the error as text"),
+        ((3, ["IndexError"]), "the name of the error as text"),
+        ((3, "RuntimeError"), "A RuntimeError in this log is an echo"),
+        (3, "Give two things, the rank and the name of its error, not 3"),
+        ((3, "IndexError", 1), "Give two things"),
     ],
 )
 def test_first_error_rejects(answer, sentence):
     assert sentence in checks.first_error(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (np.int64(3), "IndexError"),
+        (torch.tensor(3), " IndexError:"),
+        (3, IndexError),
+        [3, "IndexError: index 3"],
+    ],
+)
+def test_first_error_takes_other_ways_to_say_it(answer):
+    assert checks.first_error(answer) == CORRECT
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (["wait"] * 6, "give a dict such as"),
+        ("wait", "give a dict such as"),
+        ({str(job): act for job, act in RIGHT.items()}, "A job is a number: write 4702, not '4702'"),
+        (RIGHT | {4702: ["wait"]}, "['wait'] for job 4702 is none of"),
+        (RIGHT | {4702: np.zeros(3)}, "for job 4702 is none of"),
+    ],
+)
+def test_why_it_waits_says_what_is_no_answer(answer, sentence):
+    assert sentence.lower() in checks.why_it_waits(answer).lower()
 
 
 def compares_files(notebook, script):
@@ -122,9 +244,38 @@ def looks_at_common_cells_only(notebook, script):
     return any(ours.source != theirs.source for ours, theirs in pairs)
 
 
+def compares(what):
+    """An answer that compares `what(list of sources)` of both files."""
+
+    def answer(notebook, script):
+        ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
+        return what(ours) != what(theirs)
+
+    return answer
+
+
+def has_new_cells(notebook, script):
+    ours, theirs = ({cell.source for cell in jupytext.read(path).cells} for path in (notebook, script))
+    return not ours <= theirs
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
+        (compares(set), "a cell less than the script"),
+        (compares(lambda cells: (set(cells), len(cells))), "in another order"),
+        (compares(sorted), "in another order"),
+        (compares(lambda cells: (cells[0], set(cells))), "a cell less than the script"),
+        (compares(lambda cells: (list(dict.fromkeys(cells)), len(cells))), "comes twice in the notebook"),
+        (compares(lambda cells: (cells[0], len(cells))), "in another order"),
+        (compares(lambda cells: (cells[0], cells[-1], len(cells))), "in another order"),
+        (compares(lambda cells: (cells[:-1], len(cells))), "nly the last of four cells differs"),
+        (compares(lambda cells: [cell.split() for cell in cells]), "indented otherwise"),
+        (compares(lambda cells: [cell.split("\n")[0] for cell in cells]), "indented otherwise"),
+        (has_new_cells, "a cell less than the script"),
+        (lambda notebook, script: None, "Nothing came back: return True or False"),
+        (lambda notebook, script: "False", "eturn True or False, not str 'False'"),
+        (lambda notebook, script: np.zeros(2), "eturn True or False, not ndarray"),
         (lambda notebook, script: notebook.stat().st_mtime > script.stat().st_mtime, "Times do not tell"),
         (compares_files, "their cells are the same: nothing is stale"),
         (compares_numbers_of_cells, "a job would run 10, and you call it fresh"),
@@ -141,6 +292,11 @@ def looks_at_common_cells_only(notebook, script):
 )
 def test_yesterdays_code_rejects(answer, sentence):
     assert sentence in checks.yesterdays_code(answer)
+
+
+@pytest.mark.parametrize("kind", [np.bool_, int, lambda differ: ["steps = 20"] * differ])
+def test_yesterdays_code_takes_what_is_as_good_as_true_or_false(kind):
+    assert checks.yesterdays_code(lambda *pair: kind(solutions.stale(*pair))) == CORRECT
 
 
 def test_the_lessons_solutions_are_correct():

@@ -1,6 +1,8 @@
 """Each check of lesson 05 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -56,6 +58,51 @@ def looks_at_the_first_epoch_only(read, length):
 
 def says_true(read, length):
     return True
+
+
+def says_nothing(read, length):
+    pass
+
+
+def says_an_array(read, length):
+    return np.zeros(3)
+
+
+def looks_at_two_ranks(one, other):
+    """An answer that looks for sequences that two ranks both read in one epoch, and at these ranks only."""
+
+    def answer(read, length):
+        filled = any(len(sum(epoch, [])) > length for epoch in read)
+        if len(read[0]) > 1 and not filled and any({*epoch[one]} & {*epoch[other]} for epoch in read):
+            return "ranks disagree"
+        return (
+            "same order" if all(epoch == read[0] for epoch in read) else disagreement_of_padded(read, length)
+        )
+
+    answer.__name__ = f"looks_at_ranks_{one}_and_{other}"
+    return answer
+
+
+def disagreement_of_padded(read, length):
+    return disagreement(read, length) if any(len(sum(epoch, [])) > length for epoch in read) else "fine"
+
+
+def looks_at_the_last_epoch_only(read, length):
+    if len(set(sum(read[-1], []))) < length:
+        return "ranks disagree"
+    return "same order" if read[0] == read[-1] else "fine"
+
+
+def compares_rank_0_with_the_last_epoch(read, length):
+    if disagreement(read, length) != "fine":
+        return "ranks disagree"
+    return "same order" if read[0][0] == read[-1][0] else "fine"
+
+
+def compares_neighbouring_epochs(read, length):  # right as well
+    if disagreement(read, length) != "fine":
+        return "ranks disagree"
+    return "same order" if read[0] == read[1] else "fine"
 
 
 # ---- exercise 2: answers list what a rank still has to read ----
@@ -149,6 +196,101 @@ def asks_rank_0(length, epoch, done, rank, n):  # right, but one message for eac
     return deck.tolist()[done:][rank::n]
 
 
+def with_a_seed_of_this_process():
+    """An answer whose seed was drawn when it was defined, so that each process has another."""
+    own = random.SystemRandom().randrange(2**62)
+
+    def seed_drawn_by_the_process(length, epoch, done, rank, n):
+        return np.random.default_rng((own, epoch)).permutation(length)[done:][rank::n]
+
+    return seed_drawn_by_the_process
+
+
+def seeds_with_the_process_number(length, epoch, done, rank, n):
+    return np.random.default_rng((os.getpid(), epoch)).permutation(length)[done:][rank::n]
+
+
+def seeds_with_the_clock(length, epoch, done, rank, n):
+    return np.random.default_rng((int(time.time()), epoch)).permutation(length)[done:][rank::n]
+
+
+def frozen_from_epoch_3(length, epoch, done, rank, n):
+    return order(length, min(epoch, 3))[done:][rank::n]
+
+
+def every_second_epoch(length, epoch, done, rank, n):
+    return order(length, epoch % 2)[done:][rank::n]
+
+
+def wraps_after_100_epochs(length, epoch, done, rank, n):
+    return order(length, epoch % 100)[done:][rank::n]
+
+
+def turns_from_epoch_2_on(length, epoch, done, rank, n):
+    return np.roll(order(length, min(epoch, 2)), epoch)[done:][rank::n]
+
+
+def shuffles_the_rest_anew(length, epoch, done, rank, n):  # lost or repeated after a second stop
+    left = order(length, epoch)[done:]
+    if done:
+        random.Random(f"{epoch} {done}").shuffle(left)
+    return left[rank::n]
+
+
+def sorts_the_rest(length, epoch, done, rank, n):
+    left = order(length, epoch)[done:]
+    return (sorted(left) if done else left)[rank::n]
+
+
+def takes_steps_of_seven(length, epoch, done, rank, n):
+    stride = next(step for step in (7, 11, 13) if length % step or length == 1)
+    return [(i * stride + 5 * epoch) % length for i in range(length)][done:][rank::n]
+
+
+def from_the_back(length, epoch, done, rank, n):
+    deck = list(range(length))[::-1]
+    return (deck[epoch:] + deck[:epoch])[done:][rank::n]
+
+
+def lists_nothing(length, epoch, done, rank, n):
+    order(length, epoch)
+
+
+def lists_a_text(length, epoch, done, rank, n):
+    return str(order(length, epoch)[done:][rank::n])
+
+
+def lists_a_set(length, epoch, done, rank, n):
+    return set(order(length, epoch)[done:][rank::n])
+
+
+def lists_floats(length, epoch, done, rank, n):
+    return [i + 0.5 for i in order(length, epoch)[done:][rank::n]]
+
+
+def lists_lists(length, epoch, done, rank, n):
+    return [order(length, epoch)[done:][rank::n]]
+
+
+def lists_a_number(length, epoch, done, rank, n):
+    return torch.tensor(3)
+
+
+def tensor_of_indices(length, epoch, done, rank, n):  # right, with a seed of its own, by another library
+    generator = torch.Generator().manual_seed(1000 + epoch)
+    return torch.randperm(length, generator=generator)[done:][rank::n]
+
+
+def goes_round_from_where_it_stood(
+    length, epoch, done, rank, n
+):  # right: rank r reads the places r, r + n, ... of it all
+    return [i for at, i in enumerate(order(length, epoch)) if at >= done and at % n == rank]
+
+
+def as_a_generator(length, epoch, done, rank, n):  # right
+    yield from order(length, epoch)[done:][rank::n]
+
+
 # ---- exercise 3: answers run backward on micro-batches ----
 
 
@@ -237,6 +379,62 @@ def skips_empty_micro_batches(ddp, micro_batches):  # the rank that skips them a
         accumulate(ddp, full, lambda x, y: dist.get_world_size() * total(ddp, x, y) / tokens)
 
 
+def weighted(ddp, micro_batches, factor=1, tokens_of_all=all_tokens_of):
+    tokens = tokens_of_all(micro_batches)
+    accumulate(ddp, micro_batches, lambda x, y: factor * dist.get_world_size() * total(ddp, x, y) / tokens)
+
+
+def divides_by_the_micro_batches_too(ddp, micro_batches):
+    weighted(ddp, micro_batches, 1 / len(micro_batches))
+
+
+def multiplies_by_the_micro_batches(ddp, micro_batches):
+    weighted(ddp, micro_batches, len(micro_batches))
+
+
+def takes_a_tenth(ddp, micro_batches):
+    weighted(ddp, micro_batches, 0.1)
+
+
+def climbs(ddp, micro_batches):
+    weighted(ddp, micro_batches, -1)
+
+
+def divides_by_nothing(ddp, micro_batches):
+    all_tokens_of(micro_batches)
+    accumulate(ddp, micro_batches, lambda x, y: dist.get_world_size() * total(ddp, x, y))
+
+
+def becomes_nan(ddp, micro_batches):  # 0/0 where a micro-batch has no token
+    tokens = all_tokens_of(micro_batches)
+
+    def loss(x, y):
+        kept = y != -100
+        of_target = F.log_softmax(ddp(x), dim=-1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+        mean = -(of_target * kept).sum() / kept.sum()
+        return dist.get_world_size() * mean * kept.sum() / tokens
+
+    accumulate(ddp, micro_batches, loss)
+
+
+def makes_the_step_too(ddp, micro_batches):
+    weighted(ddp, micro_batches)
+    with torch.no_grad():
+        for p in ddp.parameters():
+            p -= 0.1 * p.grad
+
+
+def gathers_the_counts(
+    ddp, micro_batches
+):  # right: a few bytes more than needed, and the gradients travel once
+    def tokens_of_all(micro_batches):
+        counts = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, tokens_of(micro_batches))
+        return sum(counts)
+
+    weighted(ddp, micro_batches, tokens_of_all=tokens_of_all)
+
+
 def only_counts(ddp, micro_batches):
     all_tokens_of(micro_batches)
 
@@ -250,6 +448,12 @@ REJECTED = {
         counts_over_all_epochs: "one rank is in another epoch than the rest",
         looks_at_the_first_epoch_only: "from epoch 2 on one rank is in another epoch than the rest",
         says_true: 'return "fine", "same order" or "ranks disagree", not True',
+        says_nothing: 'return "fine", "same order" or "ranks disagree", not None',
+        says_an_array: 'return "fine", "same order" or "ranks disagree", not the ndarray array([0., 0., 0.])',
+        looks_at_two_ranks(0, -1): 'is "ranks disagree", not "fine"',
+        looks_at_two_ranks(0, 1): 'is "ranks disagree", not "fine"',
+        looks_at_the_last_epoch_only: "in epoch 1 one rank is in another epoch than the rest",
+        compares_rank_0_with_the_last_epoch: "rank 0 reads the same in every epoch by chance, and the others do not",
     },
     "sharded_order": {
         pads_like_the_library: "are read twice",
@@ -269,6 +473,22 @@ REJECTED = {
         shuffles_after_dealing: "after the stop all 64 are read again",
         counts_from_one: "is no sequence; they are 0 to",
         leaves_the_rest_to_the_last_rank: "sizes may differ by one",
+        seeds_with_the_process_number: "all ranks must cut one and the same order",
+        seeds_with_the_clock: "all ranks must cut one and the same order",
+        frozen_from_epoch_3: "epochs 3 and 4 have the same order",
+        every_second_epoch: "epochs 0 and 2 have the same order",
+        wraps_after_100_epochs: "epochs 0 and 100 have the same order",
+        turns_from_epoch_2_on: "epoch 3 has the order of epoch 2, begun elsewhere",
+        shuffles_the_rest_anew: "After a second stop some are read twice",
+        sorts_the_rest: "After a second stop some are read twice",
+        takes_steps_of_seven: "most sequences come 7 of 64 places after the one before",
+        from_the_back: "most sequences come 63 of 64 places after the one before",
+        lists_nothing: "nothing came back; return a list of indices",
+        lists_a_text: "return a list of indices, not the str '[0]'",
+        lists_a_set: "return a list of indices, not the set {0}",
+        lists_floats: "the list holds 0.5; return indices",
+        lists_lists: "the list holds the list [0]; return indices",
+        lists_a_number: "return a list of indices, not 3",
         asks_rank_0: "every rank can compute it by itself",
     },
     "token_weighted": {
@@ -276,10 +496,17 @@ REJECTED = {
         mean_of_means_without_nan: "the mean of the micro-batches' means",
         mean_of_rank_means: "the mean of the ranks' means",
         forgets_that_ddp_divides: "3 times too small: DDP takes the mean over the ranks",
-        counts_padding: "from those of the mean over all tokens",
+        counts_padding: "96 targets were counted, and",
+        divides_by_the_micro_batches_too: "4 times too small: that is the number of micro-batches",
+        multiplies_by_the_micro_batches: "4 times too large: that is the number of micro-batches",
+        takes_a_tenth: "the gradients are 10 times too small: all of them alike",
+        climbs: "the gradients are -1 times what they should be: their sign is wrong",
+        divides_by_nothing: "the number of tokens divides the sum of the losses",
+        becomes_nan: "the gradients became nan",
+        makes_the_step_too: "the weights were changed",
         multiplies_twice: "3 times too large",
         averages_every_micro_batch: "and a count are enough",
-        one_large_batch: "the model was given 24 rows at once, and a micro-batch has 8",
+        one_large_batch: "the model was given 32 rows at once, and a micro-batch has 8",
         skips_empty_micro_batches: "also where a micro-batch has no token",
         only_counts: "run a backward pass for each micro-batch",
     },
@@ -294,9 +521,22 @@ def judge_all(ranks):
     verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
     for check, name in SOLUTIONS.items():
         verdicts[f"stub of {name}"] = getattr(checks, check)(not_attempted, ranks)
+    own = with_a_seed_of_this_process()
+    verdicts["a seed of this process"] = checks.sharded_order(own, ranks)
+    for check, right in RIGHT:
+        verdicts[right.__name__] = getattr(checks, check)(right, ranks)
     verdicts["weighted means"] = checks.token_weighted(scales_means_by_counts, ranks)
     verdicts["a weight in float32"] = checks.token_weighted(divides_in_float32, ranks)
     return verdicts
+
+
+RIGHT = [
+    ("diagnose", compares_neighbouring_epochs),
+    ("sharded_order", tensor_of_indices),
+    ("sharded_order", goes_round_from_where_it_stood),
+    ("sharded_order", as_a_generator),
+    ("token_weighted", gathers_the_counts),
+]
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +558,23 @@ def test_check_accepts_the_lessons_solution(verdicts, name):
 @pytest.mark.parametrize("name", SOLUTIONS.values())
 def test_unattempted_exercise_is_no_fault(verdicts, name):
     assert verdicts[f"stub of {name}"] == "not attempted"
+
+
+@pytest.mark.parametrize("right", [right.__name__ for _, right in RIGHT])
+def test_check_accepts_other_right_answers(verdicts, right):
+    assert verdicts[right] == "correct"
+
+
+def test_an_order_that_differs_between_processes_is_told_from_one_that_does_not(verdicts):
+    assert "take nothing into the seed that differs between processes" in verdicts["a seed of this process"]
+
+
+def test_every_run_that_disagrees_lacks_a_sequence_and_the_lucky_one_none(verdicts):
+    lucky = checks.recorded(checks.FINE, 4, 4, seed=checks.LUCKY)
+    assert len({epoch[0][0] for epoch in lucky}) == 1 and len({str(epoch) for epoch in lucky}) == 4
+    for more in ({"seed": 2, "odd": 0}, {"seed": 3, "odd": 1}, {"seed": 4, "odd": 2, "since": 1, "until": 2}):
+        lacking = [len(set(sum(epoch, []))) < 40 for epoch in checks.recorded(checks.DISAGREE, 4, 40, **more)]
+        assert lacking == ([False, True, False, False] if "until" in more else [True] * 4)
 
 
 @pytest.mark.parametrize("answer", ["weighted means", "a weight in float32"])

@@ -1,9 +1,12 @@
 """Each check of lesson 11 accepts right answers and rejects wrong ones, each with the sentence that fits."""
 
+import copy
 import hashlib
 import json
 import math
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from exercises import exercises_of
@@ -102,6 +105,64 @@ def culprit_is_looked_for_in_the_largest_group_first(records, members):
     return _waits_nowhere(records, members, sorted(members, key=lambda group: -len(members[group])))
 
 
+def culprit_as_a_list(records, members):
+    return list(solutions().culprit(records, members))
+
+
+def culprit_as_text(records, members):
+    rank, group, number = solutions().culprit(records, members)
+    return str(rank), group, number
+
+
+def culprit_without_a_number(records, members):
+    return *solutions().culprit(records, members)[:2], None
+
+
+def culprit_with_a_list_for_a_group(records, members):
+    rank, group, number = solutions().culprit(records, members)
+    return rank, [group], number
+
+
+def culprit_names_a_call_that_all_made(records, members):
+    return 0, "world", 3
+
+
+def culprit_names_a_call_that_the_buffer_dropped(records, members):
+    return (0, "world", 1) if len(members) == 3 else solutions().culprit(records, members)
+
+
+def culprit_of_a_group_with_one_odd_rank(name, order):
+    """An answer that takes the first group, sorted by `order`, in which exactly one rank is odd, and never asks who waits."""
+
+    def answer(records, members):
+        stands = {g: solutions().where_it_stands(records, g, its_ranks) for g, its_ranks in members.items()}
+        found = [(g, *stand) for g, stand in stands.items() if stand and len(stand[1]) == 1]
+        group, number, (rank,) = min(found, key=lambda one: order(*one, members, records))
+        return rank, group, number
+
+    answer.__name__ = f"culprit_is_the_odd_one_of_the_{name}"
+    return answer
+
+
+DO_NOT_ASK_WHO_WAITS = [
+    culprit_of_a_group_with_one_odd_rank(name, order)
+    for name, order in {
+        "first group": lambda group, number, odd, members, records: 0,
+        "last group": lambda group, number, odd, members, records: -list(members).index(group),
+        "smallest group": lambda group, number, odd, members, records: len(members[group]),
+        "largest group": lambda group, number, odd, members, records: -len(members[group]),
+        "earliest call": lambda group, number, odd, members, records: number,
+        "earliest call of a large group": lambda group, number, odd, members, _: (
+            number,
+            -len(members[group]),
+        ),
+        "lowest rank": lambda group, number, odd, members, records: odd[0],
+        "highest rank": lambda group, number, odd, members, records: -odd[0],
+        "shortest record": lambda group, number, odd, members, records: len(records[odd[0]]),
+    }.items()
+]
+
+
 # ---- exercise 2: answers list the damaged files ----
 
 
@@ -173,6 +234,68 @@ def damaged_ignores_a_missing_manifest(path):
     return solutions().damaged(path) if (path / "manifest.json").exists() else []
 
 
+def damaged_by_a_hash_of_the_beginning(length):
+    def answer(path):
+        try:
+            files = _files(path)
+        except (OSError, ValueError):
+            return ["manifest.json"]
+
+        def as_written(name, about):
+            content = (path / name).read_bytes() if (path / name).exists() else b""
+            return (len(content), hashlib.sha256(content[:length]).hexdigest()) == tuple(about.values())
+
+        return sorted(name for name, about in files.items() if not as_written(name, about))
+
+    answer.__name__ = f"damaged_by_a_hash_of_{length}_bytes"
+    return answer
+
+
+def damaged_does_not_hash_what_is_large(path):
+    found = solutions().damaged(path)
+    return [name for name in found if not (path / name).exists() or (path / name).stat().st_size < 2**20]
+
+
+def damaged_in_the_manifests_order(path):
+    found = solutions().damaged(path)
+    return found if len(found) < 2 else [name for name in _files(path) if name in found]
+
+
+def damaged_with_whole_paths(path):
+    return [path / name for name in solutions().damaged(path)]
+
+
+def damaged_returns_nothing(path):
+    solutions().damaged(path)
+
+
+def damaged_returns_a_set(path):
+    return set(solutions().damaged(path))
+
+
+def damaged_lists_numbers(path):
+    return [int(name[5]) for name in solutions().damaged(path)]
+
+
+def damaged_says_no_more(path):
+    if not all((path / name).exists() for name in _files(path)):
+        raise FileNotFoundError
+    return solutions().damaged(path)
+
+
+def damaged_removes_the_checkpoint(path):
+    found = solutions().damaged(path)
+    if found:
+        shutil.rmtree(path)
+    return found
+
+
+def damaged_makes_a_folder_of_its_own(path):
+    (path / "sums").mkdir()
+    (path / "sums" / "all").write_text("")
+    return solutions().damaged(path)
+
+
 # ---- exercise 3: answers are (state_of, go_on) ----
 
 
@@ -229,22 +352,58 @@ def resume_swaps_the_moments():
     return solutions().state_of, go_on
 
 
+def resume_returns_nothing():
+    return (lambda loop: None), solutions().go_on
+
+
+def resume_puts(name, *value):
+    """An answer that puts the part of the state, or `value`, in the place of what should have taken it."""
+
+    def make():
+        def go_on(loop, state):
+            solutions().go_on(loop, state)
+            setattr(loop, name, value[0] if value else state[name])
+
+        return solutions().state_of, go_on
+
+    make.__name__ = f"resume_puts_{name}"
+    return make
+
+
+def resume_from_a_copy_in_memory():
+    kept = {}
+
+    def state_of(loop):
+        kept.update(copy.deepcopy(solutions().state_of(loop)))
+        return {}
+
+    return state_of, lambda loop, state: solutions().go_on(loop, kept)
+
+
 REJECTED = {
     "culprit": {
-        culprit_has_fewest_calls: "somebody else is missing",
+        culprit_has_fewest_calls: "nobody in 'world' made a call number 6, so nobody waits for it",
         culprit_by_place_in_the_list: "compare the numbers in the records, not places in a list",
         culprit_is_whoever_waits: "it waits there for another rank",
         culprit_only_looks_at_the_world: "only because it waits in another group",
         culprit_names_the_last_miss: "rank 3 is missing in 'world' because of what it left out before, in 'row 1'",
         culprit_is_no_member: "rank 0 is no member of 'row 1'",
-        culprit_compares_only_numbers: "hang 1: return (rank, group, number), not None",
-        culprit_is_a_rank_only: "return (rank, group, number), not 2",
+        culprit_compares_only_numbers: "hang 1: return a tuple (rank, group, number), not None",
+        culprit_is_a_rank_only: "return a tuple (rank, group, number), not 2",
         culprit_invents_a_group: "there is no group 'default_pg'",
-        culprit_knows_the_groups_names: "another hang (seed 0): return (rank, group, number), not None",
+        culprit_knows_the_groups_names: "another hang (seed 0): return a tuple (rank, group, number), not None",
         culprit_takes_the_first_miss_of_the_smallest_group: "only because it waits in another group",
-        culprit_is_looked_for_in_the_smallest_group_first: "because of what it left out before, in 'all'",
+        culprit_is_looked_for_in_the_smallest_group_first: "because of what it left out before, in 'data'",
         culprit_is_looked_for_in_the_largest_group_first: "because of what it left out before, in 'row 1'",
-    },
+        culprit_as_a_list: "hang 0: return a tuple (rank, group, number), not the list [2, 'world', 6]",
+        culprit_as_text: "rank and number are whole numbers, not the str '2' and 6",
+        culprit_without_a_number: "rank and number are whole numbers, not 2 and None",
+        culprit_with_a_list_for_a_group: "the group is the list ['world']; return its name",
+        culprit_names_a_call_that_all_made: "did call all_reduce, number 3 of 'world'; and so did the others",
+        culprit_names_a_call_that_the_buffer_dropped: "the buffer of rank 0 no longer holds call 1 of 'world'",
+    }
+    | {name: "but only because it waits in another group" for name in DO_NOT_ASK_WHO_WAITS}
+    | {},
     "damaged": {
         damaged_by_size_only: "compare the sha256 of the bytes",
         damaged_says_yes_or_no: "return a list of names, not False",
@@ -254,6 +413,19 @@ REJECTED = {
         damaged_counts_strangers: "what the manifest does not list is nobody's business",
         damaged_takes_any_known_sum: "each file must match its own entry",
         damaged_removes_what_it_finds: "your code changed the checkpoint",
+        damaged_by_a_hash_of_the_beginning(
+            2**9
+        ): "one of its files large: expected [], got ['rank-1.safetensors']",
+        damaged_by_a_hash_of_the_beginning(2**20): "hash the whole file, not its beginning",
+        damaged_does_not_hash_what_is_large: "one bit flipped near the end of a large file",
+        damaged_in_the_manifests_order: "are the right names, but not sorted",
+        damaged_with_whole_paths: "return names such as 'rank-1.safetensors', not whole paths",
+        damaged_returns_nothing: "a whole checkpoint: return a list of names, not None",
+        damaged_returns_a_set: "return a list of names, not the set set()",
+        damaged_lists_numbers: "the list holds 1; return names of files",
+        damaged_says_no_more: "a missing file: your code raised FileNotFoundError; say what is damaged",
+        damaged_removes_the_checkpoint: "your code changed the checkpoint",
+        damaged_makes_a_folder_of_its_own: "your code changed the checkpoint",
         damaged_ignores_a_missing_manifest: "without a manifest nothing can be trusted",
     },
     "resume": {
@@ -265,10 +437,17 @@ REJECTED = {
         "shuffle": "the next epoch will have another order",
         "random": "dropout draws other masks",
         resume_saves_the_loop_itself: "cannot be read with weights_only=True",
-        resume_returns_a_list: "state_of returned a list",
+        resume_returns_a_list: "state_of returned the list [('model'",
         resume_with_another_optimizer: "the optimizer updates other tensors than the model's",
         resume_at_the_start_of_the_epoch: "the next row is number 0 of the epoch, not 3",
         resume_swaps_the_moments: "the optimizer's memory is not what was saved",
+        resume_returns_nothing: "state_of returned None; return a dict",
+        resume_puts("shuffle"): "loop.shuffle is now of the type Tensor, and was a Generator",
+        resume_puts("model"): "loop.model is now of the type OrderedDict, and was a Sequential",
+        resume_puts("optimizer"): "loop.optimizer is now of the type dict, and was a AdamW",
+        resume_puts("order", None): "loop.order is now of the type NoneType, and was a Tensor",
+        resume_puts("step", None): "the loop is at step None, not 13",
+        resume_from_a_copy_in_memory: "the weights are not those that were saved",
     },
 }
 MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
@@ -308,6 +487,28 @@ def test_checks_accept_the_lessons_solutions_on_all_ranks():
     assert run_on_ranks(2, judged_by_two_ranks, timeout_s=120) == [["correct"] * 3] * 2
 
 
+def test_an_answer_may_do_what_it_likes_with_what_it_is_given():
+    def forgets_who_is_who(records, members):
+        found = solutions().culprit(records, members)
+        for its_ranks in members.values():
+            its_ranks.clear()
+        members.clear()
+        records.clear()
+        return found
+
+    assert checks.culprit(forgets_who_is_who) == "correct"
+    assert checks.culprit(solutions().culprit) == "correct"
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor, np.array])
+def test_a_rank_and_a_number_may_be_of_any_kind_of_whole_number(number):
+    def answer(records, members):
+        rank, group, call = solutions().culprit(records, members)
+        return number(rank), group, number(call)
+
+    assert checks.culprit(answer) == "correct"
+
+
 def test_a_damaged_file_may_be_named_by_its_path_object_or_in_a_tuple():
     assert checks.damaged(lambda path: tuple(solutions().damaged(path))) == "correct"
 
@@ -331,7 +532,7 @@ def test_the_made_up_hangs_hold_all_three_difficulties():
     assert any(set(record) - {"all_reduce"} for record in calls), "another call"
     assert any(records[0][0][1] > 1 for _, _, records, _ in hangs), "a buffer that does not begin at 1"
     assert any(len(members) > 1 for _, members, _, _ in hangs), "several groups"
-    assert len({truth[0] for _, _, _, truth in hangs}) == 4 and not any(math.isnan(t[2]) for *_, t in hangs)
+    assert len({truth[0] for _, _, _, truth in hangs}) == 5 and not any(math.isnan(t[2]) for *_, t in hangs)
 
 
 def test_the_fault_of_a_made_up_hang_lies_in_the_smaller_and_in_the_larger_of_a_ranks_groups():

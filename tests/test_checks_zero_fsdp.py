@@ -1,5 +1,10 @@
 """Each check of lesson 06 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +138,62 @@ def returns_nothing(shares, max_norm):
     _scale(shares, max_norm, _global(shares))
 
 
+def goes_home_without_a_gradient(shares, max_norm):
+    return _scale(shares, max_norm, _global(shares)) if _gradients(shares) else torch.zeros(())
+
+
+def puts_all_gradients_together(shares, max_norm):
+    total = torch.cat([g.flatten() for g in _gradients(shares)]).square().sum()
+    dist.all_reduce(total)
+    return _scale(shares, max_norm, total.sqrt())
+
+
+def zeroes_the_weights(shares, max_norm):
+    norm = _scale(shares, max_norm, _global(shares))
+    with torch.no_grad():
+        for share in shares:
+            share.zero_()
+    return norm
+
+
+def returns(what):
+    """An answer that clips as it should and returns `what(norm)`."""
+
+    def answer(shares, max_norm):
+        return what(_scale(shares, max_norm, _global(shares)))
+
+    answer.__name__ = f"returns_{what.__name__}"
+    return answer
+
+
+def as_text(norm):
+    return f"{norm.item():.3f}"
+
+
+def as_a_list(norm):
+    return [norm]
+
+
+def as_many(norm):
+    return norm * torch.ones(3)
+
+
+def as_nan(norm):
+    return norm * float("nan")
+
+
+def never_zero(norm):
+    return norm if norm else norm + 1
+
+
+def as_array(norm):
+    return norm.numpy()
+
+
+def as_fraction(norm):
+    return Fraction(norm.item())
+
+
 # ---- exercise 2: answers predict ----
 
 
@@ -172,8 +233,26 @@ PREDICTIONS = {
         "the reduce-scatters of the gradients belong to it",
     ),
     "three_numbers": (lambda sizes, n: (1, 2, 3), "return four numbers"),
-    "as_text": (_predict(held=lambda s, n: "3 MB"), "return a number"),
+    "as_text": (_predict(held=lambda s, n: "3 MB"), "the bytes held at rest should be a number, not the str '3 MB'"),
+    "as_digits": (_predict(gathers=lambda s, n: str(2 * len(s) - 1)), "not the str '5'; return a number"),
+    "as_lists": (_predict(held=lambda s, n: [16 * sum(s) // n]), "not the list [2304]; return a number"),
+    "one_is_none": (_predict(handed_over=lambda s, n: None), "the bytes handed over should be a number, not None"),
+    "nan": (_predict(whole=lambda s, n: float("nan")), "the bytes whole at once should be 1,600, not nan"),
+    "all_nan": (lambda sizes, n: (math.nan,) * 4, "the bytes held at rest should be 2,304, not nan"),
+    "infinite": (_predict(held=lambda s, n: math.inf), "should be 2,304, not inf"),
+    "nothing_at_all": (lambda sizes, n: None, "return four numbers: held, whole, gathers, handed over; what came back is None"),
+    "four_letters": (lambda sizes, n: "held", "what came back is the str 'held'"),
+    "a_dict": (lambda sizes, n: {"held": 1, "whole": 2, "gathers": 3, "sent": 4}, "what came back is the dict"),
 }  # fmt: skip
+
+
+def every_kind_of_number(sizes, n):
+    held, whole, gathers, handed_over = _predict()(sizes, n)
+    return np.int64(held), torch.tensor(whole), Fraction(gathers), Decimal(handed_over)
+
+
+def an_array_of_numbers(sizes, n):
+    return np.array(_predict()(list(map(int, sizes)), n))
 
 
 # ---- exercise 3: answers build a sharded model ----
@@ -272,6 +351,18 @@ def returns_no_model(make, mesh):
     return list(_draw_shares(_on_meta(make, mesh), mesh).parameters())
 
 
+def meta_by_default(make, mesh):  # right as well, though it leaves the default where it is
+    torch.set_default_device("meta")
+    model = _on_meta(make, mesh)
+    with torch.device("cpu"):
+        return _draw_shares(model, mesh)
+
+
+def meta_by_default_and_a_slip(make, mesh):
+    torch.set_default_device("meta")
+    return make().no_such_thing
+
+
 def by_distribute_tensor(make, mesh):  # right as well
     from torch.distributed.tensor import distribute_tensor
 
@@ -334,6 +425,47 @@ def flat_lists(num_nodes, per_node):
     return grid.flatten().tolist(), grid.T.tolist(), 1 / per_node
 
 
+def hybrid_with(shard=None, copies=None, share=None):
+    """The right answer, but for one part of it."""
+
+    def answer(num_nodes, per_node):
+        grid = _grid(num_nodes, per_node)
+        right = (grid.tolist(), grid.T.tolist(), 1 / per_node)
+        return tuple(w if f is None else f(w) for f, w in zip((shard, copies, share), right, strict=True))
+
+    return answer
+
+
+HYBRIDS = {
+    "share_nan": (hybrid_with(share=lambda _: math.nan), "hands over 1/4 of the gradient between nodes, not nan"),
+    "share_as_text": (hybrid_with(share=lambda _: "1/4"), "share between nodes should be a number, not the str '1/4'"),
+    "no_share": (hybrid_with(share=lambda _: None), "share between nodes should be a number, not None"),
+    "share_in_a_list": (hybrid_with(share=lambda right: [right]), "should be a number, not the list [0.25]"),
+    "groups_none": (hybrid_with(shard=lambda _: None), "the shard groups are no lists of lists of ranks, but None"),
+    "groups_as_text": (hybrid_with(copies=str), "the copy groups are no lists of lists of ranks, but the str"),
+    "ranks_as_text": (
+        hybrid_with(copies=lambda groups: [list(map(str, group)) for group in groups]),
+        "the copy groups are no lists of lists of ranks, but the list [['0', '4']",
+    ),
+    "ranks_in_halves": (
+        hybrid_with(shard=lambda groups: [[rank + 0.5 for rank in group] for group in groups]),
+        "the shard groups are no lists of lists of ranks",
+    ),
+    "groups_turned_round": (hybrid_with(shard=lambda groups: groups[::-1]), "are right, but not in order of rank"),
+    "hybrid_nothing": (lambda num_nodes, per_node: None, "return three things"),
+    "hybrid_text": (lambda num_nodes, per_node: "abc", "what came back is the str 'abc'"),
+}  # fmt: skip
+
+
+def hybrid_of_arrays(num_nodes, per_node):  # right
+    grid = _grid(num_nodes, per_node)
+    return grid, grid.T.numpy(), Fraction(1, per_node)
+
+
+def returns_no_sharded_model(make, mesh):
+    _draw_shares(_on_meta(make, mesh), mesh)
+
+
 REJECTED = {
     "clip_by_global_norm": {
         norm_of_the_share: "the norm of this rank's shares alone",
@@ -352,6 +484,14 @@ REJECTED = {
         a_call_for_each_share: "32 bytes were handed over in 4 calls",
         gives_zeros_to_none: "leave None alone",
         returns_nothing: "return the norm from before clipping",
+        goes_home_without_a_gradient: "where this rank has no gradient at all, it made no call, and the other 2 wait for it",
+        puts_all_gradients_together: "Error: torch.cat(): expected a non-empty list",
+        zeroes_the_weights: "the weights were changed; scale share.grad",
+        returns(as_text): "the norm should be a number, not the str '",
+        returns(as_a_list): "the norm should be a number, not the list [tensor(",
+        returns(as_many): "the norm should be a number, not the Tensor tensor([",
+        returns(as_nan): ", not nan",
+        returns(never_zero): "the norm of gradients of zeros is 0, not 1",
     },
     "predict": {name: sentence for name, (_, sentence) in PREDICTIONS.items()},
     "sharded_from_meta": {
@@ -365,6 +505,8 @@ REJECTED = {
         in_another_order: "draw whole weights in the full model's order",
         one_unit: "is no unit of its own",
         returns_no_model: "return the model",
+        meta_by_default_and_a_slip: "your code raised AttributeError",
+        returns_no_sharded_model: "nothing came back; return the model",
     },
     "hybrid": {
         other_way_round: "the two are the wrong way round",
@@ -375,7 +517,8 @@ REJECTED = {
         a_rank_is_missing: "every rank is in exactly one of them",
         only_groups: "return three things",
         flat_lists: "no lists of lists of ranks",
-    },
+    }
+    | {name: sentence for name, (_, sentence) in HYBRIDS.items()},
 }
 SOLUTIONS = {
     "clip_by_global_norm": "clip_by_global_norm",
@@ -395,13 +538,26 @@ def judge_all(ranks):
     verdicts = {}
     for check, mutants in REJECTED.items():
         for mutant in mutants:
-            answer = PREDICTIONS[mutant][0] if isinstance(mutant, str) else mutant
+            answer = (PREDICTIONS | HYBRIDS)[mutant][0] if isinstance(mutant, str) else mutant
             name = mutant if isinstance(mutant, str) else mutant.__name__
             verdicts[name] = getattr(checks, check)(answer, ranks)
     verdicts |= judge_solutions(ranks)
+    for check, right in RIGHT:
+        verdicts[right.__name__] = getattr(checks, check)(right, ranks)
     verdicts["by distribute_tensor"] = checks.sharded_from_meta(by_distribute_tensor, ranks)
     verdicts["stub"] = checks.clip_by_global_norm(_stub, ranks)
     return verdicts
+
+
+RIGHT = [
+    ("sharded_from_meta", meta_by_default),
+    ("clip_by_global_norm", returns(float)),
+    ("clip_by_global_norm", returns(as_array)),
+    ("clip_by_global_norm", returns(as_fraction)),
+    ("predict", every_kind_of_number),
+    ("predict", an_array_of_numbers),
+    ("hybrid", hybrid_of_arrays),
+]
 
 
 def judge_solutions(ranks):
@@ -443,6 +599,11 @@ def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
 @pytest.mark.parametrize("name", SOLUTIONS.values())
 def test_check_accepts_the_lessons_solution(verdicts, name):
     assert verdicts[name] == "correct"
+
+
+@pytest.mark.parametrize("right", [right.__name__ for _, right in RIGHT])
+def test_check_accepts_other_right_answers(verdicts, right):
+    assert verdicts[right] == "correct"
 
 
 def test_check_accepts_a_solution_by_the_librarys_own_cutting(verdicts):

@@ -19,7 +19,8 @@ def stack():
 
 def judge_sharded(model, expected, n, rank):
     if not isinstance(model, nn.Module):
-        raise Wrong(f"what came back is a {type(model).__name__}; return the model")
+        what = "nothing came back" if model is None else f"what came back is a {type(model).__name__}"
+        raise Wrong(f"{what}; return the model")
     given = dict(model.named_parameters())
     if set(given) != set(expected):
         raise Wrong(f"the model has other parameters than make()'s: {', '.join(sorted(given)[:3])}")

@@ -6,6 +6,7 @@ None of them communicates: every rank judges the answer on the same cases, drawn
 import hashlib
 import io
 import json
+import operator
 import random
 import shutil
 import tempfile
@@ -17,11 +18,13 @@ from torch import nn
 from manyhands.checks import Wrong, exercise
 from manyhands.runs import recorded_runs
 
-LAYOUTS = [  # the groups of a made-up hang: one, a grid's, and two of different sizes that overlap
-    [[0, 1, 2, 3]],
-    [[0, 1, 2, 3], [0, 1], [2, 3]],
-    [[0, 1, 2, 3], [2, 3, 4]],
-]
+LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
+    ((0, 1, 2, 3),),
+    ((0, 1, 2, 3), (0, 1), (2, 3)),
+    ((0, 1, 2, 3), (2, 3, 4)),
+    ((0, 1, 2), (2, 3)),
+    ((0, 1), (1, 2), (2, 3, 4)),
+)
 NAMES = ["data", "tensor", "pipe", "expert", "context", "left", "right", "all"]
 
 
@@ -32,44 +35,76 @@ NAMES = ["data", "tensor", "pipe", "expert", "context", "left", "right", "all"]
 def culprit(answer, ranks=None):
     """`answer(records, members)` -> (rank, group, number): the call that was not made, and who did not make it."""
     for name, members, records, truth in _hangs():
-        given = answer([[tuple(call) for call in calls] for calls in records], dict(members))
-        if not (isinstance(given, tuple) and len(given) == 3):
-            raise Wrong(f"{name}: return (rank, group, number), not {given!r}")
-        if given != truth:
-            raise Wrong(f"{name}: {_why_not(given, truth, members, records)}")
+        shown = {
+            group: list(its_ranks) for group, its_ranks in members.items()
+        }  # the answer may do what it likes
+        given = answer([[tuple(call) for call in calls] for calls in records], shown)
+        rank, group, number = _fault(given, name)
+        if (rank, group, number) != truth:
+            raise Wrong(f"{name}: {_why_not(rank, group, number, truth, members, records)}")
 
 
-def _why_not(given, truth, members, records):
+def _fault(given, hang):
+    """What came back, as (rank, group, number); raises Wrong if it is something else."""
+    if not (isinstance(given, tuple) and len(given) == 3):
+        raise Wrong(f"{hang}: return a tuple (rank, group, number), not {_kind(given)}")
     rank, group, number = given
+    if not isinstance(group, str):
+        raise Wrong(f"{hang}: the group is {_kind(group)}; return its name, as in `members`")
+    try:
+        return operator.index(rank), group, operator.index(number)
+    except TypeError:
+        raise Wrong(
+            f"{hang}: rank and number are whole numbers, not {_kind(rank)} and {_kind(number)}"
+        ) from None
+
+
+def _kind(given):
+    """A value as it is shown to a learner, in one short line: with its type where that is not plain."""
+    if given is None or isinstance(given, (bool, int, float)):
+        return repr(given)
+    shown = " ".join(repr(given).split())
+    return f"the {type(given).__name__} {shown if len(shown) < 80 else shown[:76] + ' ...'}"
+
+
+def _why_not(rank, group, number, truth, members, records):
     culprit, in_group, missed = truth
     if group not in members:
         return f"there is no group {group!r}"
     if rank not in members[group]:
-        return f"rank {rank} is no member of {group!r} ({members[group]}), so it need not call anything there"
-    made = {(name, index): call for name, index, call, _ in records[rank]}
+        return f"rank {rank} is no member of {group!r} ({list(members[group])}), so it need not call anything there"
     if rank == culprit and group == in_group:
         return (
             f"the rank and the group are right; the call is number {missed}, not {number}: compare the numbers in the"
             " records, not places in a list, which begins where the buffer does"
         )
-    if (group, number) in made and rank != culprit:
-        return f"rank {rank} did call {made[group, number]}, number {number} of {group!r}; it waits there for another rank"
-    if rank != culprit and len(members) > 1:
-        return (
-            f"rank {rank} did not make call {number} of {group!r}, but only because it waits in another group; the culprit is"
-            " missing somewhere and waits nowhere"
+    made = {r: {i: call for name, i, call, _ in records[r] if name == group} for r in members[group]}
+    if number > max(i for calls in made.values() for i in calls):
+        return f"nobody in {group!r} made a call number {number}, so nobody waits for it"
+    if not made[rank] and records[rank] or number < min(made[rank], default=number):
+        return f"the buffer of rank {rank} no longer holds call {number} of {group!r}, so its absence says nothing"
+    if number in made[rank]:
+        others = [
+            calls.get(number) for r, calls in made.items() if r != rank and number >= min(calls, default=0)
+        ]
+        waits = not all(others)
+        return f"rank {rank} did call {made[rank][number]}, number {number} of {group!r}; " + (
+            "it waits there for another rank" if waits else "and so did the others, so nobody waits there"
         )
     if rank == culprit:
         return f"rank {rank} is missing in {group!r} because of what it left out before, in {in_group!r}"
-    return f"rank {rank} made call {number} of {group!r} as most others did, or its buffer has dropped it; somebody else is missing"
+    return (
+        f"rank {rank} did not make call {number} of {group!r}, but only because it waits in another group; the culprit is"
+        " missing somewhere and waits nowhere"
+    )
 
 
 def _hangs():
     """(name, members, records, truth): the three that were recorded, and a number that are made up from seeds."""
     for i, hang in enumerate(recorded_runs.numbers("11_hangs.json")["hangs"]):
         yield f"hang {i}", hang["members"], hang["calls"], tuple(hang["culprit"])
-    for seed in range(24):
-        yield f"another hang (seed {seed})", *_made_up(seed, LAYOUTS[seed % 3])
+    for seed in range(100):
+        yield f"another hang (seed {seed})", *_made_up(seed, LAYOUTS[seed % len(LAYOUTS)])
 
 
 def _made_up(seed, layout):
@@ -80,9 +115,10 @@ def _made_up(seed, layout):
     """
     luck = random.Random(f"hang {seed}")
     order = list(zip(luck.sample(NAMES, len(layout)), luck.sample(layout, len(layout)), strict=True))
-    groups_of = {r: [name for name, its_ranks in order if r in its_ranks] for r in sum(layout, [])}
-    most = max(map(len, groups_of.values()))  # who is in two groups may be missing in both
-    culprit = luck.choice([r for r, names in groups_of.items() if len(names) == most])
+    all_ranks = sorted({r for its_ranks in layout for r in its_ranks})
+    groups_of = {r: [name for name, its_ranks in order if r in its_ranks] for r in all_ranks}
+    # who is in two groups may be missing in both, the harder case, and is drawn twice as often
+    culprit = luck.choice([r for r in all_ranks for _ in groups_of[r] if _can_be_told(r, layout)])
     group = luck.choice(groups_of[culprit])
     fault, keep = luck.randrange(4, 10), luck.choice([4, 6, 100])
     # None: it makes no call at all; of two ranks with different calls nobody could say which one is wrong
@@ -102,6 +138,12 @@ def _made_up(seed, layout):
     return dict(sorted(order)), [calls[-keep:] for calls in records], (culprit, group, fault)
 
 
+def _can_be_told(rank, layout):
+    """Whether records show where this rank stopped: of two groups only if another rank of both waits in the first."""
+    own = [set(its_ranks) for its_ranks in layout if rank in its_ranks]
+    return all(len(one & other) > 1 for one in own for other in own)
+
+
 # ---- exercise 2 ----
 
 
@@ -112,21 +154,36 @@ def damaged(answer, ranks=None):
         for name, harm, expected, hint in DAMAGES:
             path = _checkpoint(Path(scratch))
             harm(path)
-            before = {file.name: file.read_bytes() for file in path.iterdir()}
+            before = _contents(path)
             try:
                 given = answer(path)
             except NotImplementedError:
                 raise
             except Exception as error:
-                raise Wrong(
-                    f"{name}: your code raised {type(error).__name__}: {error}; say what is damaged, whatever it is"
-                ) from None
-            if {file.name: file.read_bytes() for file in path.iterdir()} != before:
+                said = ": ".join([type(error).__name__, *str(error).split("\n")[:1]]).removesuffix(": ")
+                raise Wrong(f"{name}: your code raised {said}; say what is damaged, whatever it is") from None
+            if _contents(path) != before:
                 raise Wrong(f"{name}: your code changed the checkpoint; only read it")
-            if isinstance(given, (bool, str)) or not isinstance(given, (list, tuple)):
-                raise Wrong(f"{name}: return a list of names, not {given!r}")
-            if [str(one) for one in given] != expected:
-                raise Wrong(f"{name}: expected {expected}, got {list(map(str, given))}; {hint}")
+            _judge_names(given, expected, name, hint)
+
+
+def _contents(path):
+    return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def _judge_names(given, expected, case, hint):
+    if not isinstance(given, (list, tuple)):
+        raise Wrong(f"{case}: return a list of names, not {_kind(given)}")
+    if strange := [one for one in given if not isinstance(one, (str, Path))]:
+        raise Wrong(f"{case}: the list holds {_kind(strange[0])}; return names of files, as text")
+    names = [str(one) for one in given]
+    if names == expected:
+        return
+    if [Path(name).name for name in names] == expected:
+        raise Wrong(f"{case}: return names such as {expected[0]!r}, not whole paths such as {names[0]!r}")
+    if sorted(names) == expected:
+        raise Wrong(f"{case}: {names} are the right names, but not sorted")
+    raise Wrong(f"{case}: expected {expected}, got {names}; {hint}")
 
 
 def _checkpoint(scratch):
@@ -135,15 +192,20 @@ def _checkpoint(scratch):
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     luck, files = random.Random(6), {}
-    for rank in range(3):
-        content = luck.randbytes(400)
-        (path / f"rank-{rank}.safetensors").write_bytes(content)
-        files[f"rank-{rank}.safetensors"] = {
-            "bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-    (path / "manifest.json").write_text(json.dumps({"step": 6, "n": 3, "files": files}, indent=1))
+    for rank in (2, 0, 1):  # as they came: nothing says that a manifest is sorted
+        files[_shard(rank)] = _write(path, rank, luck.randbytes(400))
+    _write_manifest(path, files)
     return path
+
+
+def _write(path, rank, content):
+    """The manifest's entry of a shard that has just been written."""
+    (path / _shard(rank)).write_bytes(content)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _write_manifest(path, files):
+    (path / "manifest.json").write_text(json.dumps({"step": 6, "n": 3, "files": files}, indent=1))
 
 
 def _shard(rank):
@@ -155,10 +217,16 @@ def _cut(path, rank, left):
     (path / _shard(rank)).write_bytes(content[:left])
 
 
-def _flip(path, rank):
+def _flip(path, rank, at=200):
     content = bytearray((path / _shard(rank)).read_bytes())
-    content[200] ^= 1
+    content[at] ^= 1
     (path / _shard(rank)).write_bytes(content)
+
+
+def _enlarge(path, rank):
+    """This shard becomes a large one, as its entry in the manifest says."""
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    _write_manifest(path, files | {_shard(rank): _write(path, rank, bytes(LARGE))})
 
 
 def _swap(path):
@@ -168,6 +236,7 @@ def _swap(path):
     first.write_bytes(contents[1])
 
 
+LARGE = 3 * 2**20 + 7  # bytes: more than one reads at once
 DAMAGES = [
     ("a whole checkpoint", lambda path: None, [], "nothing is wrong with it"),
     ("one byte cut off", lambda path: _cut(path, 1, 399), [_shard(1)], "compare the size with the manifest's"),
@@ -178,6 +247,18 @@ DAMAGES = [
         lambda path: _flip(path, 1),
         [_shard(1)],
         "a size proves little: compare the sha256 of the bytes",
+    ),
+    (
+        "a whole checkpoint, one of its files large",
+        lambda path: _enlarge(path, 1),
+        [],
+        "hash the whole file, not its beginning",
+    ),
+    (
+        "one bit flipped near the end of a large file",
+        lambda path: (_enlarge(path, 1), _flip(path, 1, at=LARGE - 5)),
+        [_shard(1)],
+        "hash every file, however large",
     ),
     (
         "two files at once",
@@ -214,6 +295,10 @@ DAMAGES = [
 
 # ---- exercise 3 ----
 
+PARTS = {
+    "model": nn.Module, "optimizer": torch.optim.Optimizer, "shuffle": torch.Generator,
+    "order": (torch.Tensor, list, tuple),
+}  # fmt: skip
 BEFORE, AFTER = 13, 24  # steps: the state is taken in the second epoch, and two more epochs follow
 
 
@@ -258,11 +343,12 @@ def resume(answer, ranks=None):
         loop.train_step()
     taken = state_of(loop)
     if not isinstance(taken, dict):
-        raise Wrong(f"state_of returned a {type(taken).__name__}; return a dict")
+        raise Wrong(f"state_of returned {_kind(taken)}; return a dict")
     file = io.BytesIO()
     torch.save(taken, file)
     random_then = torch.get_rng_state()
     wanted = [loop.train_step() for _ in range(AFTER)]
+    state_of(Loop(seed=3, rank=rank))  # what is kept aside, and not in the file, is now another loop's
 
     fresh = Loop(seed=2, rank=rank)  # a new process: other weights, another order, other random numbers
     go_on(fresh, _read(file))
@@ -294,6 +380,13 @@ def _read(file):
 
 def _compare(fresh, original, random_now, random_then):
     """Raises Wrong with the first part of the loop that is not as it was."""
+    for name, kind in PARTS.items():
+        part = getattr(fresh, name, None)
+        if not isinstance(part, kind):
+            raise Wrong(
+                f"loop.{name} is now of the type {type(part).__name__}, and was a {type(getattr(original, name)).__name__}: "
+                "load the state into what is there"
+            )
     if not _equal(fresh.model.state_dict(), original.model.state_dict()):
         raise Wrong("the weights are not those that were saved")
     if not fresh.optimizer.state:

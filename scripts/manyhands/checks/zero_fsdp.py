@@ -5,6 +5,9 @@ knows all of them, and the full model of exercise 3 is small enough for a refere
 where the trial group can send.
 """
 
+import operator
+
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,29 +22,32 @@ CLOSE = 1e-10
 @exercise(1, "clip by the global norm")
 def clip_by_global_norm(answer, ranks):
     """`answer(shares, max_norm)` scales every share's gradient by one factor, and returns the norm of all of them."""
-    n = ranks.world_size
-    norm = torch.cat([g.flatten() for r in range(n) for g in _share_gradients(r) if g is not None]).norm()
+    n, rank = ranks.world_size, ranks.rank
+    norm = _length([g for r in range(n) for g in _share_gradients(r)])
     for max_norm, case in ((0.1 * norm, "a tenth of the norm"), (2 * norm, "twice the norm")):
-        shares = _shares(ranks.rank)
+        shares = _shares(_share_gradients(rank))
         with wire.watch() as seen:
             given = answer(shares, max_norm.item())
-        _judge_norm(given, norm, _share_gradients, n, ranks.rank)
+        _judge_norm(given, norm, _share_gradients, n, rank)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        _judge_clipped(shares, _share_gradients(ranks.rank), factor, case, seen)
-    shares = _shares(ranks.rank, scale=0.0)
-    answer(shares, 1.0)
+        _judge_clipped(shares, _share_gradients(rank), factor, case)
+    shares = _shares([None if g is None else 0.0 * g for g in _share_gradients(rank)])
+    given = answer(shares, 1.0)
     if any(not p.grad.isfinite().all() for p in shares if p.grad is not None):
         raise Wrong(
             "gradients of zeros became nan: the norm is 0 there; add 1e-6 to it before you divide by it"
         )
+    if not abs(_number(given, "the norm")) <= CLOSE:
+        raise Wrong(f"the norm of gradients of zeros is 0, not {float(given):.4g}")
     _judge_cost(seen, n)
+    _judge_a_rank_without_gradients(answer, n, rank)
 
 
 @exercise(2, "the bytes of a wrapping")
 def predict(answer, ranks=None):
     """`answer(sizes, n)` is (held, whole, gathers, handed over) of fp32, AdamW, ZeRO-3, the root last."""
     cases = [
-        ([64, 64, 16], 2),
+        ([320, 320, 80], 5),
         ([197_888] * 4 + [25_216], 4),
         ([201_400_000] * 32 + [271_500_000], 20),
         ([24, 240, 48, 12], 12),
@@ -49,17 +55,14 @@ def predict(answer, ranks=None):
     ]
     names = ("bytes held at rest", "bytes whole at once", "number of all-gathers", "bytes handed over")
     for sizes, n in cases:
-        given = answer(list(sizes), n)
-        if not isinstance(given, (tuple, list)) or len(given) != 4:
-            raise Wrong("return four numbers: held, whole, gathers, handed over")
+        given = _parts(answer(list(sizes), n), 4, "four numbers: held, whole, gathers, handed over")
         right = _bytes_of(sizes, n)
         for name, mine, wanted in zip(names, given, right, strict=True):
-            if not isinstance(mine, (int, float)):
-                raise Wrong(f"the {name} are a {type(mine).__name__}; return a number")
-            if abs(mine - wanted) > 1e-9 * wanted:
+            mine = _number(mine, f"the {name}")
+            if not abs(mine - wanted) <= 1e-9 * wanted:
                 case = f"for units of {_short(sizes)} parameters, the last of them the root, on {n} ranks"
                 raise Wrong(
-                    f"{case} the {name} should be {wanted:,}, not {mine:,}{_hint(name, mine, sizes, n)}"
+                    f"{case} the {name} should be {wanted:,}, not {mine:,.12g}{_hint(name, mine, sizes, n)}"
                 )
 
 
@@ -77,14 +80,17 @@ def sharded_from_meta(answer, ranks):
     shares = sum(-(-len(p) // n) * p[0].nbytes for p in expected.values())
     mesh = init_device_mesh("cpu", (n,))
     torch.manual_seed(1)
+    default = torch.get_default_device()
     try:
         with Peak() as held:
             model = answer(stack, mesh)
+        _set_default_device(default)
         judge_sharded(model, expected, n, rank)
     finally:
         # DTensor remembers results together with their mesh, and an equal mesh of the lesson stands for other groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        _set_default_device(default)
         _clear_sharding_prop_cache()
     limit = shares + 2 * largest
     if held.peak > limit:
@@ -95,29 +101,64 @@ def sharded_from_meta(answer, ranks):
         )
 
 
+def _set_default_device(device):
+    """An answer may have left "meta", on which nobody could tell the others a verdict."""
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
+
+
 @exercise(4, "two nodes of four")
 def hybrid(answer, ranks=None):
     """`answer(num_nodes, per_node)` is (groups that shard, groups of copies, share that crosses between nodes)."""
     for num_nodes, per_node in ((2, 4), (2, 2), (3, 4), (4, 1)):
-        given = answer(num_nodes, per_node)
-        if not isinstance(given, (tuple, list)) or len(given) != 3:
-            raise Wrong(
-                "return three things: the groups that shard, the groups of copies, the share between nodes"
-            )
-        shard, copies, share = given
+        what = "three things: the groups that shard, the groups of copies, the share between nodes"
+        shard, copies, share = _parts(answer(num_nodes, per_node), 3, what)
         nodes = [list(range(node * per_node, (node + 1) * per_node)) for node in range(num_nodes)]
         across = [list(group) for group in zip(*nodes, strict=True)]
         case = f"{num_nodes} nodes of {per_node}"
         shard, copies = (_groups(name, groups, case) for name, groups in (("shard", shard), ("copy", copies)))
         _judge_groups(shard, copies, nodes, across, case)
-        if abs(share - 1 / per_node) > 1e-9:
+        share = _number(share, f"{case}: the share between nodes")
+        if not abs(share - 1 / per_node) <= 1e-9:
             why = {1.0: "the reduce-scatter in the node comes first, so each rank has only its share to send"}
             raise Wrong(
                 f"{case}: a rank hands over 1/{per_node} of the gradient between nodes, not {share:.4g}: "
-                + why.get(
-                    float(share), "what it hands over is its share, and the shares of a node are the whole"
-                )
+                + why.get(share, "what it hands over is its share, and the shares of a node are the whole")
             )
+
+
+# ---- what came back ----
+
+
+def _number(given, name):
+    """What came back as a float, from any kind of one real number; raises Wrong, with its name, if it is none."""
+    try:
+        if not isinstance(given, (str, bytes, bool)):
+            return float(given)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several numbers
+        pass
+    raise Wrong(f"{name} should be a number, not {_shown(given)}; return a number")
+
+
+def _parts(given, count, what):
+    """What came back as a list of `count` parts; raises Wrong, which says `what` they are, if it is something else."""
+    given = _listed(given)
+    if isinstance(given, (tuple, list)) and len(given) == count:
+        return given
+    raise Wrong(f"return {what}; what came back is {_shown(given)}")
+
+
+def _listed(given):
+    """An array or a tensor as a list; all else as it is."""
+    return given.tolist() if isinstance(given, (np.ndarray, torch.Tensor)) else given
+
+
+def _shown(given):
+    """A value as it is shown to a learner, in one short line: with its type where that is not plain."""
+    if given is None or isinstance(given, (bool, int, float)):
+        return repr(given)
+    shown = " ".join(repr(given).split())
+    return f"the {type(given).__name__} {shown if len(shown) < 80 else shown[:76] + ' ...'}"
 
 
 # ---- exercise 1 ----
@@ -132,22 +173,62 @@ def _share_gradients(rank):
     return [*gradients, torch.zeros(0, dtype=torch.float64), None]
 
 
-def _shares(rank, scale=1.0):
+def _shares(gradients):
+    """Parameters of ones, of the gradients' lengths and dtypes; None is a parameter without a gradient."""
+    dtype = next((g.dtype for g in gradients if g is not None), torch.float32)
     shares = []
-    for gradient in _share_gradients(rank):
-        share = nn.Parameter(torch.ones(5 if gradient is None else len(gradient), dtype=torch.float64))
-        share.grad = None if gradient is None else gradient * scale
+    for gradient in gradients:
+        share = nn.Parameter(torch.ones(5 if gradient is None else len(gradient), dtype=dtype))
+        share.grad = None if gradient is None else gradient.clone()
         shares.append(share)
     return shares
+
+
+def _length(gradients):
+    """The norm of all of them together, those that are None left out."""
+    return torch.stack([g.square().sum() for g in gradients if g is not None]).sum().sqrt()
+
+
+def _judge_a_rank_without_gradients(answer, n, rank):
+    """The last rank has none at all. In float32, which is what a new tensor is made of where no gradient says more."""
+
+    def gradients_of(r):
+        return [None, None] if r == n - 1 else [g if g is None else g.float() for g in _share_gradients(r)]
+
+    mine = gradients_of(rank)
+    shares = _shares(mine)
+    here = "where this rank has no gradient at all, "
+    with wire.watch() as seen:
+        try:
+            given = answer(shares, 1e-3)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            if rank < n - 1 or seen.calls:  # it may be the echo of what another rank did
+                raise
+            said = ": ".join([type(error).__name__, *str(error).split("\n")[:1]]).removesuffix(": ")
+            raise Wrong(f"{here}your code raised {said}") from None
+    if rank == n - 1 and n > 1 and not seen.calls:
+        raise Wrong(
+            f"{here}it made no call, and the other {n - 1} wait for it: all ranks must call all_reduce, also with a sum of 0"
+        )
+    others = [g for r in range(n - 1) for g in gradients_of(r)]
+    norm = _length(others).item() if others else 0.0
+    if not abs(_number(given, "the norm") - norm) <= 1e-5 * norm:
+        raise Wrong(
+            f"where rank {n - 1} has no gradient at all, the norm of all gradients is {norm:.4f}, not {float(given):.4g}"
+        )
+    case = f"{1e-3:g}, and rank {n - 1} had no gradient at all"
+    _judge_clipped(shares, mine, torch.tensor(1e-3 / (norm + 1e-6)).clamp(max=1), case, accuracy=1e-4)
 
 
 def _judge_norm(given, norm, gradients_of, n, rank):
     if given is None:
         raise Wrong("nothing came back: return the norm from before clipping")
-    given, norm = float(given), float(norm)
+    given, norm = _number(given, "the norm"), float(norm)
     if abs(given - norm) <= CLOSE * norm:
         return
-    lengths = [torch.cat([g for g in gradients_of(r) if g is not None]).norm().item() for r in range(n)]
+    lengths = [_length(gradients_of(r)).item() for r in range(n)]
     each = [g.norm().item() for r in range(n) for g in gradients_of(r) if g is not None]
     for value, why in {
         lengths[rank]: "that is the norm of this rank's shares alone; the others' squares belong to it",
@@ -168,12 +249,18 @@ def _judge_norm(given, norm, gradients_of, n, rank):
     raise Wrong(f"the norm of all gradients, before clipping, is {norm:.4f}, not {given:.4f}")
 
 
-def _judge_clipped(shares, before, factor, case, seen):
-    mine = torch.cat([p.grad for p in shares if p.grad is not None])
-    whole = torch.cat([g for g in before if g is not None])
+def _judge_clipped(shares, before, factor, case, accuracy=1e-6):
     if any((p.grad is None) != (g is None) for p, g in zip(shares, before, strict=True)):
         raise Wrong("a share had no gradient and has one now, or lost it; leave None alone")
-    if torch.allclose(mine, factor * whole, rtol=1e-6, atol=0):  # whether 1e-6 was added shows in zeros
+    if any(not torch.equal(p, torch.ones_like(p)) for p in shares):
+        raise Wrong("the weights were changed; scale share.grad, and leave the shares themselves alone")
+    if all(g is None for g in before):
+        return
+    mine = torch.cat([p.grad for p in shares if p.grad is not None])
+    whole = torch.cat([g for g in before if g is not None])
+    if torch.allclose(
+        mine, factor.to(whole.dtype) * whole, rtol=accuracy, atol=0
+    ):  # whether 1e-6 was added shows in zeros
         return
     if torch.equal(mine, whole):
         raise Wrong(f"the limit was {case}, and the gradients are as they were: scale share.grad in place")
@@ -260,10 +347,11 @@ def _hint(name, mine, sizes, n):
 
 def _groups(name, groups, case):
     try:
-        groups = [[int(rank) for rank in group] for group in groups]
-    except (TypeError, ValueError):
-        raise Wrong(f"{case}: the {name} groups are no lists of lists of ranks") from None
-    return groups
+        return [[operator.index(rank) for rank in group] for group in _listed(groups)]
+    except TypeError:
+        raise Wrong(
+            f"{case}: the {name} groups are no lists of lists of ranks, but {_shown(groups)}"
+        ) from None
 
 
 def _judge_groups(shard, copies, nodes, across, case):
@@ -277,6 +365,9 @@ def _judge_groups(shard, copies, nodes, across, case):
         raise Wrong(
             f"{case}: the two are the wrong way round: gathering is the frequent traffic, so shard within a node"
         )
+    for name, groups, right in (("groups that shard", shard, nodes), ("groups of copies", copies, across)):
+        if groups != right and sorted(map(sorted, groups)) == right:
+            raise Wrong(f"{case}: the {name} are right, but not in order of rank: {right}, not {groups}")
     if shard != nodes:
         raise Wrong(f"{case}: shard within a node: {nodes}, not {shard}")
     raise Wrong(
