@@ -133,6 +133,16 @@ def in_double_on_the_last(x):
     return right(x.double() if rank == n - 1 else x)
 
 
+def in_whole_numbers_on_the_last(x):
+    rank, n = place()
+    return right(x.int() if rank == n - 1 else x)
+
+
+def sends_to_itself(x):
+    dist.isend(x, dist.get_rank()).wait()
+    return x
+
+
 def only_those_who_have_something(x):
     if x.any():
         dist.all_reduce(x)
@@ -199,6 +209,10 @@ NOT_MATCHING = {
     reduce_scatters_unequal: "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes.",
     exchanges_unequal: ("In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
     in_double_on_the_last: "Ranks 0, 1, 2 and 3 call all_reduce with 8, 8, 8 and 16 bytes.",
+    in_whole_numbers_on_the_last: (
+        "Ranks 0, 1, 2 and 3 call all_reduce with float32, float32, float32 and int32 numbers."
+    ),
+    sends_to_itself: "Rank 0 sends to itself; a message goes to another rank.",
     only_those_who_have_something: (
         "Ranks 1, 2 and 3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."
     ),
@@ -368,6 +382,13 @@ def ends_the_group_first(x):
     return right(x)
 
 
+def waits_for_a_message_on_rank_1(x):
+    """The others meet in the check, which is none of the learner's business."""
+    if dist.get_rank() == 1:
+        dist.recv(x, 2)
+    return torch.full((2,), 6.0)
+
+
 def stays_away_on_rank_1(x):
     return x if dist.get_rank() == 1 else right(x)
 
@@ -409,6 +430,7 @@ NAMED = {
     is_interrupted_on_rank_1: "Rank 1: Your code raised KeyboardInterrupt.",
     ends_the_group: "Your code ended the process group, which all that follows needs: leave it alone.",
     ends_the_group_first: "Your code ended the process group, which all that follows needs: leave it alone.",
+    waits_for_a_message_on_rank_1: "A rank waited 4 s for a message that never came",
     stays_away_on_rank_1: "Ranks 0, 2 and 3 call all_reduce when rank 1 has no call left to make",
     fails_in_a_hook: "Rank 0: Your code raised TypeError: ",
     yields_later: "Rank 0: Your code raised ZeroDivisionError: division by zero.",

@@ -30,7 +30,7 @@ TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
 # The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
-_FINE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(6)
+_FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
 
 class Wrong(Exception):
@@ -99,6 +99,8 @@ def _verdict(trial, witness, timeout_s):
     except Wrong as fault:
         return _WRONG, _sentence(str(fault))
     except NobodyCalls as fault:
+        if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
+            return _ALONE, _sentence(str(fault))
         return _WAITED, _sentence(f"{fault}: all ranks make the same calls, in the same order")
     except BaseException as error:  # noqa: BLE001 - also sys.exit() of one rank, for which the others would wait
         stated = witness.said_so(error)

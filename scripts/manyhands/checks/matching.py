@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _LOOK_EVERY_S = 0.002
 # The dispatcher's names, where they are not those of torch.distributed
@@ -34,7 +35,11 @@ class CallsDiffer(Exception):
 
 
 class NobodyCalls(Exception):
-    """A rank waits in a collective that another one does not call: one sentence."""
+    """A rank waits in a collective that another one does not call: one sentence. `by_answer`: the learner's code does."""
+
+    def __init__(self, sentence, by_answer):
+        super().__init__(sentence)
+        self.by_answer = by_answer
 
 
 class Matching(TorchDispatchMode):
@@ -87,6 +92,8 @@ class Matching(TorchDispatchMode):
         if other is not None:
             what = "sends to" if sends else "receives from"
             _must_exist(other, ranks, f"rank {ranks[me]} {what}")
+            if other == me:
+                raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
         channel = f"{group.group_name}/{given['tag']}"
         if other is None:  # from anybody: it may take any message that nobody has received yet
             self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
@@ -123,32 +130,31 @@ class Matching(TorchDispatchMode):
         self._made[key] += 1
         if root is not None:
             _must_exist(root, ranks, f"rank {ranks[me]} calls {name} with the root")
-        mine = {
-            "call": name,
-            "root": root,
-            "by answer": bool(self._by_answer()),
-            **_sizes(name, given, group),
-        }
+        by_answer = self._by_answer()
+        mine = {"call": name, "root": root, "by answer": by_answer} | _handed_over(name, given, group)
         self._store.set(f"{key}/{number}/{me}", json.dumps(mine))
-        self._wait(name, ranks, me, [f"{key}/{number}/{r}" for r in range(len(ranks))])
-        calls = [json.loads(self._store.get(f"{key}/{number}/{r}")) for r in range(len(ranks))]
-        if sentence := _difference(dict(zip(ranks, calls, strict=True))):
+        keys = {r: f"{key}/{number}/{i}" for i, r in enumerate(ranks)}
+        if missing := self._wait_for(keys):
+            sentence = f"rank {ranks[me]} waits in {name}, which {_listed(missing)} did not call"
+            done = f"rank {ranks[me]} has come to the end of your code, and {_listed(missing)} did not"
+            raise NobodyCalls(sentence if by_answer else done, by_answer)
+        calls = {r: json.loads(self._store.get(keys[r])) for r in ranks}
+        if sentence := _difference(calls):
             raise CallsDiffer(sentence)
 
-    def _wait(self, name, ranks, me, keys):
-        """Until all ranks have said what they call; not longer than the patience, nor for a rank that has left."""
-        began = time.monotonic()
-        while not self._store.check(keys):
-            late = time.monotonic() > began + self._patience_s
-            missing = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-            if late or any(self._store.check([f"left/{r}"]) for r in missing):
-                # it may have called, and left, since we looked
-                missing = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-                if missing:
-                    raise NobodyCalls(
-                        f"rank {ranks[me]} waits in {name}, which {_listed(missing)} did not call"
-                    )
+    def _wait_for(self, keys):
+        """The ranks that have not set their key, {rank: key}, within our patience, or before they left; [] if all have."""
+        deadline = time.monotonic() + self._patience_s
+        while not self._store.check(list(keys.values())):
+            patient = time.monotonic() < deadline
+            gone = [
+                r for r in keys if self._store.check([f"left/{r}"])
+            ]  # first this: who leaves has called before
+            missing = [r for r, key in keys.items() if not self._store.check([key])]
+            if missing and (not patient or set(missing) & set(gone)):
+                return missing
             time.sleep(_LOOK_EVERY_S)
+        return []
 
 
 def _group_of(given):
@@ -169,8 +175,8 @@ def _must_exist(peer, ranks, what):
         )
 
 
-def _sizes(name, given, group):
-    """{"bytes": what all ranks must hand over alike}, or of an all-to-all {"to": [...], "from": [...]} by rank."""
+def _handed_over(name, given, group):
+    """{"bytes", "dtype"}: what all ranks must have alike; or of an all-to-all {"to": [...], "from": [...]}, bytes by rank."""
     if name.startswith("all_to_all"):
         sources = given.get("input_tensors", given.get("input"))
         if not isinstance(sources, torch.Tensor):
@@ -181,7 +187,7 @@ def _sizes(name, given, group):
             "from": _split(targets, given["output_split_sizes"], group.size()),
         }
     side = "output" if "scatter" in name else "input"
-    candidates = (
+    names = (
         f"{side}_tensors",
         f"{side}_tensor",
         f"{side}s",
@@ -191,12 +197,14 @@ def _sizes(name, given, group):
         "tensors",
         "tensor",
     )
-    return {"bytes": _bytes(next(given[c] for c in candidates if c in given))}
+    tensors = tree_leaves(next(given[name] for name in names if name in given))
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if "reduce" in name and tensors else None
+    return {"bytes": _bytes(tensors), "dtype": dtype}
 
 
 def _split(tensor, sizes, n):
     """Bytes of each of the n parts of an all-to-all; equal ones where no sizes are given."""
-    rows = len(tensor)
+    rows = tensor.shape[0] if tensor.dim() else 1
     return [_bytes(tensor) * size // max(rows, 1) for size in (sizes or [rows // n] * n)]
 
 
@@ -225,8 +233,11 @@ def _difference(calls):
     if len({c["root"] for c in calls.values()}) > 1:
         return f"{_listed(calls)} call {name} with different roots: {_enumerated(c['root'] for c in calls.values())}"
     if "bytes" in calls[first]:
-        sizes = [c["bytes"] for c in calls.values()]
-        return f"{_listed(calls)} call {name} with {_enumerated(sizes)} bytes" if len(set(sizes)) > 1 else ""
+        for part, unit in (("bytes", "bytes"), ("dtype", "numbers")):
+            values = [c[part] for c in calls.values()]
+            if len(set(values)) > 1:
+                return f"{_listed(calls)} call {name} with {_enumerated(values)} {unit}"
+        return ""
     for i, source in enumerate(calls):
         for j, target in enumerate(calls):
             sent, room = calls[source]["to"][j], calls[target]["from"][i]
@@ -238,7 +249,7 @@ def _difference(calls):
 
 
 def _alike(a, b):
-    return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes"))
+    return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes", "dtype"))
 
 
 def _listed(ranks):

@@ -3,10 +3,26 @@
 import functools
 import os
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
+
+
+def _folder():
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _go_to(folder):
+    with suppress(OSError, TypeError):
+        os.chdir(folder)
+
+
+def _environ():
+    return dict(os.environ)
 
 
 def _set_environ(before):
@@ -32,8 +48,8 @@ SETTINGS = tuple(
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (os.getcwd, os.chdir),
-        (lambda: dict(os.environ), _set_environ),
+        (_folder, _go_to),
+        (_environ, _set_environ),
     )
 )
 RANDOM_STATE = (
@@ -64,8 +80,8 @@ def own_copy(value):
 
 
 def _copy(value):
-    if isinstance(value, dict):
-        return type(value)((key, _copy(part)) for key, part in value.items())
+    if type(value) is dict:
+        return {key: _copy(part) for key, part in value.items()}
     return type(value)(map(_copy, value)) if _holds(value) else value
 
 
