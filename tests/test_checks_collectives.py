@@ -353,6 +353,13 @@ pi_in_a_list, pi_forgotten = _returns(lambda pi: [pi]), _returns(lambda pi: None
 pi_as_a_fraction, pi_as_a_tensor = _returns(Fraction), _returns(torch.tensor)  # right
 
 
+def pi_by_name(points, count_hits):  # right: the names are those of the lesson's count_hits
+    rank, n, *_ = place()
+    return _pi(
+        points, lambda share, seed: count_hits(points=share, seed=seed), len(range(rank, points, n)), rank
+    )
+
+
 # ---- mutants of the speed-up ----
 
 
@@ -494,7 +501,7 @@ def test_each_mistake_is_rejected_with_the_sentence_that_names_it(check, capfd):
 RIGHT = {
     "all_reduce_any_length": [chunks_of_the_rounded_up_size],
     "pass_right": [even_ranks_first, rank_0_receives_first_without_waiting, receives_while_it_sends],
-    "estimate_pi": [pi_as_a_fraction, pi_as_a_tensor],
+    "estimate_pi": [pi_as_a_fraction, pi_as_a_tensor, pi_by_name],
     "speed_up": [in_lists, in_tensors],
 }
 

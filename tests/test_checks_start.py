@@ -355,6 +355,17 @@ def test_a_line_out_of_turn_is_named(tmp_path):
     assert verdicts[0][-1] == "correct"
 
 
+def judge_right_turns(ranks):
+    solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
+    return [checks.in_turn(answer, ranks) for answer in (solution, ends_its_line, receives_from_anybody)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_turns_are_taken_by_any_number_of_ranks(pool, tmp_path, n):
+    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
+    assert pool.run(n, judge_right_turns, environ=environ) == [["correct"] * 3] * n
+
+
 # ---------------------------------------------------------------- exercise 4: read the profile
 
 
