@@ -543,6 +543,15 @@ def test_every_check_of_the_lesson_has_three_mutants_or_more():
     assert all(len(mutants) >= 3 for mutants in REJECTED.values())
 
 
-def test_solutions_are_accepted_by_a_world_of_one(pool):
-    (verdicts,) = pool.run(1, judge_solutions, checks.__name__, LESSON, SOLUTIONS, timeout_s=120)
-    assert set(verdicts.values()) == {"correct"}
+def judge_right(ranks):
+    return {
+        **judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS),
+        "one flat message": checks.untidy(untidy_one_flat_message, ranks),
+        "no_sync in the loop": checks.accumulation(accumulate_right, ranks),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_right_answers_are_accepted_by_any_number_of_ranks(pool, n):
+    for verdicts in pool.run(n, judge_right, timeout_s=120):
+        assert set(verdicts.values()) == {"correct"}
