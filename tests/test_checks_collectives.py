@@ -1,5 +1,9 @@
 """The checks of lesson 02 accept the lesson's solutions and reject real mistakes, each with a sentence that names it."""
 
+import math
+import time
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +119,47 @@ def drops_the_remainder(x_N):
     return x_N
 
 
+def _in(dtype):
+    def answer(x_N):
+        sum_N = x_N.to(dtype)
+        x_N.copy_(_ring(sum_N, sum_N.tensor_split(dist.get_world_size())))
+        return x_N
+
+    return answer
+
+
+sums_in_float32, sums_in_float64, sums_in_int16 = _in(torch.float32), _in(torch.float64), _in(torch.int16)
+
+
+def gives_the_rest_to_the_last(x_N):
+    n = dist.get_world_size()
+    even = x_N.numel() // n
+    return _ring(x_N, x_N.split([even] * (n - 1) + [x_N.numel() - even * (n - 1)]))
+
+
+def gives_the_rest_to_the_first(
+    x_N,
+):  # in the exercise of lengths that n divides, so much that it is too large
+    n = dist.get_world_size()
+    small = max(0, x_N.numel() // n - 1)
+    return _ring(x_N, x_N.split([x_N.numel() - small * (n - 1)] + [small] * (n - 1)))
+
+
+def fills_with_not_a_number(x_N):
+    dist.barrier()
+    return torch.full_like(x_N, math.nan) if x_N.dtype.is_floating_point else x_N
+
+
+def returns_a_list(x_N):
+    return _ring(x_N, x_N.tensor_split(dist.get_world_size())).tolist()
+
+
+def chunks_of_the_rounded_up_size(x_N):  # right: the last chunks are smaller, or empty
+    n = dist.get_world_size()
+    size = math.ceil(x_N.numel() / n)
+    return _ring(x_N, [x_N[i * size : (i + 1) * size] for i in range(n)])
+
+
 # ---- mutants of the exchange ----
 
 
@@ -166,6 +211,69 @@ def forgets_to_wait(mine):
     for work in works:
         work.wait()
     return before
+
+
+def guesses(mine):
+    rank, _, left, right = place()
+    work = dist.isend(mine, right)
+    time.sleep(0.01)
+    del work
+    return torch.full_like(mine, left)
+
+
+def returns_its_own(mine):
+    exchange(mine, torch.empty_like(mine))
+    return mine.clone()
+
+
+def first(senders):
+    """Blocking calls, where the ranks in `senders` send first."""
+
+    def answer(mine):
+        rank, _, left, right = place()
+        theirs = torch.empty_like(mine)
+        if rank in senders:
+            dist.send(mine, right)
+            dist.recv(theirs, left)
+        else:
+            dist.recv(theirs, left)
+            dist.send(mine, right)
+        return theirs
+
+    return answer
+
+
+two_send_first, three_send_first = first({0, 1}), first({0, 1, 2})
+
+
+def always_float32(mine):  # of the same size as int32
+    _, _, left, right = place()
+    theirs = torch.empty(mine.shape)
+    exchange(mine, theirs)
+    return theirs
+
+
+def returns_none(mine):
+    exchange(mine, torch.empty_like(mine))
+
+
+def rank_0_receives_first_without_waiting(mine):  # right: all messages are under way at the same time
+    rank, _, left, right = place()
+    theirs = torch.empty_like(mine)
+    begin = [lambda: dist.irecv(theirs, left), lambda: dist.isend(mine, right)]
+    works = [call() for call in (begin if rank == 0 else reversed(begin))]
+    for work in works:
+        work.wait()
+    return theirs
+
+
+def receives_while_it_sends(mine):  # right: a blocking call after one that does not block
+    _, _, left, right = place()
+    theirs = torch.empty_like(mine)
+    work = dist.irecv(theirs, left)
+    dist.send(mine, right)
+    work.wait()
+    return theirs
 
 
 def even_ranks_first(mine):  # not a mutant: two rounds, nobody waits for a turn
@@ -222,6 +330,36 @@ def averages_means(points, count_hits):
     return mean.item() / n if rank == 0 else None
 
 
+def rank_0_throws_all(points, count_hits):
+    rank, n, *_ = place()
+    shares = [points // n + (r < points % n) for r in range(n)]
+    hits = sum(count_hits(share, seed) for seed, share in enumerate(shares)) if rank == 0 else 0
+    hits = torch.tensor(hits)
+    dist.reduce(hits, 0)
+    return 4 * hits.item() / points if rank == 0 else None
+
+
+def _returns(change):
+    def answer(points, count_hits):
+        rank, n, *_ = place()
+        pi = _pi(points, count_hits, points // n + (rank < points % n), rank)
+        return change(pi) if rank == 0 else None
+
+    return answer
+
+
+pi_is_not_a_number, pi_as_text = _returns(lambda pi: math.nan), _returns(lambda pi: f"{pi:.6f}")
+pi_in_a_list, pi_forgotten = _returns(lambda pi: [pi]), _returns(lambda pi: None)
+pi_as_a_fraction, pi_as_a_tensor = _returns(Fraction), _returns(torch.tensor)  # right
+
+
+def pi_by_name(points, count_hits):  # right: the names are those of the lesson's count_hits
+    rank, n, *_ = place()
+    return _pi(
+        points, lambda share, seed: count_hits(points=share, seed=seed), len(range(rank, points, n)), rank
+    )
+
+
 # ---- mutants of the speed-up ----
 
 
@@ -241,28 +379,73 @@ def knows_the_table(seconds):
     return {1: (1.0, 1.0), 2: (1.907, 0.954), 4: (3.842, 0.961), 8: (7.575, 0.947)}
 
 
+def _table(pair):
+    return lambda seconds: {n: pair(seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()}
+
+
+ratios_alone = _table(lambda ratio, efficiency: ratio)
+nothing_for_pairs = _table(lambda ratio, efficiency: (None, efficiency))
+text_for_numbers = _table(lambda ratio, efficiency: (f"{ratio:.2f}", f"{efficiency:.2f}"))
+not_a_number = _table(lambda ratio, efficiency: (ratio, math.nan))
+in_lists = _table(lambda ratio, efficiency: [ratio, efficiency])  # right
+in_tensors = _table(lambda ratio, efficiency: torch.tensor([ratio, efficiency]))  # right
+
+
+def by_the_first(seconds):
+    one = next(iter(seconds.values()))
+    return {n: (one / s, one / s / n) for n, s in seconds.items()}
+
+
+def by_the_slowest(seconds):
+    one = max(seconds.values())
+    return {n: (one / s, one / s / n) for n, s in seconds.items()}
+
+
+def a_list_of_pairs(seconds):
+    return [(seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()]
+
+
+def no_table(seconds):
+    pass
+
+
 MUTANTS = {
     "all_reduce_any_length": {
-        ships_whole_tensors: "numbers left this rank in 6 messages; chunks of at most 2 are enough, 12 numbers in all",
+        ships_whole_tensors: "numbers left this rank in 6 messages, the largest of 8; chunks of at most 2 are enough, 12 numbers in all",
         sends_to_everyone: "this rank sent 3 messages; the ring on 4 ranks sends exactly 2(n-1) = 6",
         uses_the_library: "it calls all_reduce; build it from messages",
         forgets_the_second_half: "the sum is wrong: element",
         splits_with_chunk: "IndexError",
         leaves_the_input: "x_N still holds other numbers; sum in place",
-        returns_nothing: "it returned NoneType; return the summed tensor",
+        returns_nothing: "it returned None (is a `return` missing?); return the summed tensor",
         always_float: "it returned float32[8], not float64[8]",
-        pads_every_chunk: "numbers left this rank in 6 messages; chunks of at most 2 are enough",
+        pads_every_chunk: "are enough, 12 numbers in all",
         drops_the_remainder: "for 7 numbers (float64) the sum is wrong: element 4 is",
+        sums_in_float32: "digits are lost on the way",
+        sums_in_float64: "for 8 numbers (int64) the sum is wrong: element 0 is 2305843009213693",
+        sums_in_int16: "for 8 numbers (float64) the sum is wrong: element 0 is",
+        gives_the_rest_to_the_last: "the largest of 4; chunks of at most 2 are enough, 12 numbers in all",
+        fills_with_not_a_number: "the sum is wrong: element 0 is nan, not 0",
+        returns_a_list: "it returned the list [0.0, 10.0, 20.0",
     },
     "mended_ring": {
-        ships_whole_tensors: "24 numbers left this rank in 6 messages; chunks of at most 1 are enough, 6 numbers in all",
+        ships_whole_tensors: "24 numbers left this rank in 6 messages, the largest of 4; chunks of at most 1 are enough, 6 ",
+        sums_in_float32: "digits are lost on the way",
+        sums_in_int16: "for 4 numbers (float64) the sum is wrong: element 0 is 0, not 45035996273",
+        gives_the_rest_to_the_first: "the largest of 4; chunks of at most 1 are enough",
         sends_to_everyone: "exactly 2(n-1) = 6",
         forgets_the_second_half: "the sum is wrong",
     },
     "pass_right": {
         sends_first: "waited 5 s for a message that never came",
         by_turns: "4 messages one after the other, where all could travel at the same time",
-        wrong_way_round: "the tensor of rank 3, your left neighbour is wrong: element 0 is 1, not 3",
+        wrong_way_round: "the tensor of rank 3, your left neighbour is wrong: element 0 is",
+        guesses: "; this rank received nothing",
+        returns_its_own: "; it is that of rank 0",
+        two_send_first: "some ranks wait for their turn: 3 messages one after the other",
+        three_send_first: "some ranks wait for their turn: 4 messages one after the other",
+        always_float32: "it returned float32[5, 2], not int32[5, 2]",
+        returns_none: "it returned None (is a `return` missing?); return the tensor of rank 3",
         into_its_own: "the tensor that you were given has changed",
         gathers_everything: "this rank sent 0 messages and 0 bytes; 1 message and 4 bytes are needed",
         forgets_to_wait: "your left neighbour is wrong: element 0 is -1",
@@ -274,12 +457,25 @@ MUTANTS = {
         all_reduces: "it calls all_reduce; one reduce to rank 0 is enough",
         reads_after_the_reduce: "only rank 0 has the sum after a reduce",
         averages_means: "with the hits of all ranks it is",
+        rank_0_throws_all: "rank 0 counts 1003 of 1003 points; share them evenly",
+        pi_is_not_a_number: "on rank 0, not the float nan",
+        pi_as_text: "on rank 0, not the text '",
+        pi_in_a_list: "on rank 0, not the list [",
+        pi_forgotten: "on rank 0, not None (is a `return` missing?)",
     },
     "speed_up": {
         upside_down: "8.03 s on one rank and 4.21 s on 2 are a speed-up of 1.91, not 0.52",
         efficiency_is_speed_up: "an efficiency of 0.95, not 1.91",
         in_percent: "an efficiency of 1.00, not 100.00",
         knows_the_table: "return a dictionary with the keys [1, 4]",
+        ratios_alone: "for 1 rank return a pair, (speed-up, efficiency), not the float 1.0",
+        nothing_for_pairs: "return a number as the speed-up on 1 rank, not None",
+        text_for_numbers: "return a number as the speed-up on 1 rank, not the text '1.00'",
+        not_a_number: "return a number as the efficiency on 1 rank, not the float nan",
+        by_the_first: "8.0 s on one rank and 16.0 s on 2 are a speed-up of 0.50, not 1.00",
+        by_the_slowest: "8.0 s on one rank and 16.0 s on 2 are a speed-up of 0.50, not 1.00",
+        a_list_of_pairs: "each with (speed-up, efficiency), not the list [(1.0, 1.0)",
+        no_table: "each with (speed-up, efficiency), not None (is a `return` missing?)",
     },
 }
 
@@ -288,13 +484,13 @@ def unattempted(*args):
     raise NotImplementedError
 
 
-def judge(ranks, check, answers):
-    return [getattr(checks, check)(answer, ranks) for answer in answers]
+def judge(ranks, check):
+    return [getattr(checks, check)(answer, ranks) for answer in [*MUTANTS[check], unattempted]]
 
 
 @pytest.mark.parametrize("check", MUTANTS)
 def test_each_mistake_is_rejected_with_the_sentence_that_names_it(check, capfd):
-    verdicts = run_on_ranks(4, judge, check, [*MUTANTS[check], unattempted], timeout_s=150)
+    verdicts = run_on_ranks(4, judge, check, timeout_s=150)
     for per_rank in verdicts:
         assert per_rank == verdicts[0], "all ranks say the same"
     for (mutant, sentence), verdict in zip(MUTANTS[check].items(), verdicts[0], strict=False):
@@ -302,15 +498,27 @@ def test_each_mistake_is_rejected_with_the_sentence_that_names_it(check, capfd):
     assert verdicts[0][-1] == "not attempted"
 
 
+RIGHT = {
+    "all_reduce_any_length": [chunks_of_the_rounded_up_size],
+    "pass_right": [even_ranks_first, rank_0_receives_first_without_waiting, receives_while_it_sends],
+    "estimate_pi": [pi_as_a_fraction, pi_as_a_tensor, pi_by_name],
+    "speed_up": [in_lists, in_tensors],
+}
+
+
 def _solutions(ranks):
     n = ranks.world_size
     given = {"rank": ranks.rank, "world_size": n, "left": (ranks.rank - 1) % n, "right": (ranks.rank + 1) % n}
     names = ["exchange", "ring_reduce_scatter", "ring_all_gather", *SOLUTIONS.values()]
     functions = vars(taken_from("02_collectives", *names, **given))
-    extra = [even_ranks_first] if n > 1 else []
     return [
         getattr(checks, check)(functions[name], ranks, solution=True) for check, name in SOLUTIONS.items()
-    ] + [checks.pass_right(answer, ranks) for answer in extra]
+    ] + [
+        getattr(checks, check)(answer, ranks)
+        for check, answers in RIGHT.items()
+        for answer in answers
+        if n > 1 or check != "pass_right"  # a rank alone has no neighbour
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

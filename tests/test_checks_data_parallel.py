@@ -1,7 +1,11 @@
 """Each check of lesson 03 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+import contextlib
 import functools
+import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +88,48 @@ def hooks_step_themselves(model):
     _hook_each(model, average)
 
 
+def hooks_gather_all(model):
+    def average(p):
+        parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, p.grad)
+        p.grad.copy_(sum(parts) / len(parts))
+
+    _hook_each(model, average)
+
+
+def hooks_reduce_and_broadcast(model):
+    def average(p):
+        dist.reduce(p.grad, 0)
+        p.grad /= dist.get_world_size()
+        dist.broadcast(p.grad, 0)
+
+    _hook_each(model, average)
+
+
+def hooks_forget_the_gradient(model):
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad = None
+
+    _hook_each(model, average)
+
+
+def hooks_divide_by_zero(model):
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad *= math.nan
+
+    _hook_each(model, average)
+
+
+def hooks_divide_by_six(model):
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad /= 6
+
+    _hook_each(model, average)
+
+
 # ---- exercise 2: answers average after backward ----
 
 
@@ -150,6 +196,51 @@ def untidy_flat_message_of_what_is_there(model):  # sizes differ between ranks: 
     dist.all_reduce(flat)
 
 
+def untidy_reduces_what_is_there(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.reduce(p.grad, 0)
+            p.grad /= dist.get_world_size()
+            dist.broadcast(p.grad, 0)
+
+
+def untidy_gathers_what_is_there(model):
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, flat)
+
+
+def _untidy_by_flags(dtype):
+    def answer(model):  # as DDP: first who has which, then what somebody has
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        has = torch.tensor([p.grad is not None for p in trainable]).to(dtype)
+        dist.all_reduce(has)
+        for p, users in zip(trainable, has.tolist(), strict=True):
+            if users:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad /= dist.get_world_size()
+                dist.all_reduce(p.grad)
+
+    return answer
+
+
+untidy_flags_of_few_bytes, untidy_flags = _untidy_by_flags(torch.uint8), _untidy_by_flags(torch.int64)
+
+
+def untidy_steps_too(model):
+    untidy_one_flat_message(model)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data -= 0.1 * p.grad
+
+
+def untidy_divides_by_zero(model):
+    untidy_one_flat_message(model)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad *= math.nan
+
+
 # ---- exercise 3: answers accumulate ----
 
 
@@ -192,6 +283,75 @@ def accumulate_never_averaging(ddp, micro_batches):
             _backward(ddp, x, y, len(micro_batches))
 
 
+def accumulate_no_sync_in_the_first_alone(ddp, micro_batches):
+    for i, (x, y) in enumerate(micro_batches):
+        with ddp.no_sync() if i == 0 else contextlib.nullcontext():
+            _backward(ddp, x, y, len(micro_batches))
+
+
+def accumulate_right(ddp, micro_batches):
+    for i, (x, y) in enumerate(micro_batches):
+        with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            _backward(ddp, x, y, len(micro_batches))
+
+
+def accumulate_by_the_flag(ddp, micro_batches):  # right, if not pretty
+    for i, (x, y) in enumerate(micro_batches):
+        ddp.require_backward_grad_sync = i == len(micro_batches) - 1
+        _backward(ddp, x, y, len(micro_batches))
+
+
+def accumulate_and_all_reduce_again(ddp, micro_batches):
+    accumulate_right(ddp, micro_batches)
+    for p in ddp.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def accumulate_in_one_batch(ddp, micro_batches):
+    _backward(ddp, *(torch.cat(parts) for parts in zip(*micro_batches, strict=True)), 1)
+
+
+def accumulate_in_one_backward(ddp, micro_batches):
+    with ddp.no_sync():
+        losses = [F.mse_loss(ddp(x), y) for x, y in micro_batches[:-1]]
+    x, y = micro_batches[-1]
+    (sum(losses) + F.mse_loss(ddp(x), y)).div(len(micro_batches)).backward()
+
+
+def accumulate_and_retain(ddp, micro_batches):
+    losses = []
+    for i, (x, y) in enumerate(micro_batches):
+        with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+            losses.append(F.mse_loss(ddp(x), y) / len(micro_batches))
+            losses[-1].backward(retain_graph=True)
+
+
+def _accumulate_by(divisor):
+    def answer(ddp, micro_batches):
+        with ddp.no_sync():
+            for x, y in micro_batches[:-1]:
+                _backward(ddp, x, y, divisor)
+        _backward(ddp, *micro_batches[-1], divisor)
+
+    return answer
+
+
+accumulate_by_three, accumulate_by_ten = _accumulate_by(3), _accumulate_by(10)
+
+
+def accumulate_and_step(ddp, micro_batches):
+    accumulate_right(ddp, micro_batches)
+    for p in ddp.parameters():
+        p.data -= 0.1 * p.grad
+
+
+def accumulate_not_finite(ddp, micro_batches):
+    accumulate_right(ddp, micro_batches)
+    for p in ddp.parameters():
+        p.grad *= math.nan
+
+
 def accumulate_last_only(ddp, micro_batches):
     _backward(ddp, *micro_batches[-1], 1)
 
@@ -232,6 +392,37 @@ def bytes_as_text(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sy
     return "3.27 MB"
 
 
+def _bytes(change):
+    def answer(*case, **how):
+        return change(bytes_on_the_ring(*case, **how))
+
+    return answer
+
+
+def bytes_on_the_ring(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
+    return bytes_always_once(num_params, n_ranks, bytes_per_value) * (1 if no_sync else micro_batches)
+
+
+bytes_not_a_number, bytes_in_a_list = _bytes(lambda sent: math.nan), _bytes(lambda sent: [sent])
+bytes_forgotten = _bytes(lambda sent: None)
+
+
+def bytes_of_rank_0(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
+    """What rank 0 really sends if the chunks are those of tensor_split: all but one of them, and all but another."""
+    sizes = [num_params // n_ranks + (i < num_params % n_ranks) for i in range(n_ranks)]
+    numbers = 2 * num_params - sizes[1 % n_ranks] - sizes[2 % n_ranks]
+    return numbers * bytes_per_value * (1 if no_sync else micro_batches)
+
+
+BYTES = {
+    "of numpy, whole": _bytes(np.int64),
+    "of numpy": _bytes(np.float64),
+    "of torch": _bytes(lambda sent: torch.tensor(sent, dtype=torch.float64)),
+    "as a fraction": _bytes(Fraction),
+    "of rank 0": bytes_of_rank_0,
+    "rounded": _bytes(round),
+}
+
 REJECTED = {
     "gradient_hook": {
         hooks_the_parameter: "the hook is handed the parameter; send its grad",
@@ -242,6 +433,11 @@ REJECTED = {
         hooks_never: "nothing was sent while backward ran",
         hooks_send_every_gradient_twice: "608 bytes were handed over where 304 are enough",
         hooks_step_themselves: "the weights changed during backward",
+        hooks_gather_all: "912 bytes were handed over where 304 are enough: each gradient needs one all-reduce",
+        hooks_reduce_and_broadcast: "608 bytes were handed over where 304 are enough",
+        hooks_forget_the_gradient: "some gradients are None",
+        hooks_divide_by_zero: "the gradients are not finite",
+        hooks_divide_by_six: "the gradients are 0.5 times the mean over the ranks",
     },
     "untidy": {
         untidy_skips_missing: "a parameter that one rank did not use has grad None there",
@@ -250,7 +446,13 @@ REJECTED = {
         untidy_keeps_none: "rare.weight has no gradient here",
         untidy_sum: "3 times too large",
         untidy_divides_by_the_users: "from the mean over the ranks",
-        untidy_flat_message_of_what_is_there: "with tensors of different sizes",
+        untidy_flat_message_of_what_is_there: "rank 0 calls all_reduce for 400 bytes, rank 2 calls all_reduce for 688 bytes",
+        untidy_reduces_what_is_there: "a parameter that one rank did not use has grad None there",
+        untidy_gathers_what_is_there: "rank 0 calls all_gather for 1200 bytes, rank 2 calls all_gather for 2064 bytes",
+        untidy_flags: "728 bytes were handed over where 712 are enough: send each gradient once, and nothing else",
+        untidy_flags_of_few_bytes: "something else than gradients was sent, to leave one out",
+        untidy_steps_too: "the weights have changed",
+        untidy_divides_by_zero: "the gradients are not finite",
     },
     "accumulation": {
         accumulate_undivided: "3 times too large: each micro-batch's loss is a mean already",
@@ -259,6 +461,15 @@ REJECTED = {
         accumulate_flag_after_forward: "DDP decides in forward whether the next backward averages",
         accumulate_never_averaging: "nothing was averaged: the last micro-batch belongs outside no_sync",
         accumulate_last_only: "what was averaged was not the sum of all micro-batches",
+        accumulate_no_sync_in_the_first_alone: "608 bytes were averaged where 304 are enough: all but the last micro-batch",
+        accumulate_and_all_reduce_again: "608 bytes were averaged where 304 are enough: DDP has averaged in the last",
+        accumulate_in_one_batch: "the model was given 15 rows at once, and a micro-batch has 5",
+        accumulate_in_one_backward: "the activations of 3 micro-batches were in memory at once",
+        accumulate_and_retain: "the activations of 3 micro-batches were in memory at once",
+        accumulate_by_three: "with 2 micro-batches the gradients are 0.6667 times what they should be",
+        accumulate_by_ten: "with 3 micro-batches the gradients are 0.3 times what they should be",
+        accumulate_and_step: "the weights have changed",
+        accumulate_not_finite: "the gradients are not finite",
     },
     "bytes_per_step": {
         bytes_of_the_payload: "what it hands to the all-reduce; on the ring it sends 2(n-1)/n of it",
@@ -268,7 +479,10 @@ REJECTED = {
         bytes_always_once: "without no_sync every micro-batch is averaged",
         bytes_always_many: "with no_sync only the last micro-batch is averaged",
         bytes_of_one_rank: "one rank has nobody to send to",
-        bytes_as_text: "return a number of bytes",
+        bytes_as_text: "return a number of bytes, not the text '3.27 MB'",
+        bytes_not_a_number: "return a number of bytes, not the float nan",
+        bytes_in_a_list: "return a number of bytes, not the list [",
+        bytes_forgotten: "return a number of bytes, not None (is a `return` missing?)",
     },
 }
 SOLUTIONS = {
@@ -282,11 +496,13 @@ MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in 
 
 def judge_all(ranks):
     """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
-    verdicts = {}
-    for check, mutant in MUTANTS:
-        verdicts[mutant.__name__] = getattr(checks, check)(mutant, ranks)
+    verdicts = {
+        number: getattr(checks, check)(mutant, ranks) for number, (check, mutant) in enumerate(MUTANTS)
+    }
     verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
     verdicts["one flat message"] = checks.untidy(untidy_one_flat_message, ranks)
+    verdicts["no_sync in the loop"] = checks.accumulation(accumulate_right, ranks)
+    verdicts["DDP's own flag"] = checks.accumulation(accumulate_by_the_flag, ranks)
     verdicts["stub"] = checks.gradient_hook(not_attempted, ranks)
     return verdicts
 
@@ -296,10 +512,11 @@ def verdicts(pool):
     return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
 
 
-@pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
+@pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.__name__ for _, mutant in MUTANTS])
+def test_check_rejects_mutant_with_the_right_sentence(verdicts, number):
+    check, mutant = MUTANTS[number]
     # case aside: what is said begins with a capital
-    assert REJECTED[check][mutant].lower() in verdicts[mutant.__name__].lower()
+    assert REJECTED[check][mutant].lower() in verdicts[number].lower()
 
 
 @pytest.mark.parametrize("name", SOLUTIONS.values())
@@ -307,8 +524,14 @@ def test_check_accepts_the_lessons_solution(verdicts, name):
     assert verdicts[name] == "correct"
 
 
-def test_check_welcomes_fewer_calls_than_parameters(verdicts):
-    assert verdicts["one flat message"] == "correct"
+@pytest.mark.parametrize("style", ["one flat message", "no_sync in the loop", "DDP's own flag"])
+def test_another_style_is_right_too(verdicts, style):
+    assert verdicts[style] == "correct"
+
+
+@pytest.mark.parametrize("style", BYTES)
+def test_bytes_are_bytes_of_any_library_and_of_whole_chunks(style):
+    assert checks.bytes_per_step(BYTES[style]) == "correct"
 
 
 def test_unattempted_exercise_is_no_fault(verdicts):
@@ -320,6 +543,15 @@ def test_every_check_of_the_lesson_has_three_mutants_or_more():
     assert all(len(mutants) >= 3 for mutants in REJECTED.values())
 
 
-def test_solutions_are_accepted_by_a_world_of_one(pool):
-    (verdicts,) = pool.run(1, judge_solutions, checks.__name__, LESSON, SOLUTIONS, timeout_s=120)
-    assert set(verdicts.values()) == {"correct"}
+def judge_right(ranks):
+    return {
+        **judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS),
+        "one flat message": checks.untidy(untidy_one_flat_message, ranks),
+        "no_sync in the loop": checks.accumulation(accumulate_right, ranks),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_right_answers_are_accepted_by_any_number_of_ranks(pool, n):
+    for verdicts in pool.run(n, judge_right, timeout_s=120):
+        assert set(verdicts.values()) == {"correct"}

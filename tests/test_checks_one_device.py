@@ -55,6 +55,13 @@ fits_flash_forgotten = changed(kept=lambda k, c, b, *_: 2 * checks._slide_values
 fits_scores_forgotten = changed(kept=lambda k, c, b, *_: 2 * checks._slide_values(c, b, flash=True))
 fits_floor = changed(devices=lambda n, c, b, per, size, f: int(c.num_params() * per // size))
 fits_one_more = changed(devices=lambda n, c, b, per, size, f: int(c.num_params() * per // size) + 1)
+fits_rounded = changed(devices=lambda n, c, b, per, size, f: round(c.num_params() * per / size))
+fits_nearly = changed(devices=lambda n, c, b, per, size, f: math.ceil(round(c.num_params() * per / size, 3)))
+fits_not_a_number = changed(kept=lambda k, *_: math.nan)
+fits_as_text = changed(state=lambda s, *_: f"{s}")
+fits_devices_as_text = changed(devices=lambda n, *_: f"{n}")
+fits_no_devices = changed(devices=lambda n, *_: None)
+fits_a_list_of_bytes = changed(kept=lambda k, *_: [k])
 fits_parts_of_devices = changed(devices=lambda n, c, b, per, size, f: c.num_params() * per / size)
 
 
@@ -106,6 +113,18 @@ def answers_with_indices(pieces, budget):
 
 def answers_with_one_name(pieces, budget):
     return pieces[0].name
+
+
+def answers_with_the_pieces(pieces, budget):
+    return pieces
+
+
+def answers_with_lists_of_names(pieces, budget):
+    return [[piece.name] for piece in pieces]
+
+
+def answers_with_a_dictionary(pieces, budget):
+    return {piece.name: True for piece in pieces}
 
 
 # ---- exercise 3: accumulate ----
@@ -172,6 +191,30 @@ def one_backward_at_the_end(model, micro_batches):
     (sum(losses) / counted).backward()
 
 
+def backward_that_keeps_the_graphs(model, micro_batches):
+    counted, losses = sum((targets != -100).sum() for _, targets in micro_batches), []
+    for ids, targets in micro_batches:
+        losses.append(_loss(model, ids, targets, reduction="sum") / counted)
+        losses[-1].backward(retain_graph=True)
+
+
+def zeroes_the_weights(model, micro_batches):
+    solution("accumulate")(model, micro_batches)
+    for p in model.parameters():
+        p.data.zero_()
+
+
+def takes_the_step_too(model, micro_batches):
+    solution("accumulate")(model, micro_batches)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def zeroes_divided_by_zero(model, micro_batches):
+    solution("accumulate")(model, micro_batches)
+    for p in model.parameters():
+        p.grad = p.grad * math.nan
+
+
 def a_forward_pass_to_count(model, micro_batches):
     counted = sum(
         (targets != -100).sum() for ids, targets in micro_batches if (model(ids) * 0).sum().backward() is None
@@ -199,7 +242,15 @@ REJECTED = {
         "floor": (fits_floor, "it takes 23 devices, not 22: the last one is needed"),
         "one too many": (fits_one_more, "it takes 4 devices, not 5: what fits exactly needs no further device"),
         "parts of devices": (fits_parts_of_devices, "devices come whole"),
-        "state alone": (fits_state_alone, "return three numbers"),
+        "state alone": (fits_state_alone, "return three numbers, bytes of the state, bytes of activations and devices, not the int"),
+        "rounded": (fits_rounded, "it takes 14 devices, not 13: the last one is needed"),
+        "nearly fits": (fits_nearly, "it takes 5 devices, not 4: the last one is needed"),
+        "nan": (fits_not_a_number, "return a number of bytes as the second of three values, not the float nan"),
+        "text": (fits_as_text, "return a number of bytes as the first of three values, not the text '9140"),
+        "devices as text": (fits_devices_as_text, "return a number of devices as the third of three values, not the text '23'"),
+        "no devices": (fits_no_devices, "a number of devices as the third of three values, not None"),
+        "a list": (fits_a_list_of_bytes, "a number of bytes as the second of three values, not the list ["),
+        "nothing": (lambda *_: None, "return three numbers, bytes of the state, bytes of activations and devices, not None"),
     },
     "recompute_trade_off": {
         "everything": (chooses_everything, "costs 40 FLOPs; nothing fits for 0"),
@@ -209,7 +260,10 @@ REJECTED = {
         "inputs forgotten": (forgets_the_inputs, "a piece that is recomputed keeps its input"),
         "None": (gives_up_early, "the answer was None"),
         "indices": (answers_with_indices, "is the name of no piece"),
-        "one name": (answers_with_one_name, "return a set of names"),
+        "one name": (answers_with_one_name, "return a set of names, not the text 'block 0'"),
+        "pieces": (answers_with_the_pieces, "return a set of names; the Piece"),
+        "lists": (answers_with_lists_of_names, "return a set of names; the list ['block 0'] is the name of no piece"),
+        "a dictionary": (answers_with_a_dictionary, "return a set of names, not the dict {'block 0': True"),
     },
     "uneven_accumulation": {
         "mean of means": (mean_of_means, "the mean of the micro-batches' means"),
@@ -221,6 +275,10 @@ REJECTED = {
         "divides twice": (divides_twice, "3 times too small: they were divided once too often"),
         "whole batch at once": (whole_batch_at_once, "the model was given 6 sequences at once"),
         "one backward at the end": (one_backward_at_the_end, "the activations of 3 micro-batches were in memory at once"),
+        "graphs retained": (backward_that_keeps_the_graphs, "the activations of 3 micro-batches were in memory at once"),
+        "weights zeroed": (zeroes_the_weights, "the weights have changed"),
+        "a step": (takes_the_step_too, "the weights have changed"),
+        "nan": (zeroes_divided_by_zero, "the gradients are not finite"),
         "a forward pass to count": (a_forward_pass_to_count, "6 forward passes for 3 micro-batches"),
         "never backward": (never_calls_backward, "run a backward pass for each micro-batch"),
     },
@@ -269,11 +327,42 @@ def test_counting_tokens_without_a_graph_is_no_second_forward_pass():
     assert checks.uneven_accumulation(answer) == "correct"
 
 
+def test_a_graph_that_still_has_a_name_but_was_freed_is_not_in_memory():
+    def answer(model, micro_batches):
+        counted, losses = sum((targets != -100).sum() for _, targets in micro_batches), []
+        for ids, targets in micro_batches:
+            losses.append(_loss(model, ids, targets, reduction="sum") / counted)
+            losses[-1].backward()
+
+    assert checks.uneven_accumulation(answer) == "correct"
+
+
+def test_gradients_by_autograd_grad_are_gradients():
+    def answer(model, micro_batches):
+        counted, parameters = (
+            sum((targets != -100).sum() for _, targets in micro_batches),
+            [*model.parameters()],
+        )
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        for ids, targets in micro_batches:
+            loss = _loss(model, ids, targets, reduction="sum") / counted
+            for p, part in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                p.grad += part
+
+    assert checks.uneven_accumulation(answer) == "correct"
+
+
+@pytest.mark.parametrize("row", [np.array, lambda row: torch.tensor(row, dtype=torch.float64), list])
+def test_a_row_of_three_numbers_is_three_numbers(row):
+    assert checks.does_it_fit(lambda *case: row(solution("does_it_fit")(*case))) == "correct"
+
+
 @pytest.mark.parametrize("number", [np.int64, np.float64, torch.tensor], ids=lambda number: number.__name__)
 def test_numbers_of_numpy_and_torch_are_numbers_too(number):
     def answer(*case):
         state, kept, devices = solution("does_it_fit")(*case)
-        return number(int(state)), number(int(kept)), devices
+        return number(int(state)), number(int(kept)), number(devices)
 
     assert checks.does_it_fit(answer) == "correct"
 

@@ -1,5 +1,11 @@
 """Lesson 00's checks accept the solutions and reject each wrong answer with the sentence that names its fault."""
 
+import math
+import statistics
+import time
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +90,37 @@ def test_a_wrong_reading_of_the_environment_is_named(mutant, sentence):
     assert checks.who_am_i(mutant).startswith(sentence) or sentence in checks.who_am_i(mutant)
 
 
+def as_list(environ):
+    return list(read(LETTERS, environ))
+
+
+def asks_for_a_size_that_is_not_there(environ):
+    rank, size, local_rank = (environ.get(name) for name in ("RANK", "PMI_SIZE", "LOCAL_RANK"))
+    return (0 if rank is None else int(rank)), size, local_rank
+
+
+def in_floats(environ):
+    return read(LETTERS, environ, float)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (as_list, "world size and local rank, as a tuple, not the list [3, 4, 1]"),
+        (lambda environ: None, "as a tuple, not None (is a `return` missing?)"),
+        (lambda environ: "3, 4, 1", "as a tuple, not the text '3, 4, 1'"),
+        (asks_for_a_size_that_is_not_there, "you return None as the world size, which is the whole number 4"),
+        (in_floats, "you return the float 3.0 as the rank, which is the whole number 3"),
+    ],
+)
+def test_what_is_no_tuple_of_three_whole_numbers_is_told_so(mutant, sentence):
+    assert sentence in checks.who_am_i(mutant)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert checks.who_am_i(lambda environ: read(LETTERS, environ, np.int64)) == "correct"
+
+
 def test_the_batch_script_of_a_job_is_no_rank():
     def batch_script_is_rank_0(environ):
         if "SLURM_STEP_ID" not in environ and "SLURM_NTASKS" in environ:
@@ -129,10 +166,51 @@ def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
         (lambda started, said: {r for r, _ in said} == set(range(len(said))), "one did not start` is not one world"),
         (lambda started, said: said == [(r, started) for r in range(started)], "nproc-per-node 4` is one world"),
         (lambda started, said: started > 1 and sorted(said) == [(r, started) for r in range(started)], "`python` is one"),
+        (
+            lambda started, said: sorted(said) == [(r, len(said)) for r in range(len(said))],
+            "not one world of 1: 1 process was started and said [(0, 2), (1, 2)]",
+        ),
+        (lambda started, said: every_rank_once(started, said) and said[0][1] == started, "[(2, 3), (0, 1), (1, 2)]"),
+        (lambda started, said: every_rank_once(started, said) and said[-1][1] == started, "[(2, 3), (0, 1), (1, 3)]"),
+        (lambda started, said: every_rank_once(started, said) and max(said)[1] == started, "is not one world of 3"),
+        (
+            lambda started, said: every_rank_once(started, said)
+            and statistics.median(size for _, size in said) == started, "is not one world of 3",
+        ),
+        (
+            lambda started, said: len(said) == started and all(size == started for _, size in said)
+            and sum(rank for rank, _ in said) == sum(range(started)), "said [(1, 3), (1, 3), (1, 3)]",
+        ),
+        (
+            lambda started, said: {r for r, _ in said} == set(range(started)) == set(range(said[0][1]))
+            and all(size == started for _, size in said), "said [(0, 3), (1, 3), (2, 3), (0, 3)]",
+        ),
+        (lambda started, said: "yes" if sorted(said) == [(r, started) for r in range(started)] else "no",
+         "Return True or False, not the text 'yes'"),
+        (lambda started, said: None, "Return True or False, not None (is a `return` missing?)"),
+        (lambda started, said: torch.ones(2), "Return True or False, not the Tensor"),
     ],
 )  # fmt: skip
 def test_a_wrong_idea_of_a_world_is_named(mutant, sentence):
     assert sentence in checks.is_one_world(mutant)
+
+
+def every_rank_once(started, said):
+    return sorted(rank for rank, _ in said) == list(range(started))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda started, said: every_rank_once(started, said) and {size for _, size in said} == {started},
+        lambda started, said: set(said) == {(r, started) for r in range(started)} and len(said) == started,
+        lambda started, said: len(set(said)) == len(said) == started and all(s == started for _, s in said),
+        lambda started, said: np.array(sorted(said) == [(r, started) for r in range(started)]),
+        lambda started, said: int(sorted(said) == [(r, started) for r in range(started)]),
+    ],
+)
+def test_other_ways_to_know_one_world_are_right(answer):
+    assert checks.is_one_world(answer) == "correct"
 
 
 # ---------------------------------------------------------------- exercise 3: whose turn is it?
@@ -183,6 +261,59 @@ def rank_0_writes_nothing(append, ranks):
             dist.send(torch.zeros(1), ranks.rank + 1)
 
 
+def sleeps_instead_of_waiting(append, ranks):
+    time.sleep(0.6 * ranks.rank)
+    append(f"rank {ranks.rank}")
+
+
+def all_write_the_same_line(append, ranks):
+    append("one of us was here")
+
+
+def hands_the_pen_on_and_writes_in_time(append, ranks):
+    pen = torch.zeros(1)
+    if ranks.rank > 0:
+        dist.recv(pen, ranks.rank - 1)
+    if ranks.rank < ranks.world_size - 1:
+        dist.send(pen, ranks.rank + 1)
+    time.sleep(0.6 * ranks.rank)
+    append(f"rank {ranks.rank}")
+
+
+def sends_to_the_wrong_side_and_sleeps(append, ranks):
+    time.sleep(0.6 * ranks.rank)
+    append(f"rank {ranks.rank}")
+    if ranks.rank > 0:
+        dist.send(torch.zeros(1), ranks.rank - 1)
+    if ranks.rank < ranks.world_size - 1:
+        dist.recv(torch.zeros(1), ranks.rank + 1)
+
+
+def ends_its_line(append, ranks):  # right: whoever writes to a file ends lines
+    in_turn_with(append, ranks, f"rank {ranks.rank}\n")
+
+
+def in_turn_with(append, ranks, line):
+    pen = torch.zeros(1)
+    if ranks.rank > 0:
+        dist.irecv(pen, ranks.rank - 1).wait()
+    append(line)
+    if ranks.rank < ranks.world_size - 1:
+        dist.isend(pen, ranks.rank + 1).wait()
+
+
+def receives_from_anybody(append, ranks):  # right
+    if ranks.rank > 0:
+        dist.recv(torch.zeros(1))
+    append(ranks.rank)
+    if ranks.rank < ranks.world_size - 1:
+        dist.send(torch.zeros(1), ranks.rank + 1)
+
+
+def writes_two_lines_at_once(append, ranks):
+    in_turn_with(append, ranks, f"rank {ranks.rank}\nwas here")
+
+
 def not_yet(append, ranks):
     raise NotImplementedError
 
@@ -194,6 +325,16 @@ TURNS = [
     (goes_round_the_ring, "The order is right, but 3 messages were sent; 2 are enough"),
     (rank_0_writes_nothing, "Each rank appends one line; yours appended [0, 1, 1]"),
     (everybody_waits_first, "A rank waited 5 s for a message that never came"),
+    (sleeps_instead_of_waiting, "rank 1 had received nothing from rank 0 when it wrote"),
+    (all_write_the_same_line, "were written by ranks [2, 1, 0], in this order: wait until"),
+    (
+        hands_the_pen_on_and_writes_in_time,
+        "rank 0 sent its message to rank 1 before it wrote; write first, then send",
+    ),
+    (sends_to_the_wrong_side_and_sleeps, "rank 1 had received nothing from rank 0 when it wrote"),
+    (writes_two_lines_at_once, "Each rank appends one line; yours appended [2, 2, 2]"),
+    (ends_its_line, "correct"),
+    (receives_from_anybody, "correct"),
     (not_yet, "not attempted"),
 ]
 
@@ -212,6 +353,17 @@ def test_a_line_out_of_turn_is_named(tmp_path):
     for (mutant, sentence), verdict in zip(TURNS, verdicts[0], strict=False):
         assert sentence in verdict, mutant.__name__
     assert verdicts[0][-1] == "correct"
+
+
+def judge_right_turns(ranks):
+    solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
+    return [checks.in_turn(answer, ranks) for answer in (solution, ends_its_line, receives_from_anybody)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_turns_are_taken_by_any_number_of_ranks(pool, tmp_path, n):
+    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
+    assert pool.run(n, judge_right_turns, environ=environ) == [["correct"] * 3] * n
 
 
 # ---------------------------------------------------------------- exercise 4: read the profile
@@ -243,6 +395,50 @@ def test_a_wrong_reading_of_the_profile_is_named(mutant, sentence):
     assert sentence.lower() in checks.predict_seconds(mutant).lower()
 
 
+def right_seconds(profile, steps):
+    parts = [(calls, total_s) for depth, _, calls, total_s in profile if depth == 1]
+    return sum(total_s if calls == 1 else total_s / calls * steps for calls, total_s in parts)
+
+
+def test_one_step_more_or_less_is_named():
+    assert "that is the time of 3 steps" in checks.predict_seconds(
+        lambda p, steps: right_seconds(p, steps - 1)
+    )
+    assert "that is the time of 5 steps" in checks.predict_seconds(
+        lambda p, steps: right_seconds(p, steps + 1)
+    )
+
+
+@pytest.mark.parametrize("as_type", [np.float64, torch.tensor, Fraction, lambda value: np.array([value])[0]])
+def test_seconds_of_any_library_are_seconds(as_type):
+    assert checks.predict_seconds(lambda profile, steps: as_type(right_seconds(profile, steps))) == "correct"
+
+
+NO_NUMBERS = {
+    None: "not None (is a `return` missing?)",
+    "3.5": "not the text '3.5'",
+    (1.5, 2): "not the tuple (1.5, 2)",
+    math.nan: "not the float nan",
+    math.inf: "not the float inf",
+    True: "not the bool True",
+    1j: "not the complex 1j",
+}
+
+
+@pytest.mark.parametrize("found", NO_NUMBERS, ids=str)
+def test_what_is_no_number_is_told_so(found):
+    for check in ("predict_seconds", "samples_per_s"):
+        verdict = getattr(checks, check)(lambda *_: found)
+        assert verdict.startswith("Return a number of s") and NO_NUMBERS[found] in verdict
+
+
+def test_a_returned_list_or_tensor_is_shown_in_one_line():
+    assert "not the list [1.5, 2, 3]." in checks.samples_per_s(lambda *_: [1.5, 2, 3])
+    assert "Return a number of samples per second, not the Tensor" in checks.samples_per_s(
+        lambda *_: torch.zeros(9, 9)
+    )
+
+
 def test_the_parts_of_the_profile_add_up():
     whole, parts = checks.PROFILE[0][3], [row[3] for row in checks.PROFILE if row[0] == 1]
     assert sum(parts) == pytest.approx(whole, abs=1e-9)
@@ -267,8 +463,13 @@ def test_the_parts_of_the_profile_add_up():
         ),
         (lambda batch, step_s: batch * len(step_s) ** 2 / sum(step_s), "a step ends when the slowest rank"),
         (lambda batch, step_s: batch * max(step_s), "count the samples of one step on all ranks"),
+        (lambda batch, step_s: batch * len(step_s) / statistics.median(step_s), "a step ends when the slowest"),
+        (lambda batch, step_s: batch * len(step_s) / sorted(step_s)[len(step_s) // 2], "a step ends when the slowest"),
+        (lambda batch, step_s: batch * len(step_s) / step_s[-1], "a step ends when the slowest"),
+        (lambda batch, step_s: batch * len(step_s) / step_s[0], "a step ends when the slowest"),
+        (lambda batch, step_s: batch * len(step_s) // max(step_s), "do not round it"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_number_of_samples_per_second_is_named(mutant, sentence):
     assert sentence in checks.samples_per_s(mutant)
 
@@ -284,7 +485,8 @@ def test_the_lessons_solution_is_correct_and_its_stub_is_not_attempted(name):
     check = getattr(checks, name)
     assert check(getattr(taken_from(LESSON, name), name), solution=True) == "correct"
     assert check(stub) == "not attempted"
-    assert check(lambda *_: None) == "not attempted"
+    assert check(lambda *_: ...) == "not attempted"
+    assert "is a `return` missing?" in check(lambda *_: None)
     with pytest.raises(AssertionError):
         check(stub, solution=True)
 

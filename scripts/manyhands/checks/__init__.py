@@ -9,23 +9,28 @@
     checks.ring_all_reduce(solution, ranks, solution=True)    # anything but "correct" raises AssertionError
 
 An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
-process group of its own, which is thrown away afterwards; the verdict travels over the ranks' own group.
+process group of its own, which is thrown away afterwards (`trial`); the verdict travels over the ranks' own group. Calls
+that do not match are told before gloo ends a process over them (`matching`), what an answer sets for the whole process
+is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the learner's code
+(`witness`).
 """
 
 import functools
 import re
-from contextlib import contextmanager
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from manyhands.checks.matching import CallsDiffer, Matching, NobodyCalls
+from manyhands.checks.trial import trial_group
+from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
+from manyhands.checks.witness import Witness, said
 from manyhands.runs.screen import say
 
 TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
+# The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
+_FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
 
 class Wrong(Exception):
@@ -53,10 +58,8 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
     def decorate(body):
         @functools.wraps(body)
         def check(answer, ranks=None, solution=False, **given):
-            state = torch.get_rng_state()
-            with _trial_group(ranks, timeout_s):
-                verdict = _judge(body, answer, ranks, given, timeout_s)
-            torch.set_rng_state(state)
+            with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
+                verdict = _judge(body, answer, ranks, given, group, timeout_s)
             verdict = _agree(verdict, ranks)
             label = f"{'solution' if solution else 'exercise'} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
@@ -71,24 +74,51 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
     return decorate
 
 
-def _judge(body, answer, ranks, given, timeout_s):
-    """(weight, verdict) of this rank: the heavier a verdict, the more it says about the cause."""
+def _judge(body, answer, ranks, given, group, timeout_s):
+    """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
     if answer is None or answer is ...:
-        return 4, NOT_ATTEMPTED
+        return _EMPTY, NOT_ATTEMPTED
+    witness = Witness(body)
+    watched = witness.watched(answer)
+    if group is None:
+        return _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
+    matching = Matching(group, timeout_s, witness.is_running)
+    with matching:
+        verdict = _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
+    if isinstance(matching.fault, CallsDiffer):
+        return _DIFFER, _sentence(str(matching.fault))
+    if not dist.is_initialized():
+        return _DIFFER, "Your code ended the process group, which all that follows needs: leave it alone."
+    return verdict
+
+
+def _verdict(trial, witness, timeout_s):
+    """(weight, verdict) of what `trial()` raised, if it did. A key that was pressed interrupts the check."""
     try:
-        body(answer, ranks, **given)
-    except NotImplementedError:
-        return 4, NOT_ATTEMPTED
+        trial()
     except Wrong as fault:
-        return 3, _sentence(str(fault))
-    except Exception as error:
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-            return 1, (
+        return _WRONG, _sentence(str(fault))
+    except NobodyCalls as fault:
+        if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
+            return _ALONE, _sentence(str(fault))
+        return _WAITED, _sentence(f"{fault}: all ranks make the same calls, in the same order")
+    except BaseException as error:  # noqa: BLE001 - also sys.exit() of one rank, for which the others would wait
+        stated = witness.said_so(error)
+        if isinstance(error, KeyboardInterrupt) and not stated:
+            raise
+        if isinstance(error, NotImplementedError) and stated and not witness.forgot_to_return():
+            return _EMPTY, NOT_ATTEMPTED
+        if isinstance(error, RuntimeError) and not stated and _LOST.search(said(error)):
+            return _WAITED, (
                 f"A rank waited {timeout_s:g} s for a message that never came: every send needs its receive, and two "
                 "ranks that both wait for the other first wait forever."
             )
-        return 2, _sentence(f"your code raised {type(error).__name__}: {error}")
-    return 0, CORRECT
+        if not witness.is_theirs(error):
+            return _RAISED, _sentence(witness.what_came_back(error))
+        if isinstance(error, SystemExit):
+            return _RAISED, "Your code ended the program (SystemExit): return instead."
+        return _RAISED, _sentence(f"your code raised {said(error)}")
+    return _FINE, CORRECT
 
 
 def _sentence(text):
@@ -104,22 +134,4 @@ def _agree(verdict, ranks):
     dist.all_gather_object(verdicts, verdict)
     heaviest = max(range(ranks.world_size), key=lambda rank: (verdicts[rank][0], -rank))
     weight, text = verdicts[heaviest]
-    return f"Rank {heaviest}: {text}" if weight in (2, 3) and ranks.world_size > 1 else text
-
-
-@contextmanager
-def _trial_group(ranks, timeout_s):
-    """Swap the default process group for a fresh one (gloo, short time-out), so that plain dist calls use it."""
-    if ranks is None or not dist.is_initialized():
-        yield
-        return
-    own = dist.group.WORLD
-    dist.barrier()  # with the group's own patience: a rank that still draws a figure must not use up the trial's
-    trial = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    c10d._update_default_pg(trial)
-    try:
-        yield
-    finally:
-        c10d._update_default_pg(own)
-        dist.barrier()  # nobody hangs up while another still waits for its message
-        c10d._abort_process_group(trial)
+    return f"Rank {heaviest}: {text}" if weight in (_RAISED, _WRONG) and ranks.world_size > 1 else text

@@ -4,15 +4,18 @@ Every check knows the right gradients without communicating: the data of rank r 
 rank computes the gradients of all. Models are tiny, in float64, and live on the CPU, where the trial group can send.
 """
 
-from unittest import mock
+import math
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.one_device import LiveGraphs
+from manyhands.checks.start import number
 from manyhands.measure import wire
 
 CLOSE = 1e-10
@@ -29,7 +32,7 @@ def gradient_hook(answer, ranks):
         model.zero_grad()
         with wire.watch() as seen:
             _loss(model, ranks.rank, step).backward()
-        given = _numbers(p.grad for p in model.parameters())
+        given = _all_gradients(model)
         own = _gradients(_mlp(), ranks.rank, step)
         if not torch.equal(_numbers(model.parameters()), weights) and not _same(given, expected):
             raise Wrong(
@@ -45,7 +48,7 @@ def gradient_hook(answer, ranks):
                 "send its grad"
             )
         _compare(given, expected, ranks.world_size)
-        _enough(seen.payload_bytes("all_reduce"), weights.nbytes, "each gradient needs one all-reduce")
+        _enough(seen.payload_bytes(), weights.nbytes, "each gradient needs one all-reduce")
 
 
 @exercise(2, "tied, frozen and unused parameters")
@@ -55,10 +58,12 @@ def untidy(answer, ranks):
     after_backward = [_after_backward(_Untidy(), r, rare=r == last) for r in range(ranks.world_size)]
     given = [[_grad_or_zeros(p) for p in m.parameters() if p.requires_grad] for m in after_backward]
     expected = [sum(parts) / ranks.world_size for parts in zip(*given, strict=True)]
-    _rehearse(answer, _after_backward(_Untidy(), ranks.rank, rare=ranks.rank == last), ranks)
     model = after_backward[ranks.rank]
-    with wire.watch() as seen:
+    weights = _numbers(model.parameters())
+    with _Lockstep(ranks) as lockstep, wire.watch() as lockstep.seen:
         answer(model)
+    lockstep.meet(None)
+    _weights_stay(model, weights)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.frozen.grad is not None:
         raise Wrong("the frozen parameter has a gradient now; leave alone what does not train")
@@ -70,49 +75,80 @@ def untidy(answer, ranks):
             )
     given = _numbers(_grad_or_zeros(p) for p in trainable.values())
     _compare(given, _numbers(expected), ranks.world_size)
-    sent, tied = seen.payload_bytes(), model.tied.weight.nbytes
+    sent, tied = lockstep.seen.payload_bytes(), model.tied.weight.nbytes
     enough = sum(p.nbytes for p in trainable.values())
     why = (
-        "a tied matrix has one gradient; send it once" if sent == enough + tied else "send each gradient once"
+        "a tied matrix has one gradient; send it once"
+        if sent == enough + tied
+        else "send each gradient once, and nothing else"
     )
     _enough(sent, enough, why)
+    if sent < enough and ranks.world_size > 1:  # some rank knew that nobody uses a parameter: it was told so
+        raise Wrong(
+            f"the gradients are right, but {sent} bytes were handed over where they have {enough}: something else than "
+            "gradients was sent, to leave one out. Send each of them once, zeros where there is none, and nothing else"
+        )
 
 
 @exercise(3, "accumulation with no_sync")
 def accumulation(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the mean over all micro-batches and ranks, averaged by one set of calls."""
-    num = 3
-    ddp = DistributedDataParallel(_mlp())
-    for step in range(2):  # a flag that one call leaves behind shows in the next
-        micro_batches = [_rows(ranks.rank, num * step + i) for i in range(num)]
-        everyone = [
-            _gradients(_mlp(), r, num * step + i) for r in range(ranks.world_size) for i in range(num)
-        ]
-        expected = _mean(everyone)
+    model = _WatchedMlp()
+    ddp, weights = DistributedDataParallel(model), _numbers(model.parameters())
+    for _ in range(
+        2
+    ):  # DDP arranges its buckets anew after its first backward, and sends a few bytes for that
+        _loss(ddp, ranks.rank, 0).backward()
+    micro_step = 0
+    for num in (3, 2, 1):  # a flag that one call leaves behind shows in the next
+        steps = range(micro_step, micro_step + num)
+        micro_step += num
+        micro_batches = [_rows(ranks.rank, step) for step in steps]
+        expected = _mean(_gradients(_mlp(), r, step) for r in range(ranks.world_size) for step in steps)
         ddp.zero_grad()
         with wire.watch() as seen:
-            answer(ddp, micro_batches)
-        if any(p.grad is None for p in ddp.parameters()):
-            raise Wrong("some gradients are None: run a backward pass for each micro-batch")
-        given = _numbers(p.grad for p in ddp.parameters())
-        sent, once = seen.payload_bytes("all_reduce"), given.nbytes
-        if sent == 0:
-            raise Wrong("nothing was averaged: the last micro-batch belongs outside no_sync")
-        if _same(given, num * expected):
-            raise Wrong(
-                f"the gradients are {num} times too large: each micro-batch's loss is a mean already, so divide it by "
-                f"their number"
-            )
-        if sent >= num * once:
-            raise Wrong(
-                f"{sent} bytes were averaged where {once} are enough: all but the last micro-batch belong inside "
-                "no_sync, their forward pass too, because that is where DDP looks"
-            )
-        if not _same(given, expected):
-            raise Wrong(
-                f"right number of calls, but the gradients are off by {_apart(given, expected):.2g}: what was averaged "
-                "was not the sum of all micro-batches. DDP decides in forward whether the next backward averages"
-            )
+            model.begin(seen)
+            answer(ddp, [(x.clone(), y.clone()) for x, y in micro_batches])
+        _weights_stay(model, weights)
+        _judge_accumulation(model, seen, expected, num)
+
+
+def _judge_accumulation(model, seen, expected, num):
+    given = _all_gradients(model, "run a backward pass for each micro-batch")
+    rows = len(_rows(0, 0)[0])
+    sent, once = seen.payload_bytes(), given.nbytes
+    if model.largest > rows:
+        raise Wrong(
+            f"the model was given {model.largest} rows at once, and a micro-batch has {rows}: one forward pass for each"
+        )
+    if model.live.most > 1:
+        raise Wrong(
+            f"the activations of {model.live.most} micro-batches were in memory at once; call backward before the next "
+            "forward, and let it free the graph"
+        )
+    if sent == 0:
+        raise Wrong("nothing was averaged: the last micro-batch belongs outside no_sync")
+    if _same(given, num * expected) and num > 1:
+        raise Wrong(
+            f"the gradients are {num} times too large: each micro-batch's loss is a mean already, so divide it by "
+            f"their number"
+        )
+    if (factor := _factor(given, expected)) is not None:
+        raise Wrong(
+            f"with {num} micro-batches the gradients are {factor:.4g} times what they should be: check by what you divide"
+        )
+    if sent > once:
+        why = (
+            "all but the last micro-batch belong inside no_sync, their forward pass too, because that is where DDP looks"
+            if model.sent_before_the_last_forward()
+            else "DDP has averaged in the last backward already"
+        )
+        raise Wrong(f"{sent} bytes were averaged where {once} are enough: {why}")
+    if not _same(given, expected):
+        raise Wrong(
+            f"the gradients are off by {_apart(given, expected):.2g}: what was averaged was not the sum of all "
+            "micro-batches. DDP decides in forward whether the next backward averages"
+        )
 
 
 @exercise(4, "bytes per step")
@@ -128,11 +164,14 @@ def bytes_per_step(answer, ranks=None):
     ]
     for num_params, n, value, micro_batches, no_sync in cases:
         given = answer(num_params, n, bytes_per_value=value, micro_batches=micro_batches, no_sync=no_sync)
-        payload = num_params * value
-        right = wire.ring_all_reduce_bytes(payload, n) * (1 if no_sync else micro_batches)
-        if not isinstance(given, (int, float)):
-            raise Wrong(f"the answer is a {type(given).__name__}; return a number of bytes")
-        if abs(given - right) <= 1e-9 * max(right, 1):
+        given = number(given, "a number of bytes")
+        payload, times = num_params * value, 1 if no_sync else micro_batches
+        right = wire.ring_all_reduce_bytes(payload, n) * times
+        # a rank that sends whole numbers sends chunks of P/n, rounded down or up
+        least, most = (
+            2 * (n - 1) * whole * value * times for whole in (num_params // n, math.ceil(num_params / n))
+        )
+        if least * (1 - 1e-9) <= given <= most * (1 + 1e-9):
             continue
         case = f"for {num_params:,} parameters of {value} bytes on {n} ranks"
         case += f", {micro_batches} micro-batches {'with' if no_sync else 'without'} no_sync" * (
@@ -170,6 +209,26 @@ def _seeded(make):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(38)
         return make().double()
+
+
+class _WatchedMlp(nn.Sequential):
+    """The same, which watches what it is given and keeps, and what has been sent when it is called."""
+
+    def __init__(self):
+        super().__init__(*_mlp())
+
+    def begin(self, seen):
+        self.seen, self.live, self.largest, self.sent_at_forward = seen, LiveGraphs(), 0, []
+
+    def forward(self, x):
+        if not hasattr(self, "seen"):
+            return super().forward(x)
+        self.largest = max(self.largest, len(x))
+        self.sent_at_forward.append(self.seen.payload_bytes())
+        return self.live.run(super().forward, x)
+
+    def sent_before_the_last_forward(self):
+        return any(self.sent_at_forward)
 
 
 class _Untidy(nn.Module):
@@ -223,6 +282,25 @@ def _numbers(tensors):
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
+def _all_gradients(model, hint="leave a mean in each grad"):
+    gradients = [p.grad for p in model.parameters()]
+    if any(gradient is None for gradient in gradients):
+        raise Wrong(f"some gradients are None: {hint}")
+    given = _numbers(gradients)
+    _finite(given)
+    return given
+
+
+def _finite(given):
+    if not given.isfinite().all():
+        raise Wrong("the gradients are not finite: is something divided by zero?")
+
+
+def _weights_stay(model, weights):
+    if not torch.equal(_numbers(model.parameters()), weights):
+        raise Wrong("the weights have changed; only the gradients are to be averaged")
+
+
 def _mean(rows):
     return torch.stack(list(rows)).mean(0)
 
@@ -237,6 +315,7 @@ def _same(a, b):
 
 def _compare(given, expected, n):
     """Raises Wrong with the factor between the two, if there is one."""
+    _finite(given)
     if _same(given, expected):
         return
     if _same(given, n * expected):
@@ -245,7 +324,15 @@ def _compare(given, expected, n):
         )
     if _same(n * given, expected):
         raise Wrong(f"the gradients are {n} times too small: they were divided by the number of ranks twice")
+    if (factor := _factor(given, expected)) is not None:
+        raise Wrong(f"the gradients are {factor:.4g} times the mean over the ranks: check by what you divide")
     raise Wrong(f"the gradients are off by {_apart(given, expected):.2g} from the mean over the ranks")
+
+
+def _factor(given, expected):
+    """The number by which `expected` was multiplied, None if it was not, or by 1."""
+    factor = ((given @ expected) / (expected @ expected)).item()
+    return factor if not _same(given, expected) and _same(given, factor * expected) else None
 
 
 def _enough(sent, enough, why):
@@ -255,27 +342,39 @@ def _enough(sent, enough, why):
         )
 
 
-def _rehearse(answer, model, ranks):
-    """Run the answer on a model of its own without sending, and compare what the ranks would have called.
+class _Lockstep(TorchDispatchMode):
+    """Lets a collective begin only where all ranks call the same one next; where not, all of them raise Wrong.
 
-    For real, calls that do not match would end a rank: gloo aborts the process when sizes differ.
-    """
-    calls = []
+    For real, calls that do not match wait forever, or end a rank: gloo aborts the process when sizes differ.
 
-    def note(tensor, *_, async_op=False, **__):
-        calls.append(tuple(tensor.shape))
-        return mock.Mock() if async_op else None  # a handle, of which anything may be asked
-
-    with mock.patch.object(dist, "all_reduce", note):
+    with _Lockstep(ranks) as lockstep, wire.watch() as lockstep.seen:
         answer(model)
-    everyone = [None] * ranks.world_size
-    dist.all_gather_object(everyone, calls)
-    for r, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            counts = f"rank 0 would call all_reduce {len(everyone[0])} times and rank {r} {len(theirs)} times"
-            if len(theirs) == len(everyone[0]):
-                counts = f"rank 0 and rank {r} would call all_reduce with tensors of different sizes"
-            raise Wrong(
-                f"{counts}, so they would wait forever: a parameter that one rank did not use has grad None there; the "
-                "others still need its zeros"
-            )
+    lockstep.meet(None)     # this rank is done
+    """
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.seen, self.met = ranks, wire.Seen(), 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if len(self.seen.calls) > self.met:  # the watch inside this one has just counted it
+            self.met = len(self.seen.calls)
+            call = self.seen.calls[-1]
+            if call.op not in ("send", "recv"):  # in these, ranks differ as they should
+                self.meet(call)
+        return operator(*args, **(kwargs or {}))
+
+    def meet(self, call):
+        """Compare this rank's next call, None if there is none, with that of all others."""
+        calls = [None] * self.ranks.world_size
+        dist.all_gather_object(calls, call)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise Wrong(
+                    f"when rank 0 {_does(calls[0])}, rank {rank} {_does(other)}, and such calls wait forever or end in an "
+                    "error: a parameter that one rank did not use has grad None there; the others still need its zeros"
+                )
+
+
+def _does(call):
+    return f"calls {call.op} for {call.bytes} bytes" if call else "has made all its calls"

@@ -5,6 +5,7 @@ None of them communicates: every rank judges the same answer on the same numbers
 
 import itertools
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.start import number, shown
 from manyhands.gpt.model import GPTConfig
 
 CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same
@@ -44,14 +46,12 @@ def does_it_fit(answer, ranks=None):
         ("the 70B class at 14P on 80 GiB", CLASS_70B, 1, 14, 80 * 2**30, True),
         ("OLMo 1B at 16P on 16 GB", OLMO_1B, 4, 16, 16e9, False),
         ("ShakespeareGPT at 16P on devices that it fills exactly", SHAKESPEARE, 12, 16, EXACT_FIT, True),
+        ("the 70B class at 16P on 80 GB", CLASS_70B, 2, 16, 80e9, True),
+        ("OLMo 1B at 16P on 80 GB", OLMO_1B, 1, 16, 80e9, False),
+        ("ShakespeareGPT at 16P on devices one byte smaller", SHAKESPEARE, 2, 16, EXACT_FIT - 1, False),
     ]
     for what, config, sequences, per_parameter, device_bytes, flash in cases:
-        given = answer(config, sequences, per_parameter, device_bytes, flash)
-        if not isinstance(given, (tuple, list)) or len(given) != 3:
-            raise Wrong(
-                f"return three numbers, bytes of the state, bytes of activations and devices, not {given!r}"
-            )
-        state, kept, devices = given
+        state, kept, devices = _three(answer(config, sequences, per_parameter, device_bytes, flash))
         right = config.num_params() * per_parameter
         if not _near(state, right):
             hint = _state_hint(state, right, config)
@@ -62,11 +62,28 @@ def does_it_fit(answer, ranks=None):
             raise Wrong(f"for {what} the activations are {right:,.0f} bytes, not {kept:,.0f}{hint}")
         right = math.ceil(config.num_params() * per_parameter / device_bytes)
         if devices != right:
-            raise Wrong(f"for {what} it takes {right} devices, not {devices}{_devices_hint(devices, right)}")
+            raise Wrong(
+                f"for {what} it takes {right} devices, not {devices:g}{_devices_hint(devices, right)}"
+            )
+
+
+def _three(given):
+    if given is ...:
+        raise NotImplementedError
+    wanted = "return three numbers, bytes of the state, bytes of activations and devices"
+    many = isinstance(given, (tuple, list)) or getattr(given, "ndim", 0) == 1  # a row of numpy or torch
+    if not many or len(given) != 3:
+        raise Wrong(f"{wanted}, not {shown(given)}")
+    return [
+        number(value, f"a number of {unit} as the {place} of three values")
+        for value, unit, place in zip(
+            given, ("bytes", "bytes", "devices"), ("first", "second", "third"), strict=True
+        )
+    ]
 
 
 def _near(given, right):
-    return abs(float(given) - right) <= 1e-9 * right  # also of numpy and torch
+    return abs(given - right) <= 1e-9 * right
 
 
 def _slide_values(config, sequences, flash):
@@ -105,7 +122,7 @@ def _kept_hint(given, config, sequences, flash):
 
 
 def _devices_hint(given, right):
-    if isinstance(given, float) and math.ceil(given) == right and given != right:
+    if not given.is_integer():
         return ": devices come whole"
     if given == right - 1:
         return ": the last one is needed, however little is on it"
@@ -129,11 +146,16 @@ def recompute_trade_off(answer, ranks=None):
                     f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None"
                 )
             continue
-        if isinstance(given, str) or not hasattr(given, "__iter__"):
-            raise Wrong(f"return a set of names, not {given!r}")
+        if given is ...:
+            raise NotImplementedError
+        if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
+            raise Wrong(f"return a set of names, not {shown(given)}")
+        given = list(given)
+        names = {piece.name for piece in pieces}
+        for name in given:
+            if not isinstance(name, str) or name not in names:
+                raise Wrong(f"{what}: return a set of names; {shown(name)} is the name of no piece")
         chosen = set(given)
-        if unknown := chosen - {piece.name for piece in pieces}:
-            raise Wrong(f"{what}: {sorted(map(str, unknown))[0]!r} is the name of no piece")
         kept = sum(piece.input if piece.name in chosen else piece.kept for piece in pieces)
         if best is None:
             raise Wrong(
@@ -197,8 +219,10 @@ def uneven_accumulation(answer, ranks=None):
     for what, counts in _batches().items():
         micro_batches = _micro_batches(counts)
         expected = _full_batch(micro_batches)
-        model = _Watched()
+        model, fresh = _Watched(), _Watched()
         answer(model, [(ids.clone(), targets.clone()) for ids, targets in micro_batches])
+        if not all(map(torch.equal, model.parameters(), fresh.parameters())):
+            raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
         given = _gradient(model)
         if given is None:
             raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
@@ -213,10 +237,10 @@ def uneven_accumulation(answer, ranks=None):
                 f"{what}: right, but the model was given {model.largest} sequences at once, and a micro-batch has at most "
                 f"{max(len(ids) for ids, _ in micro_batches)}: that is the memory of the whole batch"
             )
-        if model.most_alive > 1:
+        if model.live.most > 1:
             raise Wrong(
-                f"{what}: right, but the activations of {model.most_alive} micro-batches were in memory at once; call "
-                "backward before the next forward"
+                f"{what}: right, but the activations of {model.live.most} micro-batches were in memory at once; call "
+                "backward before the next forward, and let it free the graph"
             )
         if model.forwards > len(micro_batches):
             raise Wrong(
@@ -246,28 +270,49 @@ def _micro_batches(counts):
     return made
 
 
+class LiveGraphs:
+    """Counts forward passes whose activations are in memory at the same time.
+
+    live = LiveGraphs()
+    logits = live.run(module, ids)     # module(ids)
+    live.most                          # the most graphs that were alive at once, this one included
+
+    A graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
+    """
+
+    def __init__(self):
+        self.alive, self.most = weakref.WeakSet(), 0
+
+    def run(self, forward, *inputs):
+        graph = _Graph()
+        self.alive.add(graph)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: (graph, saved), lambda kept: kept[1]):
+            outputs = forward(*inputs)
+        if outputs.requires_grad:  # else nothing keeps it
+            self.most = max(self.most, len(self.alive))
+        return outputs
+
+
+class _Graph:
+    """Of one forward pass: whatever it saves for backward holds this as well, and nobody else does."""
+
+
 class _Watched(nn.Module):
-    """A model of 7 symbols, in float64, that watches how many of its forward passes still wait for their backward."""
+    """A model of 7 symbols, in float64, that watches what it is given and what it keeps for backward."""
 
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.tokens, self.head = nn.Embedding(7, 6).double(), nn.Linear(6, 7).double()
-        self.forwards = self.alive = self.most_alive = self.largest = 0
+        self.live, self.forwards, self.largest = LiveGraphs(), 0, 0
 
     def forward(self, ids):
-        logits = self.head(torch.tanh(self.tokens(ids)))
+        logits = self.live.run(lambda ids: self.head(torch.tanh(self.tokens(ids))), ids)
         if logits.requires_grad:
             self.forwards += 1
-            self.alive += 1
-            self.most_alive = max(self.most_alive, self.alive)
             self.largest = max(self.largest, len(ids))
-            logits.register_hook(self._went_back)
         return logits
-
-    def _went_back(self, gradient):
-        self.alive -= 1
 
 
 def _full_batch(micro_batches):

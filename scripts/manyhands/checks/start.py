@@ -4,13 +4,52 @@ The environments below were recorded under the launchers that they name (two Slu
 mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation.
 """
 
+import itertools
+import json
+import math
+import reprlib
+import statistics
 import time
+from numbers import Integral
 
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
 from manyhands.measure import wire
 from manyhands.runs.run_folder import run_folder
+
+# ---- what an answer returned ----
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60  # characters
+
+
+def shown(found):
+    """A returned value and its type in one short line: the list [3, 4, 1]."""
+    if found is None:
+        return "None (is a `return` missing?)"
+    kind = "text" if isinstance(found, str) else type(found).__name__
+    return f"the {kind} {' '.join(_short.repr(found).split())}"
+
+
+def number(found, wanted):
+    """The finite number that an answer returned, as a float; one of numpy, torch or fractions will do.
+
+    wanted: what to return, as "a number of bytes". Raises Wrong for None, text, lists, nan, ... and, for the `...` of
+    an exercise as it is handed out, NotImplementedError.
+    """
+    if found is ...:
+        raise NotImplementedError
+    try:
+        value = math.nan if isinstance(found, (str, bytes, bytearray, bool)) else float(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise Wrong(f"return {wanted}, not {shown(found)}")
+    return value
+
+
+# ---- exercise 1 ----
 
 # what it is, its environment, and (rank, world size, local rank)
 ENVIRONMENTS = [
@@ -72,15 +111,20 @@ def who_am_i(answer, ranks):
     for what, environ, expected in ENVIRONMENTS:
         given = dict(environ)
         found = answer(given)
-        if found is None or found is ...:
+        if found is ...:
             raise NotImplementedError
         if not isinstance(found, tuple) or len(found) != 3:
-            raise Wrong(f"return three values, rank, world size and local rank, not {found!r}")
-        if any(type(value) is not int for value in found):
             raise Wrong(
-                f"for {what} you return {found!r}; variables are text, make numbers of them with int()"
+                f"return three values, rank, world size and local rank, as a tuple, not {shown(found)}"
             )
         for name, value, wanted in zip(("rank", "world size", "local rank"), found, expected, strict=True):
+            if isinstance(value, str):
+                raise Wrong(
+                    f"for {what} you return {found!r}; variables are text, make numbers of them with int()"
+                )
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                kind = "None" if value is None else shown(value)
+                raise Wrong(f"for {what} you return {kind} as the {name}, which is the whole number {wanted}")
             if value != wanted:
                 raise Wrong(f"for {what} the {name} is {wanted}, you say {value}; it has {_names(environ)}")
         if given != environ:
@@ -91,41 +135,62 @@ def _names(environ):
     return ", ".join(f"{name}={value}" for name, value in environ.items())
 
 
+# ---- exercise 3 ----
+
+
 @exercise(3, "whose turn is it")
 def in_turn(answer, ranks):
     """answer(append, ranks) appends this rank's line to one file, in rank order, with send and recv alone."""
     path = _shared_path(ranks)
-    lines = []
+    lines, made_before = [], []
 
     def append(line):
-        lines.append(str(line))
+        lines.extend(str(line).splitlines() or [""])
+        made_before.append(len(seen.calls))
         time.sleep(
             0.1 * (ranks.world_size - ranks.rank)
         )  # low ranks write slowly: who does not wait overtakes
         with open(path, "a") as file:
-            file.write(f"{line}\n")
+            file.write(json.dumps([ranks.rank, str(line)]) + "\n")
 
     with wire.watch() as seen:
         if answer(append, ranks) is ...:
             raise NotImplementedError
     everyone = [None] * ranks.world_size
-    dist.all_gather_object(
-        everyone, (lines, seen.messages, sorted({c.op for c in seen.calls} - {"send", "recv"}))
-    )
-    written = path.read_text().splitlines() if path.exists() else []
-    wanted = [line for said, _, _ in everyone for line in said]
-    counts = [len(said) for said, _, _ in everyone]
+    dist.all_gather_object(everyone, (len(lines), made_before, [(call.op, call.peer) for call in seen.calls]))
+    counts, made_before, calls = zip(*everyone, strict=True)
     if set(counts) != {1}:
-        raise Wrong(f"each rank appends one line; yours appended {counts}")
-    if written != wanted:
+        raise Wrong(f"each rank appends one line; yours appended {list(counts)}")
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    order = [rank for rank, _ in written]
+    if order != sorted(order):
         raise Wrong(
-            f"the file says {written}, in rank order it is {wanted}: wait until the rank before you has written"
+            f"the lines {[line for _, line in written]} were written by ranks {order}, in this order: wait until the "
+            "rank before you has written"
         )
-    if others := sorted({op for _, _, ops in everyone for op in ops}):
+    _judge_messages(calls, [made for (made,) in made_before])
+
+
+def _judge_messages(calls, made_before):
+    """Whether the order came of messages: of each rank its calls [(op, peer)], and how many it made before it wrote."""
+    n = len(calls)
+    if others := sorted({op for of_rank in calls for op, _ in of_rank} - {"send", "recv"}):
         raise Wrong(f"the order is right, but you used {', '.join(others)}; send and recv are enough")
-    messages, enough = sum(sent for _, sent, _ in everyone), ranks.world_size - 1
+    messages, enough = sum(op == "send" for of_rank in calls for op, _ in of_rank), n - 1
     if messages > enough:
         raise Wrong(f"the order is right, but {messages} messages were sent; {enough} are enough")
+    for rank in range(1, n):
+        before = calls[rank][: made_before[rank]]
+        if ("recv", rank - 1) not in before and ("recv", None) not in before:  # None: from anybody
+            raise Wrong(
+                f"the order is right, but rank {rank} had received nothing from rank {rank - 1} when it wrote: sleeping "
+                "or luck keeps no order, wait for a message of the rank before"
+            )
+        if ("send", rank) not in calls[rank - 1][made_before[rank - 1] :]:
+            raise Wrong(
+                f"the order is right, but by luck: rank {rank - 1} sent its message to rank {rank} before it wrote; "
+                "write first, then send"
+            )
 
 
 def _shared_path(ranks):
@@ -135,32 +200,59 @@ def _shared_path(ranks):
     return path[0]
 
 
-# how many processes were started, what each said as (rank, world size), and whether that is one world
+# ---- exercise 2 ----
+
+# how many processes were started, what each said as (rank, world size)
 STARTS = {
-    "torchrun --nproc-per-node 4": (4, [(2, 4), (0, 4), (3, 4), (1, 4)], True),
-    "mpiexec -n 4, but of another MPI": (4, [(0, 1), (0, 1), (0, 1), (0, 1)], False),
-    "mpiexec -n 2": (2, [(1, 2), (0, 2)], True),
-    "python": (1, [(0, 1)], True),
+    "torchrun --nproc-per-node 4": (4, [(2, 4), (0, 4), (3, 4), (1, 4)]),
+    "mpiexec -n 4, but of another MPI": (4, [(0, 1), (0, 1), (0, 1), (0, 1)]),
+    "mpiexec -n 2": (2, [(1, 2), (0, 2)]),
+    "python": (1, [(0, 1)]),
     "one torchrun --nproc-per-node 2 on each of two nodes, without a common address": (
-        4, [(0, 2), (1, 2), (0, 2), (1, 2)], False,
+        4, [(0, 2), (1, 2), (0, 2), (1, 2)],
     ),
-    "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)], False),
-    "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)], False),
-    "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)], False),
+    "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)]),
+    "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)]),
+    "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)]),
 }  # fmt: skip
 
 
 @exercise(2, "one world or many")
 def is_one_world(answer, ranks=None):
     """answer(started, said) -> bool, for starts that went well and starts that went wrong in different ways."""
-    for what, (started, said, expected) in STARTS.items():
-        found = answer(started, list(said))
-        if found is None or found is ...:
-            raise NotImplementedError
-        if bool(found) != expected:
+    for what, started, said in _starts():
+        expected = sorted(said) == [(rank, started) for rank in range(started)]
+        if _yes_or_no(answer(started, list(said))) != expected:
             verdict = "is one world" if expected else f"is not one world of {started}"
-            raise Wrong(f"`{what}` {verdict}: {started} processes were started and said {said}")
+            processes = "1 process was" if started == 1 else f"{started} processes were"
+            raise Wrong(f"{what} {verdict}: {processes} started and said {list(said)}")
 
+
+def _starts():
+    """(what it is, how many were started, what they said): the starts above, then what else can befall three ranks."""
+    for what, (started, said) in STARTS.items():
+        yield f"`{what}`", started, said
+    sizes = [range(rank + 1, 5) for rank in (2, 0, 1)]  # a rank is below what it takes for the size
+    for said in itertools.product(*sizes):
+        yield "what they said", 3, list(zip((2, 0, 1), said, strict=True))
+    for said in itertools.product(range(3), repeat=3):
+        yield "what they said", 3, [(rank, 3) for rank in said]
+    for started, heard in itertools.product((1, 2, 3, 4), repeat=2):
+        yield "what they said", started, [(rank % 3, min(heard, 3)) for rank in range(heard)]
+
+
+def _yes_or_no(found):
+    if found is ...:
+        raise NotImplementedError
+    try:
+        if found is None or isinstance(found, str):
+            raise TypeError
+        return bool(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise Wrong(f"return True or False, not {shown(found)}") from None
+
+
+# ---- exercise 4 ----
 
 # depth, function, calls, total seconds (with all that it called): a run of 10 iterations under cProfile,
 # torch 2.13 on 2 cores of a virtual machine
@@ -176,73 +268,96 @@ PROFILE = [
 ]
 
 
-def _seconds(profile, steps):
-    """What the whole takes for so many steps: what happens once, once, the rest in proportion."""
-    whole, iterations = profile[0][3], max(calls for _, _, calls, _ in profile)
-    once = sum(total for depth, _, calls, total in profile if depth == 1 and calls == 1)
-    return once + (whole - once) / iterations * steps
-
-
 @exercise(4, "read the profile")
 def predict_seconds(answer, ranks=None):
     """answer(profile, steps) -> seconds that `steps` iterations take, from rows (depth, function, calls, seconds)."""
-    other = [
+    # a function deep in a download may be called more often than there are steps: the steps are at depth 1
+    deep = [
         (0, "train", 1, 9.0),
         (1, "download", 1, 3.0),
         (2, "read", 40, 1.0),
         (1, "compile", 1, 4.0),
         (1, "step", 20, 2.0),
     ]
-    for profile, iterations, steps in [(PROFILE, 10, 10), (PROFILE, 10, 1000), (PROFILE, 10, 100)]:
-        _compare(answer, profile, iterations, steps, _seconds(profile, steps))
-    # a function deep in a download may be called more often than there are steps: the steps are at depth 1
-    _compare(answer, other, 20, 200, 3.0 + 4.0 + 2.0 / 20 * 200)
+    # one step is as long as what happens once: one step more or less shows
+    slow = [
+        (0, "train", 1, 25.0),
+        (1, "read", 4, 4.0),
+        (1, "compile", 1, 3.0),
+        (2, "parse", 1, 2.0),
+        (1, "step", 4, 16.0),
+        (2, "wait", 4, 6.0),
+        (1, "save", 1, 2.0),
+    ]
+    for profile, iterations, steps in [
+        (PROFILE, 10, 10), (PROFILE, 10, 1000), (PROFILE, 10, 100), (deep, 20, 200),
+        (slow, 4, 4), (slow, 4, 1), (slow, 4, 3), (slow, 4, 10_000),
+    ]:  # fmt: skip
+        found = number(answer(list(profile), steps), "a number of seconds")
+        expected = _seconds(profile, iterations, steps)
+        if not abs(found - expected) <= 0.01 * expected:
+            raise Wrong(
+                f"with {iterations} iterations in {profile[0][3]:g} s, {steps} take {expected:.2f} s, you say {found:.2f} "
+                f"s: {_profile_hint(found, profile, iterations, steps)}"
+            )
 
 
-def _compare(answer, profile, iterations, steps, expected):
-    found = answer(list(profile), steps)
-    if found is None or found is ...:
-        raise NotImplementedError
+def _seconds(profile, iterations, steps):
+    """What the whole takes for so many steps: what happens once, once, the rest in proportion."""
     whole = profile[0][3]
-    hint = "add up what happened once, and multiply the rest"
-    if abs(found - whole * steps / iterations) < 1e-3 and steps != iterations:
-        hint = "you multiplied all of it, also what happens once"
-    elif found < expected - 1e-6:
-        hint = (
+    once = sum(total for depth, _, calls, total in profile if depth == 1 and calls == 1)
+    return once + (whole - once) / iterations * steps
+
+
+def _profile_hint(found, profile, iterations, steps):
+    for other in (steps - 1, steps + 1):
+        if math.isclose(found, _seconds(profile, iterations, other), rel_tol=1e-6):
+            return f"that is the time of {other} steps"
+    if steps != iterations and math.isclose(found, profile[0][3] * steps / iterations, rel_tol=1e-3):
+        return "you multiplied all of it, also what happens once"
+    if found < _seconds(profile, iterations, steps):
+        return (
             "something is missing or subtracted twice: a row's seconds hold those of the deeper rows below it"
         )
-    if abs(found - expected) > 0.01 * expected:
-        raise Wrong(
-            f"with {iterations} iterations in {whole:g} s, {steps} take {expected:.2f} s, you say {found:.2f} s: {hint}"
-        )
+    return "add up what happened once, and multiply the rest"
+
+
+# ---- exercise 5 ----
 
 
 @exercise(5, "samples per second")
 def samples_per_s(answer, ranks=None):
     """answer(batch, step_s) -> samples per second of the world; step_s: seconds of one step, one value per rank."""
-    cases = [(64, [0.0707]), (64, [0.05, 0.05, 0.05, 0.05]), (32, [0.04, 0.05]), (1, [0.25, 0.5, 0.5])]
+    cases = [
+        (64, [0.0707]),
+        (64, [0.05, 0.05, 0.05, 0.05]),
+        (32, [0.04, 0.05]),
+        (1, [0.25, 0.5, 0.5]),
+        (8, [0.4, 0.1, 0.2]),  # the slowest is one of many, wherever it stands
+        (16, [0.1, 0.3, 0.8, 0.2, 0.2]),
+    ]
     for batch, step_s in cases:
-        found = answer(batch, list(step_s))
-        if found is None or found is ...:
-            raise NotImplementedError
+        found = number(answer(batch, list(step_s)), "a number of samples per second")
         n, slowest = len(step_s), max(step_s)
         expected = batch * n / slowest
-        if abs(found - expected) < 1e-6 * expected:
+        if abs(found - expected) <= 1e-6 * expected:
             continue
         said = f"for {batch} samples on each of {n} ranks that take {step_s} s it is {expected:.1f}, you say {found:.1f}"
         raise Wrong(f"{said}: {_what_is_missing(found, batch, step_s)}")
 
 
 def _what_is_missing(found, batch, step_s):
-    n, near = len(step_s), lambda value: abs(found - value) < 1e-6 * abs(value)
-    if any(near(n / s) or near(1 / s) for s in step_s) and batch > 1:
+    def near(*values):
+        return any(math.isclose(found, value, rel_tol=1e-6) for value in values)
+
+    n, means = len(step_s), (statistics.fmean(step_s), statistics.median(step_s))
+    if batch > 1 and near(*(steps / s for s in step_s for steps in (1, n))):
         return "these are steps per second, the batch is missing"
-    if n > 1 and any(near(batch / s) for s in step_s):
+    if n > 1 and near(*(batch / s for s in step_s)):
         return "that is one rank's share, all of them work"
-    if (
-        near(sum(batch / s for s in step_s))
-        or near(batch * n / min(step_s))
-        or near(batch * n * n / sum(step_s))
-    ):
+    if near(sum(batch / s for s in step_s), *(batch * n / s for s in (*step_s, *means))):
         return "a step ends when the slowest rank has done it"
+    whole = math.floor(batch * n / max(step_s))
+    if near(whole, whole + 1):
+        return "do not round it"
     return "count the samples of one step on all ranks, divide by the time of the slowest"

@@ -1,0 +1,98 @@
+"""What an answer may change for the whole process, and that is as before once it has been judged."""
+
+import functools
+import os
+import random
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import torch
+
+
+def _folder():
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _go_to(folder):
+    with suppress(OSError, TypeError):
+        os.chdir(folder)
+
+
+def _environ():
+    return dict(os.environ)
+
+
+def _set_environ(before):
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _set_device(before):
+    torch.set_default_device(None if before.type == "cpu" else before)
+
+
+def _set_if_changed(read, put_back, before):
+    if read() != before:
+        put_back(before)
+
+
+# (what it is now, how to set it) of what a function may set and forget to set back
+SETTINGS = tuple(
+    (read, functools.partial(_set_if_changed, read, put_back))
+    for read, put_back in (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_default_device, _set_device),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (_folder, _go_to),
+        (_environ, _set_environ),
+    )
+)
+RANDOM_STATE = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+)
+
+
+@contextmanager
+def unspoilt(states):
+    """Afterwards everything of `states`, pairs of a function that reads and one that sets, is as it was."""
+    before = [(put_back, read()) for read, put_back in states]
+    try:
+        yield
+    finally:
+        for put_back, value in before:
+            put_back(value)
+
+
+def own_copy(value):
+    """`value` to be handed to an answer: lists, dictionaries and sets that hold further ones are copied with these.
+
+    So an answer that uses up what it is given spoils no table of a check. What holds only numbers, texts or tensors is
+    handed over itself: each check makes it anew, and may look whether it was left alone.
+    """
+    return _copy(value) if _holds(value) and any(map(_holds_any, _parts(value))) else value
+
+
+def _copy(value):
+    if type(value) is dict:
+        return {key: _copy(part) for key, part in value.items()}
+    return type(value)(map(_copy, value)) if _holds(value) else value
+
+
+def _holds(value):
+    return type(value) in (list, dict, set, tuple)
+
+
+def _parts(value):
+    return value.values() if type(value) is dict else value
+
+
+def _holds_any(value):
+    """Whether a list, dictionary or set is `value` or in it: tuples alone cannot be changed."""
+    return _holds(value) and (type(value) is not tuple or any(map(_holds_any, value)))

@@ -1,0 +1,143 @@
+"""Who is to blame: what the learner's functions returned, and whose code raised an error.
+
+A check calls an answer many times, hooks of an answer run long after it has returned, and an answer calls functions of
+the check. So an error is told by its traceback: code that is neither the check's nor a library's is the learner's.
+"""
+
+import dis
+import functools
+import reprlib
+import sys
+import sysconfig
+from pathlib import Path
+
+from manyhands.checks.unspoilt import SETTINGS, own_copy, unspoilt
+
+_CHECKS = f"{Path(__file__).parent}/"
+_LIBRARIES = tuple(
+    {f"{Path(__file__).parents[1]}/", "<frozen "}
+    | {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+class Witness:
+    """Sees each call of the learner's functions: what came back last, and what they raised."""
+
+    def __init__(self, body):
+        """`body`: the function of the check, whose own frames are not the learner's."""
+        self._body, self._answer = body.__code__, None
+        self._called = self._returned = self._caller = self._raised = None
+
+    def watched(self, answer):
+        """`answer` as the check is to call it: a function, or a tuple with functions; anything else as it is.
+
+        Each call gets copies of nested lists and the like, and what it sets for the whole process is put back after it.
+        """
+        if self._answer is None:
+            self._answer = answer
+        if type(answer) is tuple:
+            return tuple(map(self.watched, answer))
+        if not callable(answer):
+            return answer
+
+        @functools.wraps(answer)
+        def call(*args, **kwargs):
+            caller = sys._getframe(1)
+            self._called, self._caller, self._raised = answer, (caller.f_code, caller.f_lasti), None
+            args, kwargs = tuple(map(own_copy, args)), {k: own_copy(v) for k, v in kwargs.items()}
+            try:
+                with unspoilt(SETTINGS):
+                    self._returned = answer(*args, **kwargs)
+            except BaseException as error:
+                self._raised = error
+                raise
+            return self._returned
+
+        return call
+
+    def is_theirs(self, error):
+        """Whether the learner's code raised it, or what that called."""
+        return error is self._raised or any(self._learners(code) for code, _ in _places(error))
+
+    def said_so(self, error):
+        """Whether the learner's code (or the check's) raised it by a statement of its own, not a library below it."""
+        code, at = _places(error)[-1]
+        statement = any(s.offset == at and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
+        return statement and (not _is_library(code) or code.co_filename.startswith(_CHECKS))
+
+    def is_running(self):
+        """Whether the learner's code has called what runs now: itself, or through a library."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._body:
+            if self._learners(frame.f_code):
+                return True
+            frame = frame.f_back
+        return False
+
+    def forgot_to_return(self):
+        """Whether None came back, where the check needs a value, from a function that does something."""
+        came_back = self._called is not None and self._raised is None
+        return came_back and self._returned is None and self._is_used() and not _is_blank(self._called)
+
+    def what_came_back(self, error):
+        """A sentence for `error`, which the check's own code raised because of what it was given."""
+        if self.forgot_to_return():
+            return "your function returned None: is a `return` missing?"
+        if self._called is None:
+            return f"your answer is {_shown(self._answer)}, which the check cannot use ({said(error)})"
+        if not self._is_used():
+            return f"the check cannot go on with what your code left behind ({said(error)})"
+        return f"your function returned {_shown(self._returned)}, which the check cannot use ({said(error)})"
+
+    def _learners(self, code):
+        return code is not self._body and not _is_library(code)
+
+    def _is_used(self):
+        """Whether the check does anything with what it got: a statement `answer(model)` drops it at once."""
+        code, at = self._caller
+        following = (step.opname for step in dis.get_instructions(code) if step.offset > at)
+        return next(following, "") != "POP_TOP"
+
+
+def said(error):
+    """The error's class and the first line of what it says, where it says anything."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 - a class of the learner's own may fail at that, too
+        lines = []
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _shown(value):
+    text = " ".join(_short.repr(value).split())
+    return f"{text}, of type {type(value).__name__}"
+
+
+def _places(error):
+    """[(code, offset of the instruction)] from where the error was caught to where it was raised."""
+    places, trace = [], error.__traceback__
+    while trace is not None:
+        places.append((trace.tb_frame.f_code, trace.tb_lasti))
+        trace = trace.tb_next
+    return places
+
+
+def _is_library(code):
+    """Whether code is ours, Python's or an installed package's."""
+    return code.co_filename.startswith(_LIBRARIES)
+
+
+def _is_blank(function):
+    """Whether a function does nothing, as an exercise that is handed out as `...`."""
+
+    def blank():
+        """Do nothing."""
+
+    code = getattr(function, "__code__", None)
+    return code is not None and _steps(code) == _steps(blank.__code__)
+
+
+def _steps(code):
+    return [step.opname for step in dis.get_instructions(code)]

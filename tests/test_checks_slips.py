@@ -1,0 +1,594 @@
+"""Everyday slips: the check names them, all ranks live on, and a right answer after any of them is still accepted."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from exercises import heard_alike
+from manyhands.checks import Wrong, exercise
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@exercise(1, "the sum", timeout_s=4)
+def the_sum(answer, ranks):
+    total = answer(torch.full((2,), float(ranks.rank)))
+    dist.barrier()
+    wanted = ranks.world_size * (ranks.world_size - 1) / 2
+    if total.tolist() != [wanted, wanted]:
+        raise Wrong(f"the sum is {total.tolist()}, not {[wanted, wanted]}")
+
+
+def right(x):
+    dist.all_reduce(x)
+    return x
+
+
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# ---- messages that do not match ----
+
+
+def sends_behind_the_last(x):
+    rank, n = place()
+    if rank > 0:
+        dist.recv(x, rank - 1)
+    dist.send(x, rank + 1)
+    return x
+
+
+def receives_before_the_first(x):
+    rank, n = place()
+    dist.recv(x, rank - 1)
+    if rank < n - 1:
+        dist.send(x, rank + 1)
+    return x
+
+
+def posts_behind_the_last(x):
+    rank, n = place()
+    work = dist.isend(x, rank + 1)
+    work.wait()
+    return x
+
+
+def receives_into_too_little(x):
+    rank, n = place()
+    work = dist.isend(x.double(), (rank + 1) % n)
+    dist.recv(torch.empty(2), (rank - 1) % n)
+    work.wait()
+    return x
+
+
+def posts_too_little(x):
+    """The receive comes first on all ranks, and in one batch with the send."""
+    rank, n = place()
+    ops = [dist.P2POp(dist.irecv, torch.empty(1), (rank - 1) % n), dist.P2POp(dist.isend, x, (rank + 1) % n)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return x
+
+
+def last_message_too_long(x):
+    """The second message of the last rank is longer than the first, as a last chunk with the rest."""
+    rank, n = place()
+    if rank == n - 1:
+        for message in (x, torch.cat([x, x])):
+            dist.send(message, 0)
+    if rank == 0:
+        for _ in range(2):
+            dist.recv(x, n - 1)
+    return x
+
+
+def takes_from_anybody_too_little(x):
+    rank, n = place()
+    if rank == 0:
+        for _ in range(n - 1):
+            dist.recv(torch.empty(1))
+    else:
+        dist.send(x, 0)
+    return x
+
+
+# ---- collectives that do not match ----
+
+
+def longer_on_the_last(x):
+    rank, n = place()
+    return torch.cat([x, x]) if rank == n - 1 else x
+
+
+def all_gathers_unequal(x):
+    mine = longer_on_the_last(x)
+    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+
+
+def gathers_unequal(x):
+    rank, n = place()
+    dist.gather(longer_on_the_last(x), [torch.empty(2) for _ in range(n)] if rank == 0 else None)
+
+
+def reduce_scatters_unequal(x):
+    mine = longer_on_the_last(x)
+    dist.reduce_scatter_tensor(mine, torch.cat([mine] * dist.get_world_size()))
+
+
+def exchanges_unequal(x):
+    mine = torch.cat([longer_on_the_last(x)] * dist.get_world_size())
+    dist.all_to_all_single(torch.empty_like(mine), mine)
+
+
+def in_double_on_the_last(x):
+    rank, n = place()
+    return right(x.double() if rank == n - 1 else x)
+
+
+def in_whole_numbers_on_the_last(x):
+    rank, n = place()
+    return right(x.int() if rank == n - 1 else x)
+
+
+def sends_to_itself(x):
+    dist.isend(x, dist.get_rank()).wait()
+    return x
+
+
+def only_those_who_have_something(x):
+    if x.any():
+        dist.all_reduce(x)
+    return x
+
+
+def reduces_on_one(x):
+    if dist.get_rank() == 1:
+        dist.reduce(x, 0)
+    else:
+        dist.all_reduce(x)
+    return x
+
+
+def each_from_itself(x):
+    dist.broadcast(x, dist.get_rank())
+    return x
+
+
+def to_a_root_that_is_not_there(x):
+    dist.reduce(x, dist.get_world_size())
+    return x
+
+
+def once_more_on_rank_0(x):
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(2))
+    return x
+
+
+def unequal_before_a_backward(x):
+    model = DistributedDataParallel(nn.Linear(2, 3))
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    model(x).sum().backward()
+    return right(x)
+
+
+def unequal_in_a_hook(x):
+    weight = nn.Parameter(torch.ones(2 + dist.get_rank()))
+    weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    weight.sum().backward()
+    return right(x)
+
+
+def swallows_what_it_is_told(x):
+    rank, n = place()
+    with contextlib.suppress(Exception):
+        dist.all_reduce(torch.ones(1 + rank))
+    return torch.full((2,), n * (n - 1) / 2)
+
+
+NOT_MATCHING = {
+    sends_behind_the_last: "Rank 3 sends to rank 4, and there are 4 ranks: 0 to 3.",
+    receives_before_the_first: "Rank 0 receives from rank -1, and there are 4 ranks: 0 to 3.",
+    posts_behind_the_last: "Rank 3 sends to rank 4, and there are 4 ranks: 0 to 3.",
+    receives_into_too_little: "sends 16 bytes to rank",
+    posts_too_little: "which receives into 4.",
+    last_message_too_long: "Rank 3 sends 16 bytes to rank 0, which receives into 8.",
+    takes_from_anybody_too_little: "sends 8 bytes to rank 0, which receives into 4.",
+    all_gathers_unequal: "Ranks 0, 1, 2 and 3 call all_gather with 8, 8, 8 and 16 bytes.",
+    gathers_unequal: "Ranks 0, 1, 2 and 3 call gather with 8, 8, 8 and 16 bytes.",
+    reduce_scatters_unequal: "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes.",
+    exchanges_unequal: ("In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
+    in_double_on_the_last: "Ranks 0, 1, 2 and 3 call all_reduce with 8, 8, 8 and 16 bytes.",
+    in_whole_numbers_on_the_last: (
+        "Ranks 0, 1, 2 and 3 call all_reduce with float32, float32, float32 and int32 numbers."
+    ),
+    sends_to_itself: "Rank 0 sends to itself; a message goes to another rank.",
+    only_those_who_have_something: (
+        "Ranks 1, 2 and 3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."
+    ),
+    reduces_on_one: "Rank 0 calls all_reduce while rank 1 calls reduce.",
+    each_from_itself: "Ranks 0, 1, 2 and 3 call broadcast with different roots: 0, 1, 2 and 3.",
+    to_a_root_that_is_not_there: "Rank 0 calls reduce with the root rank 4, and there are 4 ranks: 0 to 3.",
+    once_more_on_rank_0: "Rank 0 calls all_reduce when ranks 1, 2 and 3 have no call left to make",
+    unequal_before_a_backward: "Ranks 0, 1, 2 and 3 call all_reduce with 4, 36, 36 and 36 bytes.",
+    unequal_in_a_hook: "Ranks 0, 1, 2 and 3 call all_reduce with 8, 12, 16 and 20 bytes.",
+    swallows_what_it_is_told: "Ranks 0, 1, 2 and 3 call all_reduce with 4, 8, 12 and 16 bytes.",
+}
+
+
+def after_each(ranks, check, answers):
+    """The verdict on each answer, and on a right one after it."""
+    return [(check(answer, ranks), check(right, ranks)) for answer in answers]
+
+
+def judged(pool, n, check, answers):
+    """{answer's name: verdict} that all n ranks heard; a right answer after each was accepted."""
+    verdicts = heard_alike(pool.run(n, after_each, check, list(answers)))
+    for answer, (_, later) in zip(answers, verdicts, strict=True):
+        assert later == "correct", f"after {answer.__name__} a right answer is told: {later}"
+    return {answer.__name__: verdict for answer, (verdict, _) in zip(answers, verdicts, strict=True)}
+
+
+@pytest.mark.parametrize("slip", NOT_MATCHING, ids=lambda slip: slip.__name__)
+def test_calls_that_do_not_match_are_named_and_kill_no_rank(pool, slip, capfd):
+    verdict = judged(pool, 4, the_sum, [slip])[slip.__name__]
+    assert NOT_MATCHING[slip] in verdict
+
+
+# ---- calls that do match, in other orders than the usual ones ----
+
+
+def by_messages_to_rank_0(x):
+    """In rank order, from anybody, with a buffer that is too long, and back in one batch."""
+    rank, n = place()
+    if rank == 0:
+        for _ in range(n - 1):
+            room = torch.zeros(5)
+            dist.recv(room)
+            x = x + room[: len(x)]
+        for work in [dist.isend(x, r, tag=7) for r in range(1, n)]:
+            work.wait()
+    else:
+        dist.send(x, 0)
+        dist.recv(x, 0, tag=7)
+    return x
+
+
+def receives_before_it_sends(x):
+    rank, n = place()
+    total, passed = x.clone(), x
+    for _ in range(n - 1):
+        room = torch.empty_like(x)
+        works = [dist.irecv(room, (rank - 1) % n), dist.isend(passed, (rank + 1) % n)]
+        for work in works:
+            work.wait()
+        total, passed = total + room, room
+    return total
+
+
+def in_pairs_of_groups(x):
+    """A group of the even ranks and one of the odd ones, with messages of unequal length, then one of the first two."""
+    rank, n = place()
+    groups = [dist.new_group(list(range(i, n, 2))) for i in range(min(2, n))]
+    for i, group in enumerate(groups):
+        if rank % 2 == i:
+            dist.all_reduce(torch.ones(1 + i), group=group)
+    for i in range(2):
+        if rank % 2 == i:
+            dist.all_reduce(x, group=groups[i])
+    other = x.clone()
+    if n > 1:
+        firsts = dist.new_group([0, 1])
+        if rank < 2:
+            both = [torch.empty_like(x) for _ in range(2)]
+            dist.all_gather(both, x, group=firsts)
+            other = both[0] + both[1]
+        dist.broadcast(other, 0)
+    return other
+
+
+def all_at_the_same_time(x):
+    works = [dist.all_reduce(t, async_op=True) for t in (torch.ones(3), x)]
+    for work in works:
+        work.wait()
+    return x
+
+
+def in_unequal_parts(x):
+    """An all-to-all in which rank r gets r + 1 numbers from everybody."""
+    rank, n = place()
+    numbers, sizes = torch.ones(n * (n + 1) // 2), list(range(1, n + 1))
+    dist.all_to_all_single(torch.empty(n * (rank + 1)), numbers, [rank + 1] * n, sizes)
+    return right(x)
+
+
+RIGHT = [
+    right, by_messages_to_rank_0, receives_before_it_sends, in_pairs_of_groups, all_at_the_same_time, in_unequal_parts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_calls_that_match_are_let_through_in_any_order(pool, n, capfd):
+    verdicts = heard_alike(pool.run(n, after_each, the_sum, RIGHT))
+    assert verdicts == [("correct", "correct")] * len(RIGHT)
+
+
+# ---- errors: whose they are, and what they say ----
+
+
+def forgets_to_return(x):
+    dist.all_reduce(x)
+
+
+def returns_text(x):
+    return str(right(x))
+
+
+def lies_about_a_message(x):
+    raise RuntimeError("Timed out while I waited for the coffee")
+
+
+def says_nothing(x):
+    raise ValueError
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise TypeError("no words")
+
+
+def cannot_even_say(x):
+    raise Mute
+
+
+def moves_what_is_not_there(x):
+    nn.Linear(2, 2, device="meta").to("cpu")
+
+
+def copies_what_is_not_there(x):
+    return torch.ones(2, device="meta").cpu()
+
+
+def leaves_on_rank_1(x):
+    if dist.get_rank() == 1:
+        sys.exit()
+    return right(x)
+
+
+def is_interrupted_on_rank_1(x):
+    if dist.get_rank() == 1:
+        raise KeyboardInterrupt
+    return right(x)
+
+
+def ends_the_group(x):
+    right(x)
+    dist.destroy_process_group()
+    return x
+
+
+def ends_the_group_first(x):
+    dist.destroy_process_group()
+    return right(x)
+
+
+def waits_for_a_message_on_rank_1(x):
+    """The others meet in the check, which is none of the learner's business."""
+    if dist.get_rank() == 1:
+        dist.recv(x, 2)
+    return torch.full((2,), 6.0)
+
+
+def stays_away_on_rank_1(x):
+    return x if dist.get_rank() == 1 else right(x)
+
+
+def fails_in_a_hook(x):
+    weight = nn.Parameter(torch.ones(2))
+
+    def hook(p):
+        return p.grad + "1"
+
+    weight.register_post_accumulate_grad_hook(hook)
+    weight.sum().backward()
+
+
+def yields_later(x):
+    class Later:
+        def tolist(self):
+            return 1 / 0
+
+    return Later()
+
+
+def not_yet(x):
+    raise NotImplementedError("tomorrow")
+
+
+NAMED = {
+    forgets_to_return: "Rank 0: Your function returned None: is a `return` missing?",
+    returns_text: (
+        "Rank 0: Your function returned 'tensor([6., 6.])', of type str, which the check cannot use "
+        "(AttributeError: 'str' object has no attribute 'tolist')."
+    ),
+    lies_about_a_message: "Rank 0: Your code raised RuntimeError: Timed out while I waited for the coffee.",
+    says_nothing: "Rank 0: Your code raised ValueError.",
+    cannot_even_say: "Rank 0: Your code raised Mute.",
+    moves_what_is_not_there: "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor",
+    copies_what_is_not_there: "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor",
+    leaves_on_rank_1: "Rank 1: Your code ended the program (SystemExit): return instead.",
+    is_interrupted_on_rank_1: "Rank 1: Your code raised KeyboardInterrupt.",
+    ends_the_group: "Your code ended the process group, which all that follows needs: leave it alone.",
+    ends_the_group_first: "Your code ended the process group, which all that follows needs: leave it alone.",
+    waits_for_a_message_on_rank_1: "A rank waited 4 s for a message that never came",
+    stays_away_on_rank_1: "Ranks 0, 2 and 3 call all_reduce when rank 1 has no call left to make",
+    fails_in_a_hook: "Rank 0: Your code raised TypeError: ",
+    yields_later: "Rank 0: Your code raised ZeroDivisionError: division by zero.",
+    not_yet: "not attempted",
+}
+
+
+def test_an_error_is_told_with_its_author(pool, capfd):
+    verdicts = judged(pool, 4, the_sum, NAMED)
+    for slip, sentence in NAMED.items():
+        assert verdicts[slip.__name__].startswith(sentence), f"{slip.__name__}: {verdicts[slip.__name__]}"
+
+
+@exercise(2, "a pair of functions")
+def a_pair(answer, ranks=None):
+    double, note = answer
+    numbers = [1, 2]
+    note(numbers)
+    if double(3) + len(numbers) != 9:
+        raise Wrong("3 and 3 numbers are 9")
+
+
+def appends(numbers):
+    numbers.append(3)
+
+
+def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
+    for answer, verdict in [
+        ((lambda x: 2 * x, appends), "correct"),
+        ((lambda x: print(2 * x), appends), "Your function returned None: is a `return` missing?"),
+        ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append'."),
+        (
+            (lambda x: "6", appends),
+            "Your function returned '6', of type str, which the check cannot use (Type",
+        ),
+        ((lambda x: 2 * x, lambda numbers: [][0]), "Your code raised IndexError: list index out of range."),
+        ((lambda x: 2 * x, len), "3 and 3 numbers are 9."),
+        ((len, appends), "Your code raised TypeError: object of type 'int' has no len()."),
+        ((lambda x: sys.exit(2), appends), "Your code ended the program (SystemExit): return instead."),
+        (5, "Your answer is 5, of type int, which the check cannot use (TypeError: cannot unpack"),
+    ]:
+        assert a_pair(answer).startswith(verdict), a_pair(answer)
+
+
+@exercise(3, "what is left behind")
+def left_behind(answer, ranks=None):
+    weight = nn.Parameter(torch.ones(2))
+    answer(weight)
+    if weight.grad.sum() != 2:
+        raise Wrong("the gradient is wrong")
+
+
+def test_a_function_that_need_not_return_anything_is_not_told_to(capsys):
+    assert left_behind(lambda weight: weight.sum().backward()) == "correct"
+    assert left_behind(lambda weight: weight.sum()) == (
+        "The check cannot go on with what your code left behind "
+        "(AttributeError: 'NoneType' object has no attribute 'sum')."
+    )
+
+
+@exercise(4, "handed out as an empty function")
+def handed_out_empty(answer, ranks=None):
+    if answer(2) is None:
+        raise NotImplementedError
+
+
+def test_an_empty_function_is_not_attempted_and_one_that_forgets_its_return_is(capsys):
+    def empty(x): ...
+
+    def described(x):
+        """Twice x."""
+
+    def forgetful(x):
+        x *= 2
+
+    assert [handed_out_empty(answer) for answer in (empty, described, not_yet)] == ["not attempted"] * 3
+    assert handed_out_empty(forgetful) == "Your function returned None: is a `return` missing?"
+
+
+def test_a_key_that_was_pressed_interrupts_a_check():
+    def presses(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        handed_out_empty(presses)
+
+
+# ---- what an answer leaves behind ----
+
+
+def sets_everything(folder):
+    """An answer that is right, and sets what it can for the whole process."""
+
+    def answer(x):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.use_deterministic_algorithms(True)
+        os.chdir(folder)
+        os.environ["OMP_NUM_THREADS"] = "77"
+        os.environ.pop("PATH")
+        torch.manual_seed(77)
+        random.seed(77)
+        np.random.seed(77)
+        return 2 * x
+
+    return answer
+
+
+def settings():
+    return (
+        torch.ones(1).dtype, torch.ones(1).device, torch.is_grad_enabled(), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), os.getcwd(), dict(os.environ), torch.get_rng_state().tolist(),
+        random.getstate(), np.random.get_state()[1].tolist(),
+    )  # fmt: skip
+
+
+@exercise(5, "twice")
+def twice(answer, ranks=None):
+    before = settings()[:-3]  # random numbers may be part of what is asked for
+    if answer(21) != 42:
+        raise Wrong("twice 21 is 42")
+    assert settings()[:-3] == before, "within a check the next call meets what the one before it has set"
+
+
+def test_what_an_answer_sets_for_the_whole_process_is_put_back(tmp_path, capsys):
+    before = settings()
+    assert twice(sets_everything(tmp_path)) == "correct"
+    assert settings() == before
+
+
+TABLE = {"groups": [[0, 1], [2, 3]], "names": ["a", "b"], "pairs": [(1, [2])]}
+
+
+@exercise(6, "how many")
+def how_many(answer, ranks=None):
+    for _ in range(2):
+        flat = {"a": 1}
+        if (found := answer(dict(TABLE), flat)) != 4:
+            raise Wrong(f"there are 4, not {found}")
+        if flat != {"a": 1}:
+            raise Wrong("leave it as it is")
+
+
+def uses_up(table, flat):
+    count = 0
+    for group in table["groups"]:
+        while group:
+            group.pop()
+            count += 1
+    table["names"].clear()
+    table["pairs"][0][1].append(3)
+    return count
+
+
+def test_an_answer_that_uses_up_what_it_is_given_is_right_every_time(capsys):
+    assert [how_many(uses_up), how_many(uses_up)] == ["correct", "correct"]
+    assert TABLE == {"groups": [[0, 1], [2, 3]], "names": ["a", "b"], "pairs": [(1, [2])]}
+    assert how_many(lambda table, flat: flat.clear() or 4) == "Leave it as it is.", "a check can see it"
