@@ -39,8 +39,8 @@ class Witness:
             self._answer = answer
         if type(answer) is tuple:
             return tuple(map(self.watched, answer))
-        if not callable(answer):
-            return answer
+        if not callable(answer) or (isinstance(answer, type) and issubclass(answer, BaseException)):
+            return answer  # the class of an error is a name
 
         @functools.wraps(answer)
         def call(*args, **kwargs):
