@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.start import number, shown
+from manyhands.checks.values import number, shown
 from manyhands.measure import wire
 
 LENGTHS = (8, 7, 1, 0, 1000)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.one_device import LiveGraphs
-from manyhands.checks.start import number
+from manyhands.checks.values import number
 from manyhands.measure import wire
 
 CLOSE = 1e-10

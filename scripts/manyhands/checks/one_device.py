@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.start import number, shown
+from manyhands.checks.values import number, shown
 from manyhands.gpt.model import GPTConfig
 
 CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.values import plain
 from manyhands.measure import wire
 
 CLOSE = 1e-6  # of the largest: a number divided by a count is a float32, and right all the same
@@ -64,7 +65,7 @@ def diagnose(answer, ranks=None):
         read = recorded(kind, n, length, **more)
         given = answer([[list(mine) for mine in epoch] for epoch in read], length)
         if not isinstance(given, str) or given not in (FINE, SAME, DISAGREE):
-            raise Wrong(f'return "{FINE}", "{SAME}" or "{DISAGREE}", not {_shown(given)}')
+            raise Wrong(f'return "{FINE}", "{SAME}" or "{DISAGREE}", not {plain(given)}')
         if given == kind:
             continue
         run = f"a run of {len(read)} epochs over {length} sequences on {n} rank{'s' * (n > 1)}"
@@ -164,28 +165,20 @@ def _indices(given):
     if given is None:
         raise Wrong("nothing came back; return a list of indices, also if it is empty")
     if isinstance(given, (str, bytes, dict, set, frozenset)) or not isinstance(given, Iterable):
-        raise Wrong(f"return a list of indices, not {_shown(given)}")
+        raise Wrong(f"return a list of indices, not {plain(given)}")
     if isinstance(given, (torch.Tensor, np.ndarray)):
         given = given.tolist()
     try:
         given = list(given)
     except TypeError:  # a single number, as a tensor may be
-        raise Wrong(f"return a list of indices, not {_shown(given)}") from None
+        raise Wrong(f"return a list of indices, not {plain(given)}") from None
     indices = []
     for one in given:
         try:
             indices.append(operator.index(one))
         except TypeError:
-            raise Wrong(f"the list holds {_shown(one)}; return indices, which are whole numbers") from None
+            raise Wrong(f"the list holds {plain(one)}; return indices, which are whole numbers") from None
     return indices
-
-
-def _shown(given):
-    """A value as it is shown to a learner, in one short line: with its type where that is not plain."""
-    if given is None or isinstance(given, (bool, int, float)):
-        return repr(given)
-    shown = " ".join(repr(given).split())
-    return f"the {type(given).__name__} {shown if len(shown) < 80 else shown[:76] + ' ...'}"
 
 
 def _one_epoch(answer, length, n, epoch=0):

@@ -7,7 +7,6 @@ mpiexec, torchrun), but for PALS, whose variables are those of the sites' docume
 import itertools
 import json
 import math
-import reprlib
 import statistics
 import time
 from numbers import Integral
@@ -15,39 +14,9 @@ from numbers import Integral
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.values import number, shown
 from manyhands.measure import wire
 from manyhands.runs.run_folder import run_folder
-
-# ---- what an answer returned ----
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60  # characters
-
-
-def shown(found):
-    """A returned value and its type in one short line: the list [3, 4, 1]."""
-    if found is None:
-        return "None (is a `return` missing?)"
-    kind = "text" if isinstance(found, str) else type(found).__name__
-    return f"the {kind} {' '.join(_short.repr(found).split())}"
-
-
-def number(found, wanted):
-    """The finite number that an answer returned, as a float; one of numpy, torch or fractions will do.
-
-    wanted: what to return, as "a number of bytes". Raises Wrong for None, text, lists, nan, ... and, for the `...` of
-    an exercise as it is handed out, NotImplementedError.
-    """
-    if found is ...:
-        raise NotImplementedError
-    try:
-        value = math.nan if isinstance(found, (str, bytes, bytearray, bool)) else float(found)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise Wrong(f"return {wanted}, not {shown(found)}")
-    return value
-
 
 # ---- exercise 1 ----
 

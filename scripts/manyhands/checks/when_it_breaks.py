@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.values import plain
 from manyhands.runs import recorded_runs
 
 LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
@@ -47,24 +48,16 @@ def culprit(answer, ranks=None):
 def _fault(given, hang):
     """What came back, as (rank, group, number); raises Wrong if it is something else."""
     if not (isinstance(given, tuple) and len(given) == 3):
-        raise Wrong(f"{hang}: return a tuple (rank, group, number), not {_kind(given)}")
+        raise Wrong(f"{hang}: return a tuple (rank, group, number), not {plain(given)}")
     rank, group, number = given
     if not isinstance(group, str):
-        raise Wrong(f"{hang}: the group is {_kind(group)}; return its name, as in `members`")
+        raise Wrong(f"{hang}: the group is {plain(group)}; return its name, as in `members`")
     try:
         return operator.index(rank), group, operator.index(number)
     except TypeError:
         raise Wrong(
-            f"{hang}: rank and number are whole numbers, not {_kind(rank)} and {_kind(number)}"
+            f"{hang}: rank and number are whole numbers, not {plain(rank)} and {plain(number)}"
         ) from None
-
-
-def _kind(given):
-    """A value as it is shown to a learner, in one short line: with its type where that is not plain."""
-    if given is None or isinstance(given, (bool, int, float)):
-        return repr(given)
-    shown = " ".join(repr(given).split())
-    return f"the {type(given).__name__} {shown if len(shown) < 80 else shown[:76] + ' ...'}"
 
 
 def _why_not(rank, group, number, truth, members, records):
@@ -173,9 +166,9 @@ def _contents(path):
 
 def _judge_names(given, expected, case, hint):
     if not isinstance(given, (list, tuple)):
-        raise Wrong(f"{case}: return a list of names, not {_kind(given)}")
+        raise Wrong(f"{case}: return a list of names, not {plain(given)}")
     if strange := [one for one in given if not isinstance(one, (str, Path))]:
-        raise Wrong(f"{case}: the list holds {_kind(strange[0])}; return names of files, as text")
+        raise Wrong(f"{case}: the list holds {plain(strange[0])}; return names of files, as text")
     names = [str(one) for one in given]
     if names == expected:
         return
@@ -343,7 +336,7 @@ def resume(answer, ranks=None):
         loop.train_step()
     taken = state_of(loop)
     if not isinstance(taken, dict):
-        raise Wrong(f"state_of returned {_kind(taken)}; return a dict")
+        raise Wrong(f"state_of returned {plain(taken)}; return a dict")
     file = io.BytesIO()
     torch.save(taken, file)
     random_then = torch.get_rng_state()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.never_whole import Peak, judge_sharded, stack
+from manyhands.checks.values import plain
 from manyhands.measure import wire
 
 CLOSE = 1e-10
@@ -137,7 +138,7 @@ def _number(given, name):
             return float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several numbers
         pass
-    raise Wrong(f"{name} should be a number, not {_shown(given)}; return a number")
+    raise Wrong(f"{name} should be a number, not {plain(given)}; return a number")
 
 
 def _parts(given, count, what):
@@ -145,20 +146,12 @@ def _parts(given, count, what):
     given = _listed(given)
     if isinstance(given, (tuple, list)) and len(given) == count:
         return given
-    raise Wrong(f"return {what}; what came back is {_shown(given)}")
+    raise Wrong(f"return {what}; what came back is {plain(given)}")
 
 
 def _listed(given):
     """An array or a tensor as a list; all else as it is."""
     return given.tolist() if isinstance(given, (np.ndarray, torch.Tensor)) else given
-
-
-def _shown(given):
-    """A value as it is shown to a learner, in one short line: with its type where that is not plain."""
-    if given is None or isinstance(given, (bool, int, float)):
-        return repr(given)
-    shown = " ".join(repr(given).split())
-    return f"the {type(given).__name__} {shown if len(shown) < 80 else shown[:76] + ' ...'}"
 
 
 # ---- exercise 1 ----
@@ -350,7 +343,7 @@ def _groups(name, groups, case):
         return [[operator.index(rank) for rank in group] for group in _listed(groups)]
     except TypeError:
         raise Wrong(
-            f"{case}: the {name} groups are no lists of lists of ranks, but {_shown(groups)}"
+            f"{case}: the {name} groups are no lists of lists of ranks, but {plain(groups)}"
         ) from None
 
 
