@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from manyhands import figures
 from manyhands.course.folders import ASSETS
+from manyhands.figures.looks import RANK_COLOURS, rank_colour, tint
 
 LESSONS = sorted((ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
 
@@ -42,13 +43,13 @@ def test_each_picture_of_a_lesson_exists_and_has_alt_text(lesson):
 
 
 def test_tints_stay_between_the_colour_and_white():
-    assert figures.tint("#0072B2", 1) == "#0072b2"
-    assert figures.tint("#0072B2", 0) == "#ffffff"
+    assert tint("#0072B2", 1) == "#0072b2"
+    assert tint("#0072B2", 0) == "#ffffff"
 
 
 def test_rank_colours_repeat_after_eight():
-    assert figures.rank_colour(8) == figures.rank_colour(0)
-    assert len(set(figures.RANK_COLOURS)) == 8
+    assert rank_colour(8) == rank_colour(0)
+    assert len(set(RANK_COLOURS)) == 8
 
 
 def test_a_sweep_shows_measured_over_predicted_below_the_times():

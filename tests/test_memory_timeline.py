@@ -380,13 +380,13 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
 
 
 def test_kinds_of_memory_differ_in_lightness_or_hatching_in_black_and_white():
-    from manyhands.figures.memory_stack import LOOKS
+    from manyhands.figures.looks import BYTES
 
     seen = set()
-    for colour, hatch in LOOKS.values():
+    for colour, hatch in BYTES.values():
         red, green, blue = matplotlib.colors.to_rgb(colour)
         seen.add((round(0.2126 * red + 0.7152 * green + 0.0722 * blue, 1), hatch))
-    assert len(seen) == len(LOOKS) == len(KINDS)
+    assert len(seen) == len(BYTES) == len(KINDS)
 
 
 def test_two_figures_get_one_scale_where_the_highest_is_named():

@@ -45,21 +45,21 @@ def plot(numbers):
     """Each number as a share of its aim: left of the line is better; a ratio that should be large is turned over."""
     from matplotlib.figure import Figure
 
-    from manyhands.figures import INK, RANK_COLOURS
+    from manyhands.figures.looks import EDGE, LIMIT, PAPER
 
     shown = [number for number in numbers if number.value]
     figure = Figure(figsize=(7, 0.6 + 0.32 * max(1, len(shown))), layout="constrained")
     axes = figure.subplots()
     shares = [number.aim / number.value if number.at_least else number.value / number.aim for number in shown]
-    colours = [RANK_COLOURS[0] if number.within else RANK_COLOURS[5] for number in shown]
+    colours = [EDGE if number.within else LIMIT["color"] for number in shown]
     bars = axes.barh([number.what for number in shown], shares, color=colours)
-    axes.axvline(1, color=INK, lw=1.2, ls="--")
+    axes.axvline(1, **LIMIT)
     for label in axes.bar_label(
         bars, [f"{number.value:.3g} {number.unit}" for number in shown], padding=3, fontsize=8
     ):
-        label.set_bbox({"fc": "white", "ec": "none", "pad": 1})
+        label.set_bbox({"fc": PAPER, "ec": "none", "pad": 1})
     axes.set_xlim(0, max([1.25, *[1.35 * share for share in shares]]))
-    axes.set_xlabel("share of the aim (the dashed line)")
+    axes.set_xlabel("share of the aim (the red line; red bars are beyond it)")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     return figure

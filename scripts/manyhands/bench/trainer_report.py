@@ -102,7 +102,7 @@ def plot(found):
     """Bars: tokens/s as a multiple of the plain loop's, with the range of the rounds."""
     from matplotlib.figure import Figure
 
-    from manyhands.figures import INK, QUIET, RANK_COLOURS
+    from manyhands.figures.looks import EDGE, INK, LIMIT, PAPER, QUIET
 
     shown = [one for one in found.rows if one.ratio]
     figure = Figure(figsize=(7, 0.9 + 0.32 * max(1, len(shown))), layout="constrained")
@@ -112,18 +112,16 @@ def plot(found):
         [one.ratio.median - one.ratio.least for one in shown],
         [one.ratio.most - one.ratio.median for one in shown],
     ]
-    axes.barh(
-        [one.row.name for one in shown], medians, color=RANK_COLOURS[0], xerr=spread, ecolor=QUIET, capsize=2
-    )
+    axes.barh([one.row.name for one in shown], medians, color=EDGE, xerr=spread, ecolor=QUIET, capsize=2)
     reach = max([1.2, *[one.ratio.most for one in shown]])
     for i, one in enumerate(shown):
         label = f"{one.ratio.median:.2f}: {one.tokens_per_s.median:,.0f} tokens/s"
         text = axes.text(one.ratio.most + 0.02 * reach, i, label, va="center", size=8)
-        text.set_bbox({"fc": "white", "ec": "none", "pad": 1})
+        text.set_bbox({"fc": PAPER, "ec": "none", "pad": 1})
     axes.axvline(1, color=INK, lw=1.2)
-    axes.axvline(TWO_AIM, color=INK, lw=1.2, ls="--")
+    axes.axvline(TWO_AIM, **LIMIT)
     axes.set_xlim(0, 1.4 * reach)
-    axes.set_xlabel(f"tokens/s / the plain loop's; dashed: the aim of 2 ranks, {TWO_AIM:g}")
+    axes.set_xlabel(f"tokens/s / the plain loop's; red: the aim of 2 ranks, {TWO_AIM:g}")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     return figure

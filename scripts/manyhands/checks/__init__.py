@@ -49,6 +49,9 @@ class Verdict(str):
 def exercise(number, title, timeout_s=TIMEOUT_S):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
+    `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE that the
+    learner writes.
+
     The check is called by all ranks as `check(answer, ranks, solution=False, **given)`. It says its verdict on rank 0
     and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
     NotImplementedError), or the sentence of the lowest rank that found a fault. `ranks` None judges in this process
@@ -61,7 +64,8 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
             with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
                 verdict = _judge(body, answer, ranks, given, group, timeout_s)
             verdict = _agree(verdict, ranks)
-            label = f"{'solution' if solution else 'exercise'} {number} ({title})"
+            kind = "exercise" if str(number).isdigit() else "build"
+            label = f"{'solution' if solution else kind} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
             if ranks is None or ranks.rank == 0:
                 say(f"{label}: {shown}")

@@ -3,8 +3,7 @@
     python -m manyhands.figures            # redraw assets/*.svg, the same bytes each time
 
 A module of `lessons` holds the figures of one lesson: `FIGURES = {"02_broadcast": Drawing(function, alt), ...}`. A figure
-is a white rounded card, so that it reads on light and dark pages; each rank has one colour everywhere, its number is always
-written too, and communication is hatched, so that it reads in black and white.
+is a white rounded card, so that it reads on light and dark pages; what its colours and hatches mean stands in `looks`.
 
 Coordinates are in units of 0.1 inch, from the top left corner, y downwards; texts are measured in points.
 """
@@ -16,22 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.course.folders import ASSETS
-
-INK = "#1a1a1a"  # lines and text
-QUIET = "#666666"  # what is said in passing
-PAPER = "#ffffff"
-GREY = "#d9d9d9"  # a thing that is no rank's
-RANK_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#000000",
-)  # Okabe and Ito 2008
-HATCH = "////"  # communication
+from manyhands.figures.looks import FAINT, INK, PAPER, rank_colour, tint
 
 
 @dataclass(frozen=True)
@@ -40,17 +24,6 @@ class Drawing:
 
     draw: Callable
     alt: str
-
-
-def rank_colour(rank):
-    """The colour of a rank; after eight they repeat."""
-    return RANK_COLOURS[rank % len(RANK_COLOURS)]
-
-
-def tint(colour, strength=0.25):
-    """`colour` mixed into white: strength 1 is the colour, 0 is white. Returns #rrggbb."""
-    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(255 - (255 - part) * strength):02x}" for part in parts)
 
 
 def card(width, height, title=None):
@@ -66,7 +39,7 @@ def card(width, height, title=None):
     corner = "round,pad=0,rounding_size=1.2"
     axes.add_patch(
         FancyBboxPatch(
-            (0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec="#c8c8c8", lw=1, zorder=0
+            (0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec=FAINT, lw=1, zorder=0
         )
     )
     if title:

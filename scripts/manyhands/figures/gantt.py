@@ -1,12 +1,6 @@
 """A Gantt chart of all ranks: compute solid in the rank's colour, communication hatched, waiting outlined."""
 
-from manyhands.figures import HATCH, INK, rank_colour, tint
-
-LOOKS = {  # so that the lanes differ without colour
-    "compute": {"ec": INK},
-    "communication": {"ec": INK, "hatch": HATCH},
-    "waiting": {"fc": "none", "ec": "#888888", "ls": ":"},
-}
+from manyhands.figures.looks import ACTIVITIES, GREY, PAPER, of_rank
 
 
 def gantt(spans, title, virtual=False, until_s=None):
@@ -26,19 +20,15 @@ def gantt(spans, title, virtual=False, until_s=None):
     figure = Figure(figsize=(8, 1.5 + 0.62 * max(len(ranks), 1)), layout="constrained")
     axes = figure.subplots()
     for span in spans:
-        colour, top = (
-            rank_colour(span.rank),
-            ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36),
-        )
-        look = {"compute": {"fc": colour}, "communication": {"fc": tint(colour, 0.3)}}.get(span.lane, {})
+        top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
         length = span.end_s - span.start_s
         axes.broken_barh(
-            [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **LOOKS[span.lane], **look
+            [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane)
         )
         if span.lane != "waiting" and length > 0.0095 * longest * len(
             span.name
         ):  # the name fits into the box
-            ground = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
+            ground = {"boxstyle": "round,pad=0.1", "fc": PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) * scale
             axes.text(middle, top + 0.18, span.name, fontsize=7, ha="center", va="center", bbox=ground)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
@@ -46,8 +36,8 @@ def gantt(spans, title, virtual=False, until_s=None):
     axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
     axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
     axes.spines[["top", "right"]].set_visible(False)
-    present = [lane for lane in LOOKS if any(span.lane == lane for span in spans)]
+    present = [lane for lane in ACTIVITIES if any(span.lane == lane for span in spans)]
     if present:
-        keys = [Patch(**{"fc": "#bbbbbb", **LOOKS[lane]}, label=lane) for lane in present]
+        keys = [Patch(**{"fc": GREY, **ACTIVITIES[lane]}, label=lane) for lane in present]
         figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -8,6 +8,8 @@ black and white and by colour-blind eyes. Where cells are few, the numbers stand
 
 import math
 
+from manyhands.figures.looks import HEAT, PAPER, QUIET
+
 MOST_NUMBERS = 160  # cells with a number in them; beyond that they would touch
 MOST_TICKS = 17
 MOST_LINES = 40  # between columns, or rows
@@ -44,11 +46,11 @@ def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False,
     axes = figure.subplots()
     span = (lowest, highest if highest > lowest else lowest + 1)
     image = axes.imshow(
-        values_RS, cmap="YlGnBu", vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest"
+        values_RS, cmap=HEAT, vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest"
     )
     _grid(axes, R, S)
     for r, s in np.argwhere(~np.isfinite(values_RS)):
-        axes.text(s, r, "×", ha="center", va="center", color="#666666")
+        axes.text(s, r, "×", ha="center", va="center", color=QUIET)
     if R * S <= MOST_NUMBERS:
         _write_numbers(axes, values_RS, image)
     axes.set_yticks(*_ticks(R, lambda r: f"{rows} {r}"))
@@ -71,10 +73,10 @@ def _grid(axes, R, S):
     """White lines between cells that are large enough, no frame."""
     if S <= MOST_LINES:
         axes.set_xticks([s - 0.5 for s in range(1, S)], minor=True)
-        axes.grid(which="minor", axis="x", color="white", lw=1.0)
+        axes.grid(which="minor", axis="x", color=PAPER, lw=1.0)
     if R <= MOST_LINES:
         axes.set_yticks([r - 0.5 for r in range(1, R)], minor=True)
-        axes.grid(which="minor", axis="y", color="white", lw=1.0)
+        axes.grid(which="minor", axis="y", color=PAPER, lw=1.0)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
 

@@ -5,6 +5,8 @@ Series have shades and markers, not the ranks' colours: a curve here is a run, a
 
 import math
 
+from manyhands.figures.looks import EDGE, GREY, INK, QUIET
+
 
 def times_read(readers):
     """Histograms of runs side by side: above how often a sequence was read, below by how many ranks.
@@ -20,7 +22,7 @@ def times_read(readers):
             (top, [len(ranks) for ranks in by], "times read", range(2, 13, 2)),
             (bottom, [len(set(ranks)) for ranks in by], "different ranks that read it", range(1, 5)),
         ):
-            axes.hist(numbers, bins=[x - 0.5 for x in range(1, 14)], color="#999999", edgecolor="black")
+            axes.hist(numbers, bins=[x - 0.5 for x in range(1, 14)], color=GREY, edgecolor=INK)
             axes.set(xlabel=what, ylabel="sequences", title=f"run {name}", ylim=(0, 250), xticks=ticks)
             axes.set_xlim(0.4, ticks[-1] + 0.6)
     return figure
@@ -40,9 +42,9 @@ def differences(kinds, limit):
         for n, marker in zip(sorted(runs)[1:], "os^", strict=False):
             apart = (runs[n] - runs[1]).abs().cpu().double()
             apart[apart == 0] = math.nan
-            axes.semilogy(apart, marker, color="black", mfc=face, ms=6, label=f"{name}, n={n}")
-    axes.axhline(limit, color="#999999", lw=1)
-    axes.text(0, 1.4 * limit, f"{limit:g}", color="#666666")
+            axes.semilogy(apart, marker, color=INK, mfc=face, ms=6, label=f"{name}, n={n}")
+    axes.axhline(limit, color=EDGE, lw=1)
+    axes.text(0, 1.4 * limit, f"{limit:g}", color=QUIET)
     axes.set(xlabel="update", ylabel="|loss - loss of n=1|", title="the same training on n ranks")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
@@ -82,7 +84,7 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    grey = {"color": "#999999", "ls": ":"}
+    grey = {"color": EDGE, "ls": ":"}
     left.loglog(sizes, 1e3 * np.array(virtual_s), "ko", label="measured (virtual)")
     looks = ({"color": "k", "lw": 1}, {"color": "k", "ls": "--", "lw": 1}, grey)
     for (name, seconds), look in zip(curves_s.items(), looks, strict=True):
@@ -92,7 +94,7 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)")
     looks = ({"marker": "o"}, {"ls": "--", "lw": 1}, {"marker": "s", "mfc": "white"})
     for (name, values), look in zip(speed_ups.items(), looks, strict=True):
-        right.plot(sizes, values, color="black", label=name, **look)
+        right.plot(sizes, values, color=INK, label=name, **look)
     right.plot(sizes, sizes, label="ideal", **grey)
     right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes, ylim=0)
     for axes in (left, right):

@@ -1,17 +1,8 @@
 """The picture of a memory timeline: stacked areas over the events of a step."""
 
-from manyhands.figures import INK, QUIET
+from manyhands.figures.looks import BYTES, INK, PAPER, PREDICTED, QUIET
 
-# bottom to top, what lasts first. Colours of kinds, not of ranks: neither of them alone says what an area is
-LOOKS = {
-    "parameters": ("#4d4d4d", ""),
-    "optimizer": ("#8c8c8c", "...."),
-    "gradients": ("#a6761d", "\\\\\\\\"),
-    "activations": ("#c7e0b4", "////"),
-    "gathered": ("#b3a2d0", "xxxx"),
-    "copies": ("#e6d5ef", "||||"),
-    "other": ("#f4f4f4", "----"),
-}
+HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 
 
 def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=None):
@@ -29,8 +20,8 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     if not samples:
         raise ValueError("there are no samples yet: a MemoryTimeline has them when its block has ended")
     predicted = predicted or {}
-    if unknown := [kind for kind in predicted if kind not in LOOKS]:
-        raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(LOOKS)}")
+    if unknown := [kind for kind in predicted if kind not in BYTES]:
+        raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(BYTES)}")
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
@@ -38,7 +29,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
         (s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1
     )
     events, floor, keys = range(len(samples)), [0.0] * len(samples), []
-    for kind, (colour, hatch) in LOOKS.items():
+    for kind, (colour, hatch) in BYTES.items():
         heights = [sample.bytes.get(kind, 0) / scale for sample in samples]
         if kind in predicted:
             _predict(axes, floor, heights, predicted[kind] / scale)
@@ -49,7 +40,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
         keys.append(Patch(fc=colour, ec=INK, lw=0.4, hatch=hatch, label=kind))
         floor = top
     if predicted:
-        keys.append(Line2D([], [], color="#D55E00", lw=2, ls="--", label="predicted"))
+        keys.append(Line2D([], [], **HERE, label="predicted"))
     if allocator_peak:
         axes.axhline(allocator_peak / scale, color=INK, lw=1.5, ls=":", zorder=4)
         keys.append(Line2D([], [], color=INK, lw=1.5, ls=":", label="allocator's peak"))
@@ -77,8 +68,8 @@ def _predict(axes, floor, heights, value):
         end += 1
     least = max(1, round(0.04 * last))
     begin, end = max(0, min(begin, at - least)), min(last, max(end, at + least))
-    line = axes.plot([begin, end], [floor[at] + value] * 2, color="#D55E00", lw=2, ls="--", zorder=5)[0]
-    line.set_path_effects([Stroke(linewidth=4.5, foreground="white"), Normal()])  # seen on any hatching
+    line = axes.plot([begin, end], [floor[at] + value] * 2, **HERE, zorder=5)[0]
+    line.set_path_effects([Stroke(linewidth=4.5, foreground=PAPER), Normal()])  # seen on any hatching
 
 
 def _phases(axes, phases):

@@ -3,14 +3,7 @@
 Series have shades and markers, not the ranks' colours: a curve here is a library or an algorithm.
 """
 
-from manyhands.figures import INK, QUIET
-
-STYLES = (
-    {"color": INK, "marker": "o", "ls": "-"},
-    {"color": "#8a8a8a", "marker": "s", "ls": "-"},
-    {"color": "#7f1d1d", "marker": "^", "ls": "-"},
-    {"color": "#4c1d95", "marker": "D", "ls": "-"},
-)
+from manyhands.figures.looks import ALTERNATIVES, QUIET
 
 
 def against_size(sizes_b, measured, predicted, title, unit="measured"):
@@ -29,7 +22,7 @@ def against_size(sizes_b, measured, predicted, title, unit="measured"):
     positive = any(s > 0 for seconds in measured.values() for s in seconds)
     times.set(xscale="log", yscale="log" if positive else "linear")
     found = []
-    for name, style in zip(names, STYLES, strict=False):
+    for name, style in zip(names, ALTERNATIVES, strict=False):
         if name in predicted:
             label = None if name in measured else name
             line = {**style, "marker": "", "ls": ":" if name in measured else "--", "lw": 1.6}
@@ -67,7 +60,7 @@ def bandwidths(sizes_b, measured, factor, title):
     panels = figure.subplots(1, 2, sharey=True)
     names = ("algorithm bandwidth: bytes / time", f"bus bandwidth: × {factor:g}")
     for axes, name, times in zip(panels, names, (1, factor), strict=True):
-        for (series, seconds), style in zip(measured.items(), STYLES, strict=False):
+        for (series, seconds), style in zip(measured.items(), ALTERNATIVES, strict=False):
             rate = [times * b / s / 1e6 if s else 0 for b, s in zip(sizes_b, seconds, strict=True)]
             axes.semilogx(sizes_b, rate, ms=5, label=series, **style)
         axes.set(xlabel="bytes", title=name)

@@ -15,7 +15,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from manyhands.figures import RANK_COLOURS
+from manyhands.figures.looks import RANK_COLOURS
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.hands import current_ranks
 

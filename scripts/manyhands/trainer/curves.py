@@ -12,11 +12,11 @@ import math
 import sys
 from pathlib import Path
 
+from manyhands.figures.looks import TRAINING, VALIDATION
 from manyhands.runs.screen import text_curves, write
 from manyhands.trainer.run_header import screen_width
 
 PLOT_WIDTH = 100  # at most, in characters
-TRAIN, VALIDATION = "#0072B2", "#D55E00"  # Okabe and Ito 2008
 
 
 def read_rows(folder):
@@ -83,15 +83,15 @@ def png(rows, path):
     figure = Figure(figsize=(8, 9), layout="constrained")
     FigureCanvasAgg(figure)
     loss, norm, speed = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
-    loss.plot(*series(rows, "loss"), color=TRAIN, lw=1.2, label="training batch")
+    loss.plot(*series(rows, "loss"), **TRAINING, label="training batch")
     steps, values = series(rows, "val_loss")
     if steps:
-        loss.plot(steps, values, "o-", color=VALIDATION, ms=4, lw=1.2, label="validation")
+        loss.plot(steps, values, **VALIDATION, label="validation")
     loss.set_ylabel("loss, nats per token")
     loss.legend(frameon=False)
-    norm.plot(*series(rows, "grad_norm"), color=TRAIN, lw=1.2)
+    norm.plot(*series(rows, "grad_norm"), **TRAINING)
     norm.set_ylabel("gradient norm")
-    speed.plot(*speeds(rows), color=TRAIN, lw=1.2)
+    speed.plot(*speeds(rows), **TRAINING)
     speed.set(ylabel="tokens/s, all ranks", xlabel="step", ylim=(0, None))
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
     for axes in (loss, norm, speed):

@@ -3,12 +3,11 @@
 import html
 import math
 
-from manyhands.figures import INK, QUIET, card, tint, write
+from manyhands.figures import card, write
+from manyhands.figures.looks import FIELDS, INK, PAPER, QUIET, tint
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
-# not colours of ranks: fields differ by their hatching and labels too
-FIELDS = (("sign", "#8c8c8c", ""), ("exponent", "#a6761d", "////"), ("fraction", "#1b7837", ""))
 EXAMPLES = {
     "pi": math.pi, "a tenth": 0.1, "1 + 1/128": 1 + 2**-7, "1 + 1/256": 1 + 2**-8, "65504, fp16's largest": 65504.0,
     "70000": 70000.0, "1e-5, a small gradient": 1e-5, "6e-8, fp16's smallest": 5.96e-8, "1e-8": 1e-8, "1e-40": 1e-40,
@@ -50,7 +49,7 @@ def _bit(axes, x, y, bit, colour, hatch):
     axes.add_patch(Rectangle((x, y), UNITS - 0.2, 2.6, fc=fill, ec=colour, lw=0.8, zorder=2))
     if hatch:
         axes.add_patch(
-            Rectangle((x, y + 2.75), UNITS - 0.2, 0.5, fc="white", ec=colour, lw=0.4, hatch=hatch, zorder=2)
+            Rectangle((x, y + 2.75), UNITS - 0.2, 0.5, fc=PAPER, ec=colour, lw=0.4, hatch=hatch, zorder=2)
         )
     write(axes, x + UNITS / 2 - 0.1, y + 1.4, bit, size=9, colour=INK, family="monospace")
 

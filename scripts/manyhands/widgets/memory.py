@@ -2,8 +2,7 @@
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
-from manyhands.figures import INK
-from manyhands.figures.memory_stack import LOOKS
+from manyhands.figures.looks import BYTES, INK, LIMIT
 from manyhands.gpt.model import GPTConfig
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.bytes_per_parameter import RECIPES, as_recipe
@@ -72,7 +71,7 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     for name, bar in bars.items():
         left = 0
         for kind, n_bytes in bar.items():
-            colour, hatch = LOOKS[LOOK_OF[kind]]
+            colour, hatch = BYTES[LOOK_OF[kind]]
             drawn[kind] = axes.barh(
                 name, n_bytes / scale, left=left, fc=colour, ec=INK, lw=0.5, hatch=hatch, zorder=2
             )
@@ -81,12 +80,12 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
         axes.text(left, name, f"  {_number(left)} {shown}{note}", va="center", zorder=4)
     right = longest * 1.32
     if device and device_bytes / scale < right:
-        axes.axvline(device_bytes / scale, color="#D55E00", lw=2, ls="--", zorder=3)
+        axes.axvline(device_bytes / scale, **LIMIT, zorder=3)
         axes.text(
             device_bytes / scale,
             1.01,
             f"{device:g} {unit}",
-            color="#D55E00",
+            color=LIMIT["color"],
             ha="center",
             transform=axes.get_xaxis_transform(),
         )

@@ -2,7 +2,8 @@
 
 from math import ceil
 
-from manyhands.figures import INK, QUIET, card, tint, write
+from manyhands.figures import card, write
+from manyhands.figures.looks import INK, PAPER, QUIET, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 UNITS = {"GB": 10**9, "GiB": 2**30}
@@ -48,7 +49,7 @@ def _boxes(axes, y, n, filling, chosen, wide):
     """n boxes of width `wide`, `filling` of them full; beyond MOST_BOXES they are one long box."""
     from matplotlib.patches import Rectangle
 
-    fill = tint("#1b7837" if chosen else QUIET, 0.45)
+    fill = tint(INK if chosen else QUIET, 0.45)
     if n > MOST_BOXES:
         axes.add_patch(Rectangle((2, y), wide * filling, 4, fc=fill, ec=INK, lw=0.7, zorder=2))
         write(axes, 46, y + 2, f"{n:,}", weight="bold")
@@ -58,7 +59,7 @@ def _boxes(axes, y, n, filling, chosen, wide):
         x, full = 2 + wide * i, (wide - gap) * min(1.0, filling - i)
         axes.add_patch(Rectangle((x, y), full, 4, fc=fill, lw=0, zorder=2))
         axes.add_patch(  # what is left free
-            Rectangle((x + full, y), wide - gap - full, 4, fc="white", ec=QUIET, lw=0, hatch="////", zorder=2)
+            Rectangle((x + full, y), wide - gap - full, 4, fc=PAPER, lw=0, zorder=2)
         )
         axes.add_patch(Rectangle((x, y), wide - gap, 4, fill=False, ec=INK, lw=0.7, zorder=3))
 

@@ -2,7 +2,8 @@
 
 import itertools
 
-from manyhands.figures import INK, QUIET, Drawing, arrow, card, cell, rank_box, rank_colour, write
+from manyhands.figures import Drawing, arrow, card, cell, rank_box, write
+from manyhands.figures.looks import FAINT, INK, QUIET, rank_colour
 
 N = 4
 NUMBERS = (3, 1, 4, 2)  # what ranks 0 to 3 hold in the warm-up
@@ -38,7 +39,7 @@ def _row(axes, rank, y, cells, width=3.2):
 def _nothing(axes, x, y, width):
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x, y), width, 3.2, fc="none", ec="#b0b0b0", lw=1, ls=(0, (2, 2)), zorder=1))
+    axes.add_patch(Rectangle((x, y), width, 3.2, fc="none", ec=FAINT, lw=1, ls=(0, (2, 2)), zorder=1))
 
 
 def _between(axes, source, target, parts=(1, 1)):

@@ -1,20 +1,7 @@
 """Figures of lesson 03: copies that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
 
-from manyhands.figures import (
-    GREY,
-    HATCH,
-    INK,
-    QUIET,
-    Drawing,
-    arrow,
-    box,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, GREY, HATCH, INK, QUIET, rank_colour, tint
 
 
 def two_copies():
@@ -185,7 +172,7 @@ def rank_0_evaluates():
         if rank == 0:
             box(axes, split, y, end - split, 3.8, "evaluate, sample, save", face=tint(colour, 0.5))
         else:
-            box(axes, split, y, end - split, 3.8, "wait", edge="#888888", dotted=True)
+            box(axes, split, y, end - split, 3.8, "wait", edge=EDGE, dotted=True)
     for x, label in ((left, "0 s"), (split, "28 s"), (end, "69 s")):
         write(axes, x, 25.6, label, size=9)
     write(axes, (split + end) / 2, 27.6, "59 % of the cycle", weight="bold")

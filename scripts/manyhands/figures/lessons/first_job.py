@@ -1,8 +1,7 @@
 """Figures of lesson 04: a cluster, a terminal, a job file, a job's life, and a queue with and without overtaking."""
 
-from manyhands.figures import INK, PAPER, QUIET, Drawing, arrow, card, rank_box, rank_colour, tint, write
-
-GROUND = "#f2f2f2"
+from manyhands.figures import Drawing, arrow, card, rank_box, write
+from manyhands.figures.looks import FAINT, GROUND, INK, PAPER, QUIET, rank_colour, tint
 
 
 def _box(axes, x, y, width, height, text="", fill=GROUND, edge=QUIET, size=10, **kwargs):
@@ -59,8 +58,8 @@ def _cluster():
 
 def _terminal():
     figure, axes = card(76, 31, "what a terminal shows")
-    _box(axes, 2, 5, 39, 23, fill="#202020", edge=INK)
-    white, prompt = "#f5f5f5", "#8fd3ff"
+    _box(axes, 2, 5, 39, 23, fill=INK, edge=INK)
+    white, prompt = GROUND, FAINT
     lines = [
         ("ada@login1:~/many-hands$", " ls jobs"),
         (None, "ddp_shakespeare.pbs  README.md"),

@@ -1,39 +1,24 @@
 """Figures of lesson 01: two reasons to distribute, a GPT with its parameters, bytes, MFU, what is kept, floats."""
 
-from manyhands.figures import (
-    GREY,
-    HATCH,
-    INK,
-    PAPER,
-    QUIET,
-    Drawing,
-    arrow,
-    box,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
-from manyhands.figures.memory_stack import LOOKS
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import BYTES, FAINT, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 # kinds of bytes have the looks of a memory timeline: they differ by hatching as well as by colour
 WEIGHTS, GRADIENTS, MASTER, MOMENTS, CAST = (
-    LOOKS["parameters"],
-    LOOKS["gradients"],
-    LOOKS["copies"],
-    LOOKS["optimizer"],
+    BYTES["parameters"],
+    BYTES["gradients"],
+    BYTES["copies"],
+    BYTES["optimizer"],
     (PAPER, "++++"),
 )
-KEPT = LOOKS["activations"]
+KEPT = BYTES["activations"]
 
 
 def two_reasons():
     figure, axes = card(92, 34, "one device is not enough, for one of two reasons")
     write(axes, 23, 6.6, "too much data: copies of the model", weight="bold")
     write(axes, 69, 6.6, "too large a model: parts of it", weight="bold")
-    axes.plot([46, 46], [5.5, 31.5], color="#c8c8c8", lw=1.2, zorder=1)
+    axes.plot([46, 46], [5.5, 31.5], color=FAINT, lw=1.2, zorder=1)
     for rank in range(3):
         x = 4 + 13.5 * rank
         for row in range(2):

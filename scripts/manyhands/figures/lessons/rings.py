@@ -2,19 +2,8 @@
 
 import itertools
 
-from manyhands.figures import (
-    HATCH,
-    INK,
-    QUIET,
-    Drawing,
-    arrow,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
+from manyhands.figures import Drawing, arrow, card, cell, rank_box, write
+from manyhands.figures.looks import FAINT, HATCH, INK, QUIET, rank_colour, tint
 
 N = 4
 
@@ -203,7 +192,7 @@ def hierarchical():
 def _box(axes, x, y, label):
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x, y), 11, 14, fc=tint(INK, 0.04), ec="#b0b0b0", lw=1, zorder=0.5))
+    axes.add_patch(Rectangle((x, y), 11, 14, fc=tint(INK, 0.04), ec=FAINT, lw=1, zorder=0.5))
     write(axes, x + 5.5, y + 1.2, label, size=8, colour=QUIET)
 
 

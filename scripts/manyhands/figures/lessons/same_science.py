@@ -1,20 +1,7 @@
 """Figures of lesson 05: means, batches, decks and dice, an order that goes on, long steps, noise, scaling, reading."""
 
-from manyhands.figures import (
-    GREY,
-    HATCH,
-    INK,
-    QUIET,
-    Drawing,
-    arrow,
-    box,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, FAINT, GREY, HATCH, INK, QUIET, rank_colour, tint
 
 
 def token_mean():
@@ -24,7 +11,7 @@ def token_mean():
         for i, loss in enumerate(losses):
             cell(axes, 13 + 5 * i, y + 0.5, loss, rank, width=4.4, height=4, size=12)
         arrow(axes, (29, y + 2.5), (35, y + 2.5), colour=rank_colour(rank))
-        box(axes, 35.5, y, 14, 5, f"mean {mean}", edge="#888888", dotted=True)
+        box(axes, 35.5, y, 14, 5, f"mean {mean}", edge=EDGE, dotted=True)
         box(axes, 35.5, y + 5.2, 14, 2.8, f"sum {sum(losses)}, count {len(losses)}", size=9)
     write(axes, 70, 8.5, "mean of means: (2 + 6) / 2 = 4", colour=QUIET)
     write(axes, 70, 12.2, "sums and counts:", weight="bold")
@@ -63,7 +50,7 @@ def two_splits():
             cell(axes, x + 2.9 * k - 0.1, 21.4, deck[rank + 4 * k], rank, width=2.7, height=3.4, size=9)
     write(axes, 22, 28, "each sequence once per epoch", weight="bold")
     write(axes, 22, 31, "a new order needs the epoch in the seed", colour=QUIET, size=9)
-    axes.plot([45.5, 45.5], [6, 33], color="#c8c8c8", lw=1)
+    axes.plot([45.5, 45.5], [6, 33], color=FAINT, lw=1)
     drawn = ((4, 9, 4), (11, 0, 7), (2, 9, 5), (8, 1, 0))
     write(axes, 68, 6.2, "the whole deck, for everyone", colour=QUIET, size=9)
     for i in range(12):
@@ -109,7 +96,7 @@ def one_long_step():
             turn = angle * (1 - bend * step / 4)
             x, y = x + 3.6 * np.cos(turn), y + 3.6 * np.sin(turn) + noise
             path.append((x, y))
-        axes.plot(*zip(*path, strict=True), "o-", color="#777777", lw=1.5, ms=4, zorder=3)
+        axes.plot(*zip(*path, strict=True), "o-", color=EDGE, lw=1.5, ms=4, zorder=3)
         end = (left + 3 + 8 * 3.6 * np.cos(angle), 11.5 + 8 * 3.6 * np.sin(angle))
         arrow(axes, path[0], end)
         write(axes, left + 27, 28.6, "one step, 8 × the rate", size=9)
@@ -130,7 +117,7 @@ def noise():
         box(axes, left, 8, 26, 18)
         write(axes, left + 13, 6.2, f"batches of {size}", weight="bold")
         for dx, dy in draw * 4 / np.sqrt(size):
-            arrow(axes, (left + 4, 17), (left + 17 + dx, 17 + 0.8 * dy), colour="#999999", style="->")
+            arrow(axes, (left + 4, 17), (left + 17 + dx, 17 + 0.8 * dy), colour=EDGE, style="->")
         arrow(axes, (left + 4, 17), (left + 17, 17))
     write(
         axes,
@@ -210,7 +197,7 @@ def straggler():
             face=colour,
         )
         if not slow:
-            box(axes, 29, y, 36, 3.8, "wait", edge="#888888", dotted=True)
+            box(axes, 29, y, 36, 3.8, "wait", edge=EDGE, dotted=True)
         box(axes, 65, y, 12, 3.8, "average", hatch=HATCH, size=9)
     write(axes, 46, 25.3, "the culprit is the one that never waits", size=9, colour=QUIET)
     return figure

@@ -1,9 +1,10 @@
 """Figures of lesson 00: processes, nodes, launchers, clocks."""
 
-from manyhands.figures import INK, QUIET, Drawing, arrow, card, cell, rank_box, rank_colour, tint, write
+from manyhands.figures import Drawing, arrow, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, GROUND, INK, PAPER, QUIET, rank_colour, tint
 
 
-def _box(axes, x, y, width, height, text="", colour=INK, fill="#f4f4f4", size=10, **kwargs):
+def _box(axes, x, y, width, height, text="", colour=INK, fill=GROUND, size=10, **kwargs):
     """A plain rounded box with a text in its middle: a program, a file, a node."""
     from matplotlib.patches import FancyBboxPatch
 
@@ -42,7 +43,7 @@ def _nodes():
     figure, axes = card(72, 29, "Two nodes of four ranks: a world of eight")
     for node in range(2):
         left = 3 + 34 * node
-        _box(axes, left, 5, 32, 18.5, fill="#fafafa", colour="#9a9a9a")
+        _box(axes, left, 5, 32, 18.5, fill=GROUND, colour=EDGE)
         write(axes, left + 16, 7, f"node {node}", weight="bold")
         for local in range(4):
             rank = 4 * node + local
@@ -64,9 +65,9 @@ def _launchers():
         y = 6.5 + 7.5 * row
         _box(axes, 3, y, 10, 5, name, weight="bold")
         arrow(axes, (13.2, y + 2.5), (18.8, y + 2.5))
-        _box(axes, 19, y, 19, 5, variables, fill="#ffffff", size=8.5, family="monospace")
+        _box(axes, 19, y, 19, 5, variables, fill=PAPER, size=8.5, family="monospace")
         arrow(axes, (38.2, y + 2.5), (43.8, 16.5 - 1.5 + 1.5 * row))
-    _box(axes, 44, 13.5, 8.5, 6, "join()", fill="#ffffff", weight="bold", family="monospace")
+    _box(axes, 44, 13.5, 8.5, 6, "join()", fill=PAPER, weight="bold", family="monospace")
     arrow(axes, (52.7, 16.5), (56.6, 16.5))
     for rank, (x, y) in enumerate([(57.5, 9), (65, 9), (57.5, 18), (65, 18)]):
         rank_box(axes, rank, x, y, 6, 5, label=str(rank))
@@ -80,14 +81,14 @@ def _launchers():
 def _worlds():
     figure, axes = card(70, 24, "Four processes are not yet a world of four")
     write(axes, 17, 6, "one world of four", weight="bold")
-    _box(axes, 3, 8, 29, 8, fill="#ffffff", colour="#9a9a9a")
+    _box(axes, 3, 8, 29, 8, fill=PAPER, colour=EDGE)
     for rank in range(4):
         rank_box(axes, rank, 4.2 + 6.9 * rank, 9.5, 6, 5, label=f"{rank} of 4")
     write(axes, 17, 19, "an all-reduce of 1 gives 4", size=9.5)
     write(axes, 52, 6, "four worlds of one", weight="bold")
     for rank in range(4):
         x = 37 + 7.6 * rank
-        _box(axes, x, 8, 7.1, 8, fill="#ffffff", colour="#9a9a9a")
+        _box(axes, x, 8, 7.1, 8, fill=PAPER, colour=EDGE)
         rank_box(axes, 0, x + 0.55, 9.5, 6, 5, label="0 of 1")
     write(axes, 52, 19, "an all-reduce of 1 gives 1; nobody complains", size=9.5)
     return figure

@@ -1,20 +1,7 @@
 """Figures of lesson 11: a missing call, a straggler, NaN on its way, a save, resharding, a restart, pre-emption."""
 
-from manyhands.figures import (
-    GREY,
-    HATCH,
-    INK,
-    QUIET,
-    Drawing,
-    arrow,
-    box,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, FAINT, GREY, GROUND, HATCH, INK, QUIET, rank_colour, tint
 
 
 def missing_call():
@@ -26,12 +13,12 @@ def missing_call():
         for i, number in enumerate((9, 10, 11, 12)):
             x = 17 + 10 * i
             if rank == 2 and number == 12:
-                box(axes, x, y, 9, 4, "?", edge="#888888", dotted=True, size=12)
+                box(axes, x, y, 9, 4, "?", edge=EDGE, dotted=True, size=12)
                 write(axes, 58, y + 2, "does something else", ha="left", weight="bold")
             else:
                 cell(axes, x, y, str(number), rank, width=9, height=4, hatch=None)
         if rank != 2:
-            box(axes, 58, y, 22, 4, "waits in number 12", edge="#888888", dotted=True)
+            box(axes, 58, y, 22, 4, "waits in number 12", edge=EDGE, dotted=True)
     write(axes, 17, 27, "number of the all-reduce, in this group", ha="left", size=9, colour=QUIET)
     return figure
 
@@ -44,7 +31,7 @@ def straggler():
             y, own = 6 + 4.8 * rank, length if rank == 2 else 14
             box(axes, x, y, own, 3.8, "compute", face=tint(rank_colour(rank), 0.5), size=9)
             if length > own:
-                box(axes, x + own, y, length - own, 3.8, "wait", edge="#888888", dotted=True, size=9)
+                box(axes, x + own, y, length - own, 3.8, "wait", edge=EDGE, dotted=True, size=9)
             box(axes, x + length, y, 4, 3.8, "", hatch=HATCH)
         write(axes, x + (length + 4) / 2, 26, f"step {step}", size=9)
     for rank in range(4):
@@ -85,7 +72,7 @@ def nan():
 
 def save():
     figure, axes = card(96, 36, "all shards, then the manifest, then one rename")
-    box(axes, 30, 7, 27, 24, "", face="#f4f4f4", edge="#888888", dotted=True)
+    box(axes, 30, 7, 27, 24, "", face=GROUND, edge=EDGE, dotted=True)
     write(axes, 43.5, 9, "step-0006.partial", weight="bold")
     for rank in range(4):
         y = 11 + 4.2 * rank
@@ -98,7 +85,7 @@ def save():
     write(axes, 28.6, 28.2, "2. all tell size and sum", size=9, ha="right")
     arrow(axes, (57.5, 19), (67.5, 19))
     write(axes, 62.5, 16.6, "4. rename", size=9)
-    box(axes, 68, 7, 26, 24, "", face="#f4f4f4")
+    box(axes, 68, 7, 26, 24, "", face=GROUND)
     write(axes, 81, 9, "step-0006", weight="bold")
     for rank in range(4):
         cell(axes, 69.5, 11 + 4.2 * rank, f"rank-{rank}.safetensors", rank, width=23, height=3.6, size=9)
@@ -121,9 +108,7 @@ def reshard():
 
     for cuts, y in (((3, 6, 9), 10), ((6,), 18)):
         for cut in cuts:
-            axes.add_line(
-                Line2D([left + unit * cut] * 2, [y, y + 4], color="#888888", lw=1.2, ls=":", zorder=1)
-            )
+            axes.add_line(Line2D([left + unit * cut] * 2, [y, y + 4], color=EDGE, lw=1.2, ls=":", zorder=1))
     for rank in range(2):
         for part in range(2):
             x = left + unit * (6 * rank + 3 * part + 1.5)
@@ -153,7 +138,7 @@ def restart():
         write(axes, 2, y + 2, name, ha="left", weight="bold")
         for step in range(first, last):
             repeated = name == "life 2" and step < 14
-            box(axes, at(step), y, unit, 4, str(step + 1), face="#b8b8b8" if repeated else "#f0f0f0", size=8)
+            box(axes, at(step), y, unit, 4, str(step + 1), face=FAINT if repeated else GROUND, size=8)
     for step in (6, 12):
         axes.plot([at(step)] * 2, [6, 12], color=INK, lw=2.5, zorder=4)
         write(axes, at(step), 13.2, f"save {step}", size=9, weight="bold")

@@ -1,23 +1,7 @@
 """Figures of lesson 06: two halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
-from manyhands.figures import (
-    GREY,
-    HATCH,
-    INK,
-    PAPER,
-    QUIET,
-    Drawing,
-    arrow,
-    box,
-    card,
-    cell,
-    rank_box,
-    rank_colour,
-    tint,
-    write,
-)
-
-GONE = "#999999"  # the outline of what is not there
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 
 def _share(axes, x, y, width, height, n, held, size=10, text=None):
@@ -28,7 +12,7 @@ def _share(axes, x, y, width, height, n, held, size=10, text=None):
             colour = rank_colour(i)
             box(axes, x + i * piece, y, piece, height, held[i], tint(colour, 0.35), colour, size=size)
         else:
-            box(axes, x + i * piece, y, piece, height, edge=GONE, dotted=True)
+            box(axes, x + i * piece, y, piece, height, edge=EDGE, dotted=True)
     if text:
         write(axes, x + width / 2, y + height / 2, text, size=size)
 
@@ -73,7 +57,7 @@ def stages():
             for _, first, width, hatch in kinds:
                 colour = rank_colour(rank)
                 if stage >= first:
-                    box(axes, x, y, width, 5.6, edge=GONE, dotted=True)
+                    box(axes, x, y, width, 5.6, edge=EDGE, dotted=True)
                     part = width / 5
                     at = x + (0, part, width - part)[column]
                     box(axes, at, y, part, 5.6, face=tint(colour, 0.5), edge=colour, hatch=hatch)
@@ -86,7 +70,7 @@ def stages():
         box(axes, x, 40.4, 3, 2, hatch=hatch)
         write(axes, x + 3.8, 41.4, kind, ha="left", size=9)
         x += 15
-    box(axes, x, 40.4, 3, 2, edge=GONE, dotted=True)
+    box(axes, x, 40.4, 3, 2, edge=EDGE, dotted=True)
     write(axes, x + 3.8, 41.4, "on another rank", ha="left", size=9)
     return figure
 
@@ -192,7 +176,7 @@ def storage():
         _share(axes, x, 18.5, 25, 4.6, 4, dict.fromkeys(range(4), "") if full else {}, size=9)
         for start in (x + 5.7, x + 19.2):
             arrow(
-                axes, (start, 14), (x + 12.5 + (start - x - 12.5) * 0.45, 18.3), colour=INK if full else GONE
+                axes, (start, 14), (x + 12.5 + (start - x - 12.5) * 0.45, 18.3), colour=INK if full else EDGE
             )
         write(axes, x + 12.5, 25, "storage of the row" if full else "0 bytes", size=9, colour=QUIET)
         box(axes, x, 27, 6.2, 3.6, "share", face=tint(rank_colour(0), 0.35), edge=rank_colour(0), size=9)
@@ -283,7 +267,7 @@ def hsdp():
                 if piece == i:
                     cell(axes, x + 4.25 * piece, y + 5.2, f"w{'₀₁₂₃'[i]}", 4 * node + i, width=4.25, height=4)
                 else:
-                    box(axes, x + 4.25 * piece, y + 5.2, 4.25, 4, edge=GONE, dotted=True)
+                    box(axes, x + 4.25 * piece, y + 5.2, 4.25, 4, edge=EDGE, dotted=True)
     for i in range(4):
         arrow(axes, (22.5 + 19.2 * i, 16.6), (22.5 + 19.2 * i, 20.8), style="<|-|>")
     note = "in a node: all-gather weights, reduce-scatter gradients; between nodes (arrows): all-reduce a quarter of the gradients"
