@@ -62,7 +62,7 @@ sync: environment  ## write the notebook or script that was saved last into the 
 reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
 	@$(RUN) -m manyhands.course.handouts reset $(LESSON)
 
-copy: environment  ## TO=/path: the course for attendees, without the instructor's notes
+copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs, notes and solutions
 	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
@@ -96,6 +96,10 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 	  train --train.steps 20; \
 	  train --train.steps 40 --checkpoint.resume must --parallel.strategy fsdp; \
 	  $(RUN) scripts/sample.py "$$where" --length 200
+
+test check: | tests
+tests:
+	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
 	@$(RUN) -m manyhands.machine.login_node "make test"

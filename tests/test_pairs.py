@@ -9,6 +9,7 @@ import jupytext
 import nbformat
 import pytest
 from manyhands.course import handouts, pairs
+from manyhands.course.catch_up import SOLUTIONS
 from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.course.stale_script import stale_script
 
@@ -321,12 +322,11 @@ def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson,
     (copied,) = find_lessons(target)
     assert pairs.difference(copied) is None
     assert {path for path in files(target) if not path.startswith(handouts.ORIGINALS)} == {
-        "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
+        f"{SOLUTIONS}/05_tiny", "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
     }  # fmt: skip
     assert "instructor" not in "".join(
         path.read_text("utf-8") for path in target.rglob("*.*") if path.is_file()
     )
-    assert outputs(copied) == outputs(lesson)
     assert "For the instructor" in lesson.script.read_text("utf-8")
     assert os.listdir(tmp_path / "class") == ["course"]
 
@@ -334,7 +334,7 @@ def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson,
 def test_a_lesson_of_the_copy_can_be_reset_without_git(lesson, tmp_path):
     (copied,) = find_lessons(handouts.copy(tmp_path / "copy", lesson.root))
     handed_out = copied.script.read_bytes()
-    edit(copied.script, "answer = 42", "answer = 'mine'")
+    edit(copied.script, "print(2)", "print('mine')")
     kept = handouts.reset(copied)
     assert copied.script.read_bytes() == handed_out
     assert "'mine'" in (kept / "05_tiny.py").read_text("utf-8")

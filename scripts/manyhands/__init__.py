@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from manyhands.course.catch_up import catch_up
+    from manyhands.course.catch_up import catch_up, show_solution
     from manyhands.launching.join import join, leave, mpi_world, refuse
     from manyhands.launching.launchers import LaunchError
     from manyhands.runs.metrics import Metrics, fingerprint
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
+    "show_solution",
 ]  # fmt: skip
 HOMES = {
     "LaunchError": "launching.launchers", "Metrics": "runs.metrics", "Ranks": "runs.ranks", "catch_up": "course.catch_up",
     "fingerprint": "runs.metrics", "join": "launching.join", "leave": "launching.join", "mpi_world": "launching.join",
     "refuse": "launching.join", "say": "runs.screen", "show": "runs.show",
+    "show_solution": "course.catch_up",
 }  # fmt: skip
 
 

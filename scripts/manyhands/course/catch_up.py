@@ -6,13 +6,20 @@
 
 A section that needs definitions from above starts with such a call, so that it runs after the start cells alone. Nothing is
 written twice: what is defined comes from the cells of the lesson's script. What you have run, or written yourself, stays;
-so in a script nothing happens. Of an exercise's stub and its solution, the solution is taken.
+so in a script nothing happens. Of an exercise's stub and its solution, the solution is taken, also in the place of a stub
+that you have run and not filled in. In an attendee's copy the solutions lie in SOLUTIONS, where nobody stumbles upon them;
+`show_solution(globals(), "exchange")` prints one.
 """
 
 import ast
-from types import SimpleNamespace
+import base64
+import dis
+import zlib
+from types import FunctionType, SimpleNamespace
 
-from manyhands.course.folders import script_of
+from manyhands.course.folders import script_of, write_whole
+
+SOLUTIONS = ".solutions"  # beside scripts/ in an attendee's copy: each lesson as the course has it, packed
 
 
 def catch_up(lesson, *names):
@@ -20,9 +27,31 @@ def catch_up(lesson, *names):
 
     Raises NameError for a name that the lesson does not define.
     """
-    missing = [name for name in names if name not in lesson]
+    missing = [name for name in names if name not in lesson or _is_unwritten(lesson[name])]
     if missing:
         _define(script_of(lesson["ranks"].lesson), missing, lesson)
+
+
+def show_solution(lesson, name):
+    """Print the course's own lines of `name`; `lesson` is the caller's globals(). On several ranks rank 0 prints them.
+
+    Raises NameError for a name that the lesson does not define.
+    """
+    script = script_of(lesson["ranks"].lesson)
+    text, node = _found(script, [name])[name]
+    if lesson["ranks"].rank == 0:
+        print(ast.get_source_segment(text, node))
+
+
+def pack_solutions(text, script):
+    """Keep `text`, the whole lesson, for catch_up in the copy in which `script` is the lesson without solutions."""
+    packed = _packed(script)
+    packed.parent.mkdir(exist_ok=True)
+    write_whole(packed, base64.b64encode(zlib.compress(text.encode(), 9)))
+
+
+def _packed(script):
+    return script.parent.parent / SOLUTIONS / script.stem
 
 
 def taken_from(lesson, *names, **given):
@@ -41,17 +70,32 @@ def taken_from(lesson, *names, **given):
 
 
 def _define(script, names, namespace):
-    body = ast.parse(script.read_text("utf-8")).body
-    found = {
-        node.name: node
-        for node in body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_stub(node)
-    }
+    found = _found(script, names)
+    for name in names:
+        _, node = found[name]
+        # the file's name and lines stay, so that a traceback points into the lesson
+        exec(compile(ast.Module([node], []), script, "exec"), namespace)  # noqa: S102
+
+
+def _found(script, names):
+    """{name: (text of the lesson, node)}: solutions win over stubs. Raises NameError."""
+    text = script.read_text("utf-8")
+    found = _definitions(text)
+    if _packed(script).exists() and any(name not in found for name in names):
+        packed = zlib.decompress(base64.b64decode(_packed(script).read_bytes())).decode()
+        found = _definitions(packed) | found
     for name in names:
         if name not in found:
             raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
-        # the file's name and lines stay, so that a traceback points into the lesson
-        exec(compile(ast.Module([found[name]], []), script, "exec"), namespace)  # noqa: S102
+    return found
+
+
+def _definitions(text):
+    return {
+        node.name: (text, node)
+        for node in ast.parse(text).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_stub(node)
+    }
 
 
 def _is_stub(node):
@@ -62,3 +106,11 @@ def _is_stub(node):
         if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
     ]
     return bool(lines) and isinstance(lines[0], ast.Raise)
+
+
+def _is_unwritten(value):
+    """The same of a function that has been defined: the first thing it does is to raise NotImplementedError."""
+    if not isinstance(value, FunctionType):
+        return False
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(value) if step.opname != "RESUME"]
+    return steps[:1] == [("LOAD_GLOBAL", "NotImplementedError")] and steps[1][0] == "RAISE_VARARGS"

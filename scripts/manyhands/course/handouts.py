@@ -1,28 +1,34 @@
 """Copies of the course: the one that attendees get, and the originals that a lesson can be reset to.
 
-    python -m manyhands.course.handouts copy FOLDER         # the course for attendees, without the instructor's notes
+    python -m manyhands.course.handouts copy FOLDER         # the course for attendees; FOLDER.zip: packed, for a hub
     python -m manyhands.course.handouts reset LESSON ...    # the lesson as it was, one's own work kept in outputs/kept
 
 LESSON is "03" or "03_data_parallel".
+
+An attendee's lessons have no outputs, no notes and no solutions. They run to their end all the same: where a later cell needs
+what an exercise builds, the cell after it takes the attendee's lines, or the course's where these are not there yet.
 """
 
 import argparse
+import ast
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from manyhands.course.catch_up import SOLUTIONS, pack_solutions
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, read
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".ci", ".venv", ".manyhands-env", "outputs", ORIGINALS, "__pycache__", "*.egg-info", ".*_cache", ".hypothesis",
-    ".ipynb_checkpoints",
+    ".git", ".ci", ".venv", ".manyhands-env", "outputs", "tests", ORIGINALS, SOLUTIONS, "__pycache__", "*.egg-info",
+    ".*_cache", ".hypothesis", ".ipynb_checkpoints",
 )  # fmt: skip
 
 
@@ -67,10 +73,10 @@ def _original(path, root):
 
 
 def copy(target, root):
-    """Copy the course below `root` to `target`, a folder that does not exist yet, without the instructor's notes.
+    """Copy the course below `root` to `target`, a folder or a .zip that does not exist yet, as attendees get it.
 
-    Downloaded data comes along, so that the copy needs no network. The folder appears when it is complete. Raises
-    PairError if it exists, lies inside the course, or a lesson's two forms differ.
+    Downloaded data comes along, so that the copy needs no network; the tests, which know the answers, do not. It appears
+    when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's two forms differ.
     """
     target, root = Path(target).expanduser().absolute(), Path(root).absolute()
     if target.exists():
@@ -80,26 +86,78 @@ def copy(target, root):
     for lesson in find_lessons(root):
         check(lesson)
     target.parent.mkdir(parents=True, exist_ok=True)
-    growing = target.with_name(f".{target.name}-{os.getpid()}")
+    growing = target.with_name(f".{target.stem}-{os.getpid()}")
+    packed = growing.with_suffix(".zip")
     try:
-        shutil.copytree(root, growing, ignore=LEFT_OUT, symlinks=True)
-        for lesson in find_lessons(growing):
-            _leave_out_notes(lesson)
-        os.replace(growing, target)
+        course = growing / target.stem if target.suffix == ".zip" else growing
+        shutil.copytree(root, course, ignore=LEFT_OUT, symlinks=True)
+        for lesson in find_lessons(course):
+            _hand_out(lesson)
+        if target.suffix == ".zip":
+            shutil.make_archive(growing, "zip", growing)
+            os.replace(packed, target)
+        else:
+            os.replace(growing, target)
     finally:
         shutil.rmtree(growing, ignore_errors=True)
+        packed.unlink(missing_ok=True)
     return target
 
 
-def _leave_out_notes(lesson):
+def _hand_out(lesson):
+    """Write both forms of a copied lesson as attendees get them, and once more as what `reset` takes."""
+    whole = lesson.script.read_text("utf-8")
+    content = read(lesson.script)
+    content.cells = _for_attendees(content.cells)
     for path, write in ((lesson.notebook, as_notebook), (lesson.script, as_script)):
-        content = read(path)
-        content.cells = [cell for cell in content.cells if "notes" not in cell.metadata.get("tags", [])]
         text = write(content)
         original = lesson.root / ORIGINALS / path.relative_to(lesson.root)
         original.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
         write_whole(original, text)
+    pack_solutions(whole, lesson.script)
+
+
+GO_ON = """{ranks}# stuck, or no time? Without the # the next line prints the course's own lines
+# from manyhands import show_solution; show_solution(globals(), "{name}"){go_on}"""
+
+
+def _for_attendees(cells):
+    """The cells without notes; in place of a solution stands a folded cell that goes on with what the attendee wrote."""
+    handed_out = []
+    for i, cell in enumerate(cells):
+        tags = cell.metadata.get("tags", [])
+        if "notes" in tags:
+            continue
+        names = _functions(cell.source) if "solution" in tags else []
+        if "solution" in tags and not names:
+            continue
+        if names:
+            later = [
+                c.source
+                for c in cells[i + 1 :]
+                if c.cell_type == "code" and "solution" not in c.metadata.get("tags", [])
+            ]
+            used = [name for name in names if any(re.search(rf"\b{name}\b", source) for source in later)]
+            calls = ", ".join(["globals()", *(f'"{name}"' for name in used)])
+            cell.source = GO_ON.format(
+                ranks="%%ranks\n" if re.match(r"%%ranks", cell.source) else "",
+                name=names[0],
+                go_on=f"\ncatch_up({calls})  # yours, or where it is not written yet the course's"
+                if used
+                else "",
+            )
+        handed_out.append(cell)
+    return handed_out
+
+
+def _functions(source):
+    """The functions that a solution's cell defines."""
+    return [
+        node.name
+        for node in ast.parse(re.sub(r"^%%.*$", "", source, flags=re.M)).body
+        if hasattr(node, "name")
+    ]
 
 
 def main(arguments=None):

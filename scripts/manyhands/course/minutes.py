@@ -1,0 +1,104 @@
+"""How many minutes a lesson's CORE takes a learner: an estimate, the same for all lessons, beside what the lesson says.
+
+    python -m manyhands.course.minutes [LESSON ...]
+
+200 words of prose and 20 lines of code per minute, 0.75 minutes per prediction, 3 per build, 5 per exercise. Not counted
+are folded solutions, the instructor's notes, code that is folded, imports and blank lines.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+
+from manyhands.course.lessons import course_here, find_lessons
+from manyhands.course.pairs import PairError, read
+
+WORDS, LINES = 200, 20  # per minute
+PREDICTION, BUILD, EXERCISE = 0.75, 3, 5  # minutes each
+BUDGETS = {"00": 25, "02": 50, "03": 55, "04": 30, "06": 50}  # minutes of the CORE that an agenda is made of
+
+
+@dataclass
+class Section:
+    """A stretch of a section (`##`) that is all CORE or all MORE: minutes as its heading states (or None), and estimated."""
+
+    name: str
+    core: bool
+    stated: int | None
+    minutes: float = 0.0
+
+
+def sections(lesson):
+    """The lesson's sections in order, its head first: one `Section` for each stretch of CORE or MORE."""
+    found = [Section("head", True, None)]
+    for cell in read(lesson.script).cells:
+        tags = cell.metadata.get("tags", [])
+        if "notes" in tags or "solution" in tags:
+            continue
+        if cell.cell_type == "markdown":
+            for level, title in re.findall(r"^(##+) (.*)$", cell.source, re.M):
+                _enter(found, level, title)
+            found[-1].minutes += _reading(cell.source)
+        elif not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            lines = [line for line in cell.source.splitlines() if line.strip()]
+            read_lines = [line for line in lines if not re.match(r"# %%|%%|import |from .* import ", line)]
+            found[-1].minutes += len(read_lines) / LINES
+    return found
+
+
+def _enter(found, level, title):
+    """Begin a section, or a stretch of one: a heading below it that is marked MORE ends CORE up to the next heading."""
+    name, here = re.sub(r" \((CORE|MORE).*", "", title), found[-1]
+    minutes = re.search(r"(\d+) min", title)
+    minutes = int(minutes[1]) if minutes else None
+    if level == "##":
+        found.append(Section(name, "(MORE" not in title, minutes))
+    elif "(MORE" in title or here.core:
+        core = here.core and "(MORE" not in title
+        if core != here.core or minutes is not None:
+            found.append(Section(here.name, core, minutes))
+    elif any(part.core for part in found if part.name == here.name):
+        found.append(Section(here.name, True, minutes))
+
+
+def _reading(text):
+    minutes = PREDICTION * len(re.findall(r"\*\*Predict", text))
+    minutes += BUILD * len(re.findall(r"^#+ Build [A-Z]\b", text, re.M))
+    minutes += EXERCISE * len(re.findall(r"^#+ Exercise \d", text, re.M))
+    prose = re.sub(r"!\[.*?\]\(.*?\)|```.*?```", "", text, flags=re.S)
+    return minutes + len(prose.split()) / WORDS
+
+
+def stated(lesson):
+    """(minutes of the CORE, minutes of everything) as the lesson's head says. Raises PairError where it does not."""
+    head = read(lesson.script).cells[0].source
+    said = re.search(r"\*\*(\d+) minutes\*\*", head), re.search(r"(\d+) with those marked MORE", head)
+    if None in said:
+        raise PairError(
+            f"{lesson.name} does not say its minutes: **50 minutes** ..., 90 with those marked MORE"
+        )
+    return tuple(int(found[1]) for found in said)
+
+
+def main(arguments=None):
+    try:
+        for lesson in find_lessons(course_here(), sys.argv[1:] if arguments is None else arguments):
+            found, (core, everything) = sections(lesson), stated(lesson)
+            estimate = sum(part.minutes for part in found if part.core)
+            whole = sum(part.minutes for part in found)
+            print(
+                f"{lesson.name}: CORE {core} min stated, {estimate:.0f} estimated; all {everything}, {whole:.0f}"
+            )
+            for part in found:
+                said = "-" if part.stated is None else part.stated
+                print(
+                    f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}"
+                )
+    except (PairError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

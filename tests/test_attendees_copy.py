@@ -1,0 +1,124 @@
+"""What attendees get: no output, no note, no line of a solution, links that lead somewhere, and lessons that go on all the same."""
+
+import re
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+from manyhands.course import catch_up as catching_up
+from manyhands.course import handouts, pairs
+from manyhands.course.catch_up import SOLUTIONS, catch_up, show_solution
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
+
+TEXT = {".py", ".md", ".ipynb", ".txt", ".yml", ".toml", ".pbs", ".slurm", ".svg", ".json"}
+LESSONS = find_lessons(ROOT)
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return handouts.copy(tmp_path_factory.mktemp("class") / "course", ROOT)
+
+
+@pytest.fixture(scope="module")
+def texts(course):
+    return {
+        path.relative_to(course): path.read_text("utf-8", errors="replace")
+        for path in course.rglob("*") if path.is_file() and path.suffix in TEXT
+    }  # fmt: skip
+
+
+def lines_of(source):
+    return {line.strip() for line in source.splitlines()}
+
+
+def lines_of_solutions(lesson):
+    """Lines that only a solution of the lesson has, long enough to be nobody else's."""
+    cells = [cell for cell in pairs.read(lesson.script).cells if cell.cell_type == "code"]
+    solutions = [cell for cell in cells if "solution" in cell.metadata.get("tags", [])]
+    elsewhere = set().union(*(lines_of(cell.source) for cell in cells if cell not in solutions))
+    return {
+        line for cell in solutions for line in lines_of(cell.source)
+        if len(line) > 24 and not line.startswith(("def ", "#", "checks.", "return {")) and line not in elsewhere
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_no_file_of_the_copy_has_a_line_of_a_solution(lesson, texts):
+    secret = lines_of_solutions(lesson)
+    assert len(secret) >= 3
+    package = {path for path in texts if "manyhands" in path.parts}
+    assert len(package) > 100
+    lessons = {path: text for path, text in texts.items() if path not in package}
+    assert [(str(path), line) for path, text in lessons.items() for line in secret if line in text] == []
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_a_lesson_of_the_copy_has_no_output_and_no_note_and_its_pair_is_the_same(lesson, course):
+    (copied,) = find_lessons(course, [lesson.number])
+    cells = pairs.read(copied.notebook).cells
+    assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
+    assert [cell for cell in cells if "notes" in cell.metadata.get("tags", [])] == []
+    assert pairs.difference(copied) is None and pairs.identical(copied)
+
+
+def test_every_link_of_a_lesson_and_of_the_readme_leads_to_a_file_of_the_copy(course, texts):
+    dead = []
+    for path, text in texts.items():
+        if path.suffix == ".md" or (path.suffix == ".py" and re.match(r"[01]\d_", path.name)):
+            here = (course / path).parent if path.suffix == ".md" else course / "notebooks"
+            for target in re.findall(r"\]\(([\w./-]+)(?:#[^)]*)?\)", text):
+                if not re.match(r"[a-z]+:", target) and not (here / target).exists():
+                    dead.append(f"{path}: {target}")
+    assert dead == []
+
+
+def test_what_nobody_has_written_yet_is_the_courses_and_what_somebody_has_is_theirs(course, monkeypatch):
+    monkeypatch.chdir(course / "notebooks")
+
+    def average_by_hooks(model):
+        raise NotImplementedError  # your turn
+
+    lesson = {
+        "ranks": SimpleNamespace(lesson="03_data_parallel", rank=0),
+        "average_by_hooks": average_by_hooks,
+    }
+    catch_up(lesson, "average_by_hooks")
+    assert "register_post_accumulate_grad_hook" in lesson["average_by_hooks"].__code__.co_names
+    mine = lesson["average_by_hooks"] = lambda model: model
+    catch_up(lesson, "average_by_hooks")
+    assert lesson["average_by_hooks"] is mine
+
+
+def test_a_solution_is_printed_when_one_asks_for_it_by_rank_0_alone(course, monkeypatch, capsys):
+    monkeypatch.chdir(course / "notebooks")
+    for rank in (0, 1):
+        show_solution({"ranks": SimpleNamespace(lesson="03_data_parallel", rank=rank)}, "average_by_hooks")
+    said = capsys.readouterr().out
+    assert said.startswith("def average_by_hooks(model):") and said.count("all_reduce") == 1
+    with pytest.raises(NameError, match="defines no 'ring'"):
+        show_solution({"ranks": SimpleNamespace(lesson="03_data_parallel", rank=0)}, "ring")
+
+
+def test_without_the_packed_solutions_a_stub_is_no_definition(tmp_path, monkeypatch):
+    script = tmp_path / "scripts" / "09_try.py"
+    script.parent.mkdir()
+    script.write_text("def ring(x):\n    raise NotImplementedError\n")
+    monkeypatch.setattr(catching_up, "script_of", lambda lesson: script)
+    lesson = {"ranks": SimpleNamespace(lesson="09_try", rank=0)}
+    with pytest.raises(NameError, match="09_try.py defines no 'ring'"):
+        catch_up(lesson, "ring")
+    catching_up.pack_solutions("def ring(x):\n    return x + 1\n", script)
+    catch_up(lesson, "ring")
+    assert lesson["ring"](1) == 2
+
+
+def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(course, tmp_path):
+    target = handouts.copy(tmp_path / "many-hands.zip", ROOT)
+    names = set(zipfile.ZipFile(target).namelist())
+    expected = {
+        f"many-hands/{path.relative_to(course).as_posix()}" for path in course.rglob("*") if path.is_file()
+    }
+    assert {name for name in names if not name.endswith("/")} == expected
+    assert any(name.startswith(f"many-hands/{SOLUTIONS}/") for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["many-hands.zip"]
