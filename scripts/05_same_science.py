@@ -105,6 +105,7 @@ from manyhands.data.prefetch import Prefetch
 from manyhands.data.samplers import DrawnSampler, PartitionedSampler
 from manyhands.figures import many_ranks
 from manyhands.figures.heat_map import heat_map
+from manyhands.figures.looks import MEASURED, PREDICTED
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.timing import median_s
@@ -810,8 +811,8 @@ for size in sizes_B:
 if rank == 0:
     figure = Figure(figsize=(5.6, 3.4), layout="constrained")
     axes = figure.subplots()
-    axes.loglog(sizes_B, measured, "ko", label="measured")
-    axes.loglog(sizes_B, predicted, "-", color="#999999", label="predicted: variance of one x (1/B - 1/256)")
+    axes.loglog(sizes_B, measured, **MEASURED, ls="none", label="measured")
+    axes.loglog(sizes_B, predicted, **PREDICTED, label="predicted: variance of one x (1/B - 1/256)")
     axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
     axes.set_xticks(sizes_B, sizes_B)
     axes.legend()

@@ -105,6 +105,7 @@ import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, refuse, say, show
 from manyhands.checks import when_it_breaks as checks
 from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.figures.looks import ALTERNATIVES, FAINT, INK, LIMIT, MEASURED, PREDICTED
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.runs import recorded_runs
 from manyhands.runs.run_folder import run_folder
@@ -1281,13 +1282,12 @@ if rank == 0:
     numbers = {tuple(life): i for i, life in enumerate(dict.fromkeys(map(tuple, lives)))}
     figure = Figure(figsize=(8, 4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    above.plot(list(undisturbed), list(undisturbed.values()), color="#cccccc", lw=6, label="undisturbed")
+    above.plot(list(undisturbed), list(undisturbed.values()), color=FAINT, lw=6, label="undisturbed")
     for life, i in numbers.items():
         own = [line for line in lines if tuple(line["processes"]) == life]
         at = [line["step"] for line in own]
         residual = [line["loss"] - undisturbed[line["step"]] for line in own]
-        colour, marker = (("#000000", "o"), ("#D55E00", "s"), ("#56B4E9", "v"))[i % 3]
-        style = {"color": colour, "marker": marker, "ms": (13, 10, 8)[i % 3], "mfc": "none", "lw": 1.5}
+        style = {**ALTERNATIVES[i % 3], "ms": (13, 10, 8)[i % 3], "mfc": "none", "lw": 1.5}
         above.plot(at, [line["loss"] for line in own], label=f"life {i + 1}", **style)
         below.plot(at, residual, **style)
     above.set(ylabel="loss", title=f"killed and resumed on {n_children} ranks")
@@ -1415,10 +1415,10 @@ if rank == 0:
     formula = [lost_share(i, save_s, mtbf_s) for i in intervals_s]
     whole = [1 - i / (mtbf_s * math.expm1((i + save_s) / mtbf_s)) for i in intervals_s]
     minutes = [i / 60 for i in intervals_s]
-    axes.plot(minutes, [100 * f for f in formula], "--", color="#999999", label="C/τ + τ/(2M)")
-    axes.plot(minutes, [100 * w for w in whole], "-", color="black", lw=1, label="exact, for random failures")
-    axes.plot(minutes, [100 * share for share in lost], "ko", label="simulated")
-    axes.axvline(best_s / 60, color="#D55E00", ls=":", label=f"√(2CM) = {best_s / 60:.0f} min")
+    axes.plot(minutes, [100 * f for f in formula], **PREDICTED, label="C/τ + τ/(2M)")
+    axes.plot(minutes, [100 * w for w in whole], color=INK, lw=1, label="exact, for random failures")
+    axes.plot(minutes, [100 * share for share in lost], **MEASURED, ls="none", label="simulated")
+    axes.axvline(best_s / 60, **LIMIT, label=f"√(2CM) = {best_s / 60:.0f} min")
     axes.set(xscale="log", xlabel="minutes between saves", ylabel="lost, % of the time", ylim=0)
     axes.set_xticks(minutes, [f"{m:.0f}" for m in minutes])
     axes.legend()

@@ -1,6 +1,7 @@
 """Notebook and script of a lesson stay one: which saved form wins, what is kept, and what attendees get."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -387,3 +388,21 @@ def test_a_notebook_that_was_cut_off_is_named(lesson, monkeypatch, capsys):
     monkeypatch.chdir(lesson.root)
     assert pairs.main(["check"]) == 2
     assert "05_tiny.ipynb is neither a notebook nor a script of cells" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ on a web page
+
+
+def test_cells_of_the_ranks_have_syntax_colours_on_a_page(lesson):
+    from nbconvert import HTMLExporter
+
+    cell = re.compile(r"ranks.*\n*.*<span class=\"nb\">print</span>")
+    body, _ = HTMLExporter().from_filename(str(lesson.notebook))
+    assert cell.search(body)
+    stored = nbformat.read(lesson.notebook, 4)
+    stored.metadata["language_info"] = {
+        "name": "python",
+        "pygments_lexer": "ipython3",
+    }  # what a kernel writes
+    assert not cell.search(HTMLExporter().from_notebook_node(stored)[0])
+    assert nbformat.reads(pairs.as_notebook(stored), 4).metadata["language_info"] == pairs.LANGUAGE

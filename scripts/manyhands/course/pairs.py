@@ -22,7 +22,9 @@ import nbformat
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
 
-KEPT_METADATA = ("jupytext", "kernelspec", "language_info")
+KEPT_METADATA = ("jupytext", "kernelspec")
+# on a rendered page IPython's lexer leaves a cell grey that begins with a magic of ours; Python's colours all but that line
+LANGUAGE = {"name": "python", "pygments_lexer": "python3"}
 LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
 KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted
 
@@ -136,7 +138,7 @@ def as_script(notebook):
 
 def as_notebook(notebook):
     """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names."""
-    notebook.metadata = _only(notebook.metadata, KEPT_METADATA)
+    notebook.metadata = {**_only(notebook.metadata, KEPT_METADATA), "language_info": LANGUAGE}
     seen = {}
     for cell in notebook.cells:
         cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)

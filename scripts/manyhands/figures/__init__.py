@@ -111,7 +111,7 @@ def arrow(axes, start, end, label=None, colour=INK, bend=0.0, style="-|>", **kwa
     if label:
         middle = [(a + b) / 2 for a, b in zip(start, end, strict=True)]
         ground = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}
-        write(axes, *middle, label, size=9, bbox=ground)
+        write(axes, *middle, label, size=10, bbox=ground)
 
 
 def drawings():

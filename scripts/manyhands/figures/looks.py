@@ -1,7 +1,8 @@
 """The one table of what a colour, a hatch and a line mean: in every figure, plot, widget and page of the course.
 
 - A **rank** has a colour, and its number is always written beside it. No other thing has one of these colours.
-- **What a rank does**: compute is solid, communication hatched //// and nothing else is, waiting is a dotted outline.
+- **What a rank does**: compute is solid, communication hatched //// and nothing else is, reading from a
+  file starred, waiting a dotted outline.
 - **Kinds of bytes** have muted colours and a hatch each, darkest what lasts longest.
 - **Measured** is black points, with whiskers from the least to the most; **predicted** is a dashed grey line; a **limit**
   (a device's memory, a peak) a dash-dotted red one.
@@ -30,12 +31,16 @@ RANK_COLOURS = (
     "#000000",
 )  # Okabe and Ito 2008: told apart by colour-blind eyes
 
+SHARED_COLOUR = "#6b7280"  # what all ranks say alike, beside a cell: read on light and on dark pages
+
 HATCH = "////"  # communication
 ACTIVITIES = {  # over the rank's colour, see `of_rank`
     "compute": {"ec": INK},
     "communication": {"ec": INK, "hatch": HATCH},
+    "reading": {"ec": INK, "hatch": "**"},  # from a file
     "waiting": {"fc": "none", "ec": EDGE, "ls": ":"},
 }
+READING = ACTIVITIES["reading"]["hatch"]
 
 BYTES = {  # kind: (colour, hatch), bottom to top, what lasts first
     "parameters": ("#4d4d4d", ""),
@@ -81,5 +86,7 @@ def tint(colour, strength=0.25):
 
 def of_rank(rank, activity="compute"):
     """Patch arguments of matplotlib for what `rank` does: a key of ACTIVITIES."""
-    face = {"compute": rank_colour(rank), "communication": tint(rank_colour(rank), 0.3)}.get(activity)
-    return ACTIVITIES[activity] | ({"fc": face} if face else {})
+    if activity == "waiting":
+        return ACTIVITIES[activity]
+    strength = 1 if activity == "compute" else 0.3
+    return ACTIVITIES[activity] | {"fc": tint(rank_colour(rank), strength)}

@@ -5,7 +5,9 @@ Series have shades and markers, not the ranks' colours: a curve here is a run, a
 
 import math
 
-from manyhands.figures.looks import EDGE, GREY, INK, QUIET
+from manyhands.figures.looks import EDGE, GREY, INK, MEASURED, PAPER, QUIET
+
+RULES = ({"ls": "-"}, {"ls": ":"}, {"ls": "--"}, {"ls": "-."}, {"color": EDGE})
 
 
 def times_read(readers):
@@ -38,7 +40,7 @@ def differences(kinds, limit):
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    for (name, runs), face in zip(kinds.items(), ("white", "0.7", "black"), strict=False):
+    for (name, runs), face in zip(kinds.items(), (PAPER, GREY, INK), strict=False):
         for n, marker in zip(sorted(runs)[1:], "os^", strict=False):
             apart = (runs[n] - runs[1]).abs().cpu().double()
             apart[apart == 0] = math.nan
@@ -62,14 +64,14 @@ def by_rule(results, titles, rules, tokens):
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     panels = figure.subplots(1, len(titles), sharey=True)
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
-        for i, (rule, style) in enumerate(zip(rules, ("k-", "k:", "k--", "k-.", "0.6"), strict=True)):
+        for i, (rule, style) in enumerate(zip(rules, RULES, strict=True)):
             losses, val = results[kind, rule]
             window = max(1, len(losses) // 16)
             smooth = np.convolve(losses, np.ones(window) / window, "valid")
             x = (np.arange(len(smooth)) + window) * tokens / len(losses)
-            axes.plot(x, smooth, style, lw=1.3 if i else 2, label=f"{rule}: {val:.2f}")
+            axes.plot(x, smooth, **{"color": INK, **style}, lw=1.3 if i else 2, label=f"{rule}: {val:.2f}")
         axes.set(xlabel="characters read", ylabel="training loss", title=title)
-        axes.legend(title="validation loss", fontsize=8)
+        axes.legend(title="validation loss")
     return figure
 
 
@@ -85,14 +87,14 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     grey = {"color": EDGE, "ls": ":"}
-    left.loglog(sizes, 1e3 * np.array(virtual_s), "ko", label="measured (virtual)")
-    looks = ({"color": "k", "lw": 1}, {"color": "k", "ls": "--", "lw": 1}, grey)
+    left.loglog(sizes, 1e3 * np.array(virtual_s), **MEASURED, ls="none", label="measured (virtual)")
+    looks = ({"color": INK, "lw": 1}, {"color": INK, "ls": "--", "lw": 1}, grey)
     for (name, seconds), look in zip(curves_s.items(), looks, strict=True):
         left.loglog(range(1, len(seconds) + 1), 1e3 * np.array(seconds), label=name, **look)
     ticks = [1, 2, 4, 8, 16, 32, 64]
     left.set_xticks(ticks, ticks)
     left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)")
-    looks = ({"marker": "o"}, {"ls": "--", "lw": 1}, {"marker": "s", "mfc": "white"})
+    looks = ({"marker": "o"}, {"ls": "--", "lw": 1}, {"marker": "s", "mfc": PAPER})
     for (name, values), look in zip(speed_ups.items(), looks, strict=True):
         right.plot(sizes, values, color=INK, label=name, **look)
     right.plot(sizes, sizes, label="ideal", **grey)

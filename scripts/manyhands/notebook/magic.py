@@ -15,14 +15,13 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from manyhands.figures.looks import RANK_COLOURS
+from manyhands.figures.looks import RANK_COLOURS, SHARED_COLOUR
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.hands import current_ranks
 
 LIVE_AFTER_S = 2.0
 CELL_S = 60.0
 START_CELL_S = 300.0  # on a parallel file system the first import of torch alone takes minutes
-SHARED_COLOUR = "#6b7280"
 # JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
 FONT = "font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

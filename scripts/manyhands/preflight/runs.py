@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.course.pairs import LANGUAGE
 from manyhands.launching.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
 from manyhands.machine.processes import Ended, supervise
 from manyhands.preflight.errors import (
@@ -178,10 +179,15 @@ def write_kernelspec(folder):
 
 def write_page(notebook, page):
     """The notebook as HTML; a notebook that cannot be shown is no reason to lose its result."""
+    import nbformat
     from nbconvert import HTMLExporter
 
     with suppress(Exception):
-        body, _ = HTMLExporter(embed_images=True).from_filename(str(notebook))
+        executed = nbformat.read(notebook, 4)
+        executed.metadata["language_info"] = (
+            LANGUAGE  # the kernel wrote IPython's, which does not colour our cells
+        )
+        body, _ = HTMLExporter(embed_images=True).from_notebook_node(executed)
         page.write_text(body, encoding="utf-8")
 
 

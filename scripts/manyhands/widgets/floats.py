@@ -24,7 +24,7 @@ def floats_figure(value=math.pi):
         _row(axes, 8.5 + 10 * i, bits(value, name), value)
     for j, (field, colour, hatch) in enumerate(FIELDS):
         _bit(axes, 40 + 15 * j, 1.2, "", colour, hatch)
-        write(axes, 43.2 + 15 * j, 2.4, field, size=9, ha="left")
+        write(axes, 43.2 + 15 * j, 2.4, field, size=10, ha="left")
     return figure
 
 
@@ -36,10 +36,10 @@ def _row(axes, y, stored, value):
             _bit(axes, x, y, bit, colour, hatch)
             x += UNITS
         x += 0.8
-    write(axes, 10, y + 4.6, in_words(stored), size=9.5, ha="left")
+    write(axes, 10, y + 4.6, in_words(stored), size=10, ha="left")
     error = _error(stored.value, value)
     if error:
-        write(axes, 96.5, y + 4.6, error, size=9, ha="right", colour=QUIET)
+        write(axes, 96.5, y + 4.6, error, size=10, ha="right", colour=QUIET)
 
 
 def _bit(axes, x, y, bit, colour, hatch):
@@ -51,7 +51,7 @@ def _bit(axes, x, y, bit, colour, hatch):
         axes.add_patch(
             Rectangle((x, y + 2.75), UNITS - 0.2, 0.5, fc=PAPER, ec=colour, lw=0.4, hatch=hatch, zorder=2)
         )
-    write(axes, x + UNITS / 2 - 0.1, y + 1.4, bit, size=9, colour=INK, family="monospace")
+    write(axes, x + UNITS / 2 - 0.1, y + 1.4, bit, size=10, colour=INK, family="monospace")
 
 
 def in_words(stored):

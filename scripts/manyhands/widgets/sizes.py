@@ -36,11 +36,11 @@ def sizes_figure(gigabytes=914.04, device=40, unit="GiB"):
         )
         write(axes, 2, y - 1.3, each, ha="left", weight="bold" if chosen else "normal", size=10.5)
         _boxes(axes, y, n, gigabytes * UNITS["GB"] / (device * UNITS[name]), chosen, UNITS[name] * scale)
-    write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=9.5)
+    write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=10)
     for i, (decimal, binary) in enumerate(PREFIXES, start=1):
         more = f"{binary} is {100 * (1024**i / 1000**i - 1):.1f} % more than {decimal}"
         write(
-            axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=9.5, colour=QUIET
+            axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=10, colour=QUIET
         )
     return figure
 

@@ -1,7 +1,7 @@
 """Figures of lesson 01: two reasons to distribute, a GPT with its parameters, bytes, MFU, what is kept, floats."""
 
 from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
-from manyhands.figures.looks import BYTES, FAINT, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.figures.looks import BYTES, FAINT, FIELDS, GREY, INK, PAPER, QUIET, tint
 
 # kinds of bytes have the looks of a memory timeline: they differ by hatching as well as by colour
 WEIGHTS, GRADIENTS, MASTER, MOMENTS, CAST = (
@@ -9,9 +9,10 @@ WEIGHTS, GRADIENTS, MASTER, MOMENTS, CAST = (
     BYTES["gradients"],
     BYTES["copies"],
     BYTES["optimizer"],
-    (PAPER, "++++"),
+    BYTES["other"],
 )
 KEPT = BYTES["activations"]
+SIGN, EXPONENT, FRACTION = FIELDS
 
 
 def two_reasons():
@@ -22,12 +23,12 @@ def two_reasons():
     for rank in range(3):
         x = 4 + 13.5 * rank
         for row in range(2):
-            cell(axes, x, 9.5 + 3 * row, "text", rank, width=11, height=3, size=9)
+            cell(axes, x, 9.5 + 3 * row, "text", rank, width=11, height=3, size=10)
         arrow(axes, (x + 5.5, 16), (x + 5.5, 18.4))
         rank_box(axes, rank, x, 18.5, width=11, height=9, label=f"rank {rank}\nall of it")
     write(axes, 23, 30, "each reads its share: speed", colour=QUIET)
     for row in range(2):
-        cell(axes, 52, 9.5 + 3 * row, "text", None, width=34, height=3, size=9)
+        cell(axes, 52, 9.5 + 3 * row, "text", None, width=34, height=3, size=10)
     arrow(axes, (69, 16), (69, 18.4))
     for rank in range(3):
         x = 50.5 + 12.4 * rank
@@ -44,7 +45,7 @@ def gpt():
 
     def row(y, name, weights, number, face=PAPER, height=3.6, indent=0):
         box(axes, left + indent, y, width - 2 * indent, height, name, face=face)
-        write(axes, 56, y + height / 2, weights, size=9, colour=QUIET)
+        write(axes, 56, y + height / 2, weights, size=10, colour=QUIET)
         write(axes, 76, y + height / 2, number, weight="bold", size=11)
 
     row(8.5, "head", "D → V, bias", "V (D + 1)", GREY)
@@ -72,8 +73,8 @@ def gpt():
     write(axes, 89.4, 39, "N (12 D² + 10 D)", rotation=270, size=10, weight="bold")
     row(62.2, "positions", "one row for each of T", "T D", GREY)
     row(66.5, "tokens", "one row for each of V", "V D", GREY)
-    arrow(axes, (left + width + 5.4, 69.7), (left + width + 5.4, 9), colour=rank_colour(5))
-    write(axes, 25, 71.7, "ids [B, T]", size=9, colour=QUIET)
+    arrow(axes, (left + width + 5.4, 69.7), (left + width + 5.4, 9), colour=QUIET)
+    write(axes, 25, 71.7, "ids [B, T]", size=10, colour=QUIET)
     return figure
 
 
@@ -104,7 +105,7 @@ def bytes_per_parameter():
     )
     for i, (name, (face, hatch)) in enumerate((*names, ("cast for a while", CAST))):
         cell_face(axes, 3 + 18 * i, 31, face, hatch)
-        write(axes, 6.8 + 18 * i, 32.6, name, ha="left", size=9)
+        write(axes, 6.8 + 18 * i, 32.6, name, ha="left", size=10)
     return figure
 
 
@@ -127,9 +128,9 @@ def mfu():
     for i, (name, value, what, outlined) in enumerate(rows):
         y, width = 6 + 5.6 * i, 35 * value / 1979
         write(axes, 2, y + 2, name, ha="left", weight="bold")
-        face = PAPER if outlined else tint(rank_colour(0), 0.6 if i == 1 else 0.9)
+        face = PAPER if outlined else tint(INK, 0.35 if i == 1 else 0.7)
         box(axes, 24, y, width, 4, face=face, dotted=outlined)
-        write(axes, max(24 + width, peak) + 1.5, y + 2, what, ha="left", size=9)
+        write(axes, max(24 + width, peak) + 1.5, y + 2, what, ha="left", size=10)
     axes.plot([peak, peak], [11, 27.5], color=INK, lw=1.6, ls=(0, (4, 2)), zorder=3)
     return figure
 
@@ -141,14 +142,14 @@ def saved():
         ("norm", "input\noutput", 2), ("up", "before\nGELU", 4), ("GELU", "after\nGELU", 4),
     ]  # fmt: skip
     arrow(axes, (3, 7), (88, 7), "forward")
-    arrow(axes, (88, 29.5), (3, 29.5), "backward takes them again", colour=rank_colour(5))
+    arrow(axes, (88, 29.5), (3, 29.5), "backward takes them again", colour=QUIET)
     for i, (name, kept, count) in enumerate(names):
         x = 3 + 14.4 * i
         box(axes, x, 9.2, 12, 4.4, name, face=GREY)
         arrow(axes, (x + 6, 14), (x + 6, 16.6))
         for k in range(count):
             box(axes, x + 6 - 1.25 * count + 2.5 * k, 17, 2.2, 4.4, face=KEPT[0], hatch=KEPT[1])
-        write(axes, x + 6, 24.8, f"{kept}: {count}", size=9)
+        write(axes, x + 6, 24.8, f"{kept}: {count}", size=10)
     return figure
 
 
@@ -172,7 +173,7 @@ def recompute():
                 )
             )
 
-    green, again = KEPT[0], "xxxx"
+    green, again = KEPT[0], BYTES["gathered"][1]
     full = [1, 2, 3, 4]
     write(axes, 21.5, 6.4, "keep everything", weight="bold")
     area(4, 33, [block / 2 * k for k in full + full[::-1]], 4.4, green, KEPT[1])
@@ -191,9 +192,9 @@ def recompute():
         (48, 65.6, "forward"),
         (65.6, 88, "backward"),
     ):
-        write(axes, (start + end) / 2, 35, name, size=9, colour=QUIET)
-    write(axes, 79, 14, "a block comes back,\nis used, and goes", size=9)
-    write(axes, 76.8, 37.4, "crossed: its forward once more", size=9, colour=QUIET)
+        write(axes, (start + end) / 2, 35, name, size=10, colour=QUIET)
+    write(axes, 79, 14, "a block comes back,\nis used, and goes", size=10)
+    write(axes, 76.8, 37.4, "crossed: its forward once more", size=10, colour=QUIET)
     return figure
 
 
@@ -204,23 +205,23 @@ def floats():
         x, y = 10, 7 + 6.4 * i
         write(axes, 2, y + 2, name, ha="left", weight="bold", size=12)
         for bits, face, hatch in (
-            (1, GREY, None),
-            (exponent, PAPER, HATCH),
-            (fraction, tint(rank_colour(0), 0.4), None),
+            (1, tint(SIGN[1], 0.35), SIGN[2]),
+            (exponent, tint(EXPONENT[1], 0.2), EXPONENT[2]),
+            (fraction, tint(FRACTION[1], 0.35), FRACTION[2]),
         ):
             for _ in range(bits):
                 box(axes, x, y, 1.75, 4, face=face, hatch=hatch)
                 x += 1.75
         write(axes, 77, y + 2, f"to {largest}", ha="center", size=10)
         write(axes, 86, y + 2, f"{fraction + 1} digits", ha="center", size=10)
-    write(axes, 77, 5, "range", size=9, colour=QUIET)
-    write(axes, 86, 5, "binary", size=9, colour=QUIET)
+    write(axes, 77, 5, "range", size=10, colour=QUIET)
+    write(axes, 86, 5, "binary", size=10, colour=QUIET)
     for x, name, face, hatch in (
-        (10, "sign", GREY, None), (24, "exponent: how large", PAPER, HATCH),
-        (48, "fraction: how exact", tint(rank_colour(0), 0.4), None),
+        (10, "sign", tint(SIGN[1], 0.35), SIGN[2]), (24, "exponent: how large", tint(EXPONENT[1], 0.2), EXPONENT[2]),
+        (48, "fraction: how exact", tint(FRACTION[1], 0.35), FRACTION[2]),
     ):  # fmt: skip
         box(axes, x, 26.5, 2.4, 3, face=face, hatch=hatch)
-        write(axes, x + 3.4, 28, name, ha="left", size=9)
+        write(axes, x + 3.4, 28, name, ha="left", size=10)
     return figure
 
 

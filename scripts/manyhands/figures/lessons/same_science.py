@@ -1,7 +1,7 @@
 """Figures of lesson 05: means, batches, decks and dice, an order that goes on, long steps, noise, scaling, reading."""
 
 from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
-from manyhands.figures.looks import EDGE, FAINT, GREY, HATCH, INK, QUIET, rank_colour, tint
+from manyhands.figures.looks import EDGE, FAINT, GREY, HATCH, INK, QUIET, READING, rank_colour, tint
 
 
 def token_mean():
@@ -12,24 +12,24 @@ def token_mean():
             cell(axes, 13 + 5 * i, y + 0.5, loss, rank, width=4.4, height=4, size=12)
         arrow(axes, (29, y + 2.5), (35, y + 2.5), colour=rank_colour(rank))
         box(axes, 35.5, y, 14, 5, f"mean {mean}", edge=EDGE, dotted=True)
-        box(axes, 35.5, y + 5.2, 14, 2.8, f"sum {sum(losses)}, count {len(losses)}", size=9)
+        box(axes, 35.5, y + 5.2, 14, 2.8, f"sum {sum(losses)}, count {len(losses)}", size=10)
     write(axes, 70, 8.5, "mean of means: (2 + 6) / 2 = 4", colour=QUIET)
     write(axes, 70, 12.2, "sums and counts:", weight="bold")
     write(axes, 70, 15.4, "(6 + 6) / (3 + 1) = 3", size=13, weight="bold")
-    write(axes, 70, 19.5, "divide once, at the end", colour=QUIET, size=9)
+    write(axes, 70, 19.5, "divide once, at the end", colour=QUIET, size=10)
     return figure
 
 
 def global_batch():
     figure, axes = card(92, 26, "global batch = micro-batch × ranks × accumulation")
     for i in range(3):
-        write(axes, 24.5 + 19 * i, 5.7, f"micro-batch {i}", size=9, colour=QUIET)
+        write(axes, 24.5 + 19 * i, 5.7, f"micro-batch {i}", size=10, colour=QUIET)
     for rank, y in ((0, 7.5), (1, 14.5)):
         rank_box(axes, rank, 2, y, width=9, height=5)
         for i in range(3):
             for row in range(2):
-                cell(axes, 16 + 19 * i + 8.6 * row, y, "sequence", rank, width=8.2, height=5, size=8)
-    box(axes, 74.5, 7.5, 7, 12, "all-\nreduce", hatch=HATCH, size=9)
+                cell(axes, 16 + 19 * i + 8.6 * row, y, "sequence", rank, width=8.2, height=5, size=10)
+    box(axes, 74.5, 7.5, 7, 12, "all-\nreduce", hatch=HATCH, size=10)
     arrow(axes, (82, 13.5), (84.5, 13.5))
     write(axes, 88, 13.5, "one\nupdate")
     write(axes, 44, 23, "2 sequences × 2 ranks × 3 micro-batches = 12 sequences", weight="bold")
@@ -39,30 +39,30 @@ def global_batch():
 def two_splits():
     figure, axes = card(92, 36, "partition: deal one deck; draw: everybody throws dice")
     deck = (7, 2, 10, 5, 0, 8, 3, 11, 6, 1, 9, 4)
-    write(axes, 22, 6.2, "the same order on every rank: equal seeds", colour=QUIET, size=9)
+    write(axes, 22, 6.2, "the same order on every rank: equal seeds", colour=QUIET, size=10)
     for i, card_number in enumerate(deck):
-        cell(axes, 3 + 3.2 * i, 8, card_number, i % 4, width=2.9, height=3.4, size=9)
+        cell(axes, 3 + 3.2 * i, 8, card_number, i % 4, width=2.9, height=3.4, size=10)
     for rank in range(4):
         x = 3 + 9.7 * rank
         arrow(axes, (x + 4, 12.4), (x + 4, 16.5), colour=rank_colour(rank))
         rank_box(axes, rank, x, 17, width=8.4, height=3.4)
         for k in range(3):
-            cell(axes, x + 2.9 * k - 0.1, 21.4, deck[rank + 4 * k], rank, width=2.7, height=3.4, size=9)
+            cell(axes, x + 2.9 * k - 0.1, 21.4, deck[rank + 4 * k], rank, width=2.7, height=3.4, size=10)
     write(axes, 22, 28, "each sequence once per epoch", weight="bold")
-    write(axes, 22, 31, "a new order needs the epoch in the seed", colour=QUIET, size=9)
+    write(axes, 22, 31, "a new order needs the epoch in the seed", colour=QUIET, size=10)
     axes.plot([45.5, 45.5], [6, 33], color=FAINT, lw=1)
     drawn = ((4, 9, 4), (11, 0, 7), (2, 9, 5), (8, 1, 0))
-    write(axes, 68, 6.2, "the whole deck, for everyone", colour=QUIET, size=9)
+    write(axes, 68, 6.2, "the whole deck, for everyone", colour=QUIET, size=10)
     for i in range(12):
-        cell(axes, 49 + 3.2 * i, 8, i, width=2.9, height=3.4, size=9)
+        cell(axes, 49 + 3.2 * i, 8, i, width=2.9, height=3.4, size=10)
     for rank in range(4):
         x = 49 + 9.7 * rank
         arrow(axes, (x + 4, 12.4), (x + 4, 16.5), colour=rank_colour(rank))
         rank_box(axes, rank, x, 17, width=8.4, height=3.4)
         for k in range(3):
-            cell(axes, x + 2.9 * k - 0.1, 21.4, drawn[rank][k], rank, width=2.7, height=3.4, size=9)
+            cell(axes, x + 2.9 * k - 0.1, 21.4, drawn[rank][k], rank, width=2.7, height=3.4, size=10)
     write(axes, 68, 28, "some twice, some not at all", weight="bold")
-    write(axes, 68, 31, "streams must differ: a seed per rank", colour=QUIET, size=9)
+    write(axes, 68, 31, "streams must differ: a seed per rank", colour=QUIET, size=10)
     return figure
 
 
@@ -72,11 +72,11 @@ def resume():
     for i, number in enumerate(deck):
         rank = i % 3 if i < 6 else i % 2
         cell(axes, 6 + 6.6 * i + (2 if i >= 6 else 0), 8, number, rank, width=6, height=4.4, size=11)
-        write(axes, 9 + 6.6 * i + (2 if i >= 6 else 0), 14, f"rank {rank}", size=8)
+        write(axes, 9 + 6.6 * i + (2 if i >= 6 else 0), 14, f"rank {rank}", size=10)
     axes.plot([46.3, 46.3], [6, 18], color=INK, lw=2.5)
     write(axes, 25, 18, "three ranks, two steps", weight="bold")
     write(axes, 66, 18, "two ranks read the rest", weight="bold")
-    write(axes, 46.3, 19.8, "stop: epoch 2, position 6", size=9, colour=QUIET)
+    write(axes, 46.3, 19.8, "stop: epoch 2, position 6", size=10, colour=QUIET)
     return figure
 
 
@@ -99,10 +99,10 @@ def one_long_step():
         axes.plot(*zip(*path, strict=True), "o-", color=EDGE, lw=1.5, ms=4, zorder=3)
         end = (left + 3 + 8 * 3.6 * np.cos(angle), 11.5 + 8 * 3.6 * np.sin(angle))
         arrow(axes, path[0], end)
-        write(axes, left + 27, 28.6, "one step, 8 × the rate", size=9)
-        write(axes, left + 26, 9.5 if bend else 15.5, "8 small steps", size=9, colour=QUIET)
+        write(axes, left + 27, 28.6, "one step, 8 × the rate", size=10)
+        write(axes, left + 26, 9.5 if bend else 15.5, "8 small steps", size=10, colour=QUIET)
     write(
-        axes, 46, 32.6, "early in training the right picture holds: hence the warm-up", size=9, colour=QUIET
+        axes, 46, 32.6, "early in training the right picture holds: hence the warm-up", size=10, colour=QUIET
     )
     return figure
 
@@ -124,7 +124,7 @@ def noise():
         46,
         28.2,
         "grey: gradients of single batches; black: the gradient of everything",
-        size=9,
+        size=10,
         colour=QUIET,
     )
     return figure
@@ -139,7 +139,7 @@ def scaling():
         write(axes, left + 20, 6.2, title, weight="bold")
         top = 8.5
         for n in (1, 2, 4):
-            write(axes, left + 2, top + n * 0.9 + 0.3, f"n = {n}", size=9)
+            write(axes, left + 2, top + n * 0.9 + 0.3, f"n = {n}", size=10)
             box(axes, left + 5.5, top, 4, 1.8 * n + 0.8, "", face=GREY)
             work = 26 / n if left == 3 else 26
             for rank in range(n):
@@ -148,7 +148,7 @@ def scaling():
             top += 1.8 * n + 2.6
         write(axes, left + 7.5, 30.3, "s", size=11)
         write(axes, left + 24, 30.3, law, weight="bold")
-    write(axes, 46, 32.5, "grey: what no rank can share; time runs to the right", size=9, colour=QUIET)
+    write(axes, 46, 32.5, "grey: what no rank can share; time runs to the right", size=10, colour=QUIET)
     return figure
 
 
@@ -176,8 +176,8 @@ def reading():
             else:
                 arrow(axes, (here, 13.4), (here, 23.6), colour=rank_colour(0))
         if i == 2:
-            box(axes, left, 16.5, 19.6, 3.2, "large pieces", hatch=HATCH, size=9)
-    write(axes, 46, 30.2, "above: the file or files; below: the ranks", size=9, colour=QUIET)
+            box(axes, left, 16.5, 19.6, 3.2, "large pieces", hatch=HATCH, size=10)
+    write(axes, 46, 30.2, "above: the file or files; below: the ranks", size=10, colour=QUIET)
     return figure
 
 
@@ -198,8 +198,8 @@ def straggler():
         )
         if not slow:
             box(axes, 29, y, 36, 3.8, "wait", edge=EDGE, dotted=True)
-        box(axes, 65, y, 12, 3.8, "average", hatch=HATCH, size=9)
-    write(axes, 46, 25.3, "the culprit is the one that never waits", size=9, colour=QUIET)
+        box(axes, 65, y, 12, 3.8, "average", hatch=HATCH, size=10)
+    write(axes, 46, 25.3, "the culprit is the one that never waits", size=10, colour=QUIET)
     return figure
 
 
@@ -218,11 +218,11 @@ def prefetch():
                     3.2,
                     f"read {step}",
                     hatch=HATCH,
-                    size=8,
+                    size=10,
                 )
-                box(axes, 25 + 12 * step, y, 12, 3.2, f"compute {step}", face=GREY, size=9)
+                box(axes, 25 + 12 * step, y, 12, 3.2, f"compute {step}", face=GREY, size=10)
             elif step < 4:
-                box(axes, x, y + 3.4, 8, 3.2, f"read {step}", hatch=HATCH, size=8)
+                box(axes, x, y + 3.4, 8, 3.2, f"read {step}", hatch=READING, size=10)
                 box(
                     axes,
                     x + 8,
@@ -231,7 +231,7 @@ def prefetch():
                     3.2,
                     f"compute {step}" if step < 3 else "...",
                     face=GREY,
-                    size=9,
+                    size=10,
                 )
                 x += 20
     return figure

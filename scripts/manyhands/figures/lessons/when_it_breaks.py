@@ -19,7 +19,7 @@ def missing_call():
                 cell(axes, x, y, str(number), rank, width=9, height=4, hatch=None)
         if rank != 2:
             box(axes, 58, y, 22, 4, "waits in number 12", edge=EDGE, dotted=True)
-    write(axes, 17, 27, "number of the all-reduce, in this group", ha="left", size=9, colour=QUIET)
+    write(axes, 17, 27, "number of the all-reduce, in this group", ha="left", size=10, colour=QUIET)
     return figure
 
 
@@ -29,11 +29,11 @@ def straggler():
         length = 14 * slow
         for rank in range(4):
             y, own = 6 + 4.8 * rank, length if rank == 2 else 14
-            box(axes, x, y, own, 3.8, "compute", face=tint(rank_colour(rank), 0.5), size=9)
+            box(axes, x, y, own, 3.8, "compute", face=tint(rank_colour(rank), 0.5), size=10)
             if length > own:
-                box(axes, x + own, y, length - own, 3.8, "wait", edge=EDGE, dotted=True, size=9)
+                box(axes, x + own, y, length - own, 3.8, "wait", edge=EDGE, dotted=True, size=10)
             box(axes, x + length, y, 4, 3.8, "", hatch=HATCH)
-        write(axes, x + (length + 4) / 2, 26, f"step {step}", size=9)
+        write(axes, x + (length + 4) / 2, 26, f"step {step}", size=10)
     for rank in range(4):
         write(axes, 2, 7.9 + 4.8 * rank, f"rank {rank}", ha="left", weight="bold")
     write(
@@ -42,7 +42,7 @@ def straggler():
         28.3,
         "hatched: all-reduce; in step 1 rank 2 is twice as slow",
         ha="left",
-        size=9,
+        size=10,
         colour=QUIET,
     )
     return figure
@@ -65,8 +65,8 @@ def nan():
         for i, value in enumerate(("0.2", "NaN", "0.25")):
             strength = 0.9 if value == "NaN" else 0.2
             cell(axes, 64 + 6 * i, y, value, rank, width=6, height=3.8, strength=strength)
-    write(axes, 31, 28.4, "look here", size=9, weight="bold", ha="right")
-    write(axes, 64, 28.4, "too late", size=9, weight="bold", ha="left")
+    write(axes, 31, 28.4, "look here", size=10, weight="bold", ha="right")
+    write(axes, 64, 28.4, "too late", size=10, weight="bold", ha="left")
     return figure
 
 
@@ -78,20 +78,20 @@ def save():
         y = 11 + 4.2 * rank
         rank_box(axes, rank, 2, y, width=9, height=3.6)
         arrow(axes, (11.5, y + 1.8), (31.5, y + 1.8), colour=rank_colour(rank))
-        cell(axes, 32, y, f"rank-{rank}.safetensors", rank, width=23, height=3.6, size=9)
-    write(axes, 21, 9, "1. write, sync, sha256", size=9)
-    box(axes, 32, 27.6, 23, 2.8, "manifest.json", size=9)
-    write(axes, 28.6, 30.6, "3. rank 0, when all have told", size=9, ha="right")
-    write(axes, 28.6, 28.2, "2. all tell size and sum", size=9, ha="right")
+        cell(axes, 32, y, f"rank-{rank}.safetensors", rank, width=23, height=3.6, size=10)
+    write(axes, 21, 9, "1. write, sync, sha256", size=10)
+    box(axes, 32, 27.6, 23, 2.8, "manifest.json", size=10)
+    write(axes, 28.6, 30.6, "3. rank 0, when all have told", size=10, ha="right")
+    write(axes, 28.6, 28.2, "2. all tell size and sum", size=10, ha="right")
     arrow(axes, (57.5, 19), (67.5, 19))
-    write(axes, 62.5, 16.6, "4. rename", size=9)
+    write(axes, 62.5, 16.6, "4. rename", size=10)
     box(axes, 68, 7, 26, 24, "", face=GROUND)
     write(axes, 81, 9, "step-0006", weight="bold")
     for rank in range(4):
-        cell(axes, 69.5, 11 + 4.2 * rank, f"rank-{rank}.safetensors", rank, width=23, height=3.6, size=9)
-    box(axes, 69.5, 27.6, 23, 2.8, "manifest.json", size=9)
-    write(axes, 43.5, 33.6, "killed before: nobody reads this", size=9, colour=QUIET)
-    write(axes, 81, 33.6, "killed after: whole", size=9, colour=QUIET)
+        cell(axes, 69.5, 11 + 4.2 * rank, f"rank-{rank}.safetensors", rank, width=23, height=3.6, size=10)
+    box(axes, 69.5, 27.6, 23, 2.8, "manifest.json", size=10)
+    write(axes, 43.5, 33.6, "killed before: nobody reads this", size=10, colour=QUIET)
+    write(axes, 81, 33.6, "killed after: whole", size=10, colour=QUIET)
     return figure
 
 
@@ -99,7 +99,7 @@ def reshard():
     figure, axes = card(92, 30, "one row of 12 numbers, three ways to cut it")
     left, unit = 20, 5.6
     for y, n, what in ((6, 4, "saved by 4 ranks"), (14, 2, "loaded by 2, saved"), (22, 3, "loaded by 3")):
-        write(axes, 2, y + 2, what, ha="left", weight="bold", size=9)
+        write(axes, 2, y + 2, what, ha="left", weight="bold", size=10)
         length = 12 // n
         for rank in range(n):
             x = left + unit * length * rank
@@ -121,7 +121,7 @@ def reshard():
         28.3,
         "each reader takes the pieces that overlap with its own part",
         ha="left",
-        size=9,
+        size=10,
         colour=QUIET,
     )
     return figure
@@ -138,22 +138,22 @@ def restart():
         write(axes, 2, y + 2, name, ha="left", weight="bold")
         for step in range(first, last):
             repeated = name == "life 2" and step < 14
-            box(axes, at(step), y, unit, 4, str(step + 1), face=FAINT if repeated else GROUND, size=8)
+            box(axes, at(step), y, unit, 4, str(step + 1), face=FAINT if repeated else GROUND, size=10)
     for step in (6, 12):
         axes.plot([at(step)] * 2, [6, 12], color=INK, lw=2.5, zorder=4)
-        write(axes, at(step), 13.2, f"save {step}", size=9, weight="bold")
+        write(axes, at(step), 13.2, f"save {step}", size=10, weight="bold")
     axes.plot([at(18)] * 2, [15, 21], color=INK, lw=2.5, zorder=4)
-    write(axes, at(18), 22.2, "save 18", size=9, weight="bold")
+    write(axes, at(18), 22.2, "save 18", size=10, weight="bold")
     write(axes, at(14) + 1, 9, "✗ kill -9", ha="left", size=11, weight="bold")
     arrow(axes, (at(12), 14.4), (at(12), 15.8))
-    write(axes, at(13), 22.2, "repeated", size=9)
+    write(axes, at(13), 22.2, "repeated", size=10)
     write(
         axes,
         left,
         26.4,
         "steps; what was made after the last save is made again, with the same numbers",
         ha="left",
-        size=9,
+        size=10,
         colour=QUIET,
     )
     return figure
@@ -164,9 +164,9 @@ def preemption():
     arrow(axes, (6, 22), (92, 22))
     for x, label in ((14, "-120 s"), (86, "0 s")):
         axes.plot([x, x], [21.2, 22.8], color=INK, lw=1.5, zorder=4)
-        write(axes, x, 24.6, label, size=9)
+        write(axes, x, 24.6, label, size=10)
     box(axes, 2, 7, 12, 4.5, "scheduler", face=GREY)
-    write(axes, 8, 13, "USR1 or TERM", size=9)
+    write(axes, 8, 13, "USR1 or TERM", size=10)
     arrow(axes, (14.5, 9.2), (18.5, 9.2))
     box(axes, 19, 7, 11, 4.5, "job script", face=GREY)
     arrow(axes, (30.5, 9.2), (34.5, 9.2))
@@ -175,20 +175,20 @@ def preemption():
     for rank in range(2):
         y = 5.6 + 4 * rank
         rank_box(axes, rank, 50, y, width=8, height=3.4)
-        cell(axes, 59, y, "finish the step, agree, save", rank, width=28, height=3.4, size=9)
+        cell(axes, 59, y, "finish the step, agree, save", rank, width=28, height=3.4, size=10)
     arrow(axes, (72, 13.4), (72, 15.2))
-    box(axes, 62, 15.4, 20, 3.6, "requeue.json", size=9)
+    box(axes, 62, 15.4, 20, 3.6, "requeue.json", size=10)
     arrow(axes, (61.5, 17.2), (27, 17.2), bend=0)
-    write(axes, 44, 15.6, "all have left", size=9)
+    write(axes, 44, 15.6, "all have left", size=10)
     write(axes, 26, 17.2, "back into the queue", weight="bold", size=10, ha="right")
-    write(axes, 86, 19.6, "kill -9", size=9, weight="bold")
+    write(axes, 86, 19.6, "kill -9", size=10, weight="bold")
     write(
         axes,
         6,
         28.4,
         "torchrun itself waits 30 s for its ranks, unless told otherwise",
         ha="left",
-        size=9,
+        size=10,
         colour=QUIET,
     )
     return figure

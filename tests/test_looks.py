@@ -1,0 +1,121 @@
+"""A colour, a hatch and a line mean one thing in the whole course: each comes from the table in `figures.looks`."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from manyhands.course.folders import ASSETS, ROOT
+from manyhands.figures import looks
+
+SOURCES = [
+    path for path in sorted((ROOT / "scripts").rglob("*.py"))
+    if path.name not in ("looks.py", "style.py") and "egg-info" not in str(path)  # style.py: the sheet of a web page
+]  # fmt: skip
+COLOUR_ARGUMENTS = {
+    "c", "color", "colour", "fc", "ec", "facecolor", "edgecolor", "ecolor", "mfc", "mec", "markerfacecolor", "face",
+    "edge", "edgecolors", "facecolors", "cmap", "fill",
+}  # fmt: skip
+PLOTS = {"plot", "loglog", "semilogx", "semilogy", "errorbar"}
+HEX = r"#[0-9a-fA-F]{6}"
+
+
+def literals(text):
+    """[(line, what)]: colours and hatches that a source spells out itself."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(HEX, node.value):
+            found.append((node.lineno, node.value))
+        given = []
+        if isinstance(node, ast.Call):
+            given = [(word.arg, word.value) for word in node.keywords]
+            if getattr(node.func, "attr", "") in PLOTS:
+                found += [
+                    (one.lineno, one.value) for one in node.args
+                    if isinstance(one, ast.Constant) and re.fullmatch(r"(?=.*[bgrcmyk])[bgrcmyk.,ovs^Dx+*:-]+", str(one.value))
+                ]  # fmt: skip
+        elif isinstance(node, ast.Dict):
+            given = [
+                (getattr(key, "value", None), value)
+                for key, value in zip(node.keys, node.values, strict=True)
+            ]
+        for name, value in given:
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                spelt = value.value not in ("none", "")
+                if (name in COLOUR_ARGUMENTS and spelt) or (name == "hatch" and spelt):
+                    found.append((value.lineno, f"{name}={value.value!r}"))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT / "scripts").as_posix())
+def test_no_source_spells_a_colour_or_a_hatch(path):
+    assert literals(path.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'axes.plot(x, y, color="black")', 'axes.plot(x, y, "ko-")', 'look = {"hatch": "////"}', 'RED = "#D55E00"',
+        'axes.barh(x, y, edgecolor="white")', 'axes.imshow(x, cmap="viridis")',
+    ],
+)  # fmt: skip
+def test_a_spelt_colour_is_found(line):
+    assert literals(line) != []
+
+
+def test_lines_and_markers_are_free():
+    assert literals('axes.plot(x, y, "o-", ls="--", marker="s", **MEASURED, mfc="none")') == []
+
+
+def table():
+    """All colours of the table, lower case."""
+    found = set(re.findall(HEX, Path(looks.__file__).read_text("utf-8")))
+    return {colour.lower() for colour in found}
+
+
+@pytest.fixture(scope="module")
+def colours():
+    return table() | {looks.tint(colour, percent / 100) for colour in table() for percent in range(101)}
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("*.svg")), ids=lambda path: path.stem)
+def test_the_colours_of_a_figure_are_those_of_the_table(path, colours):
+    assert {colour.lower() for colour in re.findall(HEX, path.read_text("utf-8"))} - colours == set()
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("*.svg")), ids=lambda path: path.stem)
+def test_no_text_of_a_figure_is_smaller_than_it_can_be_read_from_the_back(path):
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", path.read_text("utf-8"))]
+    assert sizes and min(sizes) >= 10
+
+
+def test_nothing_but_a_rank_has_a_ranks_colour_and_no_hatch_means_two_things():
+    of_ranks = {colour.lower() for colour in looks.RANK_COLOURS}
+    kinds = {colour.lower() for colour, _ in looks.BYTES.values()}
+    lines = {
+        look["color"].lower() for look in (*looks.ALTERNATIVES, looks.MEASURED, looks.PREDICTED, looks.LIMIT)
+    }
+    assert not of_ranks & (kinds | lines)
+    hatches = [hatch for _, hatch in looks.BYTES.values()] + [looks.HATCH]
+    assert len({hatch[:1] for hatch in hatches}) == len(hatches)
+
+
+def lightness(colour):
+    return sum(
+        weight * int(colour[i : i + 2], 16)
+        for weight, i in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True)
+    )
+
+
+def test_measured_and_predicted_differ_without_colour_and_alternatives_by_marker():
+    assert looks.MEASURED.get("marker") and not looks.PREDICTED.get("marker")
+    assert looks.PREDICTED["ls"] not in ("-", looks.LIMIT["ls"])
+    assert len({look["marker"] for look in looks.ALTERNATIVES}) == len(looks.ALTERNATIVES)
+    assert abs(lightness(looks.MEASURED["color"]) - lightness(looks.PREDICTED["color"])) > 60
+
+
+def test_what_a_rank_does_is_told_without_its_colour():
+    compute, communication, reading, waiting = (looks.of_rank(2, activity) for activity in looks.ACTIVITIES)
+    assert compute["fc"] == looks.rank_colour(2) and "hatch" not in compute
+    assert communication["hatch"] == looks.HATCH != reading["hatch"]
+    assert waiting["fc"] == "none" and waiting["ls"] == ":"
