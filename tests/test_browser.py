@@ -1,6 +1,7 @@
 """Lesson 02 as an attendee meets it: real JupyterLab in real Chromium, by mouse and keyboard."""
 
 import os
+import re
 import urllib.error
 import urllib.request
 
@@ -89,6 +90,15 @@ def test_the_lesson_opens_with_its_own_kernel_and_asks_nothing(notebook):
     assert notebook.panel.locator(".jp-KernelName").inner_text().strip() == "Many Hands"
     assert notebook.page.locator(".jp-Dialog").count() == 0
     assert notebook.page.get_by_text("official Jupyter news").count() == 0
+
+
+def test_a_cell_that_begins_with_our_magic_has_syntax_colours(notebook):
+    cell = notebook.cell("from manyhands import")
+    notebook.select(cell)
+    assert cell.locator(".cm-line").first.inner_text() == "%%ranks"
+    word = cell.locator(".cm-line span", has_text=re.compile("^import$")).first
+    colour = "element => getComputedStyle(element).color"
+    assert word.evaluate(colour) != cell.locator(".cm-line").first.evaluate(colour)
 
 
 def test_solutions_are_folded_and_open_at_a_click(notebook):

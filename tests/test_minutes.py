@@ -1,5 +1,7 @@
 """Every lesson says how long it takes, and that is what an estimate of its words, code, builds and exercises says."""
 
+import re
+
 import pytest
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import Lesson, find_lessons
@@ -32,6 +34,18 @@ def test_each_section_fits_the_minutes_that_its_heading_states_and_they_add_up_t
     untold = sum(minutes for (_, core), (minutes, said) in by_name.items() if core and not said)
     told = sum(said for (_, core), (_, said) in by_name.items() if core)
     assert abs(told + untold - stated(lesson)[0]) <= 4
+
+
+def test_the_readme_says_the_minutes_of_each_lesson_and_the_sums_of_the_tracks():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| \[(\d\d)\]\(\S+\) \|[^|]*\| (\d+) \|", readme, re.M))
+    assert {number: int(minutes) for number, minutes in rows.items()} == {
+        lesson.number: stated(lesson)[0] for lesson in LESSONS
+    }
+    tracks = re.findall(r"((?:\b\d\d\b[ ,]*)+)\((\d+) minutes", readme)
+    assert tracks
+    for lessons, total in tracks:
+        assert sum(int(rows[number]) for number in re.findall(r"\d\d", lessons)) == int(total), lessons
 
 
 @pytest.fixture

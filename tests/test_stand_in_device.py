@@ -16,6 +16,8 @@ from manyhands.course.lessons import find_lessons
 from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
 
 PROGRAM = [sys.executable, str(ROOT / "tests" / "stand_in_device.py")]
+EACH_SECTION = str(ROOT / "tests" / "each_section.py")
+WHOLE = ("00", "04")  # lessons in which one thing leads to the next
 # shorter than the short runs of other tests: here all that counts is that each line runs
 SHORTEST = {
     "00_start": "--iterations 10",
@@ -51,9 +53,12 @@ def run(command, outputs, timeout_s=240):
 
 
 @pytest.mark.lesson
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_a_lesson_runs_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
-    done = run([*PROGRAM, str(lesson.script), *SHORTEST[lesson.name].split()], tmp_path)
+def test_each_section_runs_after_the_start_cells_alone_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
+    """A world of one. Whatever a section needs from above it catches up with."""
+    script = [EACH_SECTION, str(lesson.script)] if lesson.number not in WHOLE else [str(lesson.script)]
+    done = run([*PROGRAM, *script, *SHORTEST[lesson.name].split()], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     first, *spoken = done.stdout.splitlines()
     assert "cpu:gloo,cuda:nccl" in first

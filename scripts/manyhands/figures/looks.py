@@ -88,5 +88,5 @@ def of_rank(rank, activity="compute"):
     """Patch arguments of matplotlib for what `rank` does: a key of ACTIVITIES."""
     if activity == "waiting":
         return ACTIVITIES[activity]
-    strength = 1 if activity == "compute" else 0.3
-    return ACTIVITIES[activity] | {"fc": tint(rank_colour(rank), strength)}
+    colour = rank_colour(rank)
+    return ACTIVITIES[activity] | {"fc": colour if activity == "compute" else tint(colour, 0.3)}

@@ -1,0 +1,42 @@
+"""Run the start cells of a lesson's script once, as a world of one, then each section on a copy of what they define.
+
+    python tests/each_section.py scripts/03_data_parallel.py --steps 2
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from manyhands import leave
+from manyhands.course.pairs import read
+
+
+def main():
+    script = Path(sys.argv[1]).resolve()
+    sys.argv = [str(script), *sys.argv[2:]]
+    cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
+    begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
+    sections = [cells[a:b] for a, b in zip(begins, [*begins[1:], len(cells)], strict=True)]
+    title = sections[0][0].source.split("\n")[0]
+    assert title.startswith("## Start"), title
+    start = {"__file__": str(script), "__name__": "__main__"}
+    run(cells[: begins[1]], start, script)
+    for section in sections[1:]:
+        try:
+            run(section, dict(start), script)
+        except BaseException:
+            print(f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True)
+            raise
+    leave()
+
+
+def run(cells, namespace, script):
+    for cell in cells:
+        if cell.cell_type == "code" and "leave()" not in cell.source:
+            source = cell.source.replace("%%ranks", "#", 1)
+            exec(compile(source, str(script), "exec"), namespace)
+
+
+if __name__ == "__main__":
+    main()
