@@ -161,7 +161,8 @@ def test_two_ranks_under_torchrun_save_when_it_is_signalled_and_go_on_as_if_noth
     assert f"stopped by {name} and saved at step {step}" in said and 10 < step < 40
     requeue = json.loads((tmp_path / "run" / REQUEUE).read_text())
     assert (requeue["signal"], requeue["step"]) == (name, step)
-    assert run.returncode == 1  # whatever its ranks ended with: so job files look at the file
+    # 1, whatever its ranks ended with, and now and then an abort in torchrun's own exit: so job files look at the file
+    assert run.returncode != 0, said
     assert living() == 0
     again = start(*flags, "--step-s=0")
     said = again.communicate(timeout=200)[0]
