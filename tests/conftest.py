@@ -1,6 +1,7 @@
 """What every test shares: the course's folders, and an environment in which nothing is written into the tree."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -35,6 +36,42 @@ def pool():
 @pytest.fixture(autouse=True)
 def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
+
+
+@pytest.fixture(scope="session")
+def attendees(tmp_path_factory):
+    """{name: lesson} of an attendees' copy of the course."""
+    from manyhands.course import handouts
+    from manyhands.course.lessons import find_lessons
+
+    copied = handouts.copy(tmp_path_factory.mktemp("class") / "course", ROOT)
+    return {lesson.name: lesson for lesson in find_lessons(copied)}
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory, attendees):
+    """short_run(lesson, way, n_ranks) -> the metrics of a short run, made once; on 2 ranks of the attendees' copy."""
+    from manyhands.preflight.runs import Run
+
+    made = {}
+
+    def run(lesson, way, n_ranks, **changed):
+        key = lesson.name, way, n_ranks, *changed.values()
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
+            one = attendees[lesson.name] if n_ranks == 2 else lesson
+            outcome = Run(one, way, n_ranks, folder, lesson.short | changed).carry_out(timeout_s=150)
+            assert outcome.ok, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
+            if n_ranks == 2 and way != "notebook":
+                found = re.findall(
+                    r"\b(exercise|build|solution) \w+ \(.*\): (.*)",
+                    (folder / "log.txt").read_text(errors="replace"),
+                )
+                assert len(found) >= 3 and {verdict for _, verdict in found} == {"not attempted"}
+            made[key] = outcome.metrics
+        return made[key]
+
+    return run
 
 
 # What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the other

@@ -1,6 +1,6 @@
 """Run the start cells of a lesson's script once, as a world of one, then each section on a copy of what they define.
 
-    python tests/each_section.py scripts/03_data_parallel.py --steps 2
+python tests/each_section.py scripts/03_data_parallel.py --steps 2
 """
 
 import sys
@@ -16,7 +16,9 @@ def main():
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
     cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
-    begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
+    begins = [
+        i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")
+    ]
     sections = [cells[a:b] for a, b in zip(begins, [*begins[1:], len(cells)], strict=True)]
     title = sections[0][0].source.split("\n")[0]
     assert title.startswith("## Start"), title
@@ -26,7 +28,9 @@ def main():
         try:
             run(section, dict(start), script)
         except BaseException:
-            print(f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True)
+            print(
+                f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True
+            )
             raise
     leave()
 

@@ -6,17 +6,16 @@ copy, in which nobody has written a line yet.
 
 import ast
 import os
-import re
 import subprocess
 import sys
 
 import nbformat
 import pytest
-from manyhands.course import handouts, pairs
+from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
-from manyhands.preflight.runs import Run, find_metrics
+from manyhands.preflight.runs import find_metrics
 from manyhands.runs.metrics import compare
 from papermill.inspection import inspect_notebook
 
@@ -27,9 +26,6 @@ OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
 LAUNCHERS = [("torchrun", 2), ("mpiexec", 2), ("notebook", 2), ("torchrun", 4), ("mpiexec", 4)]
 
 
-VERDICT = re.compile(r"\b(exercise|build|solution) \w+ \(.*\): (.*)")
-
-
 def each(lessons, *marks):
     return pytest.mark.parametrize(
         "lesson", [pytest.param(lesson, id=lesson.name, marks=marks) for lesson in lessons]
@@ -37,34 +33,6 @@ def each(lessons, *marks):
 
 
 named = each(LESSONS)
-
-
-@pytest.fixture(scope="module")
-def attendees(tmp_path_factory):
-    """{name: lesson} of an attendees' copy of the course."""
-    copied = handouts.copy(tmp_path_factory.mktemp("class") / "course", ROOT)
-    return {lesson.name: lesson for lesson in find_lessons(copied)}
-
-
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory, attendees):
-    """short_run(lesson, way, n_ranks) -> the metrics of a short run, made once; on 2 ranks of the attendees' copy."""
-    made = {}
-
-    def run(lesson, way, n_ranks, **changed):
-        key = lesson.name, way, n_ranks, *changed.values()
-        if key not in made:
-            folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
-            one = attendees[lesson.name] if n_ranks == 2 else lesson
-            outcome = Run(one, way, n_ranks, folder, lesson.short | changed).carry_out(timeout_s=150)
-            assert outcome.ok, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
-            if n_ranks == 2 and way != "notebook":
-                found = VERDICT.findall((folder / "log.txt").read_text(errors="replace"))
-                assert len(found) >= 3 and {verdict for _, verdict in found} == {"not attempted"}
-            made[key] = outcome.metrics
-        return made[key]
-
-    return run
 
 
 @named

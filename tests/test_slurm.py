@@ -7,7 +7,6 @@ in the project's CI, which has it, that is a failure. Jobs are polled: `sbatch -
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -54,8 +53,7 @@ def environ(tmp_path_factory, course):
 
 
 def flags(name):
-    """Shorter than short: five runs of lesson 03 share two cores here."""
-    short = find_lessons(only=[name])[0].short | ({"steps": 6, "repeats": 1} if name.startswith("03") else {})
+    short = find_lessons(only=[name])[0].short
     return [part for key, value in short.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 
@@ -67,27 +65,9 @@ def metrics(environ, lesson):
 
 
 @pytest.fixture(scope="session")
-def under_torchrun(course, environ):
-    """{lesson: metrics of four ranks under torchrun}, each run once, when it is first asked for."""
-    done = {}
-
-    def run(lesson):
-        if lesson not in done:
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={RANKS}",
-            ]
-            subprocess.run(
-                [*command, f"scripts/{lesson}.py", *flags(lesson)], cwd=course, env={**os.environ, **environ},
-                capture_output=True, timeout=PATIENCE_S, check=True,
-            )  # fmt: skip
-            done[lesson] = metrics(environ, lesson)
-        return done[lesson]
-
-    return run
+def under_torchrun(short_run):
+    """under_torchrun(lesson) -> the metrics of its short run on four ranks under torchrun."""
+    return lambda name: short_run(find_lessons(only=[name])[0], "torchrun", RANKS)
 
 
 def assert_same_numbers(found, expected, launcher):
