@@ -43,7 +43,7 @@ STRATEGIES = {
 }
 
 
-def run(command, outputs, timeout_s=240):
+def run(command, outputs, timeout_s=360):
     """Run a program as ranks that believe to have GPUs: the completed process, its errors among its output."""
     environ = os.environ | {"OMP_NUM_THREADS": "1", "MANYHANDS_OUTPUTS": str(outputs)}
     return subprocess.run(
@@ -53,7 +53,7 @@ def run(command, outputs, timeout_s=240):
 
 
 @pytest.mark.lesson
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 def test_each_section_runs_after_the_start_cells_alone_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
     """A world of one. Whatever a section needs from above it catches up with."""
