@@ -25,12 +25,12 @@ def gantt(spans, title, virtual=False, until_s=None):
         axes.broken_barh(
             [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane)
         )
-        if span.lane != "waiting" and length > 0.0095 * longest * len(
+        if span.lane != "waiting" and length > 0.0135 * longest * len(
             span.name
         ):  # the name fits into the box
             ground = {"boxstyle": "round,pad=0.1", "fc": PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) * scale
-            axes.text(middle, top + 0.18, span.name, fontsize=7, ha="center", va="center", bbox=ground)
+            axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set(xlim=(0, longest * scale * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
     axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
