@@ -96,6 +96,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+these_ranks = f"{world_size} rank{'s' * (world_size > 1)}"
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
@@ -188,7 +189,7 @@ def spread(tensors):
 # <details><summary>Answer</summary>
 #
 # g₀ = (−4 − 8)/2 = −6 and g₁ = (−24 − 16)/2 = −20. Each rank needs the mean, (g₀ + g₁)/2 = −13. That is also the mean of all
-# four rows, −52/4, because the shares are equal (lesson 05 mends the other case). Every rank needs it, so it is an
+# four rows, −52/4, because the shares are equal (lesson 05 mends the other case). Every rank needs it: an
 # **all-reduce** and a division.
 #
 # </details>
@@ -412,10 +413,6 @@ if rank == 0:
 # the end of backward, as in the naive version, wastes nearly all of that time.
 #
 # </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "average_gradients")
 
 # %%
 # %%ranks
@@ -701,10 +698,11 @@ if rank == 0:
     from manyhands.figures.step_times import compared
 
     num_calls, alone = len(list(naive.parameters())), step_s["no averaging"]
-    show(compared(step_s, f"a step on {world_size} ranks"), "four_ways", "step times of five versions")
+    show(compared(step_s, f"a step on {these_ranks}"), "four_ways", "step times of five versions")
     say(f"averaging adds {in_ms(step_s['naive'], alone)} in {num_calls} calls")
     say(f"and {in_ms(step_s['buckets'], alone)} in {len(buckets.buckets)}")
-    say(f"overlap saves {in_ms(step_s['buckets'], step_s['buckets, overlap'])} of that; a minus is a loss")
+    saved = in_ms(step_s["buckets"], step_s["buckets, overlap"])
+    say(f"overlap saves {saved} of that (less than 0: it costs)")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: buckets</summary>
@@ -741,9 +739,10 @@ if rank == 0:
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(
-    globals(), "broadcast_state", "average_gradients", "start_all_reduce", "pack", "Bucket", "start_in_order"
+    globals(),
+    *("broadcast_state", "start_all_reduce", "pack", "Bucket", "start_in_order", "BucketedDDP"),
+    *("average_gradients", "take_turns"),
 )
-catch_up(globals(), "BucketedDDP", "take_turns")
 
 
 # %%
@@ -1064,7 +1063,7 @@ losses /= world_size
 if rank == 0:
     from manyhands.figures.step_times import training
 
-    figure = training(losses.cpu(), looks, len(corpus.symbols), f"ShakespeareGPT on {world_size} ranks")
+    figure = training(losses.cpu(), looks, len(corpus.symbols), f"ShakespeareGPT on {these_ranks}")
     show(figure, "training", "the loss falls from ln 65; beside it samples that turn from noise into words")
 
 # %% [markdown]
@@ -1135,7 +1134,7 @@ eval_s = take_turns({"alone": rank_0_evaluates, "all": lambda: evaluate(model, n
 faster = [alone / together for alone, together in zip(eval_s["alone"], eval_s["all"], strict=True)]
 if rank == 0:
     alone_ms, all_ms = (1e3 * statistics.median(eval_s[name]) for name in ("alone", "all"))
-    say(f"{num_batches} batches: {alone_ms:.0f} ms by rank 0 alone, {all_ms:.0f} ms by {world_size} ranks")
+    say(f"{num_batches} batches: {alone_ms:.0f} ms by rank 0 alone, {all_ms:.0f} ms by {these_ranks}")
     say(f"{statistics.median(faster):.1f} times faster ({min(faster):.1f} to {max(faster):.1f})")
 metrics.measured(evaluation_s=eval_s)
 
@@ -1160,8 +1159,11 @@ metrics.measured(evaluation_s=eval_s)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "broadcast_state", "start_all_reduce", "pack", "Bucket", "start_in_order", "BucketedDDP")
-catch_up(globals(), "take_turns", "step_of", "in_ms")
+catch_up(
+    globals(),
+    *("broadcast_state", "start_all_reduce", "pack", "Bucket", "start_in_order", "BucketedDDP"),
+    *("take_turns", "step_of", "in_ms"),
+)
 
 # %%
 # %%ranks --timeout 120
@@ -1169,7 +1171,7 @@ from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 link = Link(latency_s=0.1e-3, bytes_per_s=0.4e9)
 network, backward_s = VirtualNetwork(ranks, link), 20e-3
-numbers = 819_200  # nearly as many gradients as ShakespeareGPT has, and they split into 32 equal buckets
+numbers = 819_200  # about as many gradients as ShakespeareGPT has, and they split into 32 equal buckets
 
 
 def virtual_step(k):
@@ -1211,7 +1213,8 @@ from manyhands.measure.timing import median_s
 sizes_mib = [4.0, 1.0, 0.3, 0.1]
 keys = [(size_mib, overlap) for size_mib in sizes_mib for overlap in (False, True)]
 models = {key: BucketedDDP(new_model(), *key) for key in keys}
-step_s = take_turns({key: step_of(model, model.finish) for key, model in models.items()}, repeats)
+calls = {key: step_of(model, model.finish) for key, model in models.items()}
+step_s = take_turns({"no averaging": step_of(new_model()), **calls}, repeats)
 bucket_counts = [len(models[size_mib, True].buckets) for size_mib in sizes_mib]
 plain, overlapped = ([step_s[size_mib, overlap] for size_mib in sizes_mib] for overlap in (False, True))
 if rank == 0:
@@ -1224,19 +1227,15 @@ metrics.measured(bucket_counts=bucket_counts, bucket_step_s=overlapped, bucket_n
 if rank == 0:
     from manyhands.figures.step_times import bucket_sizes
 
-    samples = {"no overlap": plain, "overlap": overlapped}
-    title = f"this machine, {world_size} rank{'s' * (world_size > 1)}"
+    samples = {"no overlap": plain, "overlap": overlapped, "no averaging": step_s["no averaging"]}
+    title = f"this machine, {these_ranks}"
     figure = bucket_sizes(counts, virtual_s, predicted_s, bucket_counts, samples, title)
-    show(
-        figure,
-        "bucket_size",
-        "step time against the number of buckets: virtual, a U; measured, with whiskers",
-    )
+    show(figure, "bucket_size", "step time against the number of buckets: virtual, a U; measured, whiskers")
 
 # %% [markdown]
 # **The residual.** On the left there is none: the formula *is* the schedule. On the right, where ranks share cores, gloo's
-# all-reduce is work for the very cores that compute: there is little to hide behind, and the number of calls decides. On GPUs a
-# few processors and the network card do the sending, and where gradients are large the U is real. DDP's 25 MiB are its authors'
+# all-reduce is work for the very cores that compute: expect little from overlap, and the more from fewer calls. On GPUs a few
+# processors and the network card do the sending, and where gradients are large the U is real. DDP's 25 MiB are its authors'
 # estimate of where its floor lies (Li et al. 2020).
 
 # %% [markdown] tags=["notes"]

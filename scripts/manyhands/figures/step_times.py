@@ -71,8 +71,8 @@ def training(losses, looks, symbols, title):
 def bucket_sizes(counts, virtual_s, predicted_s, real_counts, samples, title):
     """Step time against the number of buckets, left in virtual time, right measured.
 
-    virtual_s, predicted_s: seconds for each of `counts`. samples: {"without overlap", "with overlap": [seconds] for each of
-    `real_counts`; "no averaging": [seconds]}.
+    virtual_s, predicted_s: seconds for each of `counts`. samples: {name: for each of `real_counts` its seconds} of two lines,
+    and then {name: seconds} of the step that averages nothing.
     """
     from matplotlib.figure import Figure
 
