@@ -688,10 +688,13 @@ metrics.measured(step_s=step_s)
 
 # %%
 # %%ranks
+import statistics
+
+
 def in_ms(seconds, minus):
     """By how much `seconds` exceed `minus`, round by round: the median and the range, as 12 ms (11 to 14)."""
-    ms = sorted(1e3 * (a - b) for a, b in zip(seconds, minus, strict=True))
-    return f"{ms[len(ms) // 2]:.0f} ms ({ms[0]:.0f} to {ms[-1]:.0f})"
+    ms = [1e3 * (a - b) for a, b in zip(seconds, minus, strict=True)]
+    return f"{statistics.median(ms):.0f} ms ({min(ms):.0f} to {max(ms):.0f})"
 
 
 if rank == 0:
@@ -835,6 +838,7 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
 
 # %%
 # %%ranks --timeout 120
+import statistics
 from manyhands.measure.timing import median_s, tok_per_s
 
 rivals = {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model(), bucket_cap_mb=bucket_mib)}
@@ -857,12 +861,12 @@ samples = take_turns(calls, 2 * repeats)
 
 # %%
 # %%ranks
-ratios = sorted(b / a for a, b in zip(samples["ours"], samples["library"], strict=True))
-ratio = ratios[len(ratios) // 2]
-rate = {name: tok_per_s(global_batch, 64, sorted(times)[repeats]) for name, times in samples.items()}
+ratios = [b / a for a, b in zip(samples["ours"], samples["library"], strict=True)]
+ratio = statistics.median(ratios)
+rate = {name: tok_per_s(global_batch, 64, statistics.median(times)) for name, times in samples.items()}
 if rank == 0:
     say(f"tokens per second: ours {rate['ours']:,.0f}, library {rate['library']:,.0f}")
-    say(f"ours / library in each round: {ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    say(f"ours / library in each round: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 
 # %% [markdown]
@@ -1208,6 +1212,7 @@ metrics.exact(virtual_step_s=virtual_s)
 # %%
 # %%ranks --timeout 200
 import functools
+import statistics
 from manyhands.measure.timing import median_s
 
 sizes_mib = [4.0, 1.0, 0.3, 0.1]

@@ -642,10 +642,10 @@ REJECTED = {
         start_in_new_parameters: "the numbers are right, but in new tensors",
     },
     "mean_gradient": {
-        mean_of_the_weights: "the weights have changed; only the gradients are to be averaged",
+        mean_of_the_weights: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
         mean_sum: "3 times too large; divide by the number of ranks",
-        mean_of_copies: "the gradients still are this rank's own: send p.grad itself, not a copy of it",
-        mean_returned: "the gradients still are this rank's own: send p.grad itself, not a copy of it",
+        mean_of_copies: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
+        mean_returned: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
         mean_divided_only: "nothing was sent, so no rank knows the gradients of the others",
         mean_on_rank_0: "from the mean over the ranks",
         mean_by_gathering: "912 bytes were handed over where 304 are enough: each gradient needs one all-reduce",

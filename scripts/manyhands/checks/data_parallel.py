@@ -77,7 +77,7 @@ def mean_gradient(answer, ranks):
     if not seen.calls and not _same(given, expected):
         raise Wrong("nothing was sent, so no rank knows the gradients of the others: all-reduce each p.grad")
     if _same(given, own) and not _same(given, expected):
-        raise Wrong("the gradients still are this rank's own: send p.grad itself, not a copy of it")
+        raise Wrong("the gradients still are this rank's own: send p.grad itself, not p and not a copy")
     _compare(given, expected, ranks.world_size)
     _enough(seen.payload_bytes(), weights.nbytes, "each gradient needs one all-reduce")
 
