@@ -88,17 +88,22 @@ def hooks():
 
 
 def buckets():
-    figure, axes = card(92, 27, "buckets of about 1 MiB, filled in the order of backward")
-    content = [("head, norm", "block 3"), ("block 2",), ("block 1",), ("block 0", "embeddings")]
+    figure, axes = card(92, 31, "buckets of at most 1 MiB, filled in the order of backward")
+    content = [("head", "block 3"), ("block 2",), ("block 1",), ("block 0", "embeddings")]
+    mib = {"head": 0.035, "embeddings": 0.063} | {f"block {i}": 0.752 for i in range(4)}  # of ShakespeareGPT
     x = 3
     for i, parts in enumerate(content):
-        left, widths = x, [13 if part.startswith("block") else 11 for part in parts]
-        for part, width in zip(parts, widths, strict=True):
-            box(axes, x, 7, width, 4.5, part, face=GREY)
+        left = x
+        for part in parts:
+            width = 26 * mib[part]
+            box(axes, x, 10, width, 4.5, part if width > 8 else "", face=GREY)
+            if width <= 8:  # too narrow to write into
+                right = part == parts[-1]
+                write(axes, x + width if right else x, 8.3, part, ha="right" if right else "left")
             x += width
-        arrow(axes, ((left + x) / 2, 12), ((left + x) / 2, 15.3))
-        box(axes, left, 15.5, x - left, 4, f"bucket {i}")
-        box(axes, left, 21, x - left, 3.6, f"all-reduce {i}", hatch=HATCH)
+        arrow(axes, ((left + x) / 2, 15), ((left + x) / 2, 18.3))
+        box(axes, left, 18.5, x - left, 4, f"bucket {i}")
+        box(axes, left, 24.5, x - left, 4, f"all-reduce {i}", hatch=HATCH)
         x += 2.2
     arrow(axes, (3, 5.4), (x - 2.2, 5.4))
     write(axes, (3 + x) / 2, 5.4, "backward", bbox=GROUND_OF_TEXT)
