@@ -43,19 +43,20 @@ def training(losses, looks, symbols, title):
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes, beside = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    axes.plot(range(len(losses)), losses, **TRAINING)
-    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION)
-    axes.axhline(math.log(symbols), **PREDICTED)
-    end, middle = len(losses), len(losses) / 2
-    axes.text(
-        end,
-        math.log(symbols),
-        f"knowing nothing: ln {symbols} = {math.log(symbols):.2f}",
-        ha="right",
-        va="bottom",
+    axes.plot(
+        [step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation"
     )
-    axes.text(middle, looks[-1][1] + 0.75, "validation, and", ha="left")
-    axes.text(middle, looks[-1][1] + 0.55, "training, mean over the ranks", ha="left", color=QUIET)
+    axes.plot(range(len(losses)), losses, **TRAINING, label="training, mean over the ranks")
+    guess = math.log(symbols)
+    axes.axhline(guess, **PREDICTED)
+    axes.annotate(
+        f"knowing nothing: ln {symbols} = {guess:.2f}",
+        (len(losses), guess),
+        (0, 3),
+        textcoords="offset points",
+        ha="right",
+    )
+    axes.legend(frameon=False, loc="center right")
     axes.set(xlabel="step", ylabel="loss, nats per character", title=title)
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
