@@ -694,7 +694,7 @@ import statistics
 def in_ms(seconds, minus):
     """By how much `seconds` exceed `minus`, round by round: the median and the range, as 12 ms (11 to 14)."""
     ms = [1e3 * (a - b) for a, b in zip(seconds, minus, strict=True)]
-    return f"{statistics.median(ms):.0f} ms ({min(ms):.0f} to {max(ms):.0f})"
+    return f"{round(statistics.median(ms))} ms ({round(min(ms))} to {round(max(ms))})"
 
 
 if rank == 0:
@@ -702,8 +702,8 @@ if rank == 0:
 
     num_calls, alone = len(list(naive.parameters())), step_s["no averaging"]
     show(compared(step_s, f"a step on {these_ranks}"), "four_ways", "step times of five versions")
-    say(f"averaging adds {in_ms(step_s['naive'], alone)} in {num_calls} calls")
-    say(f"and {in_ms(step_s['buckets'], alone)} in {len(buckets.buckets)}")
+    say(f"naive averaging adds {in_ms(step_s['naive'], alone)} in {num_calls} calls")
+    say(f"buckets add {in_ms(step_s['buckets'], alone)} in {len(buckets.buckets)}")
     saved = in_ms(step_s["buckets"], step_s["buckets, overlap"])
     say(f"overlap saves {saved} of that (less than 0: it costs)")
 
@@ -1054,7 +1054,7 @@ for step in range(steps):
     losses[step] = loss.detach()
 synchronise(device)
 train_s = time.perf_counter() - begin - looking_s
-look(steps)  # and step 300
+looking_s += look(steps)  # and step 300
 
 # %% [markdown]
 # What you should see below: a steep fall while the model learns which letters are common, then a slow one while it learns which
@@ -1338,8 +1338,8 @@ metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
 
 # %% [markdown]
 # Find the first number of ranks whose efficiency is far below 100 %, and compare it with the number of cores. An all-reduce
-# waits for its slowest rank, and a rank without a core of its own is always slow. That is when more ranks stop helping: not
-# because of the bytes, but because nothing is left to compute on.
+# waits for its slowest rank, and a rank without a core of its own is always slow. On one machine that is when more ranks stop
+# helping: nothing is left to compute on. Between machines it is the network.
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)
@@ -1480,7 +1480,7 @@ for name, model in {"suspect": suspect, "library": DDP(new_model())}.items():
         say(f"{name} {' '.join(f'{loss:.3f}' for loss in (losses / world_size).tolist())}")
 
 # %% [markdown]
-# The loss alone convicts nobody. Now measure `spread`: of the weights or of the gradients, and when?
+# Both fall. Without the second line, would you have noticed? Now measure `spread`: of the weights or of the gradients, and when?
 
 # %%
 # %%ranks
