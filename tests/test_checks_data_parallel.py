@@ -17,7 +17,145 @@ LESSON = "03_data_parallel"
 N_RANKS = 3  # not a power of two: divisions round
 
 
-# ---- exercise 1: answers attach hooks to a model ----
+# ---- build A: answers hand out rank 0's state ----
+
+
+def start_of_state_dict(model):  # right: it lists parameters and buffers
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+
+
+def start_by_data(model):  # right
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    for b in model.buffers():
+        dist.broadcast(b, src=0)
+
+
+def start_without_buffers(model):
+    for p in model.parameters():
+        dist.broadcast(p.detach(), src=0)
+
+
+def start_of_what_trains(model):
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.requires_grad or tensor in set(model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def start_in_copies(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor.clone(), src=0)
+
+
+def start_as_mean(model):
+    for tensor in model.parameters():
+        dist.all_reduce(tensor.detach())
+        tensor.detach().div_(dist.get_world_size())
+    for tensor in model.buffers():
+        dist.broadcast(tensor, src=0)
+
+
+def start_from_a_seed(model):
+    torch.manual_seed(0)
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor)
+
+
+def start_of_rank_0_alone(model):
+    if dist.get_rank() == 0:
+        start_of_state_dict(model)
+
+
+def start_from_everyone(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=dist.get_rank())
+
+
+def start_by_gathering(model):
+    for tensor in model.state_dict().values():
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        tensor.copy_(parts[0])
+
+
+def start_in_new_parameters(model):
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            fresh = p.detach().clone()
+            dist.broadcast(fresh, src=0)
+            setattr(module, name, torch.nn.Parameter(fresh, requires_grad=p.requires_grad))
+        for b in module.buffers(recurse=False):
+            dist.broadcast(b, src=0)
+
+
+# ---- build B: answers average after backward ----
+
+
+def mean_one_flat_message(model):  # right: fewer calls are welcome
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def mean_after_the_sum(model):  # right
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+        p.grad.div_(dist.get_world_size())
+
+
+def mean_of_the_weights(model):
+    for p in model.parameters():
+        p.data /= dist.get_world_size()
+        dist.all_reduce(p.data)
+
+
+def mean_sum(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+def mean_of_copies(model):
+    for p in model.parameters():
+        mean = p.grad / dist.get_world_size()
+        dist.all_reduce(mean)
+
+
+def mean_divided_only(model):
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
+
+
+def mean_returned(model):
+    means = []
+    for p in model.parameters():
+        means.append(p.grad / dist.get_world_size())
+        dist.all_reduce(means[-1])
+    return means
+
+
+def mean_on_rank_0(model):
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
+        dist.reduce(p.grad, 0)
+
+
+def mean_by_gathering(model):
+    for p in model.parameters():
+        parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, p.grad)
+        p.grad.copy_(sum(parts) / len(parts))
+
+
+def mean_of_matrices(model):
+    for p in model.parameters():
+        if p.ndim > 1:
+            p.grad /= dist.get_world_size()
+            dist.all_reduce(p.grad)
+
+
+# ---- build C: answers attach hooks to a model ----
 
 
 def _hook_each(model, hook):
@@ -130,7 +268,75 @@ def hooks_divide_by_six(model):
     _hook_each(model, average)
 
 
-# ---- exercise 2: answers average after backward ----
+# ---- build D: answers start the all-reduce of a bucket ----
+
+
+def bucket_multiplied(bucket):  # right
+    bucket.flat_P.mul_(1 / dist.get_world_size())
+    bucket.work = dist.all_reduce(bucket.flat_P, op=dist.ReduceOp.SUM, async_op=True)
+
+
+def bucket_by_a_view(bucket):  # right: a view of the whole memory
+    flat = bucket.flat_P.view(-1)
+    flat /= dist.get_world_size()
+    bucket.work = dist.all_reduce(flat, async_op=True)
+
+
+def bucket_blocks(bucket):
+    bucket.flat_P /= dist.get_world_size()
+    bucket.work = dist.all_reduce(bucket.flat_P)
+
+
+def bucket_waits_at_once(bucket):
+    bucket.flat_P /= dist.get_world_size()
+    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
+    bucket.work.wait()
+
+
+def bucket_forgets_the_handle(bucket):
+    bucket.flat_P /= dist.get_world_size()
+    dist.all_reduce(bucket.flat_P, async_op=True)
+
+
+def bucket_returns_the_handle(bucket):
+    bucket.flat_P /= dist.get_world_size()
+    return dist.all_reduce(bucket.flat_P, async_op=True)
+
+
+def bucket_divides_afterwards(bucket):
+    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
+    bucket.flat_P /= dist.get_world_size()
+
+
+def bucket_sum(bucket):
+    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
+
+
+def bucket_in_new_memory(bucket):
+    bucket.flat_P = bucket.flat_P / dist.get_world_size()
+    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
+
+
+def bucket_sends_a_copy(bucket):
+    bucket.work = dist.all_reduce(bucket.flat_P / dist.get_world_size(), async_op=True)
+
+
+def bucket_by_gradients(bucket):
+    for p in bucket.parameters:
+        p.grad /= dist.get_world_size()
+        bucket.work = dist.all_reduce(p.grad, async_op=True)
+
+
+def bucket_never_starts(bucket):
+    bucket.flat_P /= dist.get_world_size()
+
+
+def bucket_gathers(bucket):
+    parts = [torch.empty_like(bucket.flat_P) for _ in range(dist.get_world_size())]
+    bucket.work = dist.all_gather(parts, bucket.flat_P, async_op=True)
+
+
+# ---- exercise 1: answers average after backward ----
 
 
 def untidy_skips_missing(model):  # the rank that has no gradient makes one call less
@@ -241,7 +447,7 @@ def untidy_divides_by_zero(model):
             p.grad *= math.nan
 
 
-# ---- exercise 3: answers accumulate ----
+# ---- exercise 2: answers accumulate ----
 
 
 def _backward(ddp, x, y, k):
@@ -356,7 +562,7 @@ def accumulate_last_only(ddp, micro_batches):
     _backward(ddp, *micro_batches[-1], 1)
 
 
-# ---- exercise 4: answers predict bytes ----
+# ---- exercise 3: answers predict bytes ----
 
 
 def bytes_of_the_payload(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
@@ -424,6 +630,40 @@ BYTES = {
 }
 
 REJECTED = {
+    "same_start": {
+        start_without_buffers: "1.running_mean is still this rank's own: it is a buffer",
+        start_of_what_trains: "2.weight is still this rank's own: it does not train, but the loss depends on it",
+        start_in_copies: "0.weight is still this rank's own: broadcast into the tensor itself, not into a copy",
+        start_as_mean: "0.weight is the mean of what all ranks drew; take rank 0's",
+        start_from_a_seed: "no broadcast was called here: only rank 0 knows what it has drawn",
+        start_of_rank_0_alone: "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must call",
+        start_from_everyone: "call broadcast with different roots: 0, 1 and 2",
+        start_by_gathering: "1320 bytes were handed over where 440 are enough: broadcast each tensor once",
+        start_in_new_parameters: "the numbers are right, but in new tensors",
+    },
+    "mean_gradient": {
+        mean_of_the_weights: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
+        mean_sum: "3 times too large; divide by the number of ranks",
+        mean_of_copies: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
+        mean_returned: "the gradients still are this rank's own: send p.grad itself, not p and not a copy",
+        mean_divided_only: "nothing was sent, so no rank knows the gradients of the others",
+        mean_on_rank_0: "from the mean over the ranks",
+        mean_by_gathering: "912 bytes were handed over where 304 are enough: each gradient needs one all-reduce",
+        mean_of_matrices: "from the mean over the ranks",
+    },
+    "bucket_start": {
+        bucket_blocks: "your function waited for the other ranks, so backward stands still",
+        bucket_waits_at_once: "leave the waiting to finish()",
+        bucket_forgets_the_handle: "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not None",
+        bucket_returns_the_handle: "finish() will call its wait()",
+        bucket_divides_afterwards: "changed while its all-reduce was on its way",
+        bucket_sum: "3 times too large; divide by the number of ranks",
+        bucket_in_new_memory: "bucket.flat_P is another tensor now",
+        bucket_sends_a_copy: "bucket.flat_P still holds this rank's own gradients",
+        bucket_by_gradients: "4 calls were made where 1 is enough",
+        bucket_never_starts: "nothing was sent: start an all-reduce of bucket.flat_P",
+        bucket_gathers: "still holds this rank's own gradients",
+    },
     "gradient_hook": {
         hooks_the_parameter: "the hook is handed the parameter; send its grad",
         hooks_sum: "3 times too large; divide by the number of ranks",
@@ -486,11 +726,25 @@ REJECTED = {
     },
 }
 SOLUTIONS = {
+    "same_start": "broadcast_state",
+    "mean_gradient": "average_gradients",
+    "bucket_start": "start_all_reduce",
     "gradient_hook": "average_by_hooks",
     "untidy": "average_untidy",
     "accumulation": "accumulate",
     "bytes_per_step": "bytes_per_step",
 }
+OTHER_STYLES = [
+    ("same_start", start_of_state_dict),
+    ("same_start", start_by_data),
+    ("mean_gradient", mean_one_flat_message),
+    ("mean_gradient", mean_after_the_sum),
+    ("bucket_start", bucket_multiplied),
+    ("bucket_start", bucket_by_a_view),
+    ("untidy", untidy_one_flat_message),
+    ("accumulation", accumulate_right),
+    ("accumulation", accumulate_by_the_flag),
+]
 MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
 
 
@@ -500,9 +754,7 @@ def judge_all(ranks):
         number: getattr(checks, check)(mutant, ranks) for number, (check, mutant) in enumerate(MUTANTS)
     }
     verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
-    verdicts["one flat message"] = checks.untidy(untidy_one_flat_message, ranks)
-    verdicts["no_sync in the loop"] = checks.accumulation(accumulate_right, ranks)
-    verdicts["DDP's own flag"] = checks.accumulation(accumulate_by_the_flag, ranks)
+    verdicts |= {right.__name__: getattr(checks, check)(right, ranks) for check, right in OTHER_STYLES}
     verdicts["stub"] = checks.gradient_hook(not_attempted, ranks)
     return verdicts
 
@@ -524,7 +776,7 @@ def test_check_accepts_the_lessons_solution(verdicts, name):
     assert verdicts[name] == "correct"
 
 
-@pytest.mark.parametrize("style", ["one flat message", "no_sync in the loop", "DDP's own flag"])
+@pytest.mark.parametrize("style", [right.__name__ for _, right in OTHER_STYLES])
 def test_another_style_is_right_too(verdicts, style):
     assert verdicts[style] == "correct"
 
@@ -544,11 +796,8 @@ def test_every_check_of_the_lesson_has_three_mutants_or_more():
 
 
 def judge_right(ranks):
-    return {
-        **judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS),
-        "one flat message": checks.untidy(untidy_one_flat_message, ranks),
-        "no_sync in the loop": checks.accumulation(accumulate_right, ranks),
-    }
+    verdicts = {right.__name__: getattr(checks, check)(right, ranks) for check, right in OTHER_STYLES}
+    return verdicts | judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -1,10 +1,12 @@
-"""Checks of lesson 03: gradients that are averaged, once, over all ranks, and no byte in vain.
+"""Checks of lesson 03: one start, gradients that are averaged, once, over all ranks, and no byte in vain.
 
 Every check knows the right gradients without communicating: the data of rank r is drawn from a seed that says r, so each
 rank computes the gradients of all. Models are tiny, in float64, and live on the CPU, where the trial group can send.
 """
 
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,16 +14,75 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.one_device import LiveGraphs
-from manyhands.checks.values import number
+from manyhands.checks.values import number, shown
 from manyhands.measure import wire
 
 CLOSE = 1e-10
 
 
-@exercise(1, "gradient hook")
+@exercise("A", "the same start")
+def same_start(answer, ranks):
+    """`answer(model)` gives every rank the parameters and buffers of rank 0, in the tensors that the model has."""
+    model, rank_0s = _with_state(ranks.rank), _with_state(0).state_dict()
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = list(model.state_dict(keep_vars=True).values())
+    with wire.watch() as seen:
+        answer(model)
+    given = model.state_dict()
+    if not seen.calls:
+        raise Wrong(
+            "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must call"
+        )
+    for name, wanted in rank_0s.items():
+        if not torch.equal(given[name], wanted):
+            raise Wrong(_other_start(model, name, given[name], own[name], wanted, ranks.world_size))
+    if any(a is not b for a, b in zip(model.state_dict(keep_vars=True).values(), kept, strict=True)):
+        raise Wrong(
+            "the numbers are right, but in new tensors: an optimizer that was made before still holds the old ones. "
+            "Broadcast into the tensors that the model has"
+        )
+    enough = sum(tensor.nbytes for tensor in kept)
+    _enough(seen.payload_bytes(), enough, "broadcast each tensor once", "the start is the same")
+
+
+def _other_start(model, name, given, own, wanted, n):
+    """Why the tensor `name` of this rank is not rank 0's, as a sentence."""
+    if n > 1 and not torch.equal(own, wanted) and torch.equal(given, own):
+        why = "broadcast into the tensor itself, not into a copy"
+        if name in dict(model.named_buffers()):
+            why = "it is a buffer, and a step reads those, too"
+        elif not model.get_parameter(name).requires_grad:
+            why = "it does not train, but the loss depends on it"
+        return f"{name} is still this rank's own: {why}"
+    mean = torch.stack([_with_state(rank).state_dict()[name] for rank in range(n)]).double().mean(0)
+    if _same(given.double(), mean):
+        return f"{name} is the mean of what all ranks drew; take rank 0's, as it is"
+    return f"{name} is not rank 0's: it is off by {_apart(given.double(), wanted.double()):.2g}"
+
+
+@exercise("B", "average the gradients")
+def mean_gradient(answer, ranks):
+    """`answer(model)`, after backward, leaves in each grad the mean over the ranks."""
+    model = _after_backward(_mlp(), ranks.rank)
+    weights, own = _numbers(model.parameters()), _numbers(p.grad for p in model.parameters())
+    expected = _mean(_gradients(_mlp(), r, 0) for r in range(ranks.world_size))
+    with wire.watch() as seen:
+        answer(model)
+    _weights_stay(model, weights)
+    given = _all_gradients(model)
+    if not seen.calls and not _same(given, expected):
+        raise Wrong("nothing was sent, so no rank knows the gradients of the others: all-reduce each p.grad")
+    if _same(given, own) and not _same(given, expected):
+        raise Wrong("the gradients still are this rank's own: send p.grad itself, not p and not a copy")
+    _compare(given, expected, ranks.world_size)
+    _enough(seen.payload_bytes(), weights.nbytes, "each gradient needs one all-reduce")
+
+
+@exercise("C", "gradient hook")
 def gradient_hook(answer, ranks):
     """`answer(model)` attaches hooks; after backward each gradient must be the mean over the ranks."""
     model = _mlp()
@@ -51,7 +112,85 @@ def gradient_hook(answer, ranks):
         _enough(seen.payload_bytes(), weights.nbytes, "each gradient needs one all-reduce")
 
 
-@exercise(2, "tied, frozen and unused parameters")
+@exercise("D", "start a bucket")
+def bucket_start(answer, ranks):
+    """`answer(bucket)` begins one all-reduce of `bucket.flat_P`, divided before, and leaves its handle in `bucket.work`."""
+    for step in range(2):
+        bucket = _bucket(ranks.rank, step)
+        flat_P, first = bucket.flat_P, bucket.flat_P.clone()
+        expected = _mean(_bucket(rank, step).flat_P for rank in range(ranks.world_size))
+        with _Waits() as waits, _OnItsWay(flat_P) as sent, wire.watch() as seen:
+            answer(bucket)
+        if not seen.calls:
+            raise Wrong("nothing was sent: start an all-reduce of bucket.flat_P")
+        if len(seen.calls) > 1:
+            raise Wrong(
+                f"{len(seen.calls)} calls were made where 1 is enough: the whole bucket travels at once, which is what it is "
+                "for"
+            )
+        if bucket.flat_P is not flat_P:
+            raise Wrong(
+                "bucket.flat_P is another tensor now, and every p.grad is a view of the old one: divide in place, with /="
+            )
+        if waits.waited:
+            raise Wrong(
+                "your function waited for the other ranks, so backward stands still: start with async_op=True, and leave "
+                "the waiting to finish()"
+            )
+        if sent.changed:
+            raise Wrong(
+                "the bucket was changed while its all-reduce was on its way, so what arrives is a matter of luck: divide "
+                "before you start it"
+            )
+        if not callable(getattr(bucket.work, "wait", None)):
+            raise Wrong(
+                f"bucket.work should be the handle that all_reduce(..., async_op=True) returns, not {shown(bucket.work)}: "
+                "finish() will call its wait()"
+            )
+        bucket.work.wait()
+        if _same(flat_P, first) and not _same(flat_P, expected):
+            raise Wrong(
+                "bucket.flat_P still holds this rank's own gradients: send it itself, not a copy of it"
+            )
+        _compare(flat_P, expected, ranks.world_size)
+        _enough(seen.payload_bytes(), flat_P.nbytes, "the bucket needs one all-reduce")
+
+
+class _Waits:
+    """Notes in `waited` whether this process waits for a message while the block runs, itself or in a call that does so."""
+
+    def __enter__(self):
+        self.waited, real = False, dist.Work.wait
+
+        def wait(work, *args, **kwargs):
+            self.waited = True
+            return real(work, *args, **kwargs)
+
+        self._patch = mock.patch.object(dist.Work, "wait", wait)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self._patch.stop()
+
+
+class _OnItsWay(TorchDispatchMode):
+    """Notes in `changed` whether memory is written to after a collective with it has begun."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self._memory, self._begun, self.changed = tensor.untyped_storage().data_ptr(), False, False
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.untyped_storage().data_ptr() == self._memory for tensor in tensors):
+            writes = any(a.alias_info and a.alias_info.is_write for a in operator._schema.arguments)
+            self.changed |= self._begun and writes
+            self._begun |= operator.namespace in ("c10d", "_c10d_functional")
+        return operator(*args, **(kwargs or {}))
+
+
+@exercise(1, "tied, frozen and unused parameters")
 def untidy(answer, ranks):
     """`answer(model)`, after backward, averages what is trainable: once, and also where this rank has no gradient."""
     last = ranks.world_size - 1  # the only rank whose loss uses the rare parameter
@@ -90,7 +229,7 @@ def untidy(answer, ranks):
         )
 
 
-@exercise(3, "accumulation with no_sync")
+@exercise(2, "accumulation with no_sync")
 def accumulation(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the mean over all micro-batches and ranks, averaged by one set of calls."""
     model = _WatchedMlp()
@@ -151,7 +290,7 @@ def _judge_accumulation(model, seen, expected, num):
         )
 
 
-@exercise(4, "bytes per step")
+@exercise(3, "bytes per step")
 def bytes_per_step(answer, ranks=None):
     """`answer(num_params, n_ranks, bytes_per_value, micro_batches, no_sync)` is what one rank sends on a ring."""
     cases = [
@@ -209,6 +348,27 @@ def _seeded(make):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(38)
         return make().double()
+
+
+def _with_state(rank):
+    """6 -> 4 -> 2 with buffers and a frozen weight, and other numbers on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(100 + rank)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+        model[1].running_mean.normal_()
+        model[1].num_batches_tracked.fill_(1 + rank)
+        model[2].weight.requires_grad_(False)
+    return model
+
+
+def _bucket(rank, step):
+    """The gradients of a rank in one piece of memory, of which every grad is a view."""
+    model = _after_backward(_mlp(), rank, step)
+    parameters = list(model.parameters())
+    flat_P = _numbers(p.grad for p in parameters)
+    for p, view in zip(parameters, flat_P.split([p.numel() for p in parameters]), strict=True):
+        p.grad = view.view_as(p)
+    return SimpleNamespace(parameters=parameters, flat_P=flat_P, work=None)
 
 
 class _WatchedMlp(nn.Sequential):
@@ -335,11 +495,9 @@ def _factor(given, expected):
     return factor if not _same(given, expected) and _same(given, factor * expected) else None
 
 
-def _enough(sent, enough, why):
+def _enough(sent, enough, why, what="the gradients are right"):
     if sent > enough:
-        raise Wrong(
-            f"the gradients are right, but {sent} bytes were handed over where {enough} are enough: {why}"
-        )
+        raise Wrong(f"{what}, but {sent} bytes were handed over where {enough} are enough: {why}")
 
 
 class _Lockstep(TorchDispatchMode):

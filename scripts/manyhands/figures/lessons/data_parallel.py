@@ -1,40 +1,35 @@
 """Figures of lesson 03: copies that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
 
 from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
-from manyhands.figures.looks import EDGE, GREY, HATCH, INK, QUIET, rank_colour, tint
+from manyhands.figures.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+
+GROUND_OF_TEXT = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}  # where text stands on a line
 
 
 def two_copies():
-    figure, axes = card(92, 34, "one model, two ranks, one step")
+    figure, axes = card(92, 31, "one weight, two ranks, one step")
     for x, title in (
-        (18.5, "its share of the data"),
-        (36, "the same copy"),
-        (50.5, "its gradient"),
-        (83, "the same update"),
+        (20, "its share of the data"),
+        (40, "the same copy"),
+        (52, "its gradient"),
+        (81, "the same update"),
     ):
         write(axes, x, 6.2, title, colour=QUIET)
-    box(axes, 58.5, 8, 13, 22, "all-reduce\n(g₀ + g₁) / 2", hatch=HATCH)
-    for rank, y in ((0, 9), (1, 23)):
+    box(axes, 58.5, 8, 14, 19, "all-reduce\nand divide:\n−13", hatch=HATCH)
+    shares = ((("x = 1", "y = 3"), ("x = 2", "y = 4")), (("x = 3", "y = 7"), ("x = 4", "y = 6")))
+    for rank, y, gradient in ((0, 9, "−6"), (1, 20, "−20")):
         colour, middle = rank_colour(rank), y + 3
         rank_box(axes, rank, 2, y + 0.5, width=9, height=5)
-        for row in range(3):
-            cell(
-                axes,
-                14,
-                y + 2 * row,
-                f"row {12 * rank + row}" if row < 2 else "...",
-                rank,
-                width=9,
-                height=2,
-                size=9,
-            )
-        arrow(axes, (23.5, middle), (29.5, middle), colour=colour)
-        box(axes, 30, y, 12, 6, "38 weights")
-        arrow(axes, (42.5, middle), (46.5, middle), colour=colour)
-        cell(axes, 47, y, "g₀" if rank == 0 else "g₁", rank, width=7, height=6, size=12)
-        arrow(axes, (54.5, middle), (58, middle), colour=colour)
-        arrow(axes, (72, middle), (76, middle))
-        box(axes, 76.5, y, 13, 6, "w − 0.1 · mean")
+        for row, numbers in enumerate(shares[rank]):
+            for column, text in enumerate(numbers):
+                cell(axes, 13 + 7 * column, y + 3 * row, text, rank, width=7, height=3)
+        arrow(axes, (27.5, middle), (33.5, middle), colour=colour)
+        box(axes, 34, y, 11, 6, "w = 1")
+        arrow(axes, (45.5, middle), (48.5, middle), colour=colour)
+        cell(axes, 49, y, gradient, rank, width=6.5, height=6, size=12)
+        arrow(axes, (55.7, middle), (58.3, middle), colour=colour)
+        arrow(axes, (72.7, middle), (75.5, middle))
+        box(axes, 76, y, 14, 6, "w = 1 + 0.13")
     return figure
 
 
@@ -61,50 +56,57 @@ def same_start():
                 zorder=3 + rank,
             )
             if not one:
-                write(axes, left + x - 1.4, y, f"rank {rank}", ha="right", size=9)
+                write(axes, left + x - 1.4, y, f"rank {rank}", ha="right")
         if one:
-            write(axes, left + 6.4, 28, "ranks\n0 and 1", ha="right", size=9)
-            write(axes, path[-1][0] - 4, path[-1][1] - 3.4, "still the same", size=9, colour=QUIET)
+            write(axes, left + 6.4, 28, "ranks\n0 and 1", ha="right")
+            write(axes, path[-1][0] - 4, path[-1][1] - 3.4, "still the same", colour=QUIET)
         else:
             end_x, end_y = path[-1]
             arrow(axes, (end_x - 2.5, end_y - 2.5), (end_x - 0.5, end_y - 0.5), style="<->")
-            write(axes, end_x - 4, end_y - 5.4, "still as far apart", size=9, colour=QUIET)
-        write(axes, left + 18, 33.4, "one weight →  (the other one upwards)", size=8, colour=QUIET)
+            write(axes, end_x - 4, end_y - 5.4, "still as far apart", colour=QUIET)
+        write(axes, left + 18, 33.4, "one weight →  (the other one upwards)", colour=QUIET)
     return figure
 
 
 def hooks():
     figure, axes = card(92, 30, "backward finishes the last layer first")
     names = ["embeddings", "block 0", "block 1", "block 2", "block 3", "head"]
-    arrow(axes, (3, 7), (76, 7), "forward")
-    arrow(axes, (76, 16.5), (3, 16.5), "backward", colour=rank_colour(5))
+    for start, end, y, text in ((3, 76, 7, "forward"), (76, 3, 16.5, "backward")):
+        arrow(axes, (start, y), (end, y))
+        write(axes, 39.5, y, text, bbox=GROUND_OF_TEXT)
     for i, name in enumerate(names):
         x, order = 3 + 12.4 * i, len(names) - i
         box(axes, x, 9, 11, 5, name, face=GREY)
         if i:
             arrow(axes, (x - 1.4, 11.5), (x, 11.5))
-        write(axes, x + 5.5, 20, "hook: gradient\nis ready", size=9)
+        write(axes, x + 5.5, 20, "hook: gradient\nis ready")
         box(axes, x + 1.5, 22.5, 8, 4, f"{order}.", hatch=HATCH)
     box(axes, 79, 9, 10, 5, "loss")
     arrow(axes, (76, 11.5), (79, 11.5))
-    write(axes, 84, 24.5, "sent in\nthis order", size=9, colour=QUIET)
+    write(axes, 84, 24.5, "sent in\nthis order", colour=QUIET)
     return figure
 
 
 def buckets():
-    figure, axes = card(92, 27, "buckets of about 1 MiB, filled in the order of backward")
-    content = [("head, norm", "block 3"), ("block 2",), ("block 1",), ("block 0", "embeddings")]
+    figure, axes = card(92, 31, "buckets of at most 1 MiB, filled in the order of backward")
+    content = [("head", "block 3"), ("block 2",), ("block 1",), ("block 0", "embeddings")]
+    mib = {"head": 0.035, "embeddings": 0.063} | {f"block {i}": 0.752 for i in range(4)}  # of ShakespeareGPT
     x = 3
     for i, parts in enumerate(content):
-        left, widths = x, [13 if part.startswith("block") else 11 for part in parts]
-        for part, width in zip(parts, widths, strict=True):
-            box(axes, x, 7, width, 4.5, part, face=GREY)
+        left = x
+        for part in parts:
+            width = 26 * mib[part]
+            box(axes, x, 10, width, 4.5, part if width > 8 else "", face=GREY)
+            if width <= 8:  # too narrow to write into
+                right = part == parts[-1]
+                write(axes, x + width if right else x, 8.3, part, ha="right" if right else "left")
             x += width
-        arrow(axes, ((left + x) / 2, 12), ((left + x) / 2, 15.3))
-        box(axes, left, 15.5, x - left, 4, f"bucket {i}")
-        box(axes, left, 21, x - left, 3.6, f"all-reduce {i}", hatch=HATCH)
+        arrow(axes, ((left + x) / 2, 15), ((left + x) / 2, 18.3))
+        box(axes, left, 18.5, x - left, 4, f"bucket {i}")
+        box(axes, left, 24.5, x - left, 4, f"all-reduce {i}", hatch=HATCH)
         x += 2.2
-    arrow(axes, (3, 5.4), (x - 2.2, 5.4), "backward")
+    arrow(axes, (3, 5.4), (x - 2.2, 5.4))
+    write(axes, (3 + x) / 2, 5.4, "backward", bbox=GROUND_OF_TEXT)
     return figure
 
 
@@ -129,14 +131,13 @@ def overlap():
     send(29.6, [17 + forward + 7 * (i + 1) for i in range(4)], 4)
     for y, finish in ((6, end + 23), (16, end + 16), (26, end + 4)):
         axes.plot([finish, finish], [y - 0.6, y + 7.6], color=INK, lw=2.5, zorder=4)
-        write(axes, finish + 0.8, y + 1.2, "update", ha="left", size=9)
+        write(axes, finish + 0.8, y + 1.2, "update", ha="left")
     write(
         axes,
         17,
         35.3,
         "solid: compute; hatched: communication; time runs to the right",
         ha="left",
-        size=9,
         colour=QUIET,
     )
     return figure
@@ -152,12 +153,10 @@ def no_sync():
             box(axes, x + 5, y, 7, 4, f"B{i}", face=GREY)
             x += 12
             if i in averaged:
-                box(axes, x, y, 9, 4, "average", hatch=HATCH, size=9)
+                box(axes, x, y, 9, 4, "average", hatch=HATCH)
                 x += 9
         box(axes, x, y, 7, 4, "update")
-    write(
-        axes, 18, 22, "F: forward, B: backward; gradients add up in p.grad", ha="left", size=9, colour=QUIET
-    )
+    write(axes, 18, 22, "F: forward, B: backward; gradients add up in p.grad", ha="left", colour=QUIET)
     return figure
 
 
@@ -174,7 +173,7 @@ def rank_0_evaluates():
         else:
             box(axes, split, y, end - split, 3.8, "wait", edge=EDGE, dotted=True)
     for x, label in ((left, "0 s"), (split, "28 s"), (end, "69 s")):
-        write(axes, x, 25.6, label, size=9)
+        write(axes, x, 25.6, label)
     write(axes, (split + end) / 2, 27.6, "59 % of the cycle", weight="bold")
     return figure
 
@@ -186,18 +185,16 @@ def weak_scaling():
             x = left + 8.5 * rank
             rank_box(axes, rank, x, 6, width=8, height=3.4)
             for row in range(3):
-                cell(axes, x, 10.4 + 3 * row, "text", rank, width=8, height=3, size=9)
-        write(
-            axes, left + 4.25 * n - 0.25, 21.6, f"{n} rank{'s' * (n > 1)}: {3 * n} sequences per step", size=9
-        )
+                cell(axes, x, 10.4 + 3 * row, "text", rank, width=8, height=3)
+        write(axes, left + 4.25 * n - 0.25, 21.6, f"{n} rank{'s' * (n > 1)}: {3 * n} sequences per step")
     return figure
 
 
 FIGURES = {
     "03_two_copies": Drawing(
         two_copies,
-        "Two ranks hold the same 38 weights and different rows; each computes its own gradient, an all-reduce makes the mean "
-        "of the two, and both ranks make the same update.",
+        "Two ranks hold the same weight and two rows each; their gradients are -6 and -20, an all-reduce and a division make "
+        "-13 of them, and both ranks make the same update.",
     ),
     "03_same_start": Drawing(
         same_start,
