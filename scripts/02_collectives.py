@@ -1437,7 +1437,7 @@ def scaling(seconds):
 checks.speed_up(scaling, ranks, solution=True)
 if rank == 0:
     for n, (ratio, efficiency) in scaling({1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06}).items():
-        say(f"{n} ranks: speed-up {ratio:.2f}, efficiency {efficiency:.0%}")
+        say(f"{n} rank{'s' * (n > 1)}: speed-up {ratio:.2f}, efficiency {efficiency:.0%}")
 
 # %% [markdown]
 # 95%, 96% and 95%: as good as constant. An efficiency that *rises* from 2 to 4 ranks hints at single measurements: the
