@@ -244,18 +244,18 @@ say(f"all-reduce: {total.tolist()}, all-gather: {torch.cat(everything).tolist()}
 # [Reduce-scatter](../assets/glossary.md#reduce-scatter) leaves each rank *one part* of the sum: gradients of sharded
 # weights (lesson 06). [All-to-all](../assets/glossary.md#all-to-all) transposes: tokens on their way to experts.
 #
-# **Predict.** Rank 2 holds 20, 21, 22, 23, and the others hold theirs alike. What does rank 2 hold after each of the
-# two?
+# **Predict.** Now all four ranks hold the same [1, 2, 3, 4]. What does rank 2 hold after each of the two?
 #
 # <details><summary>Answer</summary>
 #
-# After the reduce-scatter the sum of everybody's part 2: 2 + 12 + 22 + 32 = 68. After the all-to-all the same four
-# numbers side by side, not added: 2, 12, 22, 32.
+# After the reduce-scatter the sum of everybody's part 2: 3 + 3 + 3 + 3 = 12. After the all-to-all the same four numbers
+# side by side, not added: [3, 3, 3, 3].
 #
 # </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
+parts = torch.arange(1, world_size + 1, device=device)  # on every rank
 my_sum = torch.empty_like(parts[:1])
 dist.reduce_scatter(my_sum, list(parts.split(1)))
 column = torch.empty_like(parts)
@@ -333,9 +333,9 @@ for name, (call, at_least) in calls.items():
         )
 
 # %% [markdown]
-# A broadcast sends more than it must where the root sends the whole tensor several times, as in a tree; few hops matter
-# more for small tensors. And if the reduce-scatter costs as much as the all-reduce, it *is* one: gloo sums everything
-# and cuts out a part.
+# gloo's broadcast is a tree: on 4 ranks the root sends the whole tensor twice, but the last rank has it after two hops.
+# And its reduce-scatter sends as many bytes as an all-reduce, because it is one: gloo sums everything and cuts out a
+# part.
 #
 # ### The same in MPI (MORE, 3 min)
 #
@@ -1037,11 +1037,16 @@ if rank == 0:
     title = f"all-reduce over {world_size} ranks on this machine"
     figure = against_size(sizes_b, reduce_samples_s, {"our ring": predicted_s}, title, looks=looks)
     show(figure, "all_reduce", alt="Time of an all-reduce against bytes, measured and predicted.")
+
+# %% [markdown]
+# In numbers:
+
+# %%
+# %%ranks
 if rank == 0 and world_size > 1:
     ratios = [m / p for m, p in zip(reduce_s["our ring"], predicted_s, strict=True)]
-    say(
-        f"our ring takes {min(ratios):.1f} to {max(ratios):.1f} times the prediction (median {median(ratios):.1f})"
-    )
+    low, middle, high = min(ratios), median(ratios), max(ratios)
+    say(f"our ring takes {low:.1f} to {high:.1f} times the prediction, in the median {middle:.1f}")
     for name, seconds in reduce_s.items():
         say(f"{name} takes {1e3 * seconds[-1]:,.1f} ms for {sizes_b[-1] / 2**20:g} MiB")
     one_by_one, at_once = (1e3 * k * ring_seconds(4e6 / k, world_size, *line[library_name]) for k in (40, 1))
@@ -1070,8 +1075,8 @@ if rank == 0:
     show(figure, "bandwidth", alt=f"Algorithm and bus bandwidth of {', '.join(reduce_s)} against bytes.")
 
 # %% [markdown]
-# The same medians, seen from the other side. To the left of the knee nearly all of the bandwidth is lost to α, and no
-# faster network would help.
+# The same medians, seen from the other side. Far to the left of the knee nearly all of the bandwidth is lost to α, and a
+# network with a larger β would not help.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: experiment</summary>
@@ -1310,7 +1315,7 @@ if rank == 0:
     }
     formula = formula if world_size == 4 else {}  # the table is for 2 nodes of 2
     title = "all-reduce on a virtual network of two nodes"
-    figure = against_size(virtual_sizes_b, shapes_s, formula, title, unit="virtual")
+    figure = against_size(virtual_sizes_b, shapes_s, formula, title, unit="virtual", formula="formula")
     show(figure, "shapes", alt="Virtual time against bytes: doubling first, then hierarchical wins.")
 
 # %% [markdown]

@@ -34,10 +34,10 @@ def against_size(
     times.set(xscale="log", yscale="log" if positive else "linear")
     for seconds in predicted.values():
         times.plot(sizes_b, [1e3 * s for s in seconds], **PREDICTED)
+    several = len(medians) > 1 and any(len(some) > 1 for found in samples.values() for some in found)
     for place, name in enumerate(medians):
-        nudged_b = (
-            [b * _NUDGE ** (place - (len(medians) - 1) / 2) for b in sizes_b] if len(medians) > 1 else sizes_b
-        )
+        nudge = _NUDGE ** (place - (len(medians) - 1) / 2) if several else 1
+        nudged_b = [b * nudge for b in sizes_b]
         _points(times, nudged_b, samples[name], medians[name], looks[name], loose=name in predicted)
     found = []
     for name in (name for name in medians if name in predicted):

@@ -131,8 +131,8 @@ def barrier():
         rank_box(axes, rank, 2, y - 1.5, width=9, height=3)
         cell(axes, 13, y - 1.2, "work", rank, width=arrival - 13, height=2.4)
         cell(axes, leave, y - 1.2, "goes on", rank, width=right - leave, height=2.4)
-        if arrival < leave - 4:
-            box(axes, arrival, y - 1.2, leave - arrival, 2.4, "waits", edge=EDGE, dotted=True)
+        says = "waits" if arrival < leave - 4 else ""
+        box(axes, arrival, y - 1.2, leave - arrival, 2.4, says, edge=EDGE, dotted=True)
     axes.plot([leave, leave], [4, 21], color=INK, lw=2, zorder=3)
     arrow(axes, (60, 23), (74, 23), colour=QUIET)
     write(axes, 57, 23, "time", colour=QUIET)
