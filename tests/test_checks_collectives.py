@@ -12,6 +12,9 @@ from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 SOLUTIONS = {
+    "ring_reduce_scatter": "ring_reduce_scatter",
+    "ring_all_gather": "ring_all_gather",
+    "ring_seconds": "ring_seconds",
     "all_reduce_any_length": "all_reduce_any_length",
     "pass_right": "pass_right",
     "estimate_pi": "estimate_pi",
@@ -33,7 +36,207 @@ def exchange(give, take):
         work.wait()
 
 
-# ---- mutants of the ring ----
+# ---- mutants of the ring's two halves: builds A and B ----
+
+
+def adds_to_what_it_sends(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        give = chunks[(rank - hop) % n]
+        arrived = torch.empty_like(give)
+        exchange(give, arrived)
+        give += arrived
+
+
+def sends_its_own_chunk_each_hop(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        arrived = torch.empty_like(chunks[0])
+        exchange(chunks[rank], arrived)
+        chunks[(rank - hop - 1) % n] += arrived
+
+
+def overwrites(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        exchange(chunks[(rank - hop) % n], chunks[(rank - hop - 1) % n])
+
+
+def begins_one_chunk_early(chunks):  # the other convention: rank k ends with chunk k
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        arrived = torch.empty_like(chunks[0])
+        exchange(chunks[(rank - hop - 1) % n], arrived)
+        chunks[(rank - hop - 2) % n] += arrived
+
+
+def adds_into_a_new_tensor(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        mine = (rank - hop - 1) % n
+        arrived = torch.empty_like(chunks[mine])
+        exchange(chunks[(rank - hop) % n], arrived)
+        chunks[mine] = chunks[mine] + arrived
+
+
+def goes_to_the_left(chunks):
+    rank, n, left, right = place()
+    for hop in range(n - 1):
+        arrived = torch.empty_like(chunks[0])
+        ops = [dist.P2POp(dist.isend, chunks[(rank + hop) % n], left), dist.P2POp(dist.irecv, arrived, right)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        chunks[(rank + hop + 1) % n] += arrived
+
+
+def adds_twice(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        mine = chunks[(rank - hop - 1) % n]
+        arrived = torch.empty_like(mine)
+        exchange(chunks[(rank - hop) % n], arrived)
+        mine += 2 * arrived
+
+
+def sends_all_chunks_each_hop(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        arrived = torch.empty(n, *chunks[0].shape, dtype=chunks[0].dtype)
+        exchange(torch.stack(chunks), arrived)
+        chunks[(rank - hop - 1) % n] += arrived[(rank - hop - 1) % n]
+
+
+def reduces_with_the_library(chunks):
+    for chunk in chunks:
+        dist.all_reduce(chunk)
+
+
+def one_hop_too_many(chunks):  # the last one carries nothing that is needed
+    rank, n, *_ = place()
+    follows_its_chunk(chunks)
+    exchange(chunks[rank], torch.empty_like(chunks[rank]))
+
+
+def follows_its_chunk(chunks):  # right
+    rank, n, *_ = place()
+    travelling = rank
+    while (travelling - 1 - rank) % n:
+        arrived = torch.empty_like(chunks[travelling - 1])
+        exchange(chunks[travelling], arrived)
+        travelling = (travelling - 1) % n
+        chunks[travelling].add_(arrived)
+    return chunks
+
+
+def without_a_batch(chunks):  # right on gloo
+    rank, n, left, right = place()
+    for c in reversed(range(rank + 2 - n, rank + 1)):
+        arrived = torch.zeros_like(chunks[(c - 1) % n])
+        sending = dist.isend(chunks[c % n], right)
+        dist.recv(arrived, left)
+        sending.wait()
+        chunks[(c - 1) % n][:] = chunks[(c - 1) % n] + arrived
+
+
+def begins_with_its_own_number(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        exchange(chunks[(rank - hop) % n], chunks[(rank - hop - 1) % n])
+
+
+def receives_one_place_off(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        exchange(chunks[(rank + 1 - hop) % n].clone(), chunks[(rank - 1 - hop) % n])
+
+
+def adds_in_the_second_half(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        arrived = torch.empty_like(chunks[0])
+        exchange(chunks[(rank + 1 - hop) % n], arrived)
+        chunks[(rank - hop) % n] += arrived
+
+
+def one_hop_too_few(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 2):
+        exchange(chunks[(rank + 1 - hop) % n], chunks[(rank - hop) % n])
+
+
+def gathers_with_the_library(chunks):
+    rank, n, _, right = place()
+    everything = [torch.empty_like(chunks[0]) for _ in range(n)]
+    dist.all_gather(everything, chunks[right].clone())
+    for rank, finished in enumerate(everything):
+        chunks[(rank + 1) % n].copy_(finished)
+
+
+def keeps_what_arrives_in_the_list(chunks):
+    rank, n, *_ = place()
+    for hop in range(n - 1):
+        arrived = torch.empty_like(chunks[0])
+        exchange(chunks[(rank + 1 - hop) % n], arrived)
+        chunks[(rank - hop) % n] = arrived
+
+
+def copies_from_a_buffer(chunks):  # right
+    rank, n, _, right = place()
+    travelling = chunks[right]
+    for c in range(rank, rank + 1 - n, -1):
+        arrived = torch.empty_like(travelling)
+        exchange(travelling, arrived)
+        travelling = chunks[c % n].copy_(arrived)
+
+
+# ---- mutants of the ring's time: build D ----
+
+
+def whole_tensors(n_bytes, n, alpha, beta):
+    return 2 * (n - 1) * (alpha + n_bytes / beta)
+
+
+def one_half(n_bytes, n, alpha, beta):
+    return (n - 1) * (alpha + n_bytes / n / beta)
+
+
+def one_alpha_in_all(n_bytes, n, alpha, beta):
+    return alpha + 2 * (n - 1) / n * n_bytes / beta
+
+
+def n_hops(n_bytes, n, alpha, beta):
+    return 2 * n * (alpha + n_bytes / n / beta)
+
+
+def times_beta(n_bytes, n, alpha, beta):
+    return 2 * (n - 1) * (alpha + n_bytes / n * beta)
+
+
+def four_ranks_for_ever(n_bytes, n, alpha, beta):
+    return 6 * (alpha + n_bytes / 4 / beta)
+
+
+def in_milliseconds(n_bytes, n, alpha, beta):
+    return 2e3 * (n - 1) * (alpha + n_bytes / n / beta)
+
+
+def forgets_to_return(n_bytes, n, alpha, beta):
+    2 * (n - 1) * (alpha + n_bytes / n / beta)
+
+
+def latency_and_bus_bandwidth(n_bytes, n, alpha, beta):  # right
+    return 2 * (n - 1) * alpha + 2 * (n - 1) / n * n_bytes / beta
+
+
+def in_a_tensor(n_bytes, n, alpha, beta):  # right
+    return torch.tensor([alpha + n_bytes / n / beta] * 2 * (n - 1), dtype=torch.float64).sum()
+
+
+def a_fraction(n_bytes, n, alpha, beta):  # right
+    return Fraction(2 * (n - 1)) * (Fraction(alpha) + Fraction(n_bytes, n) / Fraction(beta))
+
+
+# ---- mutants of the whole ring ----
 
 
 def ships_whole_tensors(x_N):  # ARENA_3.0#407
@@ -410,6 +613,37 @@ def no_table(seconds):
 
 
 MUTANTS = {
+    "ring_reduce_scatter": {
+        adds_to_what_it_sends: "holds numbers of rank 3's chunk 3: what arrives must be added to the chunk of the same number",
+        sends_its_own_chunk_each_hop: "what arrives must be added to the chunk of the same number",
+        overwrites: "chunk 1 holds the numbers of rank 1, not of all 4: send on the chunk to which you have just added",
+        begins_one_chunk_early: "chunk 0 is finished here, and chunk 1 should be: at the first hop rank 0 sends chunk 0",
+        adds_into_a_new_tensor: "chunks[1] is another tensor now, and the gradient of which it was a view has not changed",
+        goes_to_the_left: "this rank sent to rank 3; on the ring it sends only to its right, rank 1",
+        adds_twice: "chunk 1 holds rank 1's numbers 8 times; once each is the sum",
+        sends_all_chunks_each_hop: "a message carried 64 numbers; one chunk of 16 per hop is enough",
+        reduces_with_the_library: "all chunks are right, but it calls all_reduce; build it from messages",
+        one_hop_too_many: "this rank sent 4 messages; the ring sends one for each of its n-1 = 3 hops",
+    },
+    "ring_all_gather": {
+        begins_with_its_own_number: "holds an unfinished sum of rank",
+        receives_one_place_off: "receive each chunk where the same number stands",
+        adds_in_the_second_half: "in this half nothing is added",
+        one_hop_too_few: "chunk 2 still holds this rank's unfinished sum: a finished one must arrive there in one of the 3",
+        gathers_with_the_library: "all chunks are right, but it calls all_gather; build it from messages",
+        keeps_what_arrives_in_the_list: "chunks[0] is another tensor now",
+        goes_to_the_left: "this rank sent to rank 3",
+    },
+    "ring_seconds": {
+        whole_tensors: "you predict 4.86 ms, and it is 1.26 ms: a hop carries one chunk, not the whole tensor",
+        one_half: "0.63 ms, and it is 1.26 ms: that is one of the two halves",
+        one_alpha_in_all: "every hop pays alpha",
+        n_hops: "each half has n-1 hops, not n",
+        times_beta: "beta is bytes per second, so divide by it",
+        four_ranks_for_ever: "40,000,000 bytes on 100 ranks",
+        in_milliseconds: "you predict 1260 ms, and it is 1.26 ms",
+        forgets_to_return: "return a number of seconds, not None (is a `return` missing?)",
+    },
     "all_reduce_any_length": {
         ships_whole_tensors: "numbers left this rank in 6 messages, the largest of 8; chunks of at most 2 are enough, 12 numbers in all",
         sends_to_everyone: "this rank sent 3 messages; the ring on 4 ranks sends exactly 2(n-1) = 6",
@@ -438,7 +672,7 @@ MUTANTS = {
     },
     "pass_right": {
         sends_first: "waited 5 s for a message that never came",
-        by_turns: "4 messages one after the other, where all could travel at the same time",
+        by_turns: "4 messages one after the other, where 2 rounds are enough for 4 ranks",
         wrong_way_round: "the tensor of rank 3, your left neighbour is wrong: element 0 is",
         guesses: "; this rank received nothing",
         returns_its_own: "; it is that of rank 0",
@@ -499,6 +733,9 @@ def test_each_mistake_is_rejected_with_the_sentence_that_names_it(check, capfd):
 
 
 RIGHT = {
+    "ring_reduce_scatter": [follows_its_chunk, without_a_batch],
+    "ring_all_gather": [copies_from_a_buffer],
+    "ring_seconds": [latency_and_bus_bandwidth, in_a_tensor, a_fraction],
     "all_reduce_any_length": [chunks_of_the_rounded_up_size],
     "pass_right": [even_ranks_first, rank_0_receives_first_without_waiting, receives_while_it_sends],
     "estimate_pi": [pi_as_a_fraction, pi_as_a_tensor, pi_by_name],
@@ -509,7 +746,7 @@ RIGHT = {
 def _solutions(ranks):
     n = ranks.world_size
     given = {"rank": ranks.rank, "world_size": n, "left": (ranks.rank - 1) % n, "right": (ranks.rank + 1) % n}
-    names = ["exchange", "ring_reduce_scatter", "ring_all_gather", *SOLUTIONS.values()]
+    names = ["exchange", *SOLUTIONS.values()]
     functions = vars(taken_from("02_collectives", *names, **given))
     return [
         getattr(checks, check)(functions[name], ranks, solution=True) for check, name in SOLUTIONS.items()
@@ -517,7 +754,9 @@ def _solutions(ranks):
         getattr(checks, check)(answer, ranks)
         for check, answers in RIGHT.items()
         for answer in answers
-        if n > 1 or check != "pass_right"  # a rank alone has no neighbour
+        if n > 1
+        or check
+        not in ("pass_right", "ring_reduce_scatter", "ring_all_gather")  # a rank alone has no neighbour
     ]
 
 

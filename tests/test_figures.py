@@ -62,6 +62,30 @@ def test_a_sweep_shows_measured_over_predicted_below_the_times():
     assert times.get_ylabel() == "measured time, ms"
 
 
+def test_samples_of_a_sweep_become_their_median_with_whiskers_from_the_least_to_the_most():
+    from manyhands.figures.sweep import against_size
+
+    samples = [[4e-3, 1e-3, 2e-3], [5e-3, 3e-3, 9e-3]]
+    times, ratios = against_size([64, 1024], {"gloo": samples}, {"gloo": [1e-3, 5e-3]}, "a hop").axes
+    assert list(ratios.lines[0].get_ydata()) == [2, 1]
+    whiskers = [segment[:, 1].tolist() for segment in times.collections[0].get_segments()]
+    assert [[pytest.approx(end) for end in whisker] for whisker in whiskers] == [[1, 4], [3, 9]]
+
+
+def test_a_series_looks_the_same_in_each_plot_and_its_name_stands_at_its_end():
+    from manyhands.figures.looks import ALTERNATIVES
+    from manyhands.figures.sweep import against_size, bandwidths
+
+    looks = dict(zip(("gloo", "MPI", "our ring"), ALTERNATIVES, strict=False))
+    hop = against_size([64, 1024], {"gloo": [1e-3, 2e-3], "MPI": [1e-3, 2e-3]}, {}, "a hop", looks=looks)
+    reduce_s = {"our ring": [1e-3, 2e-3], "MPI": [1e-3, 2e-3]}
+    for axes in (hop.axes[0], bandwidths([64, 1024], reduce_s, 1.5, "all-reduce", looks=looks).axes[1]):
+        colours = {text.get_text(): text.get_color() for text in axes.texts}
+        assert colours["MPI"] == looks["MPI"]["color"] == ALTERNATIVES[1]["color"]
+        heights = sorted(text.get_position()[1] for text in axes.texts)
+        assert heights[1] - heights[0] > 0.05, "names at the same height would cover each other"
+
+
 def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
     from manyhands.figures.sweep import against_size, bandwidths
 

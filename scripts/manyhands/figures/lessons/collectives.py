@@ -2,8 +2,8 @@
 
 import itertools
 
-from manyhands.figures import Drawing, arrow, card, cell, rank_box, write
-from manyhands.figures.looks import FAINT, INK, QUIET, rank_colour
+from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
+from manyhands.figures.looks import EDGE, FAINT, INK, QUIET, rank_colour
 
 N = 4
 NUMBERS = (3, 1, 4, 2)  # what ranks 0 to 3 hold in the warm-up
@@ -117,8 +117,8 @@ def send_recv():
         _row(axes, rank, BEFORE, _own(rank, NUMBERS[rank]))
         _row(axes, rank, AFTER, _own(1, NUMBERS[1]) if rank == 2 else _own(rank, NUMBERS[rank]))
     _between(axes, 1, 2)
-    write(axes, _centre(1) - 6.2, BEFORE + 5.4, "send(x, 2)", size=9, family="monospace")
-    write(axes, _centre(2) + 6.2, AFTER - 2.2, "recv(x, 1)", size=9, family="monospace")
+    write(axes, _centre(1) - 6.2, BEFORE + 5.4, "send(x, 2)", family="monospace")
+    write(axes, _centre(2) + 6.2, AFTER - 2.2, "recv(x, 1)", family="monospace")
     return figure
 
 
@@ -127,16 +127,15 @@ def barrier():
     figure, axes = card(LEFT + COLUMN * N + 1, 25, "barrier: nobody goes on before all have come")
     arrivals, leave, right = (20, 34, 48, 27), 52, 74
     for rank, arrival in enumerate(arrivals):
-        y, colour = 6 + 4.2 * rank, rank_colour(rank)
+        y = 6 + 4.2 * rank
         rank_box(axes, rank, 2, y - 1.5, width=9, height=3)
-        cell(axes, 13, y - 1.2, "work", rank, width=arrival - 13, height=2.4, size=9)
-        cell(axes, leave, y - 1.2, "goes on", rank, width=right - leave, height=2.4, size=9)
-        if arrival < leave - 4:
-            axes.plot([arrival, leave], [y, y], color=colour, lw=1.4, ls=":", zorder=2)
-            write(axes, (arrival + leave) / 2, y - 1.3, "waits", size=8, colour=QUIET)
+        cell(axes, 13, y - 1.2, "work", rank, width=arrival - 13, height=2.4)
+        cell(axes, leave, y - 1.2, "goes on", rank, width=right - leave, height=2.4)
+        says = "waits" if arrival < leave - 4 else ""
+        box(axes, arrival, y - 1.2, leave - arrival, 2.4, says, edge=EDGE, dotted=True)
     axes.plot([leave, leave], [4, 21], color=INK, lw=2, zorder=3)
     arrow(axes, (60, 23), (74, 23), colour=QUIET)
-    write(axes, 57, 23, "time", colour=QUIET, size=9)
+    write(axes, 57, 23, "time", colour=QUIET)
     return figure
 
 

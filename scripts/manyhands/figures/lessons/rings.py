@@ -3,9 +3,16 @@
 import itertools
 
 from manyhands.figures import Drawing, arrow, card, cell, rank_box, write
-from manyhands.figures.looks import FAINT, HATCH, INK, QUIET, rank_colour, tint
+from manyhands.figures.looks import FAINT, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 N = 4
+
+
+def _labelled(axes, start, end, label, **kwargs):
+    """An arrow with `label` at its middle."""
+    arrow(axes, start, end, **kwargs)
+    ground = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}
+    write(axes, (start[0] + end[0]) / 2, (start[1] + end[1]) / 2, label, bbox=ground)
 
 
 def ring():
@@ -21,8 +28,8 @@ def ring():
         ((10.5, 21.6), (10.5, 12.4)),
     ]
     for rank, (start, end) in enumerate(ends):
-        arrow(axes, start, end, colour=rank_colour(rank), label=f"chunk {rank}")
-    write(axes, 22, 17, "hop 1: four messages\nat the same time", colour=QUIET, size=9)
+        _labelled(axes, start, end, f"chunk {rank}", colour=rank_colour(rank))
+    write(axes, 22, 17, "hop 1: four messages\nat the same time", colour=QUIET)
     return figure
 
 
@@ -51,8 +58,8 @@ def _all_gather_states():
 
 def _panels(title, note):
     figure, axes = card(92, 28, title)
-    write(axes, 90.5, 2.4, note, size=9, colour=QUIET, ha="right")
-    write(axes, 9.9, 8.4, "chunk", size=8.5, colour=QUIET, ha="right")
+    write(axes, 90.5, 2.4, note, colour=QUIET, ha="right")
+    write(axes, 9.9, 8.4, "chunk", colour=QUIET, ha="right")
     for rank in range(N):
         rank_box(axes, rank, 1.5, 10.2 + 4 * rank, width=8.4, height=3)
     for panel in range(N):
@@ -66,16 +73,14 @@ def _panels(title, note):
             weight="bold",
         )
         for chunk in range(N):
-            write(axes, left + 2.1 + 4.2 * chunk, 8.4, str(chunk), size=8.5, colour=QUIET)
+            write(axes, left + 2.1 + 4.2 * chunk, 8.4, str(chunk), colour=QUIET)
     return figure, axes
 
 
 def _grid_cell(axes, panel, rank, chunk, text, fresh, complete):
     x, y = 12 + 20.2 * panel + 4.2 * chunk, 10 + 4 * rank
     strength = 0.55 if complete else 0.12
-    cell(
-        axes, x, y, text, rank, width=4, height=3.4, strength=strength, size=9, hatch=HATCH if fresh else None
-    )
+    cell(axes, x, y, text, rank, width=4, height=3.4, strength=strength, hatch=HATCH if fresh else None)
 
 
 def ring_reduce_scatter():
@@ -111,8 +116,8 @@ def ordered_sends():
     for rank in range(N):
         x = 3 + 19.5 * rank
         rank_box(axes, rank, x, 5.5, width=15.5, height=3.4)
-        cell(axes, x, 10.5, "1  send to the right", rank, width=15.5, height=3.2, strength=0.4, size=9)
-        cell(axes, x, 15, "2  recv from the left", None, width=15.5, height=3.2, size=9)
+        cell(axes, x, 10.5, "1  send to right", rank, width=15.5, height=3.2, strength=0.4)
+        cell(axes, x, 15, "2  recv from left", None, width=15.5, height=3.2)
         if rank < N - 1:
             arrow(axes, (x + 15.7, 12), (x + 19.3, 16.2), colour=rank_colour(rank))
     arrow(
@@ -128,14 +133,14 @@ def alpha_beta():
     figure, axes = card(56, 28, "what a message costs: α + bytes / β")
     arrow(axes, (8, 24), (53, 24))
     arrow(axes, (8, 24), (8, 5))
-    write(axes, 47, 26, "bytes", size=9)
-    write(axes, 4.6, 6, "time", size=9)
-    axes.plot([8, 49], [19, 7], color=rank_colour(0), lw=2.5, zorder=3)
+    write(axes, 47, 26, "bytes")
+    write(axes, 4.6, 6, "time")
+    axes.plot([8, 49], [19, 7], color=INK, lw=2.5, zorder=3)
     axes.plot([8, 49], [19, 19], color=QUIET, lw=1, ls=":", zorder=2)
     arrow(axes, (11, 24), (11, 19), style="<|-|>")
-    write(axes, 12.3, 21.5, "α: what an empty message costs (latency)", size=9, ha="left")
+    write(axes, 12.3, 21.5, "α: what an empty message costs (latency)", ha="left")
     arrow(axes, (46, 19), (46, 8.2), style="<|-|>")
-    write(axes, 44.8, 15.6, "bytes / β\n(bandwidth)", size=9, ha="right")
+    write(axes, 44.8, 15.6, "bytes / β\n(bandwidth)", ha="right")
     return figure
 
 
@@ -145,25 +150,25 @@ def _node(axes, rank, x, y):
 
 def tree():
     """A broadcast from rank 0 to eight ranks: whoever has the data passes it on, so the number doubles each round."""
-    figure, axes = card(66, 33, "broadcast by a tree: 1, 2, 4, 8 ranks have it")
+    figure, axes = card(66, 33, "broadcast by a binomial tree: 1, 2, 4, 8 have it")
     places = {
         0: (34, 7),
         1: (46, 13),
-        2: (22, 19),
+        2: (27, 19),
         3: (52, 19),
         4: (10, 26),
         5: (40, 26),
-        6: (26, 26),
+        6: (31, 26),
         7: (58, 26),
     }
     for child in range(1, 8):
         parent = child - (1 << (child.bit_length() - 1))
         (x0, y0), (x1, y1) = places[parent], places[child]
         start, end = (x0 + (x1 - x0) * 0.13, y0 + 1.9), (x1 - (x1 - x0) * 0.05, y1 - 1.9)
-        arrow(axes, start, end, colour=rank_colour(parent), label=f"{child.bit_length()}")
+        _labelled(axes, start, end, f"{child.bit_length()}", colour=rank_colour(parent))
     for rank, place in places.items():
         _node(axes, rank, *place)
-    write(axes, 64.5, 30.6, "number on an arrow: the round", size=9, colour=QUIET, ha="right")
+    write(axes, 64.5, 30.6, "number on an arrow: the round", colour=QUIET, ha="right")
     return figure
 
 
@@ -184,7 +189,7 @@ def hierarchical():
         if panel == 1:
             for local in range(2):
                 y = 12.5 + 7.6 * local
-                arrow(axes, (left + 10.6, y), (left + 15.4, y), style="<|-|>", colour=rank_colour(5))
+                arrow(axes, (left + 10.6, y), (left + 15.4, y), style="<|-|>")
     write(axes, 42, 25.9, "Only step 2 uses the slow link, with half of the bytes per rank.", size=10)
     return figure
 
@@ -193,37 +198,22 @@ def _box(axes, x, y, label):
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((x, y), 11, 14, fc=tint(INK, 0.04), ec=FAINT, lw=1, zorder=0.5))
-    write(axes, x + 5.5, y + 1.2, label, size=8, colour=QUIET)
+    write(axes, x + 5.5, y + 1.2, label, colour=QUIET)
 
 
 def strong_scaling():
-    """The same work cut into more and more pieces, and the times that somebody measured."""
+    """The same work cut into more and more pieces, and the times that somebody measured, to scale."""
     figure, axes = card(78, 26, "strong scaling: the same work on 1, 2, 4, 8 ranks")
     for row, (n, seconds) in enumerate({1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06}.items()):
-        y, pieces = 6 + 4.6 * row, 8 // n
-        write(axes, 9.5, y + 1.6, f"{n} rank{'s' if n > 1 else ''}", ha="right", weight="bold")
-        for rank in range(n):
-            for piece in range(pieces):
-                height = 3.4 / n
-                cell(
-                    axes,
-                    11 + 5.6 * piece,
-                    y + height * rank,
-                    rank=rank,
-                    width=5.6,
-                    height=height,
-                    strength=0.4,
-                )
-        write(
-            axes,
-            11 + 5.6 * pieces + 1.2,
-            y + 1.6,
-            f"{seconds} s",
-            size=9,
-            ha="left",
-        )
-    arrow(axes, (11, 24.4), (56, 24.4), colour=QUIET)
-    write(axes, 59, 24.4, "time", size=9, colour=QUIET)
+        y, pieces, height = 6 + 4.6 * row, 8 // n, 3.4 / n
+        write(axes, 9.5, y + 1.7, f"{n} rank{'s' if n > 1 else ''}", ha="right", weight="bold")
+        width = 5.6 * seconds / pieces
+        for rank, piece in itertools.product(range(n), range(pieces)):
+            x, top = 11 + width * piece, y + height * rank
+            cell(axes, x, top, rank=rank, width=width, height=height, strength=0.4)
+        write(axes, 12.2 + 5.6 * seconds, y + 1.7, f"{seconds} s", ha="left")
+    arrow(axes, (11, 24.6), (56, 24.6), colour=QUIET)
+    write(axes, 59, 24.6, "time", colour=QUIET)
     return figure
 
 
@@ -254,7 +244,7 @@ FIGURES = {
     ),
     "02_tree": Drawing(
         tree,
-        "Broadcast by a tree: in rounds 1, 2 and 3 the ranks that have the data double from 1 to 2, 4 and 8.",
+        "Broadcast by a binomial tree: in rounds 1, 2 and 3 the ranks that have the data double from 1 to 2, 4 and 8.",
     ),
     "02_hierarchical": Drawing(
         hierarchical,
