@@ -144,7 +144,7 @@ say(f"the sum is {total.item():g}")
 metrics.exact(sum=total.item())
 
 # %% [markdown]
-# `say` is a `print` whose lines do not run together. What all ranks say alike, the notebook shows once.
+# `say` prints whole lines. What all ranks say alike, the notebook shows once.
 
 # %% [markdown]
 # ## Rank and local rank (CORE, 2 min)
@@ -199,8 +199,8 @@ if rank == 0:
 #
 # ![torchrun, mpiexec and srun start processes and set their own variables; join() reads them and makes one group](../assets/00_launchers.svg)
 #
-# A process cannot know by itself that it has siblings. Whoever started it, its **launcher**, leaves it a letter in
-# the environment variables. Every launcher has its own names for rank, world size and local rank:
+# A process cannot know by itself that it has siblings. Whoever started it, its **launcher**, leaves a letter in its
+# environment variables. Every launcher has its own names for rank, world size and local rank:
 
 # %%
 # %%ranks
@@ -367,7 +367,7 @@ say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolis
 
 # %% [markdown]
 # Only ones: a single world. Each of four worlds of one would read `[1, 0, 0, 0]`. A two means that two processes claim
-# the same rank, perhaps because a script takes the local rank for it.
+# the same rank.
 
 # %% [markdown]
 # ## The smoke test (CORE, 3 min)
@@ -737,7 +737,7 @@ def logged_samples_per_s(step_s):
 
 
 # %% [markdown]
-# **Find it by measuring.** Count the samples, look at a clock, divide. Compare with what the line logs.
+# **Find it by measuring.** Count the samples, divide by the seconds, compare.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -761,9 +761,9 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
 #
-# The ratio is a whole number, `batch`: the line counts one sample per rank and step. In the transcript a step took
-# 0.283 s on four ranks with 64 samples each: 4 / 0.283 = 14 were logged, and 64 times as many, 905, were true. Nothing
-# crashes. The unit gives it away: `world_size / step_s` has no samples in it.
+# The ratio is `batch`: the line counts one sample per rank and step. In the transcript a step took 0.283 s on four ranks
+# with 64 samples each: 4 / 0.283 = 14 were logged, and 64 times as many, 905, were true. The unit gives it away:
+# `world_size / step_s` has no samples in it.
 #
 # </details>
 
@@ -880,7 +880,7 @@ if rank == 0:
 # ## Further reading
 #
 # - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): what it sets, and how nodes find each other.
-# - [mpi4py's tutorial](https://mpi4py.readthedocs.io/en/stable/tutorial.html), for MPI itself.
+# - [mpi4py's tutorial](https://mpi4py.readthedocs.io/en/stable/tutorial.html): MPI itself.
 # - [srun](https://slurm.schedmd.com/srun.html), "Output environment variables".
 # - Next: [lesson 02](02_collectives.ipynb) builds the all-reduce that you have used here; lesson 01 stays on one
 #   device.

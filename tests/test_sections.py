@@ -39,7 +39,7 @@ leave()
 @pytest.mark.lesson
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "lesson", find_lessons(only=["01", "02", "03", "05", "06", "11"]), ids=lambda lesson: lesson.name
+    "lesson", find_lessons(only=["00", "01", "02", "03", "05", "06", "11"]), ids=lambda lesson: lesson.name
 )
 def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     flags = [
