@@ -60,7 +60,7 @@
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# These are the lesson's settings. In a script they are flags: `--iterations 20`.
+# The lesson's settings. In a script they are flags: `--iterations 20`.
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -83,6 +83,7 @@ batch = 64  # samples per rank and step, at least 1
 import os
 import time
 
+begun = time.perf_counter()
 import torch
 import torch.distributed as dist
 from manyhands import Metrics, catch_up, fingerprint, join, leave, say, show
@@ -92,6 +93,7 @@ from manyhands.measure.timing import synchronise
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
+joined_s = time.perf_counter() - begun  # for the experiment
 
 # %% [markdown]
 # `join()` found out who started us, which of us am I, and how to reach the others. You open that box below. Every
@@ -431,7 +433,7 @@ def step(ddp, optimizer, own):
 # %%ranks --timeout 300
 begun = time.perf_counter()
 parts = build()
-start_s = time.perf_counter() - begun
+start_s = joined_s + time.perf_counter() - begun
 losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)  # all ranks, all steps
 if rank == 0:
     lines = ["step     loss    dt ms   dtf ms   dtb ms  samples/s"]
@@ -501,9 +503,9 @@ if rank == 0:
 # %% [markdown]
 # ## Experiment: what does a short trial tell you? (CORE, 3 min)
 #
-# You are asked how long a thousand steps will take. You time ten with a stopwatch, from start to end, and divide.
+# How long will a thousand steps take? You time ten with a stopwatch, from start to end, and divide.
 #
-# **Predict.** The start takes 2 s and happens once; a step takes 40 ms. How far off are you?
+# **Predict.** Imports, joining and building take 2 s, once; a step takes 40 ms. How far off are you?
 #
 # <details><summary>Answer</summary>
 #
@@ -520,7 +522,7 @@ catch_up(globals(), "mlp", "build", "clock", "step")
 if "dt" not in globals():  # only if you skipped the smoke test
     begun = time.perf_counter()
     parts = build()
-    start_s = time.perf_counter() - begun
+    start_s = joined_s + time.perf_counter() - begun
     dt = [step(*parts)[1] for _ in range(iterations)]
 
 # %%
@@ -554,9 +556,9 @@ if rank == 0:
 metrics.measured(startup_s=start_s, median_step_s=after_s, samples_per_s=world_size * batch / after_s)
 
 # %% [markdown]
-# In torch 2.13 most of the start is one import, once per process. (If yours was short, these ranks had done it before.)
-# The first step is left out because it allocates buffers and opens connections: the **warm-up**. The rest still
-# spreads, because a collective is as slow as its slowest rank. So report a median and its whiskers.
+# What happens once drowns a short trial. (If your start was short, these ranks had done it before.) The first step is
+# left out because it allocates buffers and opens connections: the **warm-up**. The rest spreads, as a collective is as
+# slow as its slowest rank. So report a median and its whiskers.
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)
@@ -726,8 +728,7 @@ if rank == 0:
 #
 # The zoo collects real mistakes from published code. A [published
 # transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# of this very smoke test goes on with a GPT, which reports 14 samples per second on four GPUs. Here is the line, in our
-# words:
+# of this very smoke test goes on with a GPT that reports 14 samples per second on four GPUs. In our words:
 
 
 # %%
