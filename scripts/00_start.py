@@ -190,7 +190,7 @@ if rank == 0:
     for num_nodes in (1, 2):
         right = [node_and_local_rank(r, 8 // num_nodes)[0] for r in range(8)]
         published = [r // num_nodes for r in range(8)]
-        nodes = "1 node " if num_nodes == 1 else f"{num_nodes} nodes"
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
         say(f"{nodes}: ranks 0 to 7 are on node {right}; rank // num_nodes says {published}")
 
 # %% [markdown]

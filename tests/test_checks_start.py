@@ -275,7 +275,7 @@ ROLLS = [
     (as_a_list_of_float64, "correct"),
     (in_one_buffer_again_and_again, "correct"),
     (adds_nobody_else, "holds [1.0, 0.0, 0.0]: that is this rank's own 1, without those of the others"),
-    (forgets_to_return, "return 3 numbers in one tensor, not None (is a `return` missing?)"),
+    (forgets_to_return, "Return 3 numbers in one tensor, not None (is a `return` missing?)"),
     (counts_who_is_there, "count what each says, the argument `rank`, not who it is"),
     (
         takes_the_largest,
@@ -286,7 +286,7 @@ ROLLS = [
         "and 5 were started, return 5 numbers, one for each that was started, not 3",
     ),
     (puts_all_at_the_start, "and this one holds [3.0, 0.0, 0.0]: all put their 1 at the same place"),
-    (counts_heads, "return 3 numbers in one tensor, not the float 3.0"),
+    (counts_heads, "Return 3 numbers in one tensor, not the float 3.0"),
     (gathers_instead, "You used all_gather; one all-reduce is enough"),
     (tells_rank_0_alone, "You used reduce; one all-reduce is enough, and leaves the roll on every rank"),
     (sums_place_by_place, "it took 3 all-reduces, where one for all numbers is enough"),
@@ -294,7 +294,10 @@ ROLLS = [
         has_room_for_thousands,
         "each rank put 16384 bytes into the sum; 3 numbers of at most 8 bytes are enough",
     ),
-    (only_rank_0_asks, "all ranks make the same calls"),
+    (
+        only_rank_0_asks,
+        "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, every rank should hold [1, 1, 1]",
+    ),
     (lambda rank, started: ..., "not attempted"),
     (as_whole_numbers, "correct"),  # whatever the others left behind
 ]

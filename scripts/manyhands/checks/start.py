@@ -116,9 +116,12 @@ def roll_call(answer, ranks):
     for said, started in _rolls(n):
         with wire.watch() as seen:
             found = answer(said[ranks.rank], started)
-        runs.append((said, started, found.clone() if isinstance(found, torch.Tensor) else found, seen.calls))
-    for said, started, found, calls in runs:
-        _judge_roll(said, started, found, said[ranks.rank])
+        # read at once: an answer may use its tensor again
+        runs.append((said, started, found, _numbers_of(found), seen.calls))
+    for said, started, found, counts, calls in runs:
+        if counts is None:
+            raise Wrong(f"return {started} numbers in one tensor, not {shown(found)}")
+        _judge_roll(said, started, counts, said[ranks.rank])
         _judge_cost(calls, started)
 
 
@@ -130,21 +133,18 @@ def _rolls(n):
     yield [rank % per_node for rank in range(n)], n
 
 
-def _judge_roll(said, started, found, mine):
+def _judge_roll(said, started, counts, mine):
     expected = [said.count(r) for r in range(started)]
     what = f"where the ranks say {said} and {started} {'was' if started == 1 else 'were'} started"
-    counts = _numbers_of(found)
-    if counts is None:
-        raise Wrong(f"{what}, return {len(expected)} numbers in one tensor, not {shown(found)}")
     if len(counts) != started:
         raise Wrong(f"{what}, return {started} numbers, one for each that was started, not {len(counts)}")
     if counts == expected:
         return
     hint = "each rank adds 1 at the place of the number that it was given"
-    if len(said) > 1 and counts == [int(r == mine) for r in range(started)]:
-        hint = "that is this rank's own 1, without those of the others"
-    elif counts == [int(r in said) for r in range(started)]:
+    if counts == [int(r in said) for r in range(started)]:
         hint = "of two that say the same, both count"
+    elif len(said) > 1 and counts == [int(r == mine) for r in range(started)]:
+        hint = "that is this rank's own 1, without those of the others"
     elif counts == [int(r < len(said)) for r in range(started)]:
         hint = "count what each says, the argument `rank`, not who it is"
     elif len(said) > 1 and counts[:1] == [started] and not any(counts[1:]):

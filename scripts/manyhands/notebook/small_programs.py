@@ -26,12 +26,12 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher={launcher!r} is none of {', '.join(LAUNCHERS)}")
-    command = _command(launcher, n_processes)
-    if command is None:
-        return ["there is no MPI here, so this start is left out"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8")
+        command = _command(launcher, n_processes, folder)
+        if command is None:
+            return ["there is no MPI here, so this start is left out"]
         try:
             done = subprocess.run(
                 [*command, str(path)], env=_environment(), check=False,
@@ -39,12 +39,14 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return [f"no end within {timeout_s:g} s, so it was stopped"]
+        said, complained = done.stdout + _logs(folder, "stdout"), done.stderr + _logs(folder, "stderr")
     if done.returncode:
-        return [f"exit status {done.returncode}:", *done.stderr.strip().splitlines()[-LAST_LINES:]]
-    return sorted(line for line in done.stdout.splitlines() if line.strip())
+        return [f"exit status {done.returncode}:", *complained.strip().splitlines()[-LAST_LINES:]]
+    return sorted(line for line in said.splitlines() if line.strip())
 
 
-def _command(launcher, n_processes):
+def _command(launcher, n_processes, folder):
+    """The command but for the program, or None where there is no MPI."""
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
@@ -53,8 +55,12 @@ def _command(launcher, n_processes):
     in_a_job = any(name in os.environ for name in ("PBS_NODEFILE", "SLURM_JOB_ID"))
     if os.environ.get("MANYHANDS_MPI") == "off" or (not in_a_job and login_node()):
         return None
-    mpiexec = mpi_launcher(n_processes)
+    mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
     return mpiexec and [*mpiexec, sys.executable]
+
+
+def _logs(folder, stream):
+    return "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{stream}.log")))
 
 
 def _environment():
