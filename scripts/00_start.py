@@ -96,8 +96,8 @@ metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
 joined_s = time.perf_counter() - begun  # for the experiment
 
 # %% [markdown]
-# `join()` found out who started us, which of us am I, and how to reach the others. You open that box below. Every
-# section runs after these cells alone.
+# `join()` found out who started this process, which rank it is, and how to reach the others. You open that box below.
+# Every section runs after these cells alone.
 
 # %% [markdown]
 # ## Four copies of one program (CORE, 3 min)
@@ -168,12 +168,10 @@ metrics.exact(sum=total.item())
 
 # %%
 # %%ranks
-say(
-    f"rank {rank} of {world_size}, local rank {ranks.local_rank} of {ranks.local_world_size}, works on {device}"
-)
+say(f"local rank {ranks.local_rank} of {ranks.local_world_size}, works on {device}")
 
 # %% [markdown]
-# ### The same mistake in print (MORE, 1 min)
+# ### Divided by the wrong number (MORE, 1 min)
 #
 # [A published multi-node
 # guide](https://github.com/LambdaLabsML/distributed-training-guide/blob/108b69569d3396cbef040374faf2074329382750/06-tensor-parallel/train_llm.py)
@@ -282,8 +280,8 @@ say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}"
 # ```
 #
 # All four work because of `join()`. Here is the core of it in bare PyTorch, as many published scripts have it
-# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). It reads torchrun's letter alone, which
-# also says where the ranks meet: at `MASTER_ADDR` and `MASTER_PORT`.
+# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). It reads only torchrun's letter, which
+# also says where the ranks meet and form a **process group**: at `MASTER_ADDR` and `MASTER_PORT`.
 #
 # **Predict.** Read the next cell before you run it. It starts two processes with torchrun, then two with mpiexec. Which
 # ranks will speak?
@@ -324,7 +322,7 @@ say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}"
 # mended = """
 # from manyhands import join, leave
 # ranks = join(globals(), name="mended", quiet=True)
-# print(f"rank {ranks.rank} of {ranks.world_size}, started by {ranks.launcher}")
+# print(f"rank {ranks.rank} of {ranks.world_size}, launcher: {ranks.launcher}")
 # leave()
 # """
 # for launcher in ("mpiexec", "python"):
@@ -536,11 +534,7 @@ stopwatch_s = (start_s + sum(dt[:trial])) / trial
 typical_s = median(dt[1:trial])
 if rank == 0:
     figure = against_trial(dt, trial, stopwatch_s, typical_s)
-    show(
-        figure,
-        "trial",
-        "ms per step after a trial, in blocks; as lines what it said by stopwatch and by median",
-    )
+    show(figure, "trial", "ms per step after a trial, and as lines what it said by stopwatch and by median")
 
 # %%
 # %%ranks
@@ -548,17 +542,15 @@ rest = dt[trial:]
 after_s = median(rest)
 if rank == 0:
     spread = f"({1e3 * min(rest):.1f} to {1e3 * max(rest):.1f})"
-    say(
-        f"start {start_s:.2f} s; the {len(rest)} later steps took {1e3 * after_s:.1f} ms at the median {spread}"
-    )
+    say(f"start {start_s:.2f} s; median of {len(rest)} later steps {1e3 * after_s:.1f} ms {spread}")
     for how, guess_s in (("stopwatch", stopwatch_s), ("median", typical_s)):
         say(f"the trial by {how}: {1e3 * guess_s:.1f} ms, {guess_s / after_s:.2f} times that")
 metrics.measured(startup_s=start_s, median_step_s=after_s, samples_per_s=world_size * batch / after_s)
 
 # %% [markdown]
-# What happens once drowns a short trial. (If your start was short, these ranks had done it before.) The first step is
-# left out because it allocates buffers and opens connections: the **warm-up**. The rest spreads, as a collective is as
-# slow as its slowest rank. So report a median and its whiskers.
+# The start happens once, but the stopwatch divides it by ten steps. (If yours was short, these ranks had done it before.)
+# The median leaves out the first step, which allocates buffers and opens connections: the **warm-up**. The rest spreads,
+# because a collective is as slow as its slowest rank. Report the median and the spread.
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)
@@ -591,13 +583,12 @@ for _ in range(6):
 # %%
 # %%ranks
 if rank == 0:
-    for what, times in (
-        ("the call returned", returned_ms[1:]),
-        ("the sum was there", done_ms[1:]),
-    ):  # warmed up
-        say(f"{what} after {median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})")
-    early = median(done_ms[1:]) / median(returned_ms[1:])
-    say(f"whoever reads the clock at the return reports a network {early:.0f} times as fast")
+    returned, done = median(returned_ms[1:]), median(done_ms[1:])  # the first one warmed up
+    say(
+        f"the call returned after {returned:.2f} ms ({min(returned_ms[1:]):.2f} to {max(returned_ms[1:]):.2f})"
+    )
+    say(f"the sum was there after {done:.1f} ms ({min(done_ms[1:]):.1f} to {max(done_ms[1:]):.1f})")
+    say(f"read at the return, the clock makes the network look {done / returned:.0f} times as fast")
 
 # %% [markdown]
 # This is why `clock()` synchronises first. On a CPU that does nothing; on a GPU it is the difference between 17 ms
@@ -827,10 +818,8 @@ torch.set_num_threads(threads_now)
 if rank == 0:
     for threads, times in ms.items():
         spread = f"{median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})"
-        say(
-            f"{world_size * threads} threads of {world_size} ranks, {usable} cores: {spread} on the slowest rank"
-        )
-    say(f"with two threads per rank it takes {median(ms[2]) / median(ms[1]):.1f} times as long")
+        say(f"{world_size} ranks x {threads} on {usable} cores: {spread} on the slowest rank")
+    say(f"with 2 threads per rank it takes {median(ms[2]) / median(ms[1]):.1f} times as long")
 
 # %% [markdown]
 # With more threads than cores the arithmetic is not what costs. The two halves of a product wait for each other, and

@@ -19,6 +19,7 @@ def test_a_launchers_letter_reaches_the_program_and_that_of_another_one_does_not
 @pytest.mark.ranks
 def test_torchrun_and_mpiexec_start_as_many_as_they_are_told_and_lines_come_in_order(monkeypatch):
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a print is then two writes
     assert run_under("torchrun", WHO, 2) == ["RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2"]
     if small_programs.mpi_launcher(2):
         assert run_under("mpiexec", WHO, 2) == ["PMI_RANK=0 PMI_SIZE=2", "PMI_RANK=1 PMI_SIZE=2"]

@@ -65,7 +65,9 @@ def _logs(folder, stream):
 
 def _environment():
     """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    # PYTHONUNBUFFERED: a process that writes all of its lines at once does not run into another
+    foreign = (*LAUNCHER_VARIABLES, "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     path = os.pathsep.join(filter(None, (str(SCRIPTS), kept.get("PYTHONPATH"))))
     return {"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback, **kept, "PYTHONPATH": path}
