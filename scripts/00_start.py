@@ -16,32 +16,31 @@
 # %% [markdown]
 # # 00 Start: ranks and launchers
 #
-# **20 minutes** for the sections marked CORE, 45 with those marked MORE.
+# **25 minutes** for the sections marked CORE, 55 with those marked MORE.
 #
-# Whatever you will do with many GPUs, it begins in the same way: one program is started several times, and each
-# copy finds out who it is. This lesson is about that first second, which every other lesson takes for granted.
+# Work on many GPUs always begins like this: one program is started several times, and each copy finds out who it is.
 #
 # After this lesson **you can**
 # - say what *rank*, *local rank*, *world size* and *SPMD* mean;
 # - run one file four ways: in this notebook, under `torchrun`, under `mpiexec`, and alone;
 # - read what a launcher tells its processes, and tell one world of four from four worlds of one;
-# - check a machine before an event, and time it without fooling yourself.
+# - check a machine before an event, and time it honestly.
 #
 # **You need** to have seen a training loop in PyTorch. No MPI, no cluster, no GPU.
 #
 # **New here:** [rank](../assets/glossary.md#rank), [local rank](../assets/glossary.md#local-rank), [world
 # size](../assets/glossary.md#world-size), [SPMD](../assets/glossary.md#spmd), [node](../assets/glossary.md#node),
-# [launcher](../assets/glossary.md#launcher), [smoke test](../assets/glossary.md#smoke-test),
-# [warm-up](../assets/glossary.md#warm-up).
+# [launcher](../assets/glossary.md#launcher), [process group](../assets/glossary.md#process-group), [smoke
+# test](../assets/glossary.md#smoke-test), [warm-up](../assets/glossary.md#warm-up).
 #
-# **Predict** stands before an answer: commit to a number, then unfold it. That is how you find out what you did
-# not know.
+# At *Predict*, commit to a number before you unfold the answer. At *Build*, write a few lines: a check judges them on
+# the spot, and a solution is folded below.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start and four copies with the warm-up 4, rank and
-# local rank 2, launchers with exercise 1 5, one file four ways 2, smoke test 3, experiment 2, clock 1, bug 1.
+# Minutes of the CORE: start and four copies with the warm-up 4, rank and local rank 2, launchers with build A 5, one
+# file four ways with build B 7, smoke test 3, experiment 3, bug 2.
 #
 # *Say:* "A rank is a process. Not a GPU, not a machine, not a core." Let everyone run the first two cells before
 # you talk.
@@ -49,7 +48,10 @@
 # *Three usual mistakes:* looking for the rank that "has the result" of an all-reduce; believing that a variable of
 # a plain cell exists on the ranks; reading local rank as rank.
 #
-# *When late:* show the stored outputs of "one file, four ways" and of the plots; keep exercise 1.
+# *When late:* show the stored outputs of the smoke test and of the clock; keep both builds.
+#
+# *On a hub:* sixty people on login nodes get two ranks each, without MPI. Have them start their servers on compute
+# nodes before the lesson.
 #
 # *Ask the room:* "Your job printed *rank 0 of 1* four times and ended with exit status 0. What happened?"
 #
@@ -58,7 +60,7 @@
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# These are the settings of the lesson. In a script they are flags: `--iterations 20`.
+# The lesson's settings. In a script they are flags: `--iterations 20`.
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -66,9 +68,9 @@ iterations = 100  # steps of the smoke test, 10 to 10000
 batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
-# The next cell starts four processes on this machine and keeps them. From then on a cell that begins with
-# `%%ranks` runs in all four; any other cell runs here, in your notebook. In the script the line is a comment:
-# there everything runs in every process.
+# The next cell starts the processes. From then on a cell that begins with `%%ranks` runs in all of them; any other cell
+# runs in your notebook. In the script everything runs in every process. A login node gives you two processes, without
+# MPI: on a hub, start your server on a compute node.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -81,42 +83,38 @@ batch = 64  # samples per rank and step, at least 1
 import os
 import time
 
+begun = time.perf_counter()
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, say, show
+from manyhands import Metrics, catch_up, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
-from manyhands.launching import devices
-from manyhands.measure import wire
-from manyhands.measure.timing import max_over_ranks, median_s, synchronise
-from manyhands.runs.screen import text_plot
+from manyhands.measure.timing import synchronise
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
+joined_s = time.perf_counter() - begun  # for the experiment
 
 # %% [markdown]
-# `join()` has answered three questions: who started us, which of us am I, how do we reach each other. The rest of
-# this lesson opens that box. Every section runs after these cells alone.
+# `join()` found out who started this process, which rank it is, and how to reach the others. You open that box below.
+# Every section runs after these cells alone.
 
 # %% [markdown]
 # ## Four copies of one program (CORE, 3 min)
 #
 # ![One file is started as four processes, each with its own memory and its own value of x](../assets/00_spmd.svg)
 #
-# Nobody writes four programs for four GPUs. You write *one*, it is started four times, and the copies differ in a
-# single number: their **rank**, counted from 0. How many there are is the **world size**. This way to work is
-# called **SPMD**, for *single program, multiple data*.
+# You do not write four programs for four GPUs. You write *one*, it is started four times, and the copies differ in a
+# single number: their **rank**, counted from 0. How many there are is the **world size**. This is called **SPMD**,
+# for *single program, multiple data*. Nothing is shared: when rank 1 sets a variable, rank 2 does not notice.
 #
-# Nothing is shared. When rank 1 sets a variable, rank 2 does not notice, just as your editor does not notice what
-# your browser does.
-#
-# **Predict.** The next cell sets `x` and prints one line. How many lines, process numbers, and values of `x` will
-# you see?
+# **Predict.** The next cell sets `x` and prints one line. How many lines, process numbers and values of `x` will you
+# see?
 #
 # <details><summary>Answer</summary>
 #
-# Four of each. All four processes run the cell, and each prints its own line. This notebook sorts them by rank. In
-# a terminal they come in whatever order the processes get there, and that order changes from run to run.
+# As many of each as there are ranks: `world_size`, which is four, or two on a login node. Every process runs the
+# cell. The notebook sorts the lines by rank; in a terminal they come in any order.
 #
 # </details>
 
@@ -126,26 +124,17 @@ x = torch.tensor([rank + 1.0], device=device)
 print(f"hello from rank {rank} of {world_size}: process {os.getpid()} holds x = {x.item():g}")
 
 # %% [markdown]
-# `say` is `print` with two habits. It writes a whole line at once, so that the lines of four processes do not run
-# into each other, and in a script it puts the rank in front. What all ranks say alike, the notebook shows once:
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-say(f"we are {world_size}")
-
-# %% [markdown]
-# ### Warm-up: four numbers by hand
+# ### Warm-up: a few numbers by hand
 #
-# Rank *r* holds *r* + 1, so the four hold 1, 2, 3 and 4. Now they add them up, by the call that this course
-# returns to more than to any other, the [all-reduce](../assets/glossary.md#all-reduce).
+# Rank *r* holds *r* + 1. Now all ranks add these up, with the call that this course uses most: the
+# [all-reduce](../assets/glossary.md#all-reduce).
 #
-# **Predict.** What does `total` hold afterwards on rank 0? And on rank 3?
+# **Predict.** What does `total` hold afterwards on rank 0? And on the last rank?
 #
 # <details><summary>Answer</summary>
 #
-# 1 + 2 + 3 + 4 = 10, on **every** rank. That is what "all" stands for: there is no master who has the result while
-# the others wait. All ranks make the call, all ranks get the sum. (If one does not make it, the others wait.
-# Lesson 02 does that on purpose.)
+# 1 + 2 + ... + *n* for *n* ranks, on **every** rank: 10 with four ranks, 3 with two. That is what "all" stands for: no
+# master has the result. Every rank has to make the call; if one does not, the others wait.
 #
 # </details>
 
@@ -155,6 +144,9 @@ total = x.clone()
 dist.all_reduce(total)
 say(f"the sum is {total.item():g}")
 metrics.exact(sum=total.item())
+
+# %% [markdown]
+# `say` prints whole lines. What all ranks say alike, the notebook shows once.
 
 # %% [markdown]
 # ## Rank and local rank (CORE, 2 min)
@@ -169,15 +161,21 @@ metrics.exact(sum=total.item())
 #
 # <details><summary>Answer</summary>
 #
-# Node 1, local rank 2, because 6 = 1 · 4 + 2. You divide by the number of ranks *per node*.
+# Node 1, local rank 2: divide 6 by the 4 ranks *per node*; the remainder is the local rank. On a laptop rank and local
+# rank are equal, so whoever mixes them up finds out on the cluster.
 #
 # </details>
+
+# %%
+# %%ranks
+say(f"local rank {ranks.local_rank} of {ranks.local_world_size}, works on {device}")
+
+# %% [markdown]
+# ### Divided by the wrong number (MORE, 1 min)
 #
-# From scratch it is one division with remainder. Beside it stands a line from [a published multi-node
-# guide](https://github.com/LambdaLabsML/distributed-training-guide/blob/108b69569d3396cbef040374faf2074329382750/06-tensor-parallel/train_llm.py),
-# which divides by the number of *nodes*. (It is a comment there, beside code that does it right. A relative:
-# [gpt-fast](https://github.com/pytorch-labs/gpt-fast/blob/main/tp.py) takes `LOCAL_RANK` for the rank and `LOCAL_WORLD_SIZE`
-# for the world size, and so can use one node only.)
+# [A published multi-node
+# guide](https://github.com/LambdaLabsML/distributed-training-guide/blob/108b69569d3396cbef040374faf2074329382750/06-tensor-parallel/train_llm.py)
+# divides by the number of *nodes* in a comment, beside code that does it right.
 
 
 # %% tags=["nbval-check-output"]
@@ -190,98 +188,61 @@ if rank == 0:
     for num_nodes in (1, 2):
         right = [node_and_local_rank(r, 8 // num_nodes)[0] for r in range(8)]
         published = [r // num_nodes for r in range(8)]
-        say(f"{num_nodes} node(s): ranks 0 to 7 are on node {right}; rank // num_nodes says {published}")
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        say(f"{nodes}: ranks 0 to 7 are on node {right}; rank // num_nodes says {published}")
 
 # %% [markdown]
-# The published line is wrong on one node too, only that nobody asks for the node number there. On two nodes it
-# invents four. This is the usual career of such a bug: it is written on a laptop, where rank and local rank are
-# the same number, and found on the cluster.
+# The comment is wrong on one node too, but there nobody asks for the node number. On two nodes it invents four.
 
 # %% [markdown]
 # ## Who told me? (CORE, 5 min)
 #
 # ![torchrun, mpiexec and srun start processes and set their own variables; join() reads them and makes one group](../assets/00_launchers.svg)
 #
-# A process cannot know by itself that it has three siblings. Whoever started it, the **launcher**, has to tell it.
-# All launchers use the same letter box for that, the environment variables of the process, but each writes in its
-# own words:
-#
-# | launcher | rank | world size | local rank |
-# |---|---|---|---|
-# | torchrun | `RANK` | `WORLD_SIZE` | `LOCAL_RANK` |
-# | MPICH (Hydra's `mpiexec`) | `PMI_RANK` | `PMI_SIZE` | `MPI_LOCALRANKID` |
-# | Open MPI (`mpirun`) | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
-# | PALS (Cray's `mpiexec`) | `PALS_RANKID` | none of its own: `PMI_SIZE`, or ask MPI | `PALS_LOCAL_RANKID` |
-# | Slurm (`srun`) | `SLURM_PROCID` | `SLURM_STEP_NUM_TASKS` (the whole job's: `SLURM_NTASKS`) | `SLURM_LOCALID` |
-#
-# **Predict.** Which row have *your* four ranks got? Then look into their letter boxes.
+# A process cannot know by itself that it has siblings. Whoever started it, its **launcher**, leaves a letter in its
+# environment variables. Every launcher has its own names for rank, world size and local rank:
 
 # %%
 # %%ranks
-words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCAL")
-words += ("OMPI_COMM_WORLD", "PALS_", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-letter = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(words)]
-say("  ".join(letter) or "no letter: I am alone")
+LETTERS = {
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray's mpiexec: no size of its own
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+}
+names = sorted({name for three in LETTERS.values() for name in three})
+letter = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+say("  ".join(letter) or "no letter of these five launchers: the notebook started me, or you did")
 
 # %% [markdown]
-# **Hello, three times.** The variables are the letter. Two libraries read it for you: MPI, here by way of
-# `mpi4py`, which has connected parallel programs since 1994, and `torch.distributed`, which you will use from here
-# on. If all is well, all three agree.
-
-# %%
-# %%ranks
-world = mpi_world()
-if world is not None:
-    say(f"hello from MPI: rank {world.Get_rank()} of {world.Get_size()}")
-elif rank == 0:
-    say("no MPI world here; for one, run: .venv/bin/mpiexec -n 4 python scripts/00_start.py")
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-say(f"hello from torch.distributed: rank {dist.get_rank()} of {dist.get_world_size()}")
-said = {(rank, world_size), (dist.get_rank(), dist.get_world_size())}
-if world is not None:
-    said.add((world.Get_rank(), world.Get_size()))
-assert len(said) == 1, f"they contradict each other: {said}"
-
-# %% [markdown]
-# ### Exercise 1: who am I?
+# ### Build A: who am I?
 #
-# Write what `join()` does first: from a dictionary of variables to `(rank, world_size, local_rank)`. Without a
-# launcher you are `(0, 1, 0)`. The check hands you environments that were recorded under real launchers. Three of
-# them are traps:
-# - a `torchrun` that an `mpiexec` started: there are two letters. Whose counts?
-# - an `mpiexec` inside a Slurm job: again two letters.
-# - the batch script of a Slurm job. It has `SLURM_PROCID=0` and `SLURM_NTASKS=4` and yet is no rank: it is the
-#   shell that is about to start the ranks. It lacks one variable of the table.
+# Write the first thing that `join()` does: turn the variables of a process into `(rank, world_size, local_rank)`,
+# three whole numbers. `LETTERS` is given. A letter counts if all three of its names are there; without one you are
+# `(0, 1, 0)`. Some processes find two letters, such as the ranks of an `mpiexec` inside a Slurm job, or those of a
+# `torchrun` that an `mpiexec` started. The launcher that started *this* process is right.
 
 
 # %%
 # %%ranks
 def who_am_i(environ):
+    """(rank, world_size, local_rank) from the variables of a process, {name: text}."""
     raise NotImplementedError  # your turn
 
 
 checks.who_am_i(who_am_i, ranks)
 
 # %% [markdown]
-# #### Solution 1
-#
-# Folded. Open it when the check says *correct*, or after ten minutes.
+# #### Solution A
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
+# solution A
 def who_am_i(environ):
-    # Innermost first: a torchrun started by mpiexec has both letters, and torchrun started *this* process.
-    letters = [
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),  # only a task of a step is a rank
-    ]
-    for names in letters:
+    for launcher in ("torchrun", "Open MPI", "PALS", "MPICH", "srun"):  # innermost first
+        names = LETTERS[launcher]
         if all(name in environ for name in names):
             return tuple(int(environ[name]) for name in names)
     return 0, 1, 0
@@ -290,109 +251,130 @@ def who_am_i(environ):
 checks.who_am_i(who_am_i, ranks, solution=True)
 
 # %% [markdown]
-# ## One file, four ways (CORE, 2 min)
+# ### Hello from two libraries (MORE, 1 min)
 #
-# This lesson is one file in two forms: the notebook that you are in, and `scripts/00_start.py`, which holds the
-# same cells. The notebook was the first way. The other three are typed into a terminal, in the course's folder, after
-# `source .venv/bin/activate` (`python` and `mpiexec` are then the course's):
+# Two libraries read the letter for you: MPI, here by way of `mpi4py`, and `torch.distributed`. They should agree.
+
+# %%
+# %%ranks
+from manyhands import mpi_world
+
+world = mpi_world()  # None where the launcher made no MPI world
+if world is not None:
+    say(f"MPI says: rank {world.Get_rank()} of {world.Get_size()}")
+elif rank == 0:
+    say("no MPI world here; inside a job this makes one: mpiexec -n 4 python scripts/00_start.py")
+say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}")
+
+# %% [markdown]
+# ## One file, four ways (CORE, 7 min)
+#
+# The notebook was the first way to run this lesson. The other three run `scripts/00_start.py`, which holds the same
+# cells. Type them on your laptop, or inside a job, in a terminal in the course's folder:
 #
 # ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/00_start.py    # torchrun
+# source .venv/bin/activate
+# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/00_start.py    # torchrun of this Python
 # mpiexec -n 4 python scripts/00_start.py                                                # MPI
 # python scripts/00_start.py                                                             # alone: a world of one
 # ```
 #
-# (`python -m torch.distributed.run` *is* `torchrun`, but surely that of this Python, not whichever comes first in
-# your PATH.)
+# All four work because of `join()`. Here is the core of it in bare PyTorch, as many published scripts have it
+# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). It reads only torchrun's letter, which
+# also says where the ranks meet and form a **process group**: at `MASTER_ADDR` and `MASTER_PORT`.
 #
-# The cell below does it with a program of four lines, first with torchrun, then with mpiexec, on two processes
-# each, then alone.
-#
-# **Predict.** Each process says its rank, the world size and who started it. How many lines will there be in all?
+# **Predict.** Read the next cell before you run it. It starts two processes with torchrun, then two with mpiexec. Which
+# ranks will speak?
 #
 # <details><summary>Answer</summary>
 #
-# Five: two, two and one. The program is the same each time; only the letter differs.
+# Under torchrun, 0 of 2 and 1 of 2. Under mpiexec, *0 of 1* twice: there is no `RANK` in its letter, so each process
+# believes that it is alone.
 #
 # </details>
 
 # %% tags=["active-ipynb"]
-# import os, subprocess, tempfile
-# from pathlib import Path
+# from manyhands.notebook.small_programs import run_under
 #
-# hello = Path(tempfile.mkdtemp()) / "hello.py"
-# hello.write_text("""from manyhands import join, leave, say
-# ranks = join(globals(), quiet=True)
-# say(f"rank {ranks.rank} of {ranks.world_size}, started by: {ranks.launcher}")
-# leave()
-# """)
-# torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# mpiexec = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable]
-# here = {**os.environ, "PYTHONPATH": os.path.abspath("../scripts"), "OMP_NUM_THREADS": "1"}
-# for start in (torchrun, mpiexec, [sys.executable]) if mpiexec[0].exists() else (torchrun, [sys.executable]):
-#     done = subprocess.run([*start, hello], env=here, capture_output=True, text=True, timeout=60)
-#     print("\n".join(sorted(done.stdout.splitlines())) or done.stderr[-500:], end="\n\n")
+# bare = """
+# import os, torch, torch.distributed as dist
+#
+# rank, world_size, local_rank = 0, 1, 0
+# if "RANK" in os.environ:  # I am one of many
+#     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+#     if torch.cuda.device_count() > local_rank:
+#         torch.cuda.set_device(local_rank)  # where I work
+#     dist.init_process_group()  # meet the others at MASTER_ADDR:MASTER_PORT
+# print(f"rank {rank} of {world_size}, MASTER_ADDR is {os.environ.get('MASTER_ADDR', 'not set')}")
+# if dist.is_initialized():
+#     dist.destroy_process_group()
+# """
+# for launcher in ("torchrun", "mpiexec"):
+#     print(f"bare, {launcher}:", *run_under(launcher, bare, 2), sep="\n  ")
 
 # %% [markdown]
-# ### Four processes are not yet a world of four
-#
 # ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
 #
-# One mistake costs whole nights. A cluster has two MPIs installed, and `mpiexec` comes from one, `mpi4py` from the
-# other; or `srun` was set up without MPI. Then the letter is not read. Each of the four processes believes that it
-# is *rank 0 of 1*, each trains on all of the data, each overwrites the same checkpoint, and the job ends with exit
-# status 0.
-#
-# Print who you are in the first line of every log, and you will see it. `join()` prints it, and refuses such a
-# start wherever it can notice: the launcher's variables say 4, MPI says 1.
+# No error, exit status 0. In a real job each of these worlds trains on all of the data and overwrites the same
+# checkpoint. The same happens when `mpiexec` belongs to one MPI and `mpi4py` to another. The cure is to read every letter:
+
+# %% tags=["active-ipynb"]
+# mended = """
+# from manyhands import join, leave
+# ranks = join(globals(), name="mended", quiet=True)
+# print(f"rank {ranks.rank} of {ranks.world_size}, launcher: {ranks.launcher}")
+# leave()
+# """
+# for launcher in ("mpiexec", "python"):
+#     print(f"mended, {launcher}:", *run_under(launcher, mended, 2), sep="\n  ")
 
 # %% [markdown]
-# ### Exercise 2: one world or many?
+# ### Build B: call the roll
 #
-# `started` processes were started, and `said` lists what they said about themselves as `(rank, world_size)`, in no
-# particular order. Is it one world? Worlds of one are not the only way to go wrong.
+# You asked for `started` processes. Are they one world? Let them find out with a single all-reduce. Return a tensor of
+# `started` numbers, the same on every rank: place *r* says how many processes call themselves rank *r*. Each of them
+# knows only its own `rank`.
 
 
 # %%
 # %%ranks
-def is_one_world(started, said):
+def roll_call(rank, started):
+    """How many processes call themselves rank 0, 1, ..., started - 1: a tensor, the same on all ranks."""
     raise NotImplementedError  # your turn
 
 
-checks.is_one_world(is_one_world, ranks)
+checks.roll_call(roll_call, ranks)
 
 # %% [markdown]
-# #### Solution 2
+# #### Solution B
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-def is_one_world(started, said):
-    # each rank exactly once, and all agree on the size
-    return sorted(said) == [(rank, started) for rank in range(started)]
+# solution B
+def roll_call(rank, started):
+    roll = torch.zeros(started, device=device)
+    roll[rank] = 1  # each rank ticks itself off
+    dist.all_reduce(roll)
+    return roll
 
 
-checks.is_one_world(is_one_world, ranks, solution=True)
+checks.roll_call(roll_call, ranks, solution=True)
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
+
+# %% [markdown]
+# Only ones: a single world. Each of four worlds of one would read `[1, 0, 0, 0]`. A two means that two processes claim
+# the same rank.
 
 # %% [markdown]
 # ## The smoke test (CORE, 3 min)
 #
-# Electricians switch a new device on and look whether smoke rises. The smoke test of a training machine is a model
-# that nobody cares about, trained for a hundred steps on all ranks. It needs everything to work, from launcher to
-# optimizer, and takes less than a minute.
-#
-# The model is a stack of linear layers, 128-1024-512-256-128-128, without activations. It learns to return its
-# input; the loss is the summed squared error. Each rank makes its own random input, 64 samples per step.
-#
-# **Predict.** How many parameters are that? And how many bytes of gradients has each rank to share in a step, in
-# float32?
-#
-# <details><summary>Answer</summary>
-#
-# 128·1024 + 1024·512 + 512·256 + 256·128 + 128·128 weights and 1024 + 512 + 256 + 128 + 128 biases make 837,632.
-# There is one gradient for each, of 4 bytes: 3,350,528 bytes.
-#
-# </details>
+# Electricians switch a new device on and look for smoke. The smoke test of a training machine is a model that nobody
+# cares about, trained for a hundred steps. It needs everything to work, from launcher to optimizer. Ours is a stack of
+# linear layers, 128-1024-512-256-128-128, that learns to return its random input.
 
 
 # %% tags=["nbval-check-output"]
@@ -405,38 +387,11 @@ def mlp():
 
 num_params = sum(p.numel() for p in mlp().parameters())
 if rank == 0:
-    say(f"{num_params:,} parameters, {4 * num_params:,} bytes of gradients per step")
+    say(f"{num_params:,} parameters")
 
 # %% [markdown]
-# Next the optimizer. **Predict.** The cell builds the same Adam twice. Which one takes longer, and by what factor?
-
-
-# %%
-# %%ranks
-def seconds(call):
-    """What `call()` returns, and how long it took."""
-    start = time.perf_counter()
-    result = call()
-    return result, time.perf_counter() - start
-
-
-model = mlp()
-_, startup_s = seconds(lambda: torch.optim.Adam(model.parameters()))
-_, second_s = seconds(lambda: torch.optim.Adam(model.parameters()))
-if rank == 0:
-    say(f"first Adam {startup_s:.4f} s, second Adam {second_s:.4f} s")
-
-# %% [markdown]
-# When you ran the cell for the first time, the first Adam took a second or more, the second well below a millisecond. Nothing
-# was computed in that second. Building the first optimizer imports `torch._dynamo`, part of PyTorch's compiler, and that is a
-# great many files. (Run the cell again, and both are fast.) In a [published
-# transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# of this very smoke test, 2.0 of the 2.9 s in the profile are this one call. Who divides the whole by the number of steps
-# measures an import. Keep the number, you will need it in the experiment.
-#
-# Now the library's way to train on several ranks, [DDP](../assets/glossary.md#ddp). It is the subject of lesson
-# 03; here it is one line: its `backward` also averages the gradients over the ranks. In `step`, `dtf` is the time
-# of forward, `dtb` of backward with its communication, `dt` of the whole step.
+# [DDP](../assets/glossary.md#ddp), the subject of lesson 03, is one line here: it makes `backward` average the gradients
+# over the ranks.
 
 
 # %%
@@ -450,12 +405,17 @@ def build():
 
 
 def clock():
-    synchronise(device)  # first let the device finish what it was given, then look at the clock
+    synchronise(device)  # a GPU queues its work: first let it finish, then look
     return time.perf_counter()
 
 
+# %% [markdown]
+# One step returns the loss, and the seconds of the step `dt`, of its forward `dtf` and of its backward `dtb`.
+
+
+# %%
+# %%ranks
 def step(ddp, optimizer, own):
-    """One training step: loss, dt, dtf, dtb; times in seconds."""
     t0 = clock()
     x_BD = torch.randn(batch, 128, generator=own).to(device)
     loss = (ddp(x_BD) - x_BD).square().sum()
@@ -467,202 +427,211 @@ def step(ddp, optimizer, own):
     return loss.item(), clock() - t0, t1 - t0, t2 - t1
 
 
-# %% [markdown]
-# All ranks make all steps, rank 0 prints. In a step every rank works through `batch` samples, so the world does
-# `world_size * batch / dt` samples per second.
-
 # %%
 # %%ranks --timeout 300
+begun = time.perf_counter()
 parts = build()
-losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)
+start_s = joined_s + time.perf_counter() - begun
+losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)  # all ranks, all steps
 if rank == 0:
     lines = ["step     loss    dt ms   dtf ms   dtb ms  samples/s"]
-    for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 8)), iterations - 1}):
+    for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 5)), iterations - 1}):
         ms = "".join(f"{1e3 * times[i]:9.1f}" for times in (dt, dtf, dtb))
         lines.append(f"{i:4d} {losses[i]:8.0f}{ms} {world_size * batch / dt[i]:10.0f}")
     say("\n".join(lines))
 
 # %% [markdown]
-# How to read it. The loss falls, so the gradients are good enough to learn from. `dtf + dtb` is most of `dt`; the rest
-# is the optimizer. On one device backward takes about twice as long as forward. Here `dtb` is typically much more than
-# twice `dtf` (look at the plots; in single rows it was forward that had to wait): the difference is communication and,
-# with more ranks than cores, waiting for a core.
-#
-# A terminal on a cluster has no pictures, but it has characters. Plots made of them survive in every log file.
-# This one is the loss:
-
-# %%
-# %%ranks
-if rank == 0:
-    say(text_plot(losses, "loss", height=12))
-
-# %% [markdown]
-# And the speed, then where a step's time goes: the whole and its two parts. Look at the numbers at the axes, the
-# three scales differ.
-
-# %%
-# %%ranks
-if rank == 0:
-    say(text_plot([world_size * batch / t for t in dt], "samples per second, all ranks", height=10))
-    for name, times in [
-        ("dt: the step", dt),
-        ("dtf: forward", dtf),
-        ("dtb: backward and communication", dtb),
-    ]:
-        say(text_plot([1e3 * t for t in times], f"{name}, ms", height=10))
-
-# %% [markdown]
-# **Do the ranks still hold the same model?** They saw different data. If the averaging works, all have made the
-# same updates, and their parameters are equal to the last bit. A fingerprint tells, without sending a model
-# around.
+# The ranks saw different data. If the averaging works, all made the same updates, and they hold *one* model, equal to
+# the last bit. Fingerprints tell, without sending a model around.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-mine = fingerprint(parts[0].parameters())
-prints = [None] * world_size
+mine, prints = fingerprint(parts[0].parameters()), [None] * world_size
 dist.all_gather_object(prints, mine)
 say(f"{world_size} ranks, distinct models: {len(set(prints))}")
 assert len(set(prints)) == 1
 metrics.exact(num_params=num_params, losses=list(losses), model=mine)
 
 # %% [markdown]
-# **How much left this rank?** You predicted 3,350,528 bytes of gradients. `wire` counts twice: the calls that
-# enter the library with what they carry, and, on Linux, the bytes that the sockets of this process delivered. An
-# all-reduce on a ring of *n* ranks sends 2(*n*-1)/*n* times its data; lesson 02 builds it. Counting slows a step
-# down, so this one is not timed.
+# ### What the step sends, and plots for a log file (MORE, 3 min)
+#
+# **Predict.** How many bytes of float32 gradients do 837,632 parameters have?
+#
+# <details><summary>Answer</summary>
+#
+# One gradient of 4 bytes for each: 3,350,528 bytes.
+#
+# </details>
+#
+# `wire` counts what a rank gives to the library in one more step, and, on Linux, what its sockets deliver. An all-reduce
+# on a ring of *n* ranks sends 2(*n*-1)/*n* times its data; lesson 02 builds it. Headers come on top.
 
 # %%
 # %%ranks
+from manyhands.measure import wire
+
 with wire.watch() as seen:
     step(*parts)
 payload, gradients = seen.payload_bytes("all_reduce"), 4 * num_params
 ring = wire.ring_all_reduce_bytes(gradients, world_size)
 if rank == 0:
-    calls, ratio = seen.count("all_reduce"), payload / gradients
-    say(f"{calls} all-reduces carry {payload:,} bytes, predicted {gradients:,}, ratio {ratio:.3f}")
+    say(f"all-reduces carry {payload:,} bytes, predicted {gradients:,}, ratio {payload / gradients:.3f}")
     if seen.transport_bytes and ring:
         sent = seen.transport_bytes
         say(f"the sockets delivered {sent:,} bytes, predicted {ring:,.0f}, ratio {sent / ring:.3f}")
 metrics.exact(all_reduce_bytes=payload)
 
 # %% [markdown]
-# The first ratio is exactly 1. The second is a little above 1 for headers. With 4 ranks, each sends one and a half
-# times its gradients, in every step. This is the price of data parallelism, and much of this course is about
-# paying less.
+# A terminal on a cluster has no pictures, but it has characters. Plots made of them survive in every log file. On one
+# device backward takes about twice as long as forward. Anything beyond that is communication and, with more ranks than
+# cores, waiting for a core.
+
+# %%
+# %%ranks
+from statistics import median
+
+from manyhands.runs.screen import text_plot
+
+if rank == 0:
+    say(text_plot(losses, "loss", height=13))
+    for name, times in (("dtf: forward", dtf), ("dtb: backward and communication", dtb)):
+        say(text_plot([1e3 * t for t in times], f"{name}, ms", height=9))
+    say(f"at the median, dtb is {median(dtb) / median(dtf):.1f} times dtf")
 
 # %% [markdown]
-# ## Experiment: what does a short trial tell you? (CORE, 2 min)
+# ## Experiment: what does a short trial tell you? (CORE, 3 min)
 #
-# You are asked how long a thousand steps will take. You try *k* steps with a stopwatch, from start to end, and
-# divide by *k*. Two numbers should describe what you find: the start *a*, which happens once, and a step *b*.
-# Predicted is *a/k + b* per step.
+# How long will a thousand steps take? You time ten with a stopwatch, from start to end, and divide.
 #
-# **Predict.** With *a* the seconds of the first Adam and *b* the median of `dt`: how many steps must your trial
-# have before the start is less than a tenth of your result?
+# **Predict.** Imports, joining and building take 2 s, once; a step takes 40 ms. How far off are you?
 #
 # <details><summary>Answer</summary>
 #
-# *a/k* must be below *b*/9, so *k* > 9 *a/b*. With 2 s for the start and 40 ms for a step that is 450 steps. A
-# trial of 10 steps would say 240 ms per step: six times too much.
+# (2 s + 10 · 0.04 s) / 10 = 240 ms per step: six times too much. Even 450 steps would say 44 ms.
 #
 # </details>
 #
-# In the figure, expect a straight fall at the left, where the start is shared by ever more steps, and at the right
-# a bend towards the dashed line, the step itself.
+# Below, the first ten steps of the smoke test give two guesses: by stopwatch, and by the median without the first step.
+# The points are the steps *after* them, in blocks, with whiskers from the fastest to the slowest.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
-catch_up(globals(), "mlp", "build", "clock", "step", "seconds")
+catch_up(globals(), "mlp", "build", "clock", "step")
 if "dt" not in globals():  # only if you skipped the smoke test
-    parts, startup_s = seconds(build)
+    begun = time.perf_counter()
+    parts = build()
+    start_s = joined_s + time.perf_counter() - begun
     dt = [step(*parts)[1] for _ in range(iterations)]
-median = sorted(dt)[len(dt) // 2]
-trials = [k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if k <= iterations]
-measured = [(startup_s + sum(dt[:k])) / k for k in trials]
-predicted = [startup_s / k + median for k in trials]
-metrics.measured(startup_s=startup_s, median_step_s=median, samples_per_s=world_size * batch / median)
 
 # %%
 # %%ranks
-if rank == 0:
-    from matplotlib.figure import Figure
+from statistics import median
 
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
-    axes.loglog(trials, [1e3 * t for t in measured], "o", color="#0072B2", label="measured: all time / steps")
-    axes.loglog(trials, [1e3 * t for t in predicted], color="#0072B2", label="predicted: a/k + b")
-    axes.axhline(1e3 * median, ls="--", color="#1a1a1a", label=f"b: the median step, {1e3 * median:.1f} ms")
-    axes.set(
-        xlabel="steps k of the trial", ylabel="ms per step", title=f"Short trials on {world_size} rank(s)"
-    )
-    axes.legend()
-    show(
-        figure,
-        "trials",
-        "time per step falls in a straight line with the length of the trial, then bends to the median step",
-    )
+from manyhands.figures.short_trial import against_trial
+
+trial = min(10, iterations // 2)
+stopwatch_s = (start_s + sum(dt[:trial])) / trial
+typical_s = median(dt[1:trial])
+if rank == 0:
+    figure = against_trial(dt, trial, stopwatch_s, typical_s)
+    show(figure, "trial", "ms per step after a trial, and as lines what it said by stopwatch and by median")
 
 # %%
 # %%ranks
+rest = dt[trial:]
+after_s = median(rest)
 if rank == 0:
-    for k, m, p in zip(trials, measured, predicted, strict=True):
-        each, guess = f"{1e3 * m:7.1f} ms per step", f"predicted {1e3 * p:7.1f}"
-        say(f"{k:4d} steps: {each}, {guess}, ratio {m / p:.2f}, {m / median:5.1f} x b")
+    spread = f"({1e3 * min(rest):.1f} to {1e3 * max(rest):.1f})"
+    say(f"start {start_s:.2f} s; median of {len(rest)} later steps {1e3 * after_s:.1f} ms {spread}")
+    for how, guess_s in (("stopwatch", stopwatch_s), ("median", typical_s)):
+        say(f"the trial by {how}: {1e3 * guess_s:.1f} ms, {guess_s / after_s:.2f} times that")
+metrics.measured(startup_s=start_s, median_step_s=after_s, samples_per_s=world_size * batch / after_s)
 
 # %% [markdown]
-# Two numbers describe the curve well. What remains is ratio minus 1. At the left it is small in any case, because the
-# start is nearly everything. Where it is more than a few per cent at the right, it shows what the median hides: the first
-# steps, which are slower because buffers are
-# allocated and connections opened (the **warm-up**), and single slow steps. On a laptop those come from your browser,
-# and with more ranks than cores from ranks that wait for a core while the others wait for *them*: a collective is as
-# slow as its slowest rank. So honest timing means: warm up, keep the samples, report the median *and* the slowest
-# rank. (If your start was short, you have run these cells before. Restart the ranks, run from the top, look again.)
+# The start happens once, but the stopwatch divides it by ten steps. (If yours was short, these ranks had done it before.)
+# The median leaves out the first step, which allocates buffers and opens connections: the **warm-up**. The rest spreads,
+# because a collective is as slow as its slowest rank. Report the median and the spread.
 
 # %% [markdown]
-# ## When to read the clock (CORE, 1 min)
+# ## When to read the clock (MORE, 3 min)
 #
-# ![Python has queued forward and backward after 17 ms, the device needs most of a 284 ms step](../assets/00_clock.svg)
+# ![Drawn to scale: Python has queued forward and backward after 17 ms of a 284 ms step](../assets/00_clock.svg)
 #
-# A GPU works through a queue. `loss.backward()` puts work into it and returns; a clock that is read then has timed the *queueing*.
-# The transcript mentioned above goes on with a GPT on four GPUs: forward and backward together take 17 ms of a 284 ms step
-# (16.7, to be exact), and nobody asks where the other 267 are. They are spent in the first line that needs a number, such as
-# `loss.item()`.
-#
-# A CPU does not queue its arithmetic. But communication is queued everywhere, so you can see the effect here too.
+# A GPU works through a queue. `loss.backward()` puts work into it and returns, so a clock read then has timed the
+# *queueing*. A [published
+# transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
+# shows it: forward and backward of a GPT on four GPUs take 17 ms of a 284 ms step. A CPU does not queue its arithmetic, but
+# communication is queued everywhere.
 #
 # **Predict.** An all-reduce of 16 MB is started with `async_op=True`. What part of its time has passed when the
 # call returns?
 
 # %%
 # %%ranks
-catch_up(globals(), "clock")
-big = torch.ones(4_000_000, device=device)
-dist.all_reduce(big.clone())  # warm up
-dist.barrier()
-start = clock()
-work = dist.all_reduce(big, async_op=True)
-returned_s = time.perf_counter() - start
-work.wait()
-done_s = clock() - start
+from statistics import median
+
+big, returned_ms, done_ms = torch.ones(4_000_000, device=device), [], []
+for _ in range(6):
+    dist.barrier()
+    begun = time.perf_counter()
+    work = dist.all_reduce(big, async_op=True)
+    returned_ms.append(1e3 * (time.perf_counter() - begun))
+    work.wait()
+    synchronise(device)  # on a GPU even `wait` only queues
+    done_ms.append(1e3 * (time.perf_counter() - begun))
+
+# %%
+# %%ranks
 if rank == 0:
-    returned, done, part = 1e3 * returned_s, 1e3 * done_s, returned_s / done_s
-    say(f"the call returned after {returned:.2f} ms, the sum was there after {done:.1f} ms: {part:.1%}")
+    returned, done = median(returned_ms[1:]), median(done_ms[1:])  # the first one warmed up
+    say(
+        f"the call returned after {returned:.2f} ms ({min(returned_ms[1:]):.2f} to {max(returned_ms[1:]):.2f})"
+    )
+    say(f"the sum was there after {done:.1f} ms ({min(done_ms[1:]):.1f} to {max(done_ms[1:]):.1f})")
+    say(f"read at the return, the clock makes the network look {done / returned:.0f} times as fast")
 
 # %% [markdown]
-# About one per cent, or less. Without `wait()` you would have reported a network a hundred times as fast as yours.
-# This is why `clock()` synchronises first: on a CPU that does nothing, on a GPU it is the difference between 17 ms
+# This is why `clock()` synchronises first. On a CPU that does nothing; on a GPU it is the difference between 17 ms
 # and 284.
 
 # %% [markdown]
-# ## Exercises (MORE, 15 min)
+# ## Exercises (MORE, 18 min)
 #
-# ### Exercise 3: whose turn is it?
+# ### Exercise 1: one world or many?
+#
+# You have only a log: `started` processes were started, and `said` lists what they said about themselves as `(rank,
+# world_size)`, in no particular order. Is it one world? Worlds of one are not the only way to go wrong.
+
+
+# %%
+# %%ranks
+def is_one_world(started, said):
+    raise NotImplementedError  # your turn
+
+
+checks.is_one_world(is_one_world, ranks)
+
+# %% [markdown]
+# #### Solution 1
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+def is_one_world(started, said):
+    # each rank exactly once, and all agree on the size
+    return sorted(said) == [(rank, started) for rank in range(started)]
+
+
+checks.is_one_world(is_one_world, ranks, solution=True)
+
+# %% [markdown]
+# ### Exercise 2: whose turn is it?
 #
 # ![Ranks 0 to 3 write their line one after the other; each sends the pen to the next when done](../assets/00_pen.svg)
 #
-# The notebook sorts what ranks print. A file does not: who comes first writes first. Let every rank append one
+# The notebook sorts what ranks print. A file does not: whoever comes first writes first. Let every rank append one
 # line to one file, **in rank order**, with nothing but `dist.send` and `dist.recv`. Call `append("...")` to write
-# your line. It is slow, and slowest on rank 0, so that who does not wait overtakes. The check reads the file and
+# your line. It is slowest on rank 0, so that a rank that does not wait overtakes. The check reads the file and
 # counts messages.
 
 
@@ -675,7 +644,7 @@ def in_turn(append, ranks):
 checks.in_turn(in_turn, ranks)
 
 # %% [markdown]
-# #### Solution 3
+# #### Solution 2
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -695,11 +664,11 @@ checks.in_turn(in_turn, ranks, solution=True)
 # What the pen says does not matter, only that it comes. Much of what is called synchronisation is no more than
 # this.
 #
-# ### Exercise 4: read the profile
+# ### Exercise 3: read the profile
 #
-# Ten steps of the smoke test in one process, under Python's profiler. A deeper row is part of the row above it:
-# the seconds of `Adam.__init__` contain those of the import. Of the rows one level below the whole, what was called once
-# happened once; the others happen in each step.
+# Ten steps of the smoke test in one process, under Python's profiler. A deeper row is part of the row above it: the
+# seconds of `Adam.__init__` contain those of the import. Of the rows one level below the whole, whatever was called
+# once happened once; the others happen in each step.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -723,7 +692,7 @@ def predict_seconds(profile, steps):
 checks.predict_seconds(predict_seconds, ranks)
 
 # %% [markdown]
-# #### Solution 4
+# #### Solution 3
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -741,13 +710,16 @@ if rank == 0:
     say(f"1000 steps: {predict_seconds(checks.PROFILE, 1000):.1f} s")
 
 # %% [markdown]
-# 11.6 s, not 153: thirteen times less. 93 % of those ten steps was an import, and it happens once.
+# 11.6 s, not 153. In that profile 93 % of the ten steps was an import: in torch 2.13 the first optimizer loads a part
+# of PyTorch's compiler. The transcript of the clock above has the same: 2.0 of the 2.9 s of its profile are the first
+# `Adam.__init__`.
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 1 min)
+# ## A bug from the zoo (CORE, 2 min)
 #
-# The GPT of that transcript reports 14 samples per second on its four GPUs, which did many more. Here is the line, in
-# our words:
+# The zoo collects real mistakes from published code. A [published
+# transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
+# of this very smoke test goes on with a GPT that reports 14 samples per second on four GPUs. In our words:
 
 
 # %%
@@ -757,16 +729,22 @@ def logged_samples_per_s(step_s):
 
 
 # %% [markdown]
-# **Find it by measuring.** Count the samples, look at a clock on the wall, divide. Then compare with what the line
-# logs.
+# **Find it by measuring.** Count the samples, divide by the seconds, compare.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "mlp", "build", "clock", "step")
 
 # %%
 # %%ranks
-catch_up(globals(), "mlp", "build", "clock", "step", "seconds")
+from manyhands.measure.timing import max_over_ranks
+
 steps, parts = 10, build()
 dist.barrier()
-_, loop_s = seconds(lambda: [step(*parts) for _ in range(steps)])
-loop_s = max_over_ranks(loop_s, ranks)  # all ranks call it: the slowest decides
+begun = clock()
+for _ in range(steps):
+    step(*parts)
+loop_s = max_over_ranks(clock() - begun, ranks)  # all ranks call it: the slowest decides
 counted = steps * batch * world_size / loop_s
 logged = logged_samples_per_s(loop_s / steps)
 if rank == 0:
@@ -775,14 +753,14 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
 #
-# The ratio is a whole number, `batch`: the line counts one sample per rank and step. In the transcript a step took
-# 0.283 s on four ranks with 64 samples each: 4 / 0.283 = 14 were logged, and 64 times as many, 905, were true. Nothing
-# crashes, nothing looks odd, and the table ends up in a report. The unit gives it away: `world_size / step_s` is ranks
-# per second, and has no samples in it.
+# The ratio is `batch`: the line counts one sample per rank and step. In the transcript a step took 0.283 s on four ranks
+# with 64 samples each: 4 / 0.283 = 14 were logged, and 64 times as many, 905, were true. The unit gives it away:
+# `world_size / step_s` has no samples in it.
 #
 # </details>
-#
-# ### Exercise 5: mend it
+
+# %% [markdown]
+# ### Exercise 4: mend it (MORE, 6 min)
 #
 # You get the batch of one rank, and how long a step takes on *each* rank. How many samples per second does the
 # world do?
@@ -798,7 +776,7 @@ def samples_per_s(batch, step_s):
 checks.samples_per_s(samples_per_s, ranks)
 
 # %% [markdown]
-# #### Solution 5
+# #### Solution 4
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -811,7 +789,7 @@ def samples_per_s(batch, step_s):
 checks.samples_per_s(samples_per_s, ranks, solution=True)
 
 # %% [markdown]
-# ## Threads and cores (MORE, 5 min)
+# ## Threads and cores (MORE, 3 min)
 #
 # ![Four ranks on two cores: with one thread each two wait for a core, with two threads each six wait](../assets/00_threads.svg)
 #
@@ -825,75 +803,77 @@ checks.samples_per_s(samples_per_s, ranks, solution=True)
 
 # %%
 # %%ranks
+from statistics import median
+
+from manyhands.launching import devices
+from manyhands.measure.timing import median_s
+
 usable = devices.cores(devices.look(os.environ))
-a, threads_now = torch.randn(256, 256), torch.get_num_threads()
-for threads in (1, 2):
-    torch.set_num_threads(threads)
-    slowest_s = median_s(lambda: a @ a, repeats=9, ranks=ranks).slowest_s
-    if rank == 0:
-        count = f"{world_size} x {threads} thread(s) on {usable} core(s)"
-        say(f"{count}: {1e3 * slowest_s:7.2f} ms on the slowest rank")
+a, threads_now, ms = torch.randn(256, 256), torch.get_num_threads(), {1: [], 2: []}
+for _ in range(9):
+    for threads in ms:  # in turn: what else the machine does meets both
+        torch.set_num_threads(threads)
+        ms[threads].append(1e3 * median_s(lambda: a @ a, repeats=1, ranks=ranks).slowest_s)
 torch.set_num_threads(threads_now)
+if rank == 0:
+    for threads, times in ms.items():
+        spread = f"{median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})"
+        say(f"{world_size} ranks x {threads} on {usable} cores: {spread} on the slowest rank")
+    say(f"with 2 threads per rank it takes {median(ms[2]) / median(ms[1]):.1f} times as long")
 
 # %% [markdown]
-# With more threads than cores it is slower, often by a factor of ten or more, and not because of the arithmetic.
-# The two halves of a product have to wait for each other, and they wait *spinning*: the thread that is done keeps
-# its core busy asking "ready?", while the other half queues for that very core. The rule: ranks x threads per rank
-# = cores. Launchers can also bind each rank to cores of its own: `mpiexec -bind-to core` (Hydra), `--cpu-bind
-# depth` (PALS), `srun --cpu-bind=cores`.
+# With more threads than cores the arithmetic is not what costs. The two halves of a product wait for each other, and
+# they wait *spinning*: the thread that is done keeps its core busy asking "ready?", while the other half queues for
+# that very core. The rule: ranks x threads per rank = cores. Launchers can also bind each rank to cores of its own:
+# `mpiexec -bind-to core` (Hydra), `--cpu-bind depth` (PALS), `srun --cpu-bind=cores`.
 
 # %% [markdown]
 # ## On the cluster
 #
+# Inside a job:
+#
 # ```bash
 # # one node
 # python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/00_start.py --iterations 200
-# # two nodes, PBS
-# mpiexec -n 8 --ppn 4 python scripts/00_start.py --iterations 200
+# # two nodes: Hydra and PALS; Open MPI wants --map-by ppr:4:node in place of -ppn 4
+# mpiexec -n 8 -ppn 4 python scripts/00_start.py --iterations 200
 # # two nodes, Slurm
 # srun --nodes 2 --ntasks 8 --ntasks-per-node 4 python scripts/00_start.py --iterations 200
 # ```
 #
-# **Before an event**: `make doctor` looks at the machine, this script is the second look, `make preflight` runs
+# **Before an event**, `make doctor` looks at the machine, this script is the second look, and `make preflight` runs
 # everything.
 #
-# **What changes on GPUs.** `join()` puts each rank on the GPU of its local rank, and the group becomes
-# `cpu:gloo,cuda:nccl` (on Intel GPUs `cpu:gloo,xpu:xccl`). The clock needs its synchronise. The first step takes
-# many times as long as the others.
+# **On GPUs**, `join()` puts each rank on the GPU of its local rank, and the group becomes `cpu:gloo,cuda:nccl`.
 #
-# **What to look for.** The first lines: how many ranks, on which hosts, on which devices, with how many cores and
-# threads, started by whom. "1 rank" four times is the mistake of this lesson. "on cpu because ..." on a GPU node
-# means fewer GPUs than ranks, or a module that is not loaded. And the number of distinct models must be 1.
+# **What to look for:** the first lines, with ranks, hosts, devices and launcher. "1 rank" four times is the mistake of
+# this lesson. "on cpu because ..." on a GPU node means fewer GPUs than ranks, or a module that is not loaded.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the class on a cluster</summary>
 #
-# Run this script on the cluster the day before, on as many nodes as the class will use,
-# and keep its output: it is the first thing to compare when something is odd. A participant whose first line says
-# `1 rank` under mpiexec has the system's mpiexec in front of the environment's in PATH.
+# Run this script on the cluster the day before, on as many nodes as the class will use, and keep its output: it is the
+# first thing to compare when something is odd. A participant whose first line says `1 rank` under mpiexec has the
+# system's mpiexec in front of the environment's in PATH.
 #
 # </details>
 
 # %% [markdown]
 # ## Recap
 #
-# 1. A rank is a process: one program, started *n* times, each copy with a memory of its own. This is SPMD.
-# 2. The rank counts through the world and says what you work on; the local rank counts on the node and says where.
-# 3. A launcher tells each process who it is, by environment variables; `join()` reads them, whoever the launcher
-#    was.
+# 1. A rank is a process: one program, started *n* times, each copy with its own memory. This is SPMD.
+# 2. The rank says what you work on; the local rank says where.
+# 3. A launcher tells each process who it is by environment variables, each launcher by its own.
 # 4. Four processes are a world of four only if they found each other: look at the first line of the log.
-# 5. Time after a warm-up and a synchronise, report the median and the slowest rank, and give the number its unit.
+# 5. Time after a warm-up and a synchronise, report the median and its spread, and give the number its unit.
 #
 # ## Further reading
 #
-# - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): what it sets, and how many nodes find each
-#   other.
-# - [mpi4py's tutorial](https://mpi4py.readthedocs.io/en/stable/tutorial.html), for those who want to know MPI
-#   itself.
-# - [srun](https://slurm.schedmd.com/srun.html), "Output environment variables": the long list behind the last row
-#   of the table.
-# - Next: [lesson 02](02_collectives.ipynb) builds the all-reduce that you have used here; lesson
-#   01 stays on one device and asks where memory and time go.
+# - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): what it sets, and how nodes find each other.
+# - [mpi4py's tutorial](https://mpi4py.readthedocs.io/en/stable/tutorial.html): MPI itself.
+# - [srun](https://slurm.schedmd.com/srun.html), "Output environment variables".
+# - Next: [lesson 02](02_collectives.ipynb) builds the all-reduce that you have used here; lesson 01 stays on one
+#   device.
 
 # %%
 # %%ranks

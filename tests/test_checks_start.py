@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from exercises import heard_alike, not_attempted
 from manyhands.checks import start as checks
 from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 LESSON = "00_start"
 
-# ---------------------------------------------------------------- exercise 1: who am I?
+# ---------------------------------------------------------------- build A: who am I?
 
-LETTERS = [
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-]
+LESSONS_OWN = {  # in the lesson's order, which is that of the alphabet
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+}
+LETTERS = [LESSONS_OWN[name] for name in ("torchrun", "Open MPI", "PALS", "MPICH", "srun")]
 
 
 def read(letters, environ, as_type=int):
@@ -43,6 +45,22 @@ def forgets_int(environ):
 
 def asks_mpi_before_torchrun(environ):
     return read([*LETTERS[1:], LETTERS[0]], environ)
+
+
+def takes_the_table_as_it_stands(environ):
+    return read(LESSONS_OWN.values(), environ)
+
+
+def lets_the_last_letter_win(environ):
+    found = 0, 1, 0
+    for names in LESSONS_OWN.values():
+        if all(name in environ for name in names):
+            found = tuple(int(environ[name]) for name in names)
+    return found
+
+
+def is_no_rank_without_a_letter(environ):
+    return read(LETTERS, environ) if any(name in environ for names in LETTERS for name in names) else None
 
 
 def asks_slurm_first(environ):
@@ -78,6 +96,9 @@ def empties_the_letter_box(environ):
         (takes_the_jobs_tasks, "For rank 2 of srun, in a job of 8 tasks that started a step of 4 the world size is 4, you say 8"),
         (forgets_int, "variables are text, make numbers of them with int()"),
         (asks_mpi_before_torchrun, "For rank 1 of a torchrun that mpiexec started the rank is 1, you say 0"),
+        (takes_the_table_as_it_stands, "For rank 1 of a torchrun that mpiexec started the rank is 1, you say 0"),
+        (lets_the_last_letter_win, "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks the rank"),
+        (is_no_rank_without_a_letter, "as a tuple, not None (is a `return` missing?)"),
         (asks_slurm_first, "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks the rank is 1"),
         (takes_the_rank_for_the_local_rank, "For rank 3 of torchrun the local rank is 1, you say 3"),
         (knows_no_pals, "For rank 5 of PALS the rank is 5, you say 0"),
@@ -151,7 +172,163 @@ def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
         assert (place.rank, place.world_size, place.local_rank) == expected, what
 
 
-# ---------------------------------------------------------------- exercise 2: one world or many?
+# ---------------------------------------------------------------- build B: the roll call
+
+
+def one_hot(rank, started, **options):
+    row = torch.zeros(started, **options)
+    row[rank] = 1
+    return row
+
+
+def as_whole_numbers(rank, started):  # right
+    row = torch.nn.functional.one_hot(torch.tensor(rank), started)
+    dist.all_reduce(row)
+    return row
+
+
+def as_a_list_of_float64(rank, started):  # right
+    row = one_hot(rank, started, dtype=torch.float64)
+    dist.all_reduce(row, op=dist.ReduceOp.SUM, async_op=True).wait()
+    return [int(count) for count in row]
+
+
+def in_one_buffer_again_and_again(rank, started, rows={}):  # right  # noqa: B006
+    row = rows.setdefault(started, torch.empty(started))
+    row.copy_(torch.arange(started) == rank)
+    dist.all_reduce(row)
+    return row.numpy()
+
+
+def adds_nobody_else(rank, started):
+    return one_hot(rank, started)
+
+
+def forgets_to_return(rank, started):
+    dist.all_reduce(one_hot(rank, started))
+
+
+def counts_who_is_there(rank, started):
+    row = one_hot(dist.get_rank(), started)
+    dist.all_reduce(row)
+    return row
+
+
+def takes_the_largest(rank, started):
+    row = one_hot(rank, started)
+    dist.all_reduce(row, op=dist.ReduceOp.MAX)
+    return row
+
+
+def has_room_for_the_world_alone(rank, started):
+    row = one_hot(rank, dist.get_world_size())
+    dist.all_reduce(row)
+    return row
+
+
+def puts_all_at_the_start(rank, started):
+    row = one_hot(0, started)
+    dist.all_reduce(row)
+    return row
+
+
+def counts_heads(rank, started):
+    heads = torch.ones(1)
+    dist.all_reduce(heads)
+    return heads.item()
+
+
+def gathers_instead(rank, started):
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, rank)
+    return torch.tensor([said.count(r) for r in range(started)])
+
+
+def tells_rank_0_alone(rank, started):
+    row = one_hot(rank, started)
+    dist.reduce(row, 0)
+    return row
+
+
+def sums_place_by_place(rank, started):
+    row = one_hot(rank, started)
+    for place in row:
+        dist.all_reduce(place)
+    return row
+
+
+def has_room_for_thousands(rank, started):
+    row = one_hot(rank, 4096)
+    dist.all_reduce(row)
+    return row[:started]
+
+
+def only_rank_0_asks(rank, started):
+    row = one_hot(rank, started)
+    if rank == 0:
+        dist.all_reduce(row)
+    return row
+
+
+ROLLS = [
+    (as_whole_numbers, "correct"),
+    (as_a_list_of_float64, "correct"),
+    (in_one_buffer_again_and_again, "correct"),
+    (adds_nobody_else, "holds [1.0, 0.0, 0.0]: that is this rank's own 1, without those of the others"),
+    (forgets_to_return, "Return 3 numbers in one tensor, not None (is a `return` missing?)"),
+    (counts_who_is_there, "count what each says, the argument `rank`, not who it is"),
+    (
+        takes_the_largest,
+        "should hold [3, 0, 0], and this one holds [1.0, 0.0, 0.0]: of two that say the same",
+    ),
+    (
+        has_room_for_the_world_alone,
+        "and 5 were started, return 5 numbers, one for each that was started, not 3",
+    ),
+    (puts_all_at_the_start, "and this one holds [3.0, 0.0, 0.0]: all put their 1 at the same place"),
+    (counts_heads, "Return 3 numbers in one tensor, not the float 3.0"),
+    (gathers_instead, "You used all_gather; one all-reduce is enough"),
+    (tells_rank_0_alone, "You used reduce; one all-reduce is enough, and leaves the roll on every rank"),
+    (sums_place_by_place, "it took 3 all-reduces, where one for all numbers is enough"),
+    (
+        has_room_for_thousands,
+        "each rank put 16384 bytes into the sum; 3 numbers of at most 8 bytes are enough",
+    ),
+    (
+        only_rank_0_asks,
+        "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, every rank should hold [1, 1, 1]",
+    ),
+    (lambda rank, started: ..., "not attempted"),
+    (as_whole_numbers, "correct"),  # whatever the others left behind
+]
+
+
+def judge_rolls(ranks):
+    return [checks.roll_call(answer, ranks) for answer, _ in ROLLS]
+
+
+def test_a_wrong_roll_call_is_named(pool):
+    verdicts = heard_alike(pool.run(3, judge_rolls))
+    for (answer, sentence), verdict in zip(ROLLS, verdicts, strict=True):
+        assert sentence in verdict, answer.__name__
+
+
+def judge_the_lessons_roll(ranks):
+    solution = taken_from(LESSON, "roll_call", torch=torch, dist=dist, device="cpu").roll_call
+    verdicts = [checks.roll_call(answer, ranks) for answer in (as_whole_numbers, as_a_list_of_float64)]
+    return [
+        *verdicts,
+        checks.roll_call(solution, ranks, solution=True),
+        checks.roll_call(not_attempted, ranks),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_right_roll_call_is_right_in_every_world(pool, n):
+    assert heard_alike(pool.run(n, judge_the_lessons_roll)) == [*["correct"] * 3, "not attempted"]
+
+
+# ---------------------------------------------------------------- exercise 1: one world or many?
 
 
 @pytest.mark.parametrize(
@@ -213,7 +390,7 @@ def test_other_ways_to_know_one_world_are_right(answer):
     assert checks.is_one_world(answer) == "correct"
 
 
-# ---------------------------------------------------------------- exercise 3: whose turn is it?
+# ---------------------------------------------------------------- exercise 2: whose turn is it?
 
 
 def everybody_at_once(append, ranks):
@@ -366,7 +543,7 @@ def test_turns_are_taken_by_any_number_of_ranks(pool, tmp_path, n):
     assert pool.run(n, judge_right_turns, environ=environ) == [["correct"] * 3] * n
 
 
-# ---------------------------------------------------------------- exercise 4: read the profile
+# ---------------------------------------------------------------- exercise 3: read the profile
 
 
 @pytest.mark.parametrize(
@@ -444,7 +621,7 @@ def test_the_parts_of_the_profile_add_up():
     assert sum(parts) == pytest.approx(whole, abs=1e-9)
 
 
-# ---------------------------------------------------------------- exercise 5: samples per second
+# ---------------------------------------------------------------- exercise 4: samples per second
 
 
 @pytest.mark.parametrize(
@@ -483,7 +660,7 @@ def test_the_lessons_solution_is_correct_and_its_stub_is_not_attempted(name):
         raise NotImplementedError
 
     check = getattr(checks, name)
-    assert check(getattr(taken_from(LESSON, name), name), solution=True) == "correct"
+    assert check(getattr(taken_from(LESSON, name, LETTERS=LESSONS_OWN), name), solution=True) == "correct"
     assert check(stub) == "not attempted"
     assert check(lambda *_: ...) == "not attempted"
     assert "is a `return` missing?" in check(lambda *_: None)

@@ -115,6 +115,20 @@ def test_a_text_plot_is_plain_characters_of_the_given_size():
     assert "•" not in lines[2][30:], "it falls from the left"
 
 
+@pytest.mark.parametrize("height", [9, 10, 11, 12, 13, 15])
+def test_a_level_of_a_text_plot_stands_at_its_row_and_its_steps_are_whole(height):
+    lines = text_plot([800 - 8 * i for i in range(101)], "loss", height=height).split("\n")
+    rows, steps = lines[2 : height - 2], lines[-1].split()
+    levels = [(row, float(line.split("┤")[0])) for row, line in enumerate(rows) if "┤" in line]
+    assert len(levels) > 1 and steps == ["0", "25", "50", "75", "100"]
+    for row, value in levels:
+        assert value == pytest.approx(800 * (1 - row / (len(rows) - 1)), abs=0.5)
+
+
+def test_a_text_plot_of_equal_values_is_drawn():
+    assert "•" in text_plot([5, 5, 5], "as it was", height=9)
+
+
 SAYS = "from manyhands.runs.screen import write\nwrite('\u2713 caf\u00e9\\n'); write('on\\n')\nimport sys; sys.stderr.write('lived')"
 
 

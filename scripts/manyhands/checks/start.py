@@ -1,4 +1,4 @@
-"""Checks of lesson 00: who am I, whose turn is it, is this one world, what does a profile say, how fast are we.
+"""Checks of lesson 00: who am I, who is here, is this one world, whose turn is it, what a profile says, how fast we are.
 
 The environments below were recorded under the launchers that they name (two Slurm nodes, MPICH's and Open MPI's
 mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation.
@@ -11,6 +11,7 @@ import statistics
 import time
 from numbers import Integral
 
+import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
@@ -18,7 +19,7 @@ from manyhands.checks.values import number, shown
 from manyhands.measure import wire
 from manyhands.runs.run_folder import run_folder
 
-# ---- exercise 1 ----
+# ---- build A ----
 
 # what it is, its environment, and (rank, world size, local rank)
 ENVIRONMENTS = [
@@ -74,7 +75,7 @@ ENVIRONMENTS = [
 ]  # fmt: skip
 
 
-@exercise(1, "who am I")
+@exercise("A", "who am I")
 def who_am_i(answer, ranks):
     """answer(environ) -> (rank, world size, local rank), for every recorded environment."""
     for what, environ, expected in ENVIRONMENTS:
@@ -104,10 +105,137 @@ def _names(environ):
     return ", ".join(f"{name}={value}" for name, value in environ.items())
 
 
-# ---- exercise 3 ----
+# ---- build B ----
 
 
-@exercise(3, "whose turn is it")
+@exercise("B", "the roll call")
+def roll_call(answer, ranks):
+    """answer(rank, started) -> on every rank how many said that they are rank 0, 1, ... of `started`, by one all-reduce."""
+    n, runs = ranks.world_size, []
+    # first every roll on every rank, then the verdict: nobody is left waiting by a fault found early
+    for said, started in _rolls(n):
+        with wire.watch() as seen:
+            found = answer(said[ranks.rank], started)
+        # read at once: an answer may use its tensor again
+        runs.append((said, started, found, _numbers_of(found), seen.calls))
+    for said, started, found, counts, calls in runs:
+        if counts is None:
+            raise Wrong(f"return {started} numbers in one tensor, not {shown(found)}")
+        _judge_roll(said, started, counts, said[ranks.rank])
+        _judge_cost(calls, started)
+
+
+def _rolls(n):
+    """(what each of n ranks says that it is, how many processes were started)."""
+    yield list(range(n)), n
+    yield list(range(n)), n + 2  # two did not come
+    per_node = max(1, n // 2)  # two nodes, and the local rank is taken for the rank
+    yield [rank % per_node for rank in range(n)], n
+
+
+def _judge_roll(said, started, counts, mine):
+    expected = [said.count(r) for r in range(started)]
+    what = f"where the ranks say {said} and {started} {'was' if started == 1 else 'were'} started"
+    if len(counts) != started:
+        raise Wrong(f"{what}, return {started} numbers, one for each that was started, not {len(counts)}")
+    if counts == expected:
+        return
+    hint = "each rank adds 1 at the place of the number that it was given"
+    if counts == [int(r in said) for r in range(started)]:
+        hint = "of two that say the same, both count"
+    elif len(said) > 1 and counts == [int(r == mine) for r in range(started)]:
+        hint = "that is this rank's own 1, without those of the others"
+    elif counts == [int(r < len(said)) for r in range(started)]:
+        hint = "count what each says, the argument `rank`, not who it is"
+    elif len(said) > 1 and counts[:1] == [started] and not any(counts[1:]):
+        hint = "all put their 1 at the same place"
+    raise Wrong(f"{what}, every rank should hold {expected}, and this one holds {counts}: {hint}")
+
+
+def _numbers_of(found):
+    """The numbers of a tensor, an array or a list in one row; None if it is none of these."""
+    if found is ...:
+        raise NotImplementedError
+    try:
+        row = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return row.tolist() if row.dim() == 1 else None
+
+
+def _judge_cost(calls, started):
+    ops = [call.op for call in calls]
+    if others := sorted(set(ops) - {"all_reduce"}):
+        raise Wrong(
+            f"you used {', '.join(others)}; one all-reduce is enough, and leaves the roll on every rank"
+        )
+    if len(ops) != 1:
+        raise Wrong(
+            f"the roll is right, but it took {len(ops)} all-reduces, where one for all numbers is enough"
+        )
+    if calls[0].bytes > 8 * started:
+        raise Wrong(
+            f"the roll is right, but each rank put {calls[0].bytes} bytes into the sum; {started} numbers of at most 8 bytes "
+            "are enough"
+        )
+
+
+# ---- exercise 1 ----
+
+# how many processes were started, what each said as (rank, world size)
+STARTS = {
+    "torchrun --nproc-per-node 4": (4, [(2, 4), (0, 4), (3, 4), (1, 4)]),
+    "mpiexec -n 4, but of another MPI": (4, [(0, 1), (0, 1), (0, 1), (0, 1)]),
+    "mpiexec -n 2": (2, [(1, 2), (0, 2)]),
+    "python": (1, [(0, 1)]),
+    "one torchrun --nproc-per-node 2 on each of two nodes, without a common address": (
+        4, [(0, 2), (1, 2), (0, 2), (1, 2)],
+    ),
+    "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)]),
+    "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)]),
+    "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)]),
+}  # fmt: skip
+
+
+@exercise(1, "one world or many")
+def is_one_world(answer, ranks=None):
+    """answer(started, said) -> bool, for starts that went well and starts that went wrong in different ways."""
+    for what, started, said in _starts():
+        expected = sorted(said) == [(rank, started) for rank in range(started)]
+        if _yes_or_no(answer(started, list(said))) != expected:
+            verdict = "is one world" if expected else f"is not one world of {started}"
+            processes = "1 process was" if started == 1 else f"{started} processes were"
+            raise Wrong(f"{what} {verdict}: {processes} started and said {list(said)}")
+
+
+def _starts():
+    """(what it is, how many were started, what they said): the starts above, then what else can befall three ranks."""
+    for what, (started, said) in STARTS.items():
+        yield f"`{what}`", started, said
+    sizes = [range(rank + 1, 5) for rank in (2, 0, 1)]  # a rank is below what it takes for the size
+    for said in itertools.product(*sizes):
+        yield "what they said", 3, list(zip((2, 0, 1), said, strict=True))
+    for said in itertools.product(range(3), repeat=3):
+        yield "what they said", 3, [(rank, 3) for rank in said]
+    for started, heard in itertools.product((1, 2, 3, 4), repeat=2):
+        yield "what they said", started, [(rank % 3, min(heard, 3)) for rank in range(heard)]
+
+
+def _yes_or_no(found):
+    if found is ...:
+        raise NotImplementedError
+    try:
+        if found is None or isinstance(found, str):
+            raise TypeError
+        return bool(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise Wrong(f"return True or False, not {shown(found)}") from None
+
+
+# ---- exercise 2 ----
+
+
+@exercise(2, "whose turn is it")
 def in_turn(answer, ranks):
     """answer(append, ranks) appends this rank's line to one file, in rank order, with send and recv alone."""
     path = _shared_path(ranks)
@@ -169,59 +297,7 @@ def _shared_path(ranks):
     return path[0]
 
 
-# ---- exercise 2 ----
-
-# how many processes were started, what each said as (rank, world size)
-STARTS = {
-    "torchrun --nproc-per-node 4": (4, [(2, 4), (0, 4), (3, 4), (1, 4)]),
-    "mpiexec -n 4, but of another MPI": (4, [(0, 1), (0, 1), (0, 1), (0, 1)]),
-    "mpiexec -n 2": (2, [(1, 2), (0, 2)]),
-    "python": (1, [(0, 1)]),
-    "one torchrun --nproc-per-node 2 on each of two nodes, without a common address": (
-        4, [(0, 2), (1, 2), (0, 2), (1, 2)],
-    ),
-    "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)]),
-    "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)]),
-    "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)]),
-}  # fmt: skip
-
-
-@exercise(2, "one world or many")
-def is_one_world(answer, ranks=None):
-    """answer(started, said) -> bool, for starts that went well and starts that went wrong in different ways."""
-    for what, started, said in _starts():
-        expected = sorted(said) == [(rank, started) for rank in range(started)]
-        if _yes_or_no(answer(started, list(said))) != expected:
-            verdict = "is one world" if expected else f"is not one world of {started}"
-            processes = "1 process was" if started == 1 else f"{started} processes were"
-            raise Wrong(f"{what} {verdict}: {processes} started and said {list(said)}")
-
-
-def _starts():
-    """(what it is, how many were started, what they said): the starts above, then what else can befall three ranks."""
-    for what, (started, said) in STARTS.items():
-        yield f"`{what}`", started, said
-    sizes = [range(rank + 1, 5) for rank in (2, 0, 1)]  # a rank is below what it takes for the size
-    for said in itertools.product(*sizes):
-        yield "what they said", 3, list(zip((2, 0, 1), said, strict=True))
-    for said in itertools.product(range(3), repeat=3):
-        yield "what they said", 3, [(rank, 3) for rank in said]
-    for started, heard in itertools.product((1, 2, 3, 4), repeat=2):
-        yield "what they said", started, [(rank % 3, min(heard, 3)) for rank in range(heard)]
-
-
-def _yes_or_no(found):
-    if found is ...:
-        raise NotImplementedError
-    try:
-        if found is None or isinstance(found, str):
-            raise TypeError
-        return bool(found)
-    except (TypeError, ValueError, RuntimeError):
-        raise Wrong(f"return True or False, not {shown(found)}") from None
-
-
-# ---- exercise 4 ----
+# ---- exercise 3 ----
 
 # depth, function, calls, total seconds (with all that it called): a run of 10 iterations under cProfile,
 # torch 2.13 on 2 cores of a virtual machine
@@ -237,7 +313,7 @@ PROFILE = [
 ]
 
 
-@exercise(4, "read the profile")
+@exercise(3, "read the profile")
 def predict_seconds(answer, ranks=None):
     """answer(profile, steps) -> seconds that `steps` iterations take, from rows (depth, function, calls, seconds)."""
     # a function deep in a download may be called more often than there are steps: the steps are at depth 1
@@ -291,10 +367,10 @@ def _profile_hint(found, profile, iterations, steps):
     return "add up what happened once, and multiply the rest"
 
 
-# ---- exercise 5 ----
+# ---- exercise 4 ----
 
 
-@exercise(5, "samples per second")
+@exercise(4, "samples per second")
 def samples_per_s(answer, ranks=None):
     """answer(batch, step_s) -> samples per second of the world; step_s: seconds of one step, one value per rank."""
     cases = [

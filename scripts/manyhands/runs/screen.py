@@ -6,10 +6,13 @@ In a notebook the `%%ranks` magic labels what each rank says. In a script each l
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 
 from manyhands.runs.ranks import joined
+
+FRAME = 4  # rows of a text plot that show no values: title, frame, and the words below it
 
 
 def say(text: object) -> None:
@@ -23,13 +26,21 @@ def say(text: object) -> None:
 
 def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
     """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
-    return text_curves([(list(range(len(values))), list(values), "dot")], title, width, height)
+    places = list(range(len(values)))
+    return text_curves([(places, list(values), "dot")], title, width, height, step_ticks(places))
+
+
+def step_ticks(steps):
+    """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
+    first, last = min(steps), max(steps)
+    places = sorted({round(first + (last - first) * i / 4) for i in range(5)})
+    return places, [f"{place:,}" for place in places]
 
 
 def text_curves(curves, title: str, width: int, height: int, ticks=None) -> str:
     """Curves (x, y, marker) in one plot of plain characters; points marked "." are joined by lines.
 
-    `ticks`: (places, words) along x; None leaves them to the library.
+    `ticks`: (places, words) along x, as of `step_ticks`; None leaves them to the library.
     """
     import plotext
 
@@ -40,8 +51,24 @@ def text_curves(curves, title: str, width: int, height: int, ticks=None) -> str:
         figure.draw(figure.signal(x, y, marker=marker).lines(marker == "."))
     if ticks:
         figure.ruler("x").ticks(*ticks)
+    if levels := _levels([value for _, y, _ in curves for value in y], height - FRAME):
+        figure.ruler("y").ticks(*levels)
     lines = plotext.uncolorize(str(figure.build())).split("\n")
     return "\n".join(line.rstrip() for line in lines).rstrip("\n")
+
+
+def _levels(values, rows):
+    """Values at equal distances, each in the middle of one of `rows` rows, and how they are written; None: all are equal.
+
+    plotext takes five levels for any number of rows, and sets those that fall between two rows at the nearest one.
+    """
+    low, high = min(values), max(values)
+    if low == high or rows < 2:
+        return None
+    parts = next(parts for parts in (4, 5, 3, 2, 1) if (rows - 1) % parts == 0)
+    places = [low + (high - low) * i / parts for i in range(parts + 1)]
+    digits = max(0, 2 - math.floor(math.log10(high - low)))
+    return places, [f"{place:,.{digits}f}" for place in places]
 
 
 def _label():

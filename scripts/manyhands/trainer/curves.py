@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from manyhands.figures.looks import TRAINING, VALIDATION
-from manyhands.runs.screen import text_curves, write
+from manyhands.runs.screen import step_ticks, text_curves, write
 from manyhands.trainer.run_header import screen_width
 
 PLOT_WIDTH = 100  # at most, in characters
@@ -64,14 +64,7 @@ def _text_plot(title, curves, width, height):
     curves = [(x, y, marker) for x, y, marker in curves if x]
     if not curves:
         return ""
-    return text_curves(curves, title, width, height, _ticks([step for x, _, _ in curves for step in x]))
-
-
-def _ticks(steps):
-    """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
-    first, last = min(steps), max(steps)
-    places = sorted({round(first + (last - first) * i / 4) for i in range(5)})
-    return places, [f"{place:,}" for place in places]
+    return text_curves(curves, title, width, height, step_ticks([step for x, _, _ in curves for step in x]))
 
 
 def png(rows, path):

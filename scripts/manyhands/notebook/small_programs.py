@@ -1,0 +1,73 @@
+"""Start a program of a few lines beside the notebook, under a launcher that one names.
+
+for line in run_under("mpiexec", program, 2):
+    print(line)
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from manyhands.course.folders import SCRIPTS
+from manyhands.launching.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
+from manyhands.machine.login_node import login_node
+
+LAUNCHERS = ("torchrun", "mpiexec", "python")
+LAST_LINES = 3  # of a program that failed
+
+
+def run_under(launcher, program, n_processes=1, timeout_s=60):
+    """The lines that `n_processes` of `program` (its text) print, sorted: which is first is an accident.
+
+    launcher: torchrun, mpiexec or python (which starts one process). Where there is no MPI, or the program fails or does
+    not end within `timeout_s`, the lines say that. Raises ValueError for another launcher.
+    """
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher={launcher!r} is none of {', '.join(LAUNCHERS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(program, encoding="utf-8")
+        command = _command(launcher, n_processes, folder)
+        if command is None:
+            return ["there is no MPI here, so this start is left out"]
+        try:
+            done = subprocess.run(
+                [*command, str(path)], env=_environment(), check=False,
+                capture_output=True, text=True, timeout=timeout_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return [f"no end within {timeout_s:g} s, so it was stopped"]
+        said, complained = done.stdout + _logs(folder, "stdout"), done.stderr + _logs(folder, "stderr")
+    if done.returncode:
+        return [f"exit status {done.returncode}:", *complained.strip().splitlines()[-LAST_LINES:]]
+    return sorted(line for line in said.splitlines() if line.strip())
+
+
+def _command(launcher, n_processes, folder):
+    """The command but for the program, or None where there is no MPI."""
+    if launcher == "python":
+        return [sys.executable]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, f"--nproc-per-node={n_processes}"]
+    in_a_job = any(name in os.environ for name in ("PBS_NODEFILE", "SLURM_JOB_ID"))
+    if os.environ.get("MANYHANDS_MPI") == "off" or (not in_a_job and login_node()):
+        return None
+    mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
+    return mpiexec and [*mpiexec, sys.executable]
+
+
+def _logs(folder, stream):
+    return "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{stream}.log")))
+
+
+def _environment():
+    """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
+    # PYTHONUNBUFFERED: a process that writes all of its lines at once does not run into another
+    foreign = (*LAUNCHER_VARIABLES, "PYTHONUNBUFFERED")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    path = os.pathsep.join(filter(None, (str(SCRIPTS), kept.get("PYTHONPATH"))))
+    return {"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback, **kept, "PYTHONPATH": path}

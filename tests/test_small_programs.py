@@ -1,0 +1,49 @@
+"""A program of a few lines runs beside a notebook under each launcher, and what goes wrong is a line, not a traceback."""
+
+import pytest
+from manyhands.notebook import small_programs
+from manyhands.notebook.small_programs import run_under
+
+WHO = """import os
+letter = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE") if name in os.environ}
+print(" ".join(f"{name}={value}" for name, value in letter.items()) or "no letter")
+"""
+
+
+def test_a_launchers_letter_reaches_the_program_and_that_of_another_one_does_not(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("PMI_RANK", "7")
+    assert run_under("python", WHO) == ["no letter"]
+
+
+@pytest.mark.ranks
+def test_torchrun_and_mpiexec_start_as_many_as_they_are_told_and_lines_come_in_order(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a print is then two writes
+    assert run_under("torchrun", WHO, 2) == ["RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2"]
+    if small_programs.mpi_launcher(2):
+        assert run_under("mpiexec", WHO, 2) == ["PMI_RANK=0 PMI_SIZE=2", "PMI_RANK=1 PMI_SIZE=2"]
+
+
+def test_a_program_that_fails_shows_the_end_of_what_it_said():
+    heard = run_under("python", "print('begun')\nraise ValueError('no luck')")
+    assert heard[0] == "exit status 1:" and heard[-1] == "ValueError: no luck"
+
+
+def test_a_program_that_does_not_end_is_stopped():
+    assert run_under("python", "import time; time.sleep(60)", timeout_s=0.5) == [
+        "no end within 0.5 s, so it was stopped"
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("MANYHANDS_MPI", "off"), ("MANYHANDS_LOGIN_NODE", "1")])
+def test_where_mpi_is_not_welcome_it_is_left_out(monkeypatch, name, value):
+    for variable in ("PBS_NODEFILE", "SLURM_JOB_ID", "PBS_JOBID", "SLURMD_NODENAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    assert run_under("mpiexec", WHO, 2) == ["there is no MPI here, so this start is left out"]
+
+
+def test_another_launcher_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="launcher='qsub' is none of torchrun, mpiexec, python"):
+        run_under("qsub", WHO)
