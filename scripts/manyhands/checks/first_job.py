@@ -52,20 +52,18 @@ def start_of(answer, ranks=None):
     for need, free_at, previous in QUEUES:
         minute = number(answer(need, list(free_at), previous), "a minute, such as 3")
         nodes = f"{need} node{'s' * (need > 1)}"
-        asked = f"start_of({need}, {free_at}, {previous})"
+        said = f"for start_of({need}, {free_at}, {previous}) you say minute {minute:g}"
         if minute < previous:
-            raise Wrong(
-                f"{asked}: you start at minute {minute:g} and overtake the job ahead, which started at {previous}"
-            )
+            raise Wrong(f"{said}: that overtakes the job ahead, which started at {previous}")
         if (free := _free(free_at, minute)) < need:
             raise Wrong(
-                f"{asked}: it needs {nodes}, and at minute {minute:g} only {free} of {len(free_at)} {'is' if free == 1 else 'are'} free"
+                f"{said}, when it needs {nodes} and {free} of {len(free_at)} {'is' if free == 1 else 'are'} free"
             )
         wanted = max(previous, min(at for at in free_at if _free(free_at, at) >= need))
         if minute != wanted:
             raise Wrong(
-                f"{asked}: you start at minute {minute:g}, and it could start at {wanted:g}: by then {nodes} "
-                f"{'are' if need > 1 else 'is'} free and the job ahead has started"
+                f"{said}, and it could start at {wanted:g}: then {nodes} {'are' if need > 1 else 'is'} free and the job "
+                "ahead has started"
             )
 
 
