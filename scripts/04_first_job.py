@@ -158,7 +158,7 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # | cancel | `qdel 4711` | `scancel 4711` | `job.cancel()` |
 
 # %% tags=["active-ipynb"]
-# job.state()
+# print(*job.state(), sep=": ")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: submission</summary>
@@ -174,8 +174,8 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # %% [markdown]
 # ## Meanwhile, a terminal (CORE, 1 min)
 #
-# When something is stuck, the helpers will say "open a [terminal](../assets/glossary.md#terminal)". In JupyterLab: **File > New
-# > Terminal**.
+# When something is stuck, the helpers will say "open a [terminal](../assets/glossary.md#terminal)". In JupyterLab that is the
+# menu *File*, *New*, *Terminal*.
 #
 # ![A terminal: the prompt says who you are, on which machine and in which folder; you type a command after the dollar sign,
 # press Enter, and its output follows](../assets/04_terminal.svg)
@@ -325,7 +325,7 @@ if rank == 0:
 # |---|---|---|
 # | `-N` | `--job-name` | a name, for the queue and the output |
 # | `-l select=2:ncpus=2:mpiprocs=1` | `--nodes=2 --ntasks-per-node=1 --cpus-per-task=2` | two nodes with two cores, one process started on each |
-# | `-l place=scatter` | | two *different* nodes: without it PBS may take one machine twice |
+# | `-l place=scatter` | (always) | two *different* nodes: without it PBS may take one machine twice |
 # | `-l walltime=00:10:00` | `--time=00:10:00` | ten minutes. Then the scheduler ends the job, finished or not |
 # | `-j oe`, `-k doe` | `--output=%x.o%j` | errors and output in one file, written *while the job runs*; without `-k doe` PBS brings it at the end |
 # | `-A`, `-q` | `--account`, `--partition` or `--qos` | who pays, and which queue |
@@ -339,7 +339,7 @@ if rank == 0:
 # command. The key lines:
 
 # %% tags=["active-ipynb"]
-# !grep -n -e "^NPROC" -e "^cd " -e "^trap 'echo" -e "source .*activate" -e "pairs check" -e "^python" ../jobs/ddp_shakespeare.pbs
+# !grep -nE "^NPROC|^cd |^trap 'echo|source .*act|pairs check|^python" ../jobs/ddp_shakespeare.pbs
 
 # %% [markdown]
 # 1. `NPROC_PER_NODE`: ranks per node, one for each GPU.
@@ -628,8 +628,21 @@ seen = min(10, steps // 2)  # the steps that we look at; the others are predicte
 step_s = (measured_s[seen - 1] - measured_s[0]) / (seen - 1)
 predicted_s, rest_s = (steps - seen) * step_s, measured_s[-1] - measured_s[seen - 1]
 ratio = rest_s / predicted_s
+single_ms = [1000 * (measured_s[step] - measured_s[step - 1]) for step in range(seen, steps)]
+if rank == 0:
+    say(
+        f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}"
+    )
+    say(
+        f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms"
+    )
+
+# %% [markdown]
+# So ask for more than the line says, but not for a day:
 
 
+# %%
+# %%ranks
 def ask_for(seconds):
     """A walltime: half as much again, two minutes for the start, in whole minutes."""
     minutes = math.ceil(1.5 * seconds / 60) + 2
@@ -637,20 +650,11 @@ def ask_for(seconds):
 
 
 if rank == 0:
-    each_s = sorted(
-        after - before for before, after in zip(measured_s[seen - 1 :], measured_s[seen:], strict=False)
-    )
-    say(
-        f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}"
-    )
-    say(
-        f"single steps took {1000 * each_s[0]:.0f} to {1000 * each_s[-1]:.0f} ms, {1000 * step_s:.0f} were predicted"
-    )
     say(f"10,000 such steps: {10_000 * step_s:.0f} s, so ask for {ask_for(10_000 * step_s)}")
     say(f"a margin of one half {'covers' if ratio <= 1.5 else 'does not cover'} what happened here")
 
 # %% [markdown]
-# The plot: the line is drawn from the grey part alone. Where the points leave it, something else ran on the machine.
+# In the plot the line is drawn from the grey part alone. Where the points leave it, something else ran on the machine.
 
 # %%
 # %%ranks
@@ -664,17 +668,16 @@ if rank == 0:
     line_s = [measured_s[seen - 1], measured_s[seen - 1] + predicted_s]
     axes.plot([seen - 1, steps - 1], line_s, **PREDICTED)
     axes.plot(measured_s, **MEASURED | {"ls": "none", "ms": 3})
-    axes.annotate("predicted", (steps - 1, line_s[1]), (8, -4), textcoords="offset points")
-    axes.annotate(
-        "measured", (steps // 2, measured_s[steps // 2]), (-8, 8), textcoords="offset points", ha="right"
-    )
+    above = 1 if line_s[1] > measured_s[-1] else -1  # so that the two labels keep apart
+    for label, y, side in (("predicted", line_s[1], above), ("measured", measured_s[-1], -above)):
+        axes.annotate(label, (steps - 1, y), (6, 6 * side), textcoords="offset points", va="center")
     axes.set(
         xlabel="step", ylabel="seconds since the start", xlim=(-1, 1.2 * steps), title=f"ranks: {world_size}"
     )
     show(figure, "how_long", "measured seconds of each step, and the line that the first steps predict")
 
 # %% [markdown]
-# That is what the margin of one half is for. (What is *not* in the line: evaluating, sampling, saving. Time these, too.)
+# What is *not* in the line: evaluating, sampling, saving. Time these, too.
 
 # %% [markdown]
 # ## Overtaking: why a short job starts early (MORE, 6 min)
@@ -751,9 +754,9 @@ if rank == 0:
 
 # %% [markdown]
 # **How that was made.** We told this Slurm to look at its queue every two seconds (`sched_interval`, `bf_interval`), and a script
-# asked it twice a second who had started. So a few seconds are the rhythm of both. A large machine looks
-# [less often](https://slurm.schedmd.com/sched_config.html), and protects only so many jobs at the head of the queue from being
-# delayed (PBS: `backfill_depth`, Slurm: `bf_max_job_test`).
+# asked it twice a second which jobs had started. A few seconds are the rhythm of the two. Slurm's own intervals are
+# [longer](https://slurm.schedmd.com/sched_config.html). And a real queue is long: PBS keeps only the first jobs in line from being
+# delayed, as many as the site's [`backfill_depth`](https://community.openpbs.org/t/clarification-on-backfill-depth-and-job-execution-order/4036).
 #
 # **Ask for what you need plus a margin, not for the maximum**: a short job finds a gap, a long one waits for its turn. (Further
 # reading: Mu'alem and Feitelson 2001, *Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM
@@ -840,7 +843,7 @@ if rank == 0:
 # Once per machine, in a terminal on the login node, and then for every run:
 #
 # ```bash
-# make jobs SITE=perlmutter ACCOUNT=m1234 QUEUE=regular WALLTIME=00:20:00     # or polaris, aurora, frontier, generic
+# make jobs SITE=perlmutter ACCOUNT=m1234 QUEUE=regular     # or polaris, aurora, frontier, generic
 #
 # sbatch jobs/ddp_shakespeare.slurm       # Slurm: Perlmutter, Frontier
 # qsub jobs/ddp_shakespeare.pbs           # PBS: Polaris, Aurora
