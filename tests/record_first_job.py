@@ -3,7 +3,7 @@
     python tests/record_first_job.py pending        # 15 s: why jobs wait
     python tests/record_first_job.py queue          # 13 min: when four jobs start, in three queues
     python tests/record_first_job.py run            # 2 min: lesson 03's job
-    python tests/record_first_job.py failed         # 1 min: the same with a mistake that strikes one rank
+    python tests/record_first_job.py failed         # 1 min: the same with a mistake that strikes one rank, a file per node
 
 Needs root and Debian's slurm-wlm and munge (see slurm_nodes). Everything is what the real programs printed; only the
 folder of the course is written as ~/many-hands.
@@ -149,9 +149,13 @@ def job_in(folder, slurm, *flags, environ=None):
     number = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", *flags, cwd=folder, environ=environ)
     print(f"job {number}: {slurm.wait(number, timeout_s=600)}")
     shown = slurm.run("scontrol", "--oneliner", "show", "job", number).stdout
-    text = (folder / f"ddp_shakespeare.o{number}").read_text()
-    text = text.replace(str(folder), "~/many-hands").replace(sys.prefix, "~/many-hands/.venv")
+    text = said_from(folder, (folder / f"ddp_shakespeare.o{number}").read_text())
     return text, dict(word.partition("=")[::2] for word in shown.split())
+
+
+def said_from(folder, text):
+    """What a job printed, without the places of this machine."""
+    return text.replace(str(folder), "~/many-hands").replace(sys.prefix, "~/many-hands/.venv")
 
 
 def run():
@@ -200,9 +204,13 @@ def failed():
         subprocess.run(
             ["bash", "jobs/ddp_shakespeare.slurm", *flags], cwd=folder, env=laptop, check=True
         )  # it works
-        text, facts = job_in(folder, slurm, *flags)
+        environ = {"SRUN_FLAGS": "--output=%x.o%j.%N"}
+        text, facts = job_in(folder, slurm, *flags, environ=environ)
         assert facts["JobState"] == "FAILED", text
         save("04_failed.out", text)
+        for node in ("node1", "node2"):
+            of_node = (folder / f"ddp_shakespeare.o{facts['JobId']}.{node}").read_text()
+            save(f"04_failed.{node}.out", said_from(folder, of_node))
 
 
 if __name__ == "__main__":

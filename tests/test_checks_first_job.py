@@ -10,13 +10,59 @@ from manyhands.course.catch_up import taken_from
 from manyhands.runs import recorded_runs
 
 LESSON = "04_first_job"
-solutions = taken_from(LESSON, "my_sequences", "stale", jupytext=jupytext)
+solutions = taken_from(LESSON, "start_of", "my_sequences", "stale", jupytext=jupytext)
+
+
+def by_counting(need, free_at, previous):
+    """A minute after the other: the first at which enough nodes are free."""
+    return next(
+        m for m in sorted([*free_at, previous]) if m >= previous and sum(at <= m for at in free_at) >= need
+    )
+
+
+def sorts_what_it_was_given(need, free_at, previous):
+    free_at.sort()
+    return np.maximum(free_at[need - 1], previous)
+
+
+def uses_up_what_it_was_given(need, free_at, previous):
+    for _ in range(need):
+        soonest = min(free_at)
+        free_at.remove(soonest)
+    return torch.tensor(max(soonest, previous))
+
+
+@pytest.mark.parametrize("answer", [by_counting, sorts_what_it_was_given, uses_up_what_it_was_given])
+def test_start_of_takes_every_way_to_find_the_minute(answer):
+    assert checks.start_of(answer) == CORRECT
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda need, free_at, previous: max(min(free_at), previous),
+         "or start_of(2, [3, 2], 0) you say minute 2, when it needs 2 nodes and 1 of 2 is free"),
+        (lambda need, free_at, previous: max(*free_at, previous), "you say minute 3, and it could start at 2: then 1 node is free"),
+        (lambda need, free_at, previous: sorted(free_at)[need - 1],
+         "start_of(1, [0, 0], 4) you say minute 0: that overtakes the job ahead, which started at 4"),
+        (lambda need, free_at, previous: max(free_at[need - 1], previous), "start_of(1, [3, 2], 0) you say minute 3, and it"),
+        (lambda need, free_at, previous: previous + sorted(free_at)[need - 1], "start_of(2, [5, 1, 4], 3) you say minute 7"),
+        (lambda need, free_at, previous: max(sorted(free_at)[need % len(free_at)], previous), "you say minute 3, and it could"),
+        (lambda need, free_at, previous: max(sorted(free_at, reverse=True)[need - 1], previous), "you say minute 3, and it"),
+        (lambda need, free_at, previous: None, "eturn a minute, such as 3, not None"),
+        (lambda need, free_at, previous: free_at, "eturn a minute, such as 3, not the list [3, 2]"),
+        (lambda need, free_at, previous: max(sorted(free_at)[need], previous), "you say minute 3, and it could"),
+        (lambda need, free_at, previous: free_at[need], "IndexError"),
+    ],
+)  # fmt: skip
+def test_start_of_rejects(answer, sentence):
+    assert sentence in checks.start_of(answer)
 
 
 def shares(
     per_rank, rank_of=lambda node, local, per_node: node * per_node + local, refuse=True, too_few=False
 ):
-    """An answer to exercise 1 with `per_rank(global_batch, n)` sequences for each rank."""
+    """An answer to build B with `per_rank(global_batch, n)` sequences for each rank."""
 
     def answer(global_batch, nodes, ranks_per_node, node, local_rank):
         n = nodes * ranks_per_node
@@ -108,17 +154,17 @@ def asserts(global_batch, nodes, ranks_per_node, node, local_rank):
         (lambda *_: (0, 3), "not tuple (0, 3)"),
     ],
 )  # fmt: skip
-def test_twice_the_nodes_rejects(answer, sentence):
-    assert sentence in checks.twice_the_nodes(answer)
+def test_my_sequences_rejects(answer, sentence):
+    assert sentence in checks.my_sequences(answer)
 
 
-def test_twice_the_nodes_wants_both_numbers_in_the_refusal():
+def test_my_sequences_wants_both_numbers_in_the_refusal():
     def terse(global_batch, nodes, ranks_per_node, node, local_rank):
         if global_batch % (nodes * ranks_per_node):
             raise ValueError("does not split")
         return shares(evenly)(global_batch, nodes, ranks_per_node, node, local_rank)
 
-    assert "does not name 12 and 8" in checks.twice_the_nodes(terse)
+    assert "does not name 12 and 8" in checks.my_sequences(terse)
 
 
 @pytest.mark.parametrize(
@@ -133,22 +179,22 @@ def test_twice_the_nodes_wants_both_numbers_in_the_refusal():
         "{n}ranks, {batch}sequences",
     ],
 )
-def test_twice_the_nodes_takes_any_wording_that_names_both_numbers(wording):
+def test_my_sequences_takes_any_wording_that_names_both_numbers(wording):
     def answer(global_batch, nodes, ranks_per_node, node, local_rank):
         if global_batch % (n := nodes * ranks_per_node):
             raise ValueError(wording.format(batch=global_batch, n=n))
         return right(global_batch, nodes, ranks_per_node, node, local_rank)
 
-    assert checks.twice_the_nodes(answer) == CORRECT
+    assert checks.my_sequences(answer) == CORRECT
 
 
-def test_twice_the_nodes_takes_two_numbers_for_two_numbers():  # 128 names neither 12 nor 8
+def test_my_sequences_takes_two_numbers_for_two_numbers():  # 128 names neither 12 nor 8
     def answer(global_batch, nodes, ranks_per_node, node, local_rank):
         if global_batch % (nodes * ranks_per_node):
             raise ValueError("128 does not split")
         return right(global_batch, nodes, ranks_per_node, node, local_rank)
 
-    assert "does not name 12 and 8" in checks.twice_the_nodes(answer)
+    assert "does not name 12 and 8" in checks.my_sequences(answer)
 
 
 RIGHT = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
@@ -300,7 +346,8 @@ def test_yesterdays_code_takes_what_is_as_good_as_true_or_false(kind):
 
 
 def test_the_lessons_solutions_are_correct():
-    assert checks.twice_the_nodes(solutions.my_sequences, solution=True) == CORRECT
+    assert checks.start_of(solutions.start_of, solution=True) == CORRECT
+    assert checks.my_sequences(solutions.my_sequences, solution=True) == CORRECT
     assert checks.why_it_waits(RIGHT, solution=True) == CORRECT
     assert checks.first_error((3, "IndexError"), solution=True) == CORRECT
     assert checks.yesterdays_code(solutions.stale, solution=True) == CORRECT
@@ -310,20 +357,24 @@ def test_an_untouched_exercise_is_not_attempted():
     def stub(*_):
         raise NotImplementedError
 
-    assert checks.twice_the_nodes(stub) == checks.yesterdays_code(stub) == NOT_ATTEMPTED
+    assert checks.start_of(stub) == checks.my_sequences(stub) == checks.yesterdays_code(stub) == NOT_ATTEMPTED
     assert checks.why_it_waits({**RIGHT, 4705: ...}) == NOT_ATTEMPTED
     assert checks.first_error((..., ...)) == NOT_ATTEMPTED
 
 
-def test_the_recorded_log_holds_what_the_check_asks_for():
-    log = recorded_runs.text("04_failed.out").splitlines()
+def test_the_recorded_logs_hold_what_the_check_asks_for_and_begin_with_an_echo():
+    log = [
+        line
+        for which in ("", ".node1", ".node2")
+        for line in recorded_runs.text(f"04_failed{which}.out").splitlines()
+    ]
     errors = [line for line in log if line.startswith("[rank") and "Error: " in line]
     own = [line for line in errors if not any(echo in line for echo in checks.ECHOES)]
     assert [line.split(":")[0] for line in own] == [f"[rank{checks.FAILED_RANK}]"]
     assert checks.FAILED_ERROR in own[0]
-    assert len({line.split("]")[0] for line in errors}) >= 2  # there are echoes to be led astray by
-    place = f"rank      : {checks.FAILED_RANK} (local_rank: {checks.FAILED_LOCAL_RANK})"
-    assert any(place in line for line in log)
+    assert errors[0] != own[0]  # whoever takes the first line of grep is led astray
+    assert f"rank {checks.FAILED_RANK} ended with status 1" in recorded_runs.text("04_failed.out")
+    assert own[0] in recorded_runs.text("04_failed.node2.out").splitlines()
 
 
 def test_the_recorded_queue_holds_the_jobs_that_the_check_asks_for():
@@ -340,13 +391,15 @@ def test_recordings_say_on_what_they_were_made_and_name_no_private_place():
     for name in ("04_queue.json", "04_ddp_shakespeare.json"):
         conditions = recorded_runs.numbers(name)["conditions"]
         assert {"date", "hardware", "torch", "commit", "command"} <= set(conditions)
-    for name in ("04_ddp_shakespeare.out", "04_failed.out", "04_pending.out"):
+    for name in (
+        "04_ddp_shakespeare.out", "04_failed.out", "04_failed.node1.out", "04_failed.node2.out", "04_pending.out",
+    ):  # fmt: skip
         text = recorded_runs.text(name)
         assert "/tmp/" not in text and "/root" not in text and "/work" not in text
 
 
 def test_the_recorded_starts_are_those_that_the_lessons_schedulers_predict():
-    lesson = taken_from(LESSON, "start_times", "with_overtaking")
+    lesson = taken_from(LESSON, "start_of", "start_times", "with_overtaking")
     content = recorded_runs.numbers("04_queue.json")
     jobs = [(job["nodes"], job["minutes"]) for job in content["jobs"].values()]
     predicted = {

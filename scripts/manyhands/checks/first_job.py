@@ -1,4 +1,4 @@
-"""Checks of lesson 04: shares of a batch on more nodes, reasons for waiting, the first error of a log, stale pairs.
+"""Checks of lesson 04: a scheduler's one line, shares of a batch, reasons for waiting, the first error of a log, stale pairs.
 
 They judge reading as much as code, and need no messages: all of them also work with `ranks` None.
 """
@@ -13,6 +13,7 @@ import jupytext
 import nbformat
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.values import number
 
 # What the recorded queue (assets/recorded/04_pending.out) asks for: job -> (what helps, why)
 ACTS = ("wait", "release", "ask for less", "cancel")
@@ -27,14 +28,52 @@ PENDING = {
     4706: ("release", "JobHeldUser: its owner put it on hold; scontrol release 4706 (PBS: qrls) lets it go"),
     4708: ("ask for less", "PartitionTimeLimit: it asks for a day, and this queue gives an hour"),
 }
-# What the recorded failure (assets/recorded/04_failed.out) shows
+# What the recorded failure (assets/recorded/04_failed*.out) shows
 FAILED_RANK, FAILED_LOCAL_RANK, FAILED_ERROR = 3, 1, "IndexError"
 REPORTS = ("ChildFailedError", "SignalException")
 ECHOES = ("RuntimeError", "DistBackendError", "ConnectionError", "DistNetworkError")
 
 
-@exercise(1, "twice the nodes")
-def twice_the_nodes(answer, ranks=None):
+QUEUES = (
+    # nodes needed, from when each node is free, when the job ahead started
+    (1, [3, 2], 0),
+    (2, [3, 2], 0),
+    (1, [0, 0], 4),
+    (2, [5, 1, 4], 3),
+    (2, [7, 7, 2, 9], 7),
+    (3, [6, 1, 6], 8),
+    (1, [2.5], 0),
+)
+
+
+@exercise("A", "when a job starts")
+def start_of(answer, ranks=None):
+    """`answer(need, free_at, previous)`: when a job starts that needs so many nodes, if nobody is overtaken."""
+    for need, free_at, previous in QUEUES:
+        minute = number(answer(need, list(free_at), previous), "a minute, such as 3")
+        nodes = f"{need} node{'s' * (need > 1)}"
+        said = f"for start_of({need}, {free_at}, {previous}) you say minute {minute:g}"
+        if minute < previous:
+            raise Wrong(f"{said}: that overtakes the job ahead, which started at {previous}")
+        if (free := _free(free_at, minute)) < need:
+            raise Wrong(
+                f"{said}, when it needs {nodes} and {free} of {len(free_at)} {'is' if free == 1 else 'are'} free"
+            )
+        wanted = max(previous, min(at for at in free_at if _free(free_at, at) >= need))
+        if minute != wanted:
+            raise Wrong(
+                f"{said}, and it could start at {wanted:g}: then {nodes} {'are' if need > 1 else 'is'} free and the job "
+                "ahead has started"
+            )
+
+
+def _free(free_at, minute):
+    """How many nodes are free at a minute."""
+    return sum(at <= minute for at in free_at)
+
+
+@exercise("B", "twice the nodes")
+def my_sequences(answer, ranks=None):
     """`answer(global_batch, nodes, ranks_per_node, node, local_rank)`: the range of sequences of this one rank."""
     for nodes, ranks_per_node in ((1, 2), (2, 2), (4, 2), (2, 4), (3, 1), (5, 2)):
         for global_batch in (24, 8, 12):
@@ -136,7 +175,7 @@ def _judge_shares(given, places, machine, global_batch):
             )
 
 
-@exercise(2, "why a job waits")
+@exercise(1, "what helps")
 def why_it_waits(answer, ranks=None):
     """`answer` is {job: act} for the jobs in PENDING, each act one of ACTS."""
     if not isinstance(answer, dict):
@@ -155,7 +194,7 @@ def why_it_waits(answer, ranks=None):
             raise Wrong(f"{job}: {given!r} does not help. {why}")
 
 
-@exercise(3, "the first error")
+@exercise(2, "the first error")
 def first_error(answer, ranks=None):
     """`answer` is (rank, name of the exception) that failed first in the recorded log."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
@@ -201,7 +240,7 @@ def _name(given):
     return given.split(":")[0].strip()
 
 
-@exercise(4, "yesterday's code")
+@exercise(3, "yesterday's code")
 def yesterdays_code(answer, ranks=None):
     """`answer(notebook, script)`, two paths of a pair: True if a job would not run what the notebook shows."""
     with tempfile.TemporaryDirectory() as folder:

@@ -154,7 +154,10 @@ class Job:
     def tail(self, lines=10):
         """Print the last lines of the job's output, as `tail` does."""
         _show(["tail", "-n", str(lines), self._shown_output()])
-        print("\n".join(self._lines()[-lines:]) or "no output yet: the file appears when the job runs")
+        print(
+            "\n".join(self._lines()[-lines:])
+            or "no output yet: the file appears when the job runs, or when it has ended where PBS cannot write into this folder"
+        )
 
     def grep(self, text):
         """Print the lines of the job's output that contain `text`, as `grep` does."""
