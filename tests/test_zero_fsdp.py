@@ -18,8 +18,8 @@ from torch import nn
 
 LESSON = "06_zero_fsdp"
 NAMES = (
-    "flat", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "by_block", "gather", "free",
-    "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
+    "flat", "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2", "gather",
+    "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
 )  # fmt: skip
 # 14 and 65 split evenly over no number of ranks
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=3, n_head=2, n_embd=14)
@@ -120,14 +120,10 @@ def adamw_in_shares(ranks):
     _, weights_1 = one_process(CONFIG, adamw, clip=False)
     for stage in (1, 2, 3):
         model = new_model()
-        if stage == 3:
-            parts = lesson.zero_3(model)
+        if stage == 1:
+            parts = [lesson.Unit(model.parameters())]
         else:
-            parts = [
-                lesson.Unit(p) for p in ([list(model.parameters())] if stage == 1 else lesson.by_block(model))
-            ]
-        for unit in parts if stage == 2 else ():
-            lesson.reduce_in_backward(unit)
+            parts = {2: lesson.zero_2, 3: lesson.zero_3}[stage](model)
         optimizer = lesson.ShardedOptimizer(parts, adamw)
         for step in range(STEPS):
             optimizer.zero_grad()
