@@ -265,6 +265,27 @@ def shares_of_6_4_2(ranks):
     return by_hand, sum(p.to_local().numel() for p in network.parameters())
 
 
+def a_step_of_a_spread_model(ranks):
+    from manyhands.trainer.spread_model import spread_model
+
+    flags = "--model.n-layer 2 --train.global-batch 12 --parallel.strategy fsdp --parallel.wrapping block"
+    spread = spread_model(flags, ranks, vocab_size=65)
+    ids_bT = torch.zeros(12 // ranks.world_size, spread.config.block_size, dtype=torch.long)
+    with wire.watch() as seen:
+        spread.parallel.forward_backward(ids_bT, ids_bT)
+        spread.optimizer.step()
+    held = tensor_bytes(spread.parallel.model, spread.optimizer)
+    return held.total, spread.held_by_formula, seen.calls, spread.sent_by_formula
+
+
+def test_a_model_spread_by_the_trainers_flags_holds_and_sends_what_the_formulas_say(pool):
+    for held, by_formula, calls, sent in pool.run(2, a_step_of_a_spread_model):
+        assert held == pytest.approx(by_formula.total - by_formula.gathered, rel=0.02)
+        for op, traffic in sent.items():
+            members = [call.bytes for call in calls if call.op == op]
+            assert (len(members), sum(members)) == (traffic.calls, traffic.payload_bytes)
+
+
 def test_by_size_what_is_below_the_limit_piles_up_in_the_root():
     config = GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
     with torch.device("meta"):
