@@ -245,16 +245,16 @@ def on_all_modules(unit, modules, stays=False):  # right: what is whole is not g
 
 HOOKS = {
     "never_freed_after_forward": (hooked(free_at=None), "after forward block 0 is still whole, 336 bytes"),
-    "freed_after_the_first": (hooked(free_at=0), "in forward, the unit of blocks 1 and 2 was read while its row is freed"),
-    "gathered_by_the_last": (hooked(gather_at=-1), "in forward, the unit of blocks 1 and 2 was read while its row is"),
-    "never_gathered_again": (hooked(again_at=None), "in backward, the unit of blocks 1 and 2 was read while its row is"),
-    "again_at_the_first": (hooked(again_at=0), "in backward, the unit of blocks 1 and 2 was read while its row is freed"),
+    "freed_after_the_first": (hooked(free_at=0), "in forward, the unit of blocks 1 and 2 was used while its row has no memory"),
+    "gathered_by_the_last": (hooked(gather_at=-1), "in forward, the unit of blocks 1 and 2 was used while its row has no"),
+    "not_back_for_backward": (hooked(again_at=None), "in backward, the unit of blocks 1 and 2 was used while its row has no"),
+    "again_at_the_first": (hooked(again_at=0), "in backward, the unit of blocks 1 and 2 was used while its row has no memory"),
     "root_like_any": (hooked(stays_count=False), "a step made 6 all-gathers where 5 do"),
     "never_reduced": (hooked(reduces=False), "share has no gradient: reduce_in_backward(unit, ...) does that"),
     "never_freed_in_backward": (hooked(then=False), "after backward block 0 is still whole"),
     "gathers_at_once": (gathers_at_once, "bytes of rows were whole, where the root and the largest unit are"),
     "calls_instead_of_hooking": (calls_instead_of_hooking, "TypeError: 'NoneType' object is not callable"),
-    "fills_without_memory": (fills_without_memory, "gather() gives it memory first"),
+    "fills_without_memory": (fills_without_memory, "in forward, the root was used while its row has no memory: gather() it"),
     "forgets_the_arguments": (forgets_the_arguments, "TypeError"),
 }  # fmt: skip
 
@@ -710,7 +710,7 @@ def returns_no_sharded_model(make, mesh):
 REJECTED = {
     "my_share": {
         drops_the_rest: "leave out the last",
-        pads_what_fits: "n divides 40, so no zeros are needed",
+        pads_what_fits: "n divides 38, so no zeros are needed",
         unequal_pieces: "pieces must be equally long on all ranks",
         zeros_in_front: "the zeros belong at the end of the row",
         every_nth: "you took every n-th number",

@@ -85,7 +85,7 @@ def _judge_length(given, before, n, rank, wanted, case):
         raise Wrong(f"{case}the piece should have the shape {list(wanted.shape)}, not {list(given.shape)}")
     right, found = f"each piece has {len(wanted)} numbers", f"and yours of rank {rank} has {len(given)}"
     why = "pieces must be equally long on all ranks"
-    if len(given) == len(before) // n:
+    if len(given) == len(before) // n and rank == 0:  # else those of lower ranks were longer
         why = f"{n} such pieces leave out the last {len(before) % n}; put zeros at the end first"
     elif len(before) % n == 0 and len(given) == len(wanted) + 1:
         why = f"n divides {len(before)}, so no zeros are needed: -{len(before)} % {n} is 0"
@@ -243,7 +243,7 @@ def freed_units(net, n, rank):
 
 
 class Watching(TorchDispatchMode):
-    """Raises Wrong where an operator reads or fills a row that is freed, and keeps the most bytes of rows that were whole.
+    """Raises Wrong where an operator uses a row that is freed, and keeps the most bytes of rows that were whole.
 
     Without it the process could end there: nothing lies under such a tensor.
     """
@@ -255,27 +255,21 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.most_bytes = max(self.most_bytes, sum(unit.held_bytes for unit in self.units.values()))
-        name = operator._schema.name
-        if not operator.is_view and not name.endswith(("_like", "new_empty", "new_zeros")):
+        if not operator._schema.name.endswith(("_like", "::detach", "::alias")):  # these read no number
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and tensor.numel():
-                    self._look_at(tensor, operator.namespace)
+                    self._look_at(tensor)
         return operator(*args, **(kwargs or {}))
 
-    def _look_at(self, tensor, namespace):
+    def _look_at(self, tensor):
         storage = tensor.untyped_storage()
         where = self._rows.get(storage._cdata)
-        if where is None or storage.nbytes():
-            return
-        if "c10d" in namespace:
+        if where is not None and not storage.nbytes():
+            first, last = ("first", "last") if self.phase == "forward" else ("last", "first")
             raise Wrong(
-                f"{where}: its row was to be filled while it has no memory; gather() gives it memory first"
+                f"in {self.phase}, {where} was used while its row has no memory: gather() it before the {self.phase} of "
+                f"its {first} module, and free it after that of its {last}"
             )
-        raise Wrong(
-            f"in {self.phase}, {where} was read while its row is freed: gather it before the {self.phase} of its "
-            f"{'first' if self.phase == 'forward' else 'last'} module, and free it after that of its "
-            f"{'last' if self.phase == 'forward' else 'first'}"
-        )
 
 
 def judge_after_forward(units):
