@@ -476,7 +476,7 @@ with wire.watch() as seen:
     model(*batch(0))[1].backward()
 shares = tensor_bytes(model, optimizer).gradients
 if rank == 0:
-    say(f"{seen.count('reduce_scatter')} reduce-scatters in backward, together {in_P(seen)}")
+    say(f"{len(seen.calls)} calls in backward: {in_P(seen)}")
     say(f"gradients after it: {shares / 1e6:.2f} MB, a share of {4 * P / 1e6:.2f} MB")
 optimizer.step()
 
@@ -659,7 +659,7 @@ checks.gather_when_needed(gather_when_needed, ranks, solution=True)
 # %%
 # %%ranks
 def zero_3(model, wrapping="block"):
-    """ZeRO-3, in place. Returns the units, the root last. `wrapping` says which modules are gathered together."""
+    """ZeRO-3, in place; `wrapping` says what is gathered together. Returns the units, the root last."""
     modules_of, made = [*units(model, wrapping), [model]], []
     for modules, parameters in zip(modules_of, parameters_by_unit(model, wrapping), strict=True):
         unit = Unit(parameters, apart=True)
@@ -1075,14 +1075,13 @@ def build(flags):
 def measure(flags):
     """What a rank holds, what it calls, and both by formula, in the third step of a run with these flags."""
     spread = build(flags)
+    parallel, optimizer = spread.parallel, spread.optimizer
     for step in range(3):  # DDP sorts its buckets anew in the second
-        spread.optimizer.zero_grad()
+        optimizer.zero_grad()
         with wire.watch() as seen:
-            spread.parallel.forward_backward(*batch(step))
-            held = tensor_bytes(
-                spread.parallel.model, spread.optimizer
-            )  # backward is done, the update is not
-            spread.optimizer.step()
+            parallel.forward_backward(*batch(step))
+            held = tensor_bytes(parallel.model, optimizer)
+            optimizer.step()
     return held, seen, spread.held_by_formula, spread.sent_by_formula
 
 
@@ -1138,7 +1137,7 @@ if rank == 0:
 assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 
 # %% [markdown]
-# What is left are Adam's step counters, 4 bytes per tensor: the formulas know the padding. FSDP stops short of 3 P,
+# What is left is Adam's step counters, 4 bytes per tensor: the formulas know the padding. FSDP stops short of 3 P,
 # because the root is gathered once. Under `size:100000` most of the model is root, so it saves most, and has most
 # whole at once. `grad_op` pays with memory for the third P. Otherwise the wrapping changes *calls*, hardly bytes.
 #
@@ -1198,9 +1197,7 @@ if rank == 0:
     show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
     for name, (seen, formula) in timelines.items():
         gathered, other = seen.highest("gathered") / 1e6, seen.highest("other") / 1e6
-        say(
-            f"{name:20} gathered at most {gathered:.2f} MB, by formula {formula / 1e6:.2f}; other {other:.2f}"
-        )
+        say(f"{name:20} gathered {gathered:.2f} MB at most, formula {formula / 1e6:.2f}; other {other:.2f}")
     if recorded_runs.runs("06"):
         here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
         say(recorded_runs.beside("06", here))

@@ -75,7 +75,7 @@ def stages():
         write(axes, x + 4.2, 40.6, text, ha="left")
         x += 8 + 0.8 * len(text)
     box(axes, x, 39.6, 3.4, 2, edge=EDGE, dotted=True)
-    write(axes, x + 4.2, 40.6, "on other ranks, but for the stroke", ha="left")
+    write(axes, x + 4.2, 40.6, "on other ranks; stroke: this rank's 64th", ha="left")
     return figure
 
 
@@ -149,7 +149,7 @@ def fsdp_step():
                     y + 5,
                     9,
                     4,
-                    "g of my rows",
+                    "whole g",
                     face=tint(rank_colour(rank), 0.15),
                     edge=rank_colour(rank),
                 )
