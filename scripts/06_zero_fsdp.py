@@ -16,20 +16,19 @@
 # %% [markdown]
 # # 06 ZeRO and FSDP: shard what you do not need
 #
-# **45 minutes** for the sections marked CORE, 87 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 92 with those marked MORE.
 #
 # After this lesson **you can**
-# - say what is sharded, when it is whole, and what that costs in messages;
+# - say which numbers are sharded, when they are whole, and what that costs in messages;
 # - build the three stages of ZeRO: optimizer, gradients, parameters;
 # - use `fully_shard`, and prove that it computes what one process computes, clipping included;
 # - predict the bytes that a rank holds and hands over, for any way to wrap a model;
-# - find the rank-local number that somebody took for the global one.
+# - find one rank's number that somebody took for the global one.
 #
-# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the
-# [all-gather](../assets/glossary.md#all-gather) and [reduce-scatter](../assets/glossary.md#reduce-scatter) of
-# [lesson 02](02_collectives.ipynb). In two lines: under *data parallel* every rank holds the whole model and
-# averages gradients by an all-reduce; an all-reduce is a reduce-scatter (each rank gets its part of the sum) and
-# then an all-gather (all parts to all).
+# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), where every rank holds the whole model
+# and averages gradients by an all-reduce. From [lesson 02](02_collectives.ipynb) you need the two halves of an
+# all-reduce: a [reduce-scatter](../assets/glossary.md#reduce-scatter) (each rank gets its part of the sum), then an
+# [all-gather](../assets/glossary.md#all-gather) (all parts to all).
 #
 # **New here:** [ZeRO](../assets/glossary.md#zero), [shard](../assets/glossary.md#shard),
 # [FSDP](../assets/glossary.md#fsdp), [unit](../assets/glossary.md#unit), [DTensor](../assets/glossary.md#dtensor),
@@ -48,8 +47,8 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, warm-up 5, who needs what 5, stages 1 and 2
-# 8, stage 3 8, clipping 4, the library 5, wrapping 2, experiment 4, zoo 3.
+# Minutes of the CORE: start 2, warm-up 6, who needs what 3, stages 1 and 2 11, stage 3 9, clipping 4, the library 5,
+# wrapping 2, experiment 4, zoo 3. Builds A to D take about three minutes each and are in these numbers.
 #
 # *Say:* one question carries the lesson: "who needs this number, and when?" Moments: one rank, once per step.
 # Gradients: one rank, after backward. Weights: everybody, but one layer at a time. Each stage of ZeRO is one of
@@ -59,7 +58,7 @@
 # computes whole layers, on its own rows); thinking that gradients are reduced after backward; mixing up sharding
 # and offload.
 #
-# *When late:* skip ZeRO-2's cell, show the storage figure instead of its cell, keep the three ways and the zoo.
+# *When late:* give solution B and skip the cell of ZeRO-2, keep builds C and D, the three ways and the zoo.
 #
 # *Ask the room:* "64 GPUs, each holds a 64th of the model. How many whole copies of a layer exist while that layer
 # computes?" (64. Sharding saves memory at rest.)
@@ -74,12 +73,10 @@ wrapping = "block"  # how you wrap the model: block, block_and_size, block_group
 steps = 5  # steps of SGD that are compared, at least 1
 
 # %% [markdown]
-# ## Start (CORE, 1 min)
+# ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks behind this notebook; cells that begin with `%%ranks` run on all of them.
-#
-# **Catching up.** Each section needs only the cells of this one, and then its own. Where it uses a function of an
-# earlier section, a cell with `catch_up(...)` defines it, unless you have it already.
+# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells
+# of this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -89,40 +86,16 @@ steps = 5  # steps of SGD that are compared, at least 1
 
 # %%
 # %%ranks
-import functools
-import math
-import shlex
-import warnings
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import zero_fsdp as checks
-from manyhands.config.layout import resolve_layout
-from manyhands.config.options import OptionError, model_config, read_options
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.figures.gantt import gantt
-from manyhands.figures.memory_stack import memory_stack
-from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
-from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.measure.memory_timeline import MemoryTimeline
-from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.parallel.fsdp import units
-from manyhands.parallel.optimizer import build_optimizer
-from manyhands.parallel.parallelize import parallelize
-from manyhands.predict import bytes_per_parameter, rank_memory, step_traffic
-from manyhands.runs import recorded_runs
-from matplotlib.figure import Figure
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 # %% [markdown]
-# The ranks join. A batch that does not come out even is refused at once, on every rank, so that none is left waiting.
+# The ranks join. A batch that does not split evenly is refused at once, on every rank.
 
 # %%
 # %%ranks
@@ -134,15 +107,6 @@ if global_batch % world_size:
     refuse(
         f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
     )
-# %% [markdown]
-# Two things that the library will want: who shares (all ranks), and which optimizer.
-
-# %%
-# %%ranks
-mesh = init_device_mesh(device.type, (world_size,))  # for the library: all ranks share
-# it warns of operations in place on what a sharded model returns; there are none
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 # %% [markdown]
 # The model is lesson 03's **ShakespeareGPT**: 64 characters in, the next one out. `batch(step)` is this rank's
@@ -153,13 +117,14 @@ adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 # %%
 # %%ranks
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
+
 corpus = load_corpus(ranks)
 config = GPTConfig(vocab_size=len(corpus.symbols), n_layer=layers)
 given = {"layers": layers, "global_batch": global_batch, "wrapping": wrapping, "steps": steps}
 metrics = Metrics(ranks, corpus, given)
 P = config.num_params()
-# a large one, for predictions
-seven_b = GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 
 
 def new_model(dtype=torch.float32, n_layer=layers):
@@ -182,37 +147,53 @@ def flat(tensors):
 say(f"{P:,} parameters; my share of a batch is {list(batch(0)[0].shape)}")
 
 # %% [markdown]
-# ## Warm-up: 38 numbers, then 19 (CORE, 5 min)
+# ## Warm-up: 38 numbers, then 19 (CORE, 6 min)
 #
 # **Why.** Under DDP every rank holds everything: all weights, all gradients, all that the optimizer remembers. A
-# second GPU makes training faster, and not one parameter larger a model fits. But all ranks hold *the same*. Must
-# they?
+# second GPU makes training faster, but the largest model that fits stays the same. All ranks hold *the same
+# numbers*. Must they?
 #
 # ![Two ranks and the 38 weights of a network 6-4-2: under DDP both hold all 38, under FSDP the first holds 19 and the
 # second the other 19; an all-gather makes them whole for the moment](../assets/06_two_halves.svg)
 #
 # Take lesson 03's network of 6 inputs, 4 hidden and 2 outputs again: 6·4 + 4 + 4·2 + 2 = 38 parameters. Lay them in
-# one row and cut it into n equal pieces, one for each rank: its [**shard**](../assets/glossary.md#shard). If n does
-# not divide 38, zeros at the end make it fit.
+# one row, cut it into n equal pieces, and give one to each rank: its [**shard**](../assets/glossary.md#shard), or
+# share.
+
+# %%
+# %%ranks
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+row_P = flat(network.parameters())
+
+# %% [markdown]
+# ### Build A: your share of the row
+#
+# Collectives want pieces of equal length. Where n does not divide the row, zeros at its end make it fit: the fewest
+# that do. Write `my_share(row_P, n, rank)`, the piece of `rank`. It must lie in memory of its own: a view would keep
+# the whole row alive. `F.pad(row, (0, k))` appends k zeros. (The folded cell below is a solution: whatever you do not
+# build, run there, because the lesson goes on with it.)
 
 
 # %%
 # %%ranks
-def toy():
-    """A network 6-4-2, and 24 rows of data: inputs, targets. The same on every rank."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(device)
-    return network, torch.randn(24, 6).double().to(device), torch.randn(24, 2).double().to(device)
+def my_share(row_P, n, rank):
+    """Piece number `rank` of n equal ones, in memory of its own."""
+    raise NotImplementedError  # your turn
 
 
-mlp, x_B6, y_B2 = toy()
-padding = -38 % world_size  # zeros behind the row, so that n divides it
-row_P = F.pad(flat(mlp.parameters()), (0, padding))
-share_p = row_P.chunk(world_size)[rank].clone()  # what I keep
-row_P.zero_()  # the rest goes: from here on I know only my share
-if rank == 0:
-    for n in (1, 2, 4, 19):
-        say(f"{n:2} ranks: a rank keeps {math.ceil(38 / n)} of 38 numbers")
+checks.my_share(my_share, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution A
+def my_share(row_P, n, rank):
+    padding = -len(row_P) % n  # 0 where n divides the row
+    return F.pad(row_P, (0, padding)).chunk(n)[rank].clone()
+
+
+checks.my_share(my_share, ranks, solution=True)
 
 # %% [markdown]
 # **Predict.** You are one of two ranks. You hold 19 weights, and the loss of your rows needs 38. After backward you
@@ -226,44 +207,27 @@ if rank == 0:
 # Together they are one all-reduce, cut open: between its halves you update.
 #
 # </details>
-
-# %%
-# %%ranks
-x_b6, y_b2 = x_B6.tensor_split(world_size)[rank], y_B2.tensor_split(world_size)[rank]
-dist.all_gather(list(row_P.chunk(world_size)), share_p)  # chunk gives views: this fills the row
-for p, part in zip(mlp.parameters(), row_P[:38].split([24, 4, 8, 2]), strict=True):
-    p.data = part.view_as(p)
-
-F.mse_loss(mlp(x_b6), y_b2).backward()
-gradient_P = F.pad(flat(p.grad for p in mlp.parameters()), (0, padding))
-gradient_p = torch.empty_like(share_p)
-dist.reduce_scatter(gradient_p, list(gradient_P.chunk(world_size)))  # my share of the sum
-share_p -= 0.1 * gradient_p / world_size
-say(f"38 gradients of my rows (padded: {len(gradient_P)}), {len(gradient_p)} of all rows to update")
-
-# %% [markdown]
-# One more all-gather, and everybody can see what the ranks have made of the network, share by share.
+#
+# The first of the two, on your share:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-dist.all_gather(list(row_P.chunk(world_size)), share_p)
-one_process, _, _ = toy()  # the same step in one process that sees all 24 rows
-F.mse_loss(one_process(x_B6), y_B2).backward()
-with torch.no_grad():
-    whole_P = flat(p - 0.1 * p.grad for p in one_process.parameters())
-if rank == 0:
-    say(f"same weights as one process, to 1e-12: {torch.allclose(row_P[:38], whole_P, rtol=0, atol=1e-12)}")
+share_p = my_share(row_P, world_size, rank)
+whole_P = share_p.new_empty(world_size * len(share_p))
+dist.all_gather(list(whole_P.chunk(world_size)), share_p)  # chunk gives views: this fills the row
+same = torch.equal(whole_P[:38], row_P)
+say(f"at rest {len(share_p)} numbers; gathered {len(whole_P)}, the first 38 of them the network's: {same}")
 
 # %% [markdown]
-# That is all of sharded training. What remains is *when*: which numbers can be cut for how long, so that a model
-# that does not fit into one memory fits into many.
+# That is what sharded training rests on. What remains is *when*: which numbers can stay cut for how long, so that a
+# model too large for one memory fits into many.
 
 # %% [markdown]
-# ## Who needs what, and when? (CORE, 5 min)
+# ## Who needs what, and when? (CORE, 3 min)
 #
-# **Why.** Per parameter a rank in mixed precision holds 2 bytes of weight, 2 of gradient, and K = 12 for Adam: an
-# fp32 copy of the weight and two moments, 4 bytes each. [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020)
-# asks of each of them who needs it:
+# **Why.** In mixed precision a rank holds for each parameter 2 bytes of weight, 2 of gradient, and K = 12 for Adam:
+# an fp32 copy of the weight and two moments, 4 bytes each. [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et
+# al. 2020) asks who needs each of them:
 #
 # | | who needs it | when | so shard it in |
 # |---|---|---|---|
@@ -274,7 +238,7 @@ if rank == 0:
 # ![Three bars per rank for no sharding and the three stages of ZeRO: stage 1 cuts the optimizer's part, stage 2 the gradients
 # too, stage 3 everything](../assets/06_stages.svg)
 #
-# **Predict.** The figure is for 64 GPUs. On 8 of them, how many GB does each hold in stages 1, 2 and 3? (GB are 10⁹
+# **Predict.** The figure is for 64 GPUs. On 8 of them, how many GB does each hold in stages 1, 2 and 3? (A GB is 10⁹
 # bytes.)
 #
 # <details><summary>Answer</summary>
@@ -286,81 +250,45 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-names = ["none", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+from manyhands.predict.bytes_per_parameter import zero_bytes
+
 if rank == 0:
-    for stage, name in enumerate(names):
-        gigabytes = [bytes_per_parameter.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
-        say(f"{name:6}" + "".join(f"{value:8.1f} GB" for value in gigabytes) + "   on 1, 8, 64, 1,024 ranks")
+    say("GB on each of        1       8      64   1,024 ranks")
+    for stage, name in enumerate(("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        gigabytes = [zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
+        say(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
 
 # %% [markdown]
-# The same over the number of ranks. Which stages still help when ranks are added?
-
-# %%
-# %%ranks
-if rank == 0:
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes, counts = figure.subplots(), [2**k for k in range(11)]
-    for stage, (name, style) in enumerate(zip(names, ("-", "--", "-.", ":"), strict=True)):
-        gigabytes = [bytes_per_parameter.zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in counts]
-        axes.loglog(counts, gigabytes, style, color="black", label=name)
-    axes.axhline(80, color="#D55E00", lw=1, label="a GPU of 80 GB")
-    axes.set_xticks(counts, [f"{n:,}" for n in counts])
-    axes.minorticks_off()
-    axes.set(xlabel="ranks", ylabel="GB on each, 7.5 B parameters")
-    axes.legend(fontsize=8)
-    alt = "GB per rank over 1 to 1,024 ranks: ZeRO-1 and 2 flatten at 30 and 15, ZeRO-3 keeps falling"
-    show(figure, "zero_stages", alt)
-
-# %% [markdown]
-# Adam is three quarters of it, so stage 1 takes most of what there is to take. But stages 1 and 2 have a floor, the 2
-# bytes of weight (and 2 of gradient) that every rank keeps; only stage 3 goes on shrinking.
+# Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
 #
-# Two words that are easily mixed up. ZeRO's stages *partition*: everything stays in the GPUs' memory, each number
-# on one of them. [**Offload**](../assets/glossary.md#offload) is another thing: moving what rests to the CPU's
-# memory or to NVMe (ZeRO-Offload, ZeRO-Infinity). One can do either without the other.
-#
-# **And what does it cost?** Count volumes: a reduce-scatter or an all-gather of P numbers is one P, an all-reduce,
-# which is both, is two. (On a ring a rank then sends (n-1)/n of each P.)
-#
-# **Predict.** How many P does a step hand over under DDP, and in each stage?
-#
-# <details><summary>Answer</summary>
-#
-# DDP: 2. Stages 1 and 2: also 2, a reduce-scatter of the gradients and an all-gather of the updated weights: the
-# two halves of the all-reduce that DDP does anyway, with the update between them. **They save memory, and add no
-# volume.** Stage 3: up to 3, because the weights are gathered for forward and, having been thrown away, again for
-# backward.
-#
-# </details>
+# And the messages? As in the paper, count a reduce-scatter or an all-gather of P numbers as a volume of P. An
+# all-reduce is one of each, so DDP hands over 2 P. Stages 1 and 2 do the same two halves, with the update in between.
+# Stage 3 gathers the weights for forward, throws them away, and gathers them again for backward: 3 P.
 #
 # ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an all-gather of
 # weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
-
-# %%
-# %%ranks
-if rank == 0:
-    for stage, name in enumerate(names):
-        volume = step_traffic.ideal_volume(stage, P)
-        say(f"{name:6} ideal volume {volume / P:.0f} P = {volume:,} numbers")
+#
+# This holds for one micro-batch per step. With m of them DDP and ZeRO-1 still need 2 P, if they communicate after
+# the last one only. ZeRO-2 gives gradients away after each: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
+# (2m + 1) P if whole gradients add up locally until the last.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
 #
-# Let the room fill in the table's middle column before you show it. *Usual
-# mistake:* "stage 2 sends less than stage 1"; no, it holds less. *Ask:* "You have 8 GPUs, and the model fits with
-# ZeRO-1. Why not ZeRO-3?" (50 % more volume for memory that you do not need.)
+# Let the room fill in the table's middle column before you show it. *Usual mistake:* "stage 2 sends less than stage
+# 1"; no, it holds less. *Ask:* "You have 8 GPUs, and the model fits with ZeRO-1. Why not ZeRO-3?" (50 % more volume
+# for memory that you do not need.)
 #
 # </details>
 
 # %% [markdown]
-# ## ZeRO-1 and ZeRO-2: the optimizer, then the gradients (CORE, 8 min)
+# ## ZeRO-1 and ZeRO-2: the optimizer, then the gradients (CORE, 11 min)
 #
-# **Why.** AdamW works number by number: the update of one weight looks at its own gradient and moments, at nothing
-# else. So an optimizer that is handed a *piece* of the row does exactly what the whole would do with that piece.
+# **Why.** AdamW works number by number: to update a weight it looks at that weight's gradient and moments, at
+# nothing else. So an optimizer that gets a *piece* of the row does with it exactly what the whole one would.
 #
 # First the row. A [**unit**](../assets/glossary.md#unit) holds some of the model's parameters in one flat piece of
-# memory. The parameters become views of it, so that whoever fills the row fills the model. One piece of it is this
-# rank's own.
+# memory. The parameters become views of it, so filling the row fills the model. One piece of it is this rank's own.
 
 
 # %%
@@ -373,76 +301,92 @@ class Unit:
         row_P = flat(self.parameters)
         self.padding = -len(row_P) % world_size
         self.whole_P = F.pad(row_P, (0, self.padding))
-        self.num_bytes = self.whole_P.nbytes
         parts = self.whole_P[: len(row_P)].split([p.numel() for p in self.parameters])
         for p, part in zip(self.parameters, parts, strict=True):
             p.data = part.view_as(p)
         share_p = self.whole_P.chunk(world_size)[rank]
-        self.share_p = nn.Parameter(share_p.clone() if apart else share_p)  # apart: ZeRO-3, below
+        self.share_p = nn.Parameter(my_share(row_P, world_size, rank) if apart else share_p)
+
+    def gradient_row(self):
+        """This rank's gradients of all parameters in one row, padded like `whole_P`."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return F.pad(flat(gradients), (0, self.padding))
 
     def refresh(self):  # after the update everybody needs the new weights
         all_gather(self)
 
 
-unit = Unit(new_model().parameters())
-say(f"{P:,} numbers in a row of {len(unit.whole_P):,}, of which I own {len(unit.share_p):,}")
-
 # %% [markdown]
-# Two movements, as in the warm-up. Note what `reduce_scatter` leaves behind: the average of *this rank's share*, in
-# the one place where an optimizer looks, and no other gradient.
+# (`apart` is for ZeRO-3: the share then has memory of its own. Here it is a view of the row, which stays whole.)
+#
+# ### Build B: hand in the gradients
+#
+# After backward a unit's parameters hold the gradients of this rank's rows. Write `reduce_scatter(unit)`. It leaves
+# in `unit.share_p.grad`, where an optimizer looks, the *average* over the ranks of this rank's piece. No other
+# gradient stays: each `p.grad` becomes None. `dist.reduce_scatter(out, pieces)` adds up piece r of all ranks and
+# puts the sum into `out` of rank r. The check counts what you hand over: one P.
 
 
 # %%
 # %%ranks
 def reduce_scatter(unit):
-    """Average the gradients over the ranks; each keeps its share in `share_p.grad`. All ranks call it."""
-    if any(p.grad is not None for p in unit.parameters):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters]
-        row_P = F.pad(flat(gradients), (0, unit.padding)) / world_size
-        mean_p = torch.empty_like(unit.share_p)
-        dist.reduce_scatter(mean_p, list(row_P.chunk(world_size)))
-        unit.share_p.grad = mean_p if unit.share_p.grad is None else unit.share_p.grad + mean_p
-        for p in unit.parameters:
-            p.grad = None
+    """Average the gradients over the ranks; each rank keeps its share. All ranks call it."""
+    raise NotImplementedError  # your turn
 
 
+checks.reduce_scatter(reduce_scatter, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution B
+def reduce_scatter(unit):
+    sum_p = torch.empty_like(unit.share_p)
+    dist.reduce_scatter(sum_p, list(unit.gradient_row().chunk(world_size)))
+    unit.share_p.grad = sum_p / world_size
+    for p in unit.parameters:
+        p.grad = None
+
+
+checks.reduce_scatter(reduce_scatter, ranks, solution=True)
+
+# %% [markdown]
+# The other half, and the optimizer around both. `make` builds any optimizer of torch from a list of parameters. It
+# sees only the shares, so it remembers only their moments.
+
+
+# %%
+# %%ranks
 def all_gather(unit):
     """Fill the row, and so the model, from everybody's share. All ranks call it."""
     dist.all_gather(list(unit.whole_P.chunk(world_size)), unit.share_p.detach())
 
 
-# %% [markdown]
-# And the optimizer. `make` builds any optimizer of torch from a list of parameters; it sees only the shares, and so
-# remembers only their moments.
-
-
-# %%
-# %%ranks
 class ShardedOptimizer:
-    """An optimizer of which each rank runs its share: backward(); reduce(); step(); zero_grad()"""
+    """An optimizer of which each rank runs its share: backward(); step(); zero_grad()."""
 
     def __init__(self, units, make):
         self.units, self.shares = units, [unit.share_p for unit in units]
         self.own = make(self.shares)
-        self.state = self.own.state  # this rank's moments
-
-    def reduce(self):
-        for unit in self.units:  # all ranks, in the same order
-            reduce_scatter(unit)
 
     def step(self):
-        self.reduce()  # nothing is left to do if you have called it already
+        self.reduce()
         self.own.step()
         for unit in self.units:
             unit.refresh()
+
+    def reduce(self):
+        for unit in self.units:  # all ranks, in the same order; what backward has reduced is done
+            if any(p.grad is not None for p in unit.parameters):
+                reduce_scatter(unit)
 
     def zero_grad(self):
         self.own.zero_grad()
 
 
 # %% [markdown]
-# **Predict.** ShakespeareGPT's weights, in fp32, take 3.27 MB. How many MB of Adam's moments does a rank of four
-# hold now? What does a step hand over, in P?
+# **Predict.** ShakespeareGPT's weights take 3.27 MB in fp32. How many MB of Adam's moments does a rank of four hold
+# now? What does a step hand over, in P?
 #
 # <details><summary>Answer</summary>
 #
@@ -451,8 +395,28 @@ class ShardedOptimizer:
 #
 # </details>
 #
-# Two instruments tell: `wire.watch()` lists this rank's collectives and what it *hands over* to each, and
-# `tensor_bytes` adds up the tensors that it holds.
+# `wire.watch()` lists this rank's collectives and what it *hands over* to each. `tensor_bytes` adds up the tensors
+# that it holds.
+
+# %%
+# %%ranks
+from manyhands.measure.tensor_bytes import tensor_bytes
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def volumes(seen, bytes_per_value=4):
+    """{collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
+    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
+    return {op: value for op, value in found.items() if value}
+
+
+def in_P(seen):
+    return ", ".join(f"{op} {value:.2f} P" for op, value in volumes(seen).items()) or "nothing"
+
 
 # %%
 # %%ranks
@@ -464,64 +428,63 @@ with wire.watch() as seen:
 moments_bytes = tensor_bytes(model, optimizer).optimizer
 if rank == 0:
     say(f"Adam's moments: {moments_bytes / 1e6:.2f} MB, predicted {8 * P / world_size / 1e6:.2f}")
-    for op in ("reduce_scatter", "all_gather"):
-        say(f"{op}: {seen.count(op)} call, {seen.payload_bytes(op) / (4 * P):.3f} P")
+    say(f"a step hands over {in_P(seen)}")
 
 # %% [markdown]
-# That is ZeRO-1. When does a rank let go of a gradient that belongs to another? At the step: until then all
-# gradients lie there. **ZeRO-2** hands them in *during* backward. Cut the model into several units, and let the
-# last hook of each unit call its reduce-scatter: then at most one block's gradients are whole at a time, beside
-# those of what is in no block (the head's wait for the embeddings').
+# That is ZeRO-1. Until the step all gradients are there. **ZeRO-2** hands them in *during* backward: cut the model
+# into units by block, and let the last gradient of a unit call your `reduce_scatter`. At most one block's gradients
+# are whole at a time, beside those of the parameters outside the blocks.
 
 
 # %%
 # %%ranks
+from manyhands.parallel.fsdp import parameters_by_unit
+
+
 def reduce_in_backward(unit, then=lambda: None):
     """When backward has all gradients of the unit, reduce them, and call `then`."""
-    missing = set(unit.parameters)
+    ready = []
 
-    def ready(p):  # the hook: p's gradient is complete
-        missing.discard(p)
-        if not missing:
-            missing.update(unit.parameters)  # for the next backward
+    def gradient_is_there(p):
+        ready.append(p)
+        if len(ready) == len(unit.parameters):
+            ready.clear()  # for the next backward
             reduce_scatter(unit)
             then()
 
     for p in unit.parameters:
-        p.register_post_accumulate_grad_hook(ready)
+        p.register_post_accumulate_grad_hook(gradient_is_there)
 
 
-def by_block(model):
-    """Lists of parameters: one per block, and what is in none of them."""
-    blocks = [list(block.parameters()) for block in model.blocks]
-    inside = {p for block in blocks for p in block}
-    return [*blocks, [p for p in model.parameters() if p not in inside]]
+def zero_2(model):
+    """A unit for each block and one for the rest, reduced in backward."""
+    made = [Unit(parameters) for parameters in parameters_by_unit(model, "block")]
+    for unit in made:
+        reduce_in_backward(unit)
+    return made
 
 
 # %% [markdown]
-# The same units and the same optimizer; only the hooks are new. After backward, and before the step, look at what
-# is left of the gradients:
+# Backward passes through the blocks in the same order on all ranks, so the n-th call of one rank meets the n-th call
+# of the others, as in lesson 03. What is left of the gradients after backward, before the step?
 
 # %%
 # %%ranks
 model = new_model()
-parts = [Unit(parameters) for parameters in by_block(model)]
-for unit in parts:
-    reduce_in_backward(unit)
-optimizer = ShardedOptimizer(parts, adamw)
+optimizer = ShardedOptimizer(zero_2(model), adamw)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
 shares = tensor_bytes(model, optimizer).gradients
 if rank == 0:
-    say(f"{seen.count('reduce_scatter')} reduce-scatters in backward, {seen.payload_bytes() / (4 * P):.3f} P")
+    say(f"{len(seen.calls)} calls in backward: {in_P(seen)}")
     say(f"gradients after it: {shares / 1e6:.2f} MB, a share of {4 * P / 1e6:.2f} MB")
 optimizer.step()
 
 # %% [markdown]
-# And the weights? Two steps of each stage, in float64, beside two steps of one process that reads the whole batch:
+# And the weights? Two steps of each stage in float64, against two steps of one process that reads the whole batch:
 
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 def after_two_steps(model, optimizer, **reads):
     """All weights after two steps of `optimizer`."""
@@ -534,26 +497,17 @@ def after_two_steps(model, optimizer, **reads):
 
 one, first, second = (new_model(torch.float64) for _ in range(3))
 expected_P = after_two_steps(one, adamw(one.parameters()), rank=0, world_size=1)
-
-# %% tags=["nbval-check-output"]
-# %%ranks
 stage_1_P = after_two_steps(first, ShardedOptimizer([Unit(first.parameters())], adamw))
-parts = [Unit(parameters) for parameters in by_block(second)]
-for unit in parts:
-    reduce_in_backward(unit)
-stage_2_P = after_two_steps(second, ShardedOptimizer(parts, adamw))
+stage_2_P = after_two_steps(second, ShardedOptimizer(zero_2(second), adamw))
 if rank == 0:
     for name, weights_P in {"ZeRO-1": stage_1_P, "ZeRO-2": stage_2_P}.items():
         same = torch.allclose(weights_P, expected_P, rtol=0, atol=1e-10)
         say(f"{name} and one process, to 1e-10: {same}")
 
 # %% [markdown]
-# The order matters for the same reason as in lesson 03: the n-th call of one rank meets the n-th call of the
-# others. Backward passes through the blocks in the same order on all ranks, so it holds by itself.
+# ### The library's ZeRO-1, and what it really sends (MORE, 2 min)
 #
-# ### The library's way, and what it really sends
-#
-# PyTorch's ZeRO-1 is `ZeroRedundancyOptimizer`, on top of DDP. It deals out whole *tensors*, not pieces of a row,
+# PyTorch's ZeRO-1 is `ZeroRedundancyOptimizer`, on top of DDP. It deals out whole *tensors*, not pieces of a row:
 # the largest first, each to the rank that has the least so far.
 #
 # **Predict.** DDP has all-reduced the gradients when this optimizer steps. What must the optimizer send after its
@@ -566,15 +520,10 @@ if rank == 0:
 #
 # </details>
 
-
 # %%
 # %%ranks
-def volumes(seen, bytes_per_value=4):
-    """{collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
-    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
-    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
-    return {op: value for op, value in found.items() if value}
-
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 model = DDP(new_model())
 library_optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -584,49 +533,57 @@ for _ in range(3):  # DDP sorts its buckets anew in the second step: watch the t
         model(*batch(0))[1].backward()
         library_optimizer.step()
 if rank == 0:
-    found = volumes(seen)
-    say(f"{found}: together {sum(found.values()):.2f} P")
+    say(f"{in_P(seen)}: together {sum(volumes(seen).values()):.2f} P")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: stages 1 and 2</summary>
 #
-# *Say:* "the update is a local affair, so let the locals do it". The `Unit`
-# class comes back unchanged in stage 3: give it the minute it needs. *Usual question:* "why does stage 1
-# reduce-scatter, if all gradients are there anyway?" Because nobody needs the other averages; an all-reduce would
-# be a P too many, which is the library's 3 P. *When late:* skip the library's cell and state its 3 P.
+# *Say:* "the update is a local affair, so let the locals do it". The `Unit` class comes back unchanged in stage 3:
+# give it the minute it needs. Build B is where most people divide by n twice or not at all; the check says which.
+# *Usual question:* "why does stage 1 reduce-scatter, if all gradients are there anyway?" Because nobody needs the
+# other averages; an all-reduce would be a P too many, as in the library's 3 P.
 #
 # </details>
 
 # %% [markdown]
-# ## ZeRO-3: gather, use, free (CORE, 8 min)
+# ## ZeRO-3: gather, use, free (CORE, 9 min)
 #
-# **Why.** What is left on every rank are the weights. A rank needs block 2's weights while it computes block 2,
-# forward and backward, and at no other time. So keep the share, and borrow the rest for the moment.
+# **Why.** What is left whole on every rank are the weights. A rank needs block 2's weights while it computes block
+# 2, in forward and in backward, and at no other time. So keep the share, and borrow the rest for the moment.
 #
 # ![A step of FSDP for one unit on two ranks: all-gather, forward, free; all-gather, backward, reduce-scatter and free; update of the
 # own share](../assets/06_fsdp_step.svg)
 #
-# In words, for each unit: **all-gather, forward, free; later all-gather again, backward, reduce-scatter, free;
-# update the own share.** Note where the reduce-scatter stands: *in* backward, unit by unit, not after it.
+# For each unit: **all-gather, forward, free; later all-gather again, backward, reduce-scatter, free; update the own
+# share.** Note where the reduce-scatter stands: *in* backward, unit by unit, not after it.
 #
 # ### How to free what autograd still wants
 #
-# "Free" is less simple than it sounds. In forward, autograd notes the weights that backward will need. Give the
-# parameter another tensor (`p.data = ...`), and autograd still holds the old one: nothing is freed. So keep the
-# tensor, with its shape, and take away the **storage** below it. Everybody who holds a view of the row loses it at
-# the same time, autograd included; and gets it back when the same storage is filled again.
+# In forward, autograd saves the weights that backward will need. Give the parameter another tensor (`p.data = ...`),
+# and autograd still holds the old one: nothing is freed. So keep the tensor, with its shape, and empty the
+# **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
+# when the same storage is filled again.
 #
 # ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both views point at
 # nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
 
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer")
+catch_up(globals(), "reduce_in_backward", "adamw")
+
 
 # %%
 # %%ranks
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.parallel.fsdp import parameters_by_unit, units
+
+
 def gather(unit):
     """Make the row whole, if it is not. All ranks call it."""
     storage = unit.whole_P.untyped_storage()
     if storage.size() == 0:
-        storage.resize_(unit.num_bytes)
+        storage.resize_(unit.whole_P.nbytes)
         all_gather(unit)
 
 
@@ -635,22 +592,14 @@ def free(unit):
     unit.whole_P.untyped_storage().resize_(0)
 
 
-# %%
-# %%ranks
-catch_up(globals(), "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward")
-
 # %% [markdown]
-# **Predict.** Forward of a layer with its weights gathered; free; gather; backward. Does autograd get the right
-# weights?
+# The proof: a layer computes forward with its weights gathered. Then free, gather, backward.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
 torch.manual_seed(0)
-layer, x = (
-    nn.Linear(8, 8, dtype=torch.float64).to(device),
-    torch.ones(2, 8, dtype=torch.float64, device=device),
-)
-x.requires_grad_()
+layer = nn.Linear(8, 8, dtype=torch.float64, device=device)
+x = torch.ones(2, 8, dtype=torch.float64, device=device, requires_grad=True)
 (expected,) = torch.autograd.grad(layer(x).square().sum(), x)  # needs the weights in backward
 
 unit = Unit(layer.parameters(), apart=True)  # the share has memory of its own, as the row will be emptied
@@ -660,53 +609,64 @@ held = unit.whole_P.untyped_storage().size()
 gather(unit)
 (ours,) = torch.autograd.grad(loss, x)
 if rank == 0:
-    say(f"while freed the row holds {held} bytes, and weight's shape still is {list(layer.weight.shape)}")
-    say(f"gradient right after gathering again: {torch.equal(ours, expected)}")
+    say(f"while freed the row holds {held} bytes, and the weight's shape still is {list(layer.weight.shape)}")
+    say(f"the gradient after gathering again is right: {torch.equal(ours, expected)}")
 
 # %% [markdown]
-# It does: what autograd noted is a view of the same storage. The rest is knowing the four moments, and PyTorch has
-# a hook for each:
+# ### Build C: gather and free at the right moments
 #
-# | moment | hook | what happens |
-# |---|---|---|
-# | before a unit's forward | `register_forward_pre_hook` | gather |
-# | after it | `register_forward_hook` | free |
-# | before its backward | `register_full_backward_pre_hook` | gather |
-# | when its last gradient is there | `register_post_accumulate_grad_hook` | reduce-scatter, free |
+# PyTorch calls your function at these moments of a module:
 #
-# The last unit, the **root**, holds what is in no other: embeddings, the final norm, the head. It stays whole after
-# forward, because backward begins with it.
+# | hook | called |
+# |---|---|
+# | `module.register_forward_pre_hook(f)`, `module.register_forward_hook(f)` | before and after its forward |
+# | `module.register_full_backward_pre_hook(f)` | before its backward |
+# | `reduce_in_backward(unit, then=f)`, ours, from above | when the unit's gradients are reduced |
+#
+# Write `gather_when_needed(unit, modules, stays=False)`. A unit's modules compute one after the other. A unit that
+# `stays` is kept from forward to backward. The hooks of a module pass arguments that you do not need: `lambda *_:
+# ...` takes any. The check counts gathers, and the bytes that are whole at once.
 
 
 # %%
 # %%ranks
 def gather_when_needed(unit, modules, stays=False):
-    """Attach a unit's four moments to the modules that it consists of, and free it."""
+    """Attach the moments of a unit, which is freed now, to its modules."""
+    raise NotImplementedError  # your turn
+
+
+checks.gather_when_needed(gather_when_needed, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C
+def gather_when_needed(unit, modules, stays=False):
     modules[0].register_forward_pre_hook(lambda *_: gather(unit))
     if not stays:
         modules[-1].register_forward_hook(lambda *_: free(unit))
         modules[-1].register_full_backward_pre_hook(lambda *_: gather(unit))
     reduce_in_backward(unit, then=lambda: free(unit))
-    unit.refresh = lambda: free(unit)  # after the update a whole row would be yesterday's
-    free(unit)
 
+
+checks.gather_when_needed(gather_when_needed, ranks, solution=True)
 
 # %% [markdown]
-# Now the whole model, from the inner units to the root. (`units` is the trainer's: it lists which modules are
-# gathered together. The section on wrapping looks at it.)
+# Now the whole model. What is in no other unit is the **root**: embeddings, final norm, head. It stays, because
+# backward begins with it. (`units` and `parameters_by_unit` are the trainer's; the section on wrapping looks at them.)
 
 
 # %%
 # %%ranks
 def zero_3(model, wrapping="block"):
-    """ZeRO-3, in place. Returns the units, the root last. `wrapping` says which modules are gathered together."""
-    taken, made = set(), []
-    for modules in [*units(model, wrapping), [model]]:
-        parameters = [p for module in modules for p in module.parameters() if p not in taken]
-        parameters = list(dict.fromkeys(parameters))  # a tied weight once
-        taken.update(parameters)
-        made.append(Unit(parameters, apart=True))
-        gather_when_needed(made[-1], modules, stays=modules == [model])
+    """ZeRO-3, in place; `wrapping` says what is gathered together. Returns the units, the root last."""
+    modules_of, made = [*units(model, wrapping), [model]], []
+    for modules, parameters in zip(modules_of, parameters_by_unit(model, wrapping), strict=True):
+        unit = Unit(parameters, apart=True)
+        gather_when_needed(unit, modules, stays=modules == [model])
+        unit.refresh = lambda unit=unit: free(unit)  # after the update a whole row would be yesterday's
+        free(unit)
+        made.append(unit)
     return made
 
 
@@ -733,76 +693,66 @@ def in_words(seen, bytes_per_value=4):
 model = new_model(n_layer=2)
 optimizer = ShardedOptimizer(zero_3(model), adamw)
 with wire.watch() as seen:
-    _, loss = model(*batch(0))
-    forward = len(seen.calls)
-    loss.backward()
+    model(*batch(0))[1].backward()
     optimizer.step()
 if rank == 0:
-    say(f"thousands of numbers: {in_words(seen)}")
-    gathers, reduces = seen.count("all_gather"), seen.count("reduce_scatter")
-    say(f"{gathers} all-gathers, {forward} of them in forward; {reduces} reduce-scatters")
+    say(f"{seen.count('all_gather')} all-gathers, {seen.count('reduce_scatter')} reduce-scatters")
+    say(f"in thousands of numbers: {in_words(seen)}")
 
 # %% [markdown]
 # Read the line from left to right and you read the step: root, block 0, block 1 forward; then block 1 and block 0
-# backward, each gathered, then reduced; the root's gradients last, because the embeddings' are. Afterwards a rank
-# holds its shares and nothing else. (In fp32 a parameter takes 4 + 4 + 8 bytes: 16, as in mixed precision.)
+# backward, each gathered, then reduced; the root's gradients last, because the embeddings' are.
+#
+# Afterwards a rank holds its shares and nothing else. In fp32 that is 4 + 4 + 8 bytes per parameter: 16, as in mixed
+# precision, divided by n.
 
 # %%
 # %%ranks
 model = new_model()
 optimizer = ShardedOptimizer(zero_3(model), adamw)
 for step in range(2):
+    optimizer.zero_grad()
     model(*batch(step))[1].backward()
     optimizer.step()
-    if step == 0:
-        optimizer.zero_grad()
-held = tensor_bytes(model, optimizer)  # weight, gradient, two moments of each share
+measured = tensor_bytes(model, optimizer).total  # weight, gradient, two moments of each share
 rows = sum(unit.whole_P.untyped_storage().size() for unit in optimizer.units)
-measured, formula = held.total, 16 * P / world_size
 if rank == 0:
-    say(f"held {measured / 1e6:.3f} MB, formula {formula / 1e6:.3f} MB; rows still whole: {rows} bytes")
+    say(f"held {measured / 1e6:.3f} MB, formula {16 * P / world_size / 1e6:.3f} MB")
+    say(f"rows still whole: {rows} bytes")
 metrics.exact(ours_zero_3_bytes=measured)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: stage 3</summary>
 #
-# Act it out with four volunteers and a deck of cards: each holds a quarter of
-# every suit; to play hearts all show their hearts, then take them back. *Usual mistakes:* believing that forward of
-# a sharded layer computes a share of it; freeing by `p.data = torch.empty(0)`, which frees nothing as long as
-# autograd remembers. *Ask:* "what is the least memory in which a step fits?" (The largest unit, whole, with its
-# gradients.)
+# Act it out with four volunteers and a deck of cards: each holds a quarter of every suit; to play hearts all show
+# their hearts, then take them back. *Usual mistakes:* believing that forward of a sharded layer computes a share of
+# it; freeing by `p.data = torch.empty(0)`, which frees nothing as long as autograd remembers; in build C, hooking the
+# backward to `modules[0]`, whose backward comes last. *Ask:* "what is the least memory in which a step fits?" (At
+# least the root and the largest unit, whole, with the unit's gradients, beside all shares; and activations.)
 #
 # </details>
 
 # %% [markdown]
 # ## Clip by the global norm (CORE, 4 min)
 #
-# **Why.** Nearly every training run of a large model clips: if the gradient of the *whole model* is longer than a
-# limit, scale it down. Each rank now holds a share of the gradient, and the length of a share is not the length of
-# the whole.
+# **Why.** Most training runs of large models clip: if the gradient of the *whole model* is longer than a limit,
+# scale it down. Each rank now holds a share of the gradient, and the length of a share is not the length of the
+# whole. The shares of two ranks stand at right angles to each other:
 #
 # ![A right-angled triangle: rank 0's share has length 3, rank 1's 4, the whole gradient 5, neither 3 nor 4 nor 7](../assets/06_norm.svg)
 #
-# **Predict.** Rank 0's share of the gradient has length 5, rank 1's has length 12. How long is the gradient?
+# ### Build D: clip by the global norm
 #
-# <details><summary>Answer</summary>
-#
-# 13: the numbers of the two shares stand at right angles to each other, so their *squares* add up: 25 + 144 = 169.
-# On n ranks whose shares are about equally long, the whole is longer than a share by the square root of n.
-#
-# </details>
-#
-# ### Exercise 1: clip by the global norm
-#
-# Write `clip_by_global_norm(shares, max_norm)`. `shares` are this rank's parameters; each number of the model is in
-# one share on one rank, and `share.grad` may be None. Scale all gradients by `max_norm / (norm + 1e-6)` if that is
-# less than 1, as `torch.nn.utils.clip_grad_norm_` does, and return the norm from before. The check counts what you
-# send: one number is enough.
+# Write `clip_by_global_norm(shares, max_norm)`. `shares` are this rank's parameters. Each number of the model is in
+# one share on one rank. `share.grad` may be None, even for all shares of a rank. Scale all gradients by `max_norm /
+# (norm + 1e-6)` if that is less than 1, and return the norm from before, as `torch.nn.utils.clip_grad_norm_` does.
+# The check counts what you send: one number is enough.
 
 
 # %%
 # %%ranks
 def clip_by_global_norm(shares, max_norm):
+    """Scale this rank's gradients in place; returns the norm of all ranks' gradients from before."""
     raise NotImplementedError  # your turn
 
 
@@ -811,7 +761,7 @@ checks.clip_by_global_norm(clip_by_global_norm, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 1
+# solution D
 def clip_by_global_norm(shares, max_norm):
     gradients = [share.grad for share in shares if share.grad is not None]
     total = torch.zeros((), dtype=shares[0].dtype, device=shares[0].device)
@@ -819,65 +769,72 @@ def clip_by_global_norm(shares, max_norm):
         total += gradient.square().sum()
     dist.all_reduce(total)  # all ranks, also one without gradients: squares add up, norms do not
     norm = total.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)  # never up; the same on all ranks
     for gradient in gradients:
-        gradient *= factor
+        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)  # never up; the same on all ranks
     return norm
 
 
 checks.clip_by_global_norm(clip_by_global_norm, ranks, solution=True)
 
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: clipping</summary>
+#
+# *Usual mistakes:* a rank without gradients goes home before the all-reduce, and the others wait; each rank scales by
+# its own norm (the zoo's bug). *When late:* open solution D and ask what it sends: one number.
+#
+# </details>
+
 # %% [markdown]
 # ## The library, and three ways to the same weights (CORE, 5 min)
 #
-# What you have built is PyTorch's **FSDP**, fully sharded data parallel, in its main lines. Today's form, FSDP2, is
-# one function, `fully_shard`, called on each unit and then on the whole model: what no unit has taken becomes the
-# root. Its `mesh` says which ranks share: a grid of ranks, here one row of all n.
+# What you have built is, in its main lines, PyTorch's **FSDP**, fully sharded data parallel. Today's form, FSDP2, is
+# one function: `fully_shard`, called on each unit and then on the whole model, whose remaining parameters become
+# the root. Its `mesh` says which ranks share. Here, in pairs, is the network 6-4-2 of the warm-up:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer")
+catch_up(globals(), "reduce_in_backward", "gather", "free", "gather_when_needed", "zero_3")
+catch_up(globals(), "clip_by_global_norm", "in_words", "volumes")
 
 
 # %%
 # %%ranks
-catch_up(globals(), "in_words")
+import warnings
 
+from manyhands.parallel.fsdp import parameters_by_unit, units
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-# %%
-# %%ranks
-def by_library(model, **settings):
-    """fully_shard, by block, in place; returns the model."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
-    return model
-
-
-model = by_library(new_model())
-p = model.blocks[0].mlp.up.weight
-say(
-    f"mlp.up.weight is a {type(p).__name__} of shape {list(p.shape)}; I hold {list(p.to_local().shape)} of it"
-)
+two = 2 if world_size % 2 == 0 else 1  # ranks that share
+pairs = init_device_mesh(device.type, (world_size // two, two), mesh_dim_names=("pairs", "shard"))["shard"]
+small = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+fully_shard(small, mesh=pairs)
+if rank == 0:
+    say(f"{sum(p.to_local().numel() for p in small.parameters())} of 38 numbers on each of {two}:")
+    for name, p in small.named_parameters():
+        say(f"{name:9} is a {type(p).__name__} of shape {list(p.shape)}; I hold {list(p.to_local().shape)}")
 
 # %% [markdown]
 # A [`DTensor`](../assets/glossary.md#dtensor) is a tensor that knows its whole shape and holds a share:
 # `p.to_local()` is the share, `p.full_tensor()` gathers the whole. `fully_shard` cuts each weight along its *first
-# dim*, not a row of all of them, so shapes stay readable; a dim that n does not divide is padded. Our 6-4-2 again: 38
-# parameters under DDP, 19 under FSDP on 2.
-
-# %%
-# %%ranks
-small = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
-fully_shard(small, mesh=mesh)
-mine = {name: list(p.to_local().shape) for name, p in small.named_parameters()}
-say(f"{sum(p.to_local().numel() for p in small.parameters())} of 38 parameters: {mine}")
-
-# %% [markdown]
-# On four ranks the shares are uneven: the second layer has two rows only, and ranks 2 and 3 get none. In a layer of
-# thousands of rows nobody notices.
+# dim*, not one row of all of them, so shapes stay readable. It pads a dim that n does not divide.
 #
-# **Predict.** Two blocks and the root: does `fully_shard` make 5 all-gathers or 6? And in which order, compared to
-# ours?
+# Does it make 5 all-gathers of two blocks and the root, as you do?
+
 
 # %%
 # %%ranks
+def by_library(model, mesh=None, **settings):
+    """fully_shard, by block, in place; returns the model. `mesh`: who shares, by default all ranks."""
+    mesh = mesh or init_device_mesh(device.type, (world_size,))
+    # it warns of operations in place on what a sharded model returns; there are none
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **settings)
+    return model
+
+
 model = by_library(new_model(n_layer=2))
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
@@ -887,31 +844,30 @@ if rank == 0:
 metrics.exact(library_all_gathers=seen.count("all_gather"))
 
 # %% [markdown]
-# Five as well: the root is not gathered twice. (On 4 ranks its row is 771 numbers longer than ours: the 65 rows of embedding,
-# head and head's bias are padded to 68.) One difference: in backward the library asks for block 0 *before* it has reduced block 1.
-# It fetches ahead, so that on GPUs the next unit is on its way while this one computes.
+# Five as well: the root is not gathered twice. One difference: in backward the library asks for block 0 *before* it
+# has reduced block 1. It fetches ahead, so that on GPUs the next unit is on its way while this one computes.
 #
-# Now the proof. Three ways: ours, the library's, and one process that reads the whole global batch, in float64,
-# with plain SGD, and with clipping, so that a wrong norm would show. (Adam divides by the gradient's size and hides
-# a wrong factor.)
-
-# %%
-# %%ranks
-catch_up(globals(), "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward")
-catch_up(globals(), "gather", "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "by_library")
-
-
-# %% [markdown]
-# One loop for all three. It differs in who clips, and in which rows it reads.
+# Now the proof. Three ways: ours, the library's, and one process that reads the whole global batch. Use float64,
+# plain SGD, and clipping, so that a wrong norm would show. (Adam divides by the gradient's size, which hides a wrong
+# factor.) One loop serves all three.
 
 
 # %%
 # %%ranks
-def clipped_sgd(model, optimizer, clip, batch_of=batch):
-    """`steps` steps with the norm clipped to 0.3: the losses of this rank's share, and the norms."""
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def library_clip(model, max_norm):
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor
+
+
+def clipped_sgd(model, optimizer, clip, **reads):
+    """`steps` steps with the norm clipped to 0.3: the losses of the rows that were read, and the norms."""
     losses, norms = [], []
     for step in range(steps):
-        _, loss = model(*batch_of(step))
+        _, loss = model(*batch(step, **reads))
         loss.backward()
         norms.append(clip(0.3))
         optimizer.step()
@@ -920,31 +876,20 @@ def clipped_sgd(model, optimizer, clip, batch_of=batch):
     return torch.stack(losses), torch.stack(norms)
 
 
-def library_clip(model, max_norm):
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor
-
-
-sgd = functools.partial(torch.optim.SGD, lr=0.5)
-
-# %% [markdown]
-# Same seed, same batches; the one process reads all rows of each batch.
-
 # %%
 # %%ranks
 ours, library, single = (new_model(torch.float64) for _ in range(3))
 optimizer = ShardedOptimizer(zero_3(ours, wrapping), sgd)
-found = {"ours": clipped_sgd(ours, optimizer, functools.partial(clip_by_global_norm, optimizer.shares))}
-by_library(library)
-found["fully_shard"] = clipped_sgd(
-    library, sgd(library.parameters()), functools.partial(library_clip, library)
-)
-clip = functools.partial(library_clip, single)
-found["one process"] = clipped_sgd(
-    single, sgd(single.parameters()), clip, functools.partial(batch, rank=0, world_size=1)
-)
+found = {"ours": clipped_sgd(ours, optimizer, lambda limit: clip_by_global_norm(optimizer.shares, limit))}
 for unit in optimizer.units:
     gather(unit)
+by_library(library)
+found["fully_shard"] = clipped_sgd(
+    library, sgd(library.parameters()), lambda limit: library_clip(library, limit)
+)
+losses_1, norms_1 = clipped_sgd(
+    single, sgd(single.parameters()), lambda limit: library_clip(single, limit), rank=0, world_size=1
+)
 weights = {
     "ours": flat(ours.parameters()),
     "fully_shard": flat(p.full_tensor() for p in library.parameters()),
@@ -955,13 +900,11 @@ weights = {
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-losses_s, norms_s = found["one process"]
-for way in ("ours", "fully_shard"):
-    losses, norms = found[way]
+for way, (losses, norms) in found.items():
     dist.all_reduce(losses)  # the batch's loss is the mean of the ranks'
     differences = {
-        "losses": losses / world_size - losses_s,
-        "norms": norms - norms_s,
+        "losses": losses / world_size - losses_1,
+        "norms": norms - norms_1,
         "weights": weights[way] - flat(single.parameters()),
     }
     for name, difference in differences.items():
@@ -969,24 +912,20 @@ for way in ("ours", "fully_shard"):
     if rank == 0:
         say(f"{way} and one process: losses, norms and weights equal to 1e-10")
 if rank == 0:
-    say(f"every step was clipped: {bool((norms_s > 0.3).all())}")
-
-# %% [markdown]
-# (The norms, for your own records: every one was above the limit, so every step was scaled.)
-
-# %%
-# %%ranks
+    say(f"every step was clipped: {bool((norms_1 > 0.3).all())}")
 metrics.exact(float64_weights=fingerprint([weights["ours"]]))
-metrics.close(float64_losses=losses_s, float64_norms=norms_s)
-if rank == 0:
-    say(f"norms before clipping: {' '.join(f'{norm:.3f}' for norm in norms_s.tolist())}")
+metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 
 # %% [markdown]
-# ### What gloo does with a reduce-scatter
+# **Take no time of FSDP on gloo as evidence.** Its reduce-scatter is an all-reduce of everything, of which each rank
+# keeps its share (measured below, in MORE). So this lesson times nothing.
+
+# %% [markdown]
+# ### What gloo sends for a reduce-scatter (MORE, 2 min)
 #
-# Two numbers are easily mixed up: what is *handed over*, and what the operating system says was *sent* (Linux). A ring sends
-# (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce. **Predict**: does
-# gloo?
+# Two numbers are easily mixed up: what is *handed over*, and what the operating system says was *sent* (on Linux). A
+# ring sends (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce.
+# **Predict**: does gloo?
 
 # %%
 # %%ranks
@@ -1001,20 +940,48 @@ for name, call in calls.items() if device.type == "cpu" else ():  # this is abou
     with wire.watch() as seen:
         call()
     if rank == 0 and seen.transport_bytes is not None:
-        ideal = (2 if name == "all_reduce" else 1) * (world_size - 1) / world_size
-        say(
-            f"{name:14} sent {seen.transport_bytes / row.nbytes:.2f} of what was handed over; a ring: {ideal:.2f}"
-        )
+        sent = seen.transport_bytes / row.nbytes
+        ring = (2 if name == "all_reduce" else 1) * (world_size - 1) / world_size
+        say(f"{name:14} sent {sent:.2f} of what was handed over; a ring: {ring:.2f}")
 
 # %% [markdown]
-# gloo's reduce-scatter is an all-reduce of everything, of which each rank then cuts out its share: twice the bytes.
-# So **never take a time of FSDP on gloo as evidence for or against it.** This lesson times nothing; `wire` shows
-# what is handed over, and a ring as NCCL's sends (n-1)/n of it.
+# ### Micro-batches, and a gather that need not be (MORE, 3 min)
 #
-# ### The old names (MORE, 2 min)
+# With m micro-batches per step, `set_requires_gradient_sync(False)` before all but the last keeps whole gradients on
+# each rank and reduces once. And the last block is freed after its forward, only to be gathered again at once:
+# `set_reshard_after_forward(False)` on that block keeps it.
 #
-# You will meet FSDP1, the class `FullyShardedDataParallel(model, ...)`, in older code. The same choices, by their
-# new names:
+# **Predict.** m = 2, by block. About how many P does a step hand over with and without the sync? What does keeping the
+# last block save, and what does it cost?
+#
+# <details><summary>Answer</summary>
+#
+# Up to 3m = 6 P with, 2m + 1 = 5 P without; a little less, because the root is gathered once per micro-batch. Keeping
+# the last block saves one gather per micro-batch. It costs the memory of one block while the loss is computed.
+#
+# </details>
+
+# %%
+# %%ranks
+for title, sync, keep in (
+    ("sync after each", True, False),
+    ("sync after the last", False, False),
+    ("and the last block kept", False, True),
+):
+    model = by_library(new_model())
+    model.blocks[-1].set_reshard_after_forward(not keep)
+    with wire.watch() as seen:
+        for i in range(2):
+            model.set_requires_gradient_sync(sync or i == 1)
+            (model(*batch(i))[1] / 2).backward()
+    if rank == 0:
+        say(f"{title:24}{sum(volumes(seen).values()):5.2f} P in {len(seen.calls)} calls")
+
+# %% [markdown]
+# ### The old names (MORE, 1 min)
+#
+# You will meet FSDP1, the class `FullyShardedDataParallel(model, ...)`, in older code. The same choices by their new
+# names:
 #
 # | FSDP1 | FSDP2 | ZeRO |
 # |---|---|---|
@@ -1034,121 +1001,101 @@ for name, call in calls.items() if device.type == "cpu" else ():  # this is abou
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
 #
-# Show `p.shape` against `p.to_local().shape` and let it sink in: code that
-# reads `p.shape` still works. *Usual mistakes:* building the optimizer before `fully_shard` (it would hold the old
-# parameters); calling `fully_shard` on the root alone and wondering why memory does not fall; taking a
-# number of the share for one of the whole (the zoo below). *Ask:* "where in our code is the gradient
-# divided by n, and what if it were divided twice?"
+# Show `p.shape` against `p.to_local().shape` and let it sink in: code that reads `p.shape` still works. *Usual
+# mistakes:* building the optimizer before `fully_shard` (it would hold the old parameters); calling `fully_shard` on
+# the root alone and wondering why memory does not fall; taking a number of the share for one of the whole (the zoo
+# below). On 4 ranks the library's root is longer than ours: the 65 rows of embedding and head, and the head's bias,
+# are padded to 68. *Ask:* "where in our code is the gradient divided by n, and what if it were divided twice?"
 #
 # </details>
 
 # %% [markdown]
 # ## Wrapping: what is gathered at once (CORE, 2 min)
 #
-# **Why.** A unit is what is whole at the same time. Large units: few, long messages, and much memory. Small units:
-# little memory, many short messages. And the *largest* unit must fit, with the root, its whole gradients and the
-# messages, beside all shares.
+# **Why.** A unit is what is whole at the same time. Large units mean few, long messages, and much memory; small ones
+# the opposite. A rank must have room for *at least* the largest unit and the root, whole, beside all shares.
 #
 # ![The same GPT wrapped four ways: by block; by block and size, with embedding and head apart; in groups of two blocks; in one
 # unit](../assets/06_wrapping.svg)
 #
 # | wrapping | units | its use |
 # |---|---|---|
-# | `block` | each block, and the root with the embeddings and the head | the usual start |
-# | `block_and_size` | the two large matrices outside the blocks apart, too | large vocabularies: the root stays whole from forward to backward |
+# | `block` | each block | the usual start |
+# | `block_and_size` | each block, the embedding, the head | large vocabularies: the root stays whole from forward to backward |
 # | `block_group:2` | two blocks together | many small blocks: fewer, longer messages |
-# | `size:N` | any module with N parameters or more outside units further inside (10⁸ for large models) | models without clear blocks |
-# | all in one | the root alone | nothing is saved while it computes |
+# | `size:N` | any module of N parameters or more outside units further inside | models without clear blocks |
 #
-# **Predict.** A GPT of 6.7 billion parameters: 32 blocks of 201 million, 32,100 symbols, width 4,096. By block, how
-# many numbers are whole at once? How many if embedding and head are units of their own?
-#
-# <details><summary>Answer</summary>
-#
-# By block: one block and the root. The root has two matrices of 32,100 x 4,096 = 131.5 million and 8.4 million of
-# positions: 201.4 + 271.4 = 472.8 million. With the two apart: 201.4 + 8.4 = 209.8 million, less than half.
-#
-# </details>
+# A GPT of 6.7 billion parameters has 32 blocks of 201 million each. Outside the blocks it has two matrices of 32,100
+# symbols x 4,096 numbers, 131 million each, the embedding and the head. Which wrapping leaves the least whole?
 
 
 # %%
 # %%ranks
+from manyhands.parallel.fsdp import parameters_by_unit
+
+
 def unit_sizes(config, wrapping):
     """Parameters of each unit, the root last."""
     with torch.device("meta"):  # shapes without numbers: any size fits
         model = GPT(config)
-    inner = [sum(p.numel() for m in modules for p in m.parameters()) for modules in units(model, wrapping)]
-    return [*inner, config.num_params() - sum(inner)]
+    return [sum(p.numel() for p in part) for part in parameters_by_unit(model, wrapping)]
 
 
+seven_b = GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 if rank == 0:
-    for name, cfg, least in (("ShakespeareGPT", config, 100_000), ("7 B", seven_b, 10**8)):
-        for wrap in ("block", "block_and_size", "block_group:2", f"size:{least}"):
-            *inner, root = unit_sizes(cfg, wrap)
-            say(
-                f"{name}, {wrap}: {len(inner)} units and the root; at most {(max(inner) + root) / 1e6:,.2f} M numbers whole"
-            )
+    for wrap in ("block", "block_and_size", "block_group:2", "size:100000000"):
+        *inner, root = unit_sizes(seven_b, wrap)
+        whole = (max(inner) + root) / 1e6
+        say(f"7 B, {wrap:15} {len(inner)} units and the root; at least {whole:8,.1f} M numbers whole at once")
 
 # %% [markdown]
-# The last line is a trap. An attention layer has 67 million parameters, less than 10⁸, and so has what is left of a
-# block when its MLP is a unit: 32 attention layers end up in the root, which is whole from forward to backward: 2.2
-# billion numbers, 2.3 with an MLP. Wrap by size only after you have looked at `unit_sizes`.
+# By block, one block and the root are whole, with both large matrices in it; as units of their own, they take turns.
+# The last line is a trap: each attention has 67 million parameters, less than 10⁸, so all 32 end up in the root.
 
 # %% [markdown]
 # ## Experiment: bytes against formulas (CORE, 4 min)
 #
-# Everything so far was a claim about bytes, so measure them all. For each strategy and wrapping: build the model
-# with the trainer's own code (`scripts/train.py` does the same), make three steps, and count what this rank holds
-# when the last backward is done, and what it hands over in a step. Beside it the formulas, which look at the
-# configuration only: `rank_memory.bytes_per_rank` and `step_traffic.per_step`.
-#
-# **What you should see**: ratios of 1 within 2 %; DDP's bar 16 bytes per parameter long; zero1's with a shorter
-# end; fsdp's a 1/n of everything, whatever the wrapping; and in volumes 2 for DDP, 3 for zero1, just below 3 for
-# fsdp (less by size), 2 for `grad_op`, which does not gather again.
+# Everything so far was a claim about bytes, so measure them all: for each strategy and wrapping, what a rank holds
+# when backward is done, and what it hands over in a step. `spread_model` builds the model as `scripts/train.py`
+# does, and knows two formulas that see the configuration only.
 
 
 # %%
 # %%ranks
-catch_up(globals(), "volumes")
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.trainer.spread_model import spread_model
 
 
-# %%
-# %%ranks
 def build(flags):
-    """The trainer's way from flags to a spread model, its optimizer, and the bytes that the formulas give."""
+    """The trainer's model, spread as its flags say, and its optimizer."""
     sizes = f"--model.n-layer {layers} --train.global-batch {global_batch} --optimizer.clip 0"
-    options = read_options(shlex.split(f"{sizes} {flags}"))
-    its_config = model_config(options, config.vocab_size)
-    layout = resolve_layout(options, its_config, world_size)
-    parallel = parallelize(its_config, layout, options, ranks)
-    predicted = (
-        rank_memory.bytes_per_rank(its_config, layout, options),
-        step_traffic.per_step(its_config, layout, options),
-    )
-    return parallel, build_optimizer(parallel, options), predicted
+    return spread_model(f"{sizes} {flags}", ranks, config.vocab_size)
 
 
-# %% [markdown]
-# `wire` watches the third step, `tensor_bytes` looks at this rank when backward is done and the optimizer has not
-# yet stepped.
-
-
-# %%
-# %%ranks
 def measure(flags):
-    """(bytes held, bytes handed over, and both by formula) in the third step of a run with these flags."""
-    parallel, optimizer, predicted = build(flags)
+    """What a rank holds, what it calls, and both by formula, in the third step of a run with these flags."""
+    spread = build(flags)
+    parallel, optimizer = spread.parallel, spread.optimizer
     for step in range(3):  # DDP sorts its buckets anew in the second
         optimizer.zero_grad()
         with wire.watch() as seen:
             parallel.forward_backward(*batch(step))
             held = tensor_bytes(parallel.model, optimizer)
             optimizer.step()
-    return held, seen, *predicted
+    return held, seen, spread.held_by_formula, spread.sent_by_formula
 
 
 # %% [markdown]
-# Seven ways to train the same model, as flags of `train.py`:
+# **Predict**, for 4 ranks. How many bytes per parameter does DDP hold? ZeRO-1? FSDP? How many P does each hand over?
+# (`grad_op` keeps what forward has gathered until backward has used it.)
+#
+# <details><summary>Answer</summary>
+#
+# DDP 16, if its gradients are views of its buckets (the trainer sets `gradient_as_bucket_view=True`; else 20).
+# ZeRO-1 4 + 4 + 8/4 = 10. FSDP 16/4 = 4, whatever the wrapping. Volumes: DDP 2. The library's ZeRO-1 3, because it
+# all-reduces gradients and then broadcasts weights. FSDP just below 3, and 2 under `grad_op`.
+#
+# </details>
 
 # %%
 # %%ranks --timeout 120
@@ -1163,89 +1110,44 @@ runs = {
     "fsdp block, grad_op": f"{fsdp} block --parallel.sharding grad_op",
 }
 table = {name: measure(flags) for name, flags in runs.items()}
-
-# %% [markdown]
-# The table. A ratio is measured over formula; calls are counted and predicted. Beware of the column "handed over":
-# an all-reduce stands there once, though it is two volumes. So ddp's 3.27 MB are 2 P, and fsdp's 9.71 just below 3
-# P.
-
-# %%
-# %%ranks
-if rank == 0:
-    say(f"{'':22}held, MB  ratio   handed over, MB  ratio   calls")
-for name, (held, seen, held_formula, sent_formula) in table.items():
-    at_rest = [
-        getattr(b, kind) for b in (held, held_formula) for kind in ("parameters", "gradients", "optimizer")
-    ]
-    held_bytes, formula_bytes = sum(at_rest[:3]), sum(at_rest[3:])
-    sent, expected = seen.payload_bytes(), sum(t.payload_bytes for t in sent_formula.values())
-    ratios = held_bytes / formula_bytes, sent / expected if expected else 1.0
-    if rank == 0:
-        calls = f"{len(seen.calls)} of {sum(t.calls for t in sent_formula.values())}"
-        say(
-            f"{name:22}{held_bytes / 1e6:8.2f} {ratios[0]:6.3f} {sent / 1e6:17.2f} {ratios[1]:6.3f}   {calls}"
-        )
-        assert all(abs(ratio - 1) < 0.02 for ratio in ratios), f"{name}: ratios {ratios}"
-
-# %% [markdown]
-# In pictures: at rest, with the formula as diamonds;
-
-# %%
-# %%ranks
-if rank == 0:
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes, start = figure.subplots(), [0.0] * len(table)
-    for kind, hatch in {"parameters": "", "gradients": "//", "optimizer": ".."}.items():
-        sizes = [getattr(held, kind) / 1e6 for held, *_ in table.values()]
-        axes.barh(list(table), sizes, left=start, hatch=hatch, color="white", edgecolor="black", label=kind)
-        start = [a + b for a, b in zip(start, sizes, strict=True)]
-    at_rest = [
-        formula.parameters + formula.gradients + formula.optimizer for _, _, formula, _ in table.values()
-    ]
-    axes.plot([value / 1e6 for value in at_rest], range(len(table)), "D", color="#D55E00", label="formula")
-    axes.invert_yaxis()
-    axes.set(xlabel=f"MB held by rank 0 of {world_size}", title="at rest")
-    axes.legend(fontsize=8)
-    show(figure, "held", "stacked bars of bytes held, by strategy and wrapping; a diamond at the end of each")
-
-# %% [markdown]
-# And in a step, in volumes, with ZeRO's own count as a mark:
-
-# %%
-# %%ranks
-if rank == 0:
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
-    totals = [sum(volumes(seen).values()) for _, seen, *_ in table.values()]
-    axes.barh(list(table), totals, color="#999999", label="measured")
-    stages = [1 if name in ("ddp", "zero1") or "grad_op" in name else 3 for name in table]
-    ideal = [step_traffic.ideal_volume(stage, P) / P for stage in stages]
-    axes.plot(ideal, range(len(table)), "k|", ms=16, label="by ZeRO's count")
-    axes.invert_yaxis()
-    axes.set(xlabel="P handed over in a step", title="volume", xlim=(0, 4.8))
-    axes.legend(fontsize=8)
-    show(
-        figure,
-        "handed_over",
-        "bars of the volume handed over in a step, by strategy and wrapping; a mark at ZeRO's count",
-    )
 metrics.exact(held={name: vars(row[0]) for name, row in table.items()})
 metrics.exact(handed_over={name: row[1].payload_bytes() for name, row in table.items()})
 
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "volumes")
+
+# %%
+# %%ranks
+from manyhands.figures.held_and_sent import KINDS, held_and_sent
+
+rows, off = {}, []  # ratios of measured to formula
+for name, (held, seen, held_formula, sent_formula) in table.items():
+    sent = sum(volumes(seen).values())
+    both = {op: (2 if op == "all_reduce" else 1) * each.payload_bytes for op, each in sent_formula.items()}
+    expected = sum(both.values()) / (4 * P)
+    rows[name] = held, held_formula, sent, expected, f"{len(seen.calls)} calls"
+    here, there = (sum(getattr(each, kind) for kind in KINDS) for each in (held, held_formula))
+    off += [here / there, sent / expected if expected else 1.0]
+worst = max(off, key=lambda ratio: abs(ratio - 1))
+if rank == 0:
+    figure = held_and_sent(rows, P, f"rank 0 of {world_size}, after backward")
+    show(figure, "bytes", "bars of bytes held and of volume handed over, by strategy, on their formulas")
+    say(f"the ratio of measured to formula that is furthest from 1: {worst:.4f}")
+assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
+
 # %% [markdown]
-# **The residual.** To three decimals there is none; what is left are Adam's step counters, 4 bytes per tensor. The
-# formula knows of the padding: on 4 ranks the 65 rows of token embedding and head do not come out even, so
-# `fully_shard` stores 17 of each.
+# What is left is Adam's step counters, 4 bytes per tensor: the formulas know the padding. FSDP stops short of 3 P,
+# because the root is gathered once. Under `size:100000` most of the model is root, so it saves most, and has most
+# whole at once. `grad_op` pays with memory for the third P. Otherwise the wrapping changes *calls*, hardly bytes.
 #
-# In volumes the bars of stage 3 stop short of the mark by what the root saves, which is gathered once. Under
-# `size:100000` the root is large, as all that is below the limit piles up in it; so it saves most, and has most
-# gathered at once. `grad_op` falls back to 2: it pays with memory for the third P. zero1 passes its mark by the P that
-# it broadcasts. Otherwise the wrapping changes *calls*, hardly bytes.
+# What the bars do not show are activations. **FSDP leaves them as they are**: each rank computes whole layers, on
+# its own rows.
+
+# %% [markdown]
+# ### Memory over a step (MORE, 4 min)
 #
-# ### Memory over a step
-#
-# At rest all wrappings are alike. The difference is what is whole *during* the step. Record one step that is not
-# timed, event by event.
+# At rest all wrappings are alike. The difference is what is whole *during* the step. Record one, event by event.
 #
 # **Predict.** By block, how many MB does the gathered part reach? Under `grad_op`?
 #
@@ -1258,92 +1160,60 @@ metrics.exact(handed_over={name: row[1].payload_bytes() for name, row in table.i
 
 
 # %%
-# %%ranks
+# %%ranks --timeout 120
+from manyhands.measure.memory_timeline import MemoryTimeline
+
+
 def watched_step(flags):
-    """A MemoryTimeline of the second step under these flags."""
-    parallel, optimizer, (predicted, _) = build(flags)
-    parallel.forward_backward(*batch(0))
+    """A MemoryTimeline of the second step under these flags, and by formula the bytes gathered at once."""
+    spread = build(flags)
+    optimizer, replicas = spread.optimizer, spread.parallel.replicas
+    spread.parallel.forward_backward(*batch(0))
     optimizer.step()
     optimizer.zero_grad()
     share = batch(1)  # read before: the corpus is not the model's memory
-    with MemoryTimeline(parallel.model, optimizer) as seen:
-        with seen.phase("forward and backward"):
-            parallel.forward_backward(*share)
-        with seen.phase("optimizer"):
+    with MemoryTimeline(spread.parallel.model, optimizer) as seen:
+        with seen.phase("forward"):
+            loss = replicas(*share)[1]
+        with seen.phase("backward"):
+            replicas.backward(loss)
+        with seen.phase("update"):
             optimizer.step()
             optimizer.zero_grad()
-    return seen, predicted
+    return seen, spread.held_by_formula.gathered
 
 
-# %% [markdown]
-# For three of the ways:
-
-# %%
-# %%ranks --timeout 120
 timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "fsdp block, grad_op")}
-for name, (seen, predicted) in timelines.items():
-    if rank == 0:
-        say(
-            f"{name:20} peak {seen.peak.total / 1e6:6.2f} MB; gathered at most {seen.highest('gathered') / 1e6:5.2f} MB,"
-            f" by formula {predicted.gathered / 1e6:5.2f} MB"
-        )
-
-# %% [markdown]
-# What you should see: in DDP a high floor, which gets its last step up at once, and a hill of activations on it;
-# under FSDP a lower floor, and a thin band of gathered weights that comes and goes.
 
 # %%
 # %%ranks
+from manyhands.figures.memory_stack import memory_stacks
+from manyhands.runs import recorded_runs
+
+peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
+metrics.measured(peak_bytes=peaks)
 if rank == 0:
-    for name in ("ddp", "fsdp block"):
-        seen, _ = timelines[name]
-        highest = timelines["ddp"][0].peak.total  # one scale for both
-        figure = memory_stack(seen.samples, f"{name}, {world_size} ranks: one step", highest=highest)
-        show(
-            figure,
-            f"memory_{name.replace(' ', '_')}",
-            f"memory of a step under {name}, stacked by kind, event by event",
-        )
+    figure = memory_stacks({name: seen.samples for name, (seen, _) in timelines.items()})
+    show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
+    for name, (seen, formula) in timelines.items():
+        gathered, other = seen.highest("gathered") / 1e6, seen.highest("other") / 1e6
+        say(f"{name:20} gathered {gathered:.2f} MB at most, formula {formula / 1e6:.2f}; other {other:.2f}")
+    if recorded_runs.runs("06"):
+        here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
+        say(recorded_runs.beside("06", here))
 
 # %% [markdown]
-# DDP's picture stands on a high floor of weights, moments and, nearly from the first moment on, gradients: they are
-# views of its buckets, which it lays out anew in this second step. FSDP's floor is a share of it. The gathered part
-# is the thin band that rises and falls unit by unit, and gradients appear as shares, when backward has passed a
-# block. On top lies "other", at its peak more than all that is gathered: the messages' own memory, among it the
-# next block's, which is fetched early, and a block's whole gradients before they are cut. The formula for
-# "gathered" knows none of these.
-#
-# At this size activations are the largest part, and **FSDP leaves activations as they are**: each rank computes
-# whole layers, on its own rows. In a large model they come next: the 7 B model below keeps 1.7 GB of shares on each
-# of 64 ranks, but one sequence of 2,048 tokens makes 9 GB of activations even with flash attention (34TD bytes per
-# layer, lesson 01).
-#
-# Beside your numbers stands a GPU run of this lesson, as soon as one is recorded. And as a formula the 7 B model
-# on 64 ranks: the total of `train.py --preset olmo-7b --ranks 64 --dry-run` (there in GiB).
-
-# %%
-# %%ranks
-if rank == 0:
-    peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
-    metrics.measured(peak_bytes=peaks)
-    here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
-    say(recorded_runs.beside("06", here))
-    options = read_options(shlex.split("--preset olmo-7b"))
-    large = model_config(options, 0)
-    held = rank_memory.bytes_per_rank(large, resolve_layout(options, large, 64), options)
-    whole = bytes_per_parameter.zero_bytes(large.num_params(), 64, 0)
-    each, gathered = held.total / 1e9, held.gathered / 1e9
-    say("7 B, shards in fp32, gathered in bf16, on 64 ranks, by formula:")
-    say(f"{each:.2f} GB on each, {gathered:.2f} of it gathered;")
-    say(f"without sharding {whole / 1e9:.0f} GB, before any activation")
+# DDP stands on a high floor of weights and moments, and its gradients are there nearly from the start: they are views
+# of its buckets. FSDP's floor is a share of it. Its gathered part is the thin band that rises and falls unit by unit;
+# under `grad_op` it only grows until backward. "Other" comes on top of what the formula counts: messages, the next
+# unit, which is fetched early, and a unit's whole gradients before they are cut. So the formula is a floor.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #
-# Let somebody add a row to `runs` (`--parallel.wrapping size:1000000`
-# leaves the root alone) and predict its two numbers first. *Usual mistake:* reading the volumes as times. *When
-# late:* show the stored table and the two timelines. *Ask:* "grad_op sends less and holds more. On which machine
-# would you use it?" (Slow network, memory to spare.)
+# Let somebody add a row to `runs` (`--parallel.wrapping size:1000000` leaves the root alone) and predict its two
+# numbers first. *Usual mistake:* reading the volumes as times. *When late:* show the two stored figures. *Ask:*
+# "grad_op sends less and holds more. On which machine would you use it?" (Slow network, memory to spare.)
 #
 # </details>
 
@@ -1364,12 +1234,16 @@ if rank == 0:
 #
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "unit_sizes")
 
+
 # %%
 # %%ranks
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.parallel.fsdp import parameters_by_unit
+
 network = VirtualNetwork(ranks, inside=Link(latency_s=2e-5, bytes_per_s=1e9))
 block_P = torch.zeros(unit_sizes(config, "block")[0] // world_size * world_size)
 
@@ -1410,7 +1284,10 @@ def virtual_forward(prefetch):
 
 # %%
 # %%ranks
+from manyhands.figures.gantt import gantt
+
 gather_s = (world_size - 1) * network.inside.cost_s(block_P.nbytes // world_size)
+until_s = layers * (gather_s + max(gather_s, 1e-3))  # both charts on one scale
 for prefetch in (False, True):
     took_s = virtual_forward(prefetch)
     spans = network.gather_spans()
@@ -1422,45 +1299,48 @@ for prefetch in (False, True):
         title = f"{'with' if prefetch else 'without'} prefetch: {1e3 * took_s:.3f} virtual ms"
         say(f"{title}, predicted {1e3 * predicted_s:.3f}")
         alt = "hatched gathers and solid blocks on each rank, one behind the other or overlapping"
-        until_s = layers * (gather_s + max(gather_s, 1e-3))  # both charts on one scale
         show(gantt(spans, title, virtual=True, until_s=until_s), f"prefetch_{prefetch}", alt)
 
 # %% [markdown]
-# FSDP does this on GPUs by itself, in the order in which units ran; `set_modules_to_forward_prefetch` and
-# `..._backward_prefetch` fetch more of them early, each at the price of one more unit in memory.
+# FSDP does this on GPUs by itself, in the order in which units ran. `set_modules_to_forward_prefetch` and
+# `set_modules_to_backward_prefetch` fetch more of them early, each at the price of one more unit in memory.
 #
-# ## Lower precision, offload, two levels (MORE, 6 min)
+# ## Lower precision, offload, two levels (MORE, 5 min)
 #
 # Three switches of `fully_shard`, each with what it changes on the wire.
 #
-# **Mixed precision**: the shards and the optimizer stay fp32; what is gathered and multiplied is bf16; gradients
-# are summed in what you say.
+# **Mixed precision**: the shards and the optimizer stay fp32. What is gathered and multiplied is bf16. Gradients are
+# summed in the precision that you name.
 #
 # **Predict.** bf16 for parameters, fp32 for the sums of gradients. Which of the two volumes halves?
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "by_library", "volumes", "in_words")
+catch_up(globals(), "by_library", "volumes", "in_P", "adamw")
 
 # %%
 # %%ranks
+import warnings
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 model = by_library(new_model(), mp_policy=policy)
 with wire.watch() as seen:
-    _, loss = model(*batch(0))
+    logits, loss = model(*batch(0))
     loss.backward()
 share = model.head.weight.to_local()
 if rank == 0:
-    found = {op: round(value, 2) for op, value in volumes(seen).items()}
-    say(f"volumes in P of 4 bytes: {found}")
-    say(f"loss {loss.item():.3f} in {loss.dtype}, shards in {share.dtype}")
+    say(f"in P of 4 bytes: {in_P(seen)}")
+    say(f"shards in {share.dtype}, logits in {logits.dtype}, loss {loss.item():.3f} in {loss.dtype}")
 
 # %% [markdown]
-# The gathers' bytes halve, the reduce-scatter's stay. (No autocast and no copy of the weights in bf16 beside the
-# whole: what is gathered *is* the copy.) Reducing in bf16 would halve the rest, and add up n gradients in 8
-# significant bits.
+# The gathers' bytes halve, the reduce-scatter's stay. There is no autocast, and no copy of all weights in bf16: what
+# is gathered *is* the copy. Reducing in bf16 would halve the rest, and add up n gradients in 8 significant bits. The
+# loss is computed in fp32 from 16-bit logits: the model sees to that.
 #
-# **Offload**: shards, gradients and optimizer rest in the CPU's memory; a unit's share goes to the GPU to be
+# **Offload**: shards, gradients and optimizer rest in the CPU's memory. A unit's share goes to the GPU to be
 # gathered, and its gradient comes back, each over PCIe. The update runs on the CPU. A last resort, but a model that
 # fits beats one that does not.
 
@@ -1477,8 +1357,8 @@ if rank == 0:
 
 # %% [markdown]
 # **HSDP**, hybrid sharding: between nodes the network is slow, and gathering a layer twice per step over it hurts.
-# So shard *within* a node, where links are fast, and keep copies *between* nodes, as DDP does. The mesh says who
-# does what.
+# So shard *within* a node, where links are fast, and keep copies *between* nodes, as DDP does. The mesh says which
+# ranks do what.
 #
 # ![Two nodes of four GPUs: the weights are cut into four within each node; ranks with the same share in both nodes average its
 # gradients](../assets/06_hsdp.svg)
@@ -1487,33 +1367,29 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# A reduce-scatter with the other rank of its node, then an all-reduce of its share with the same place in the other node.
+# A reduce-scatter with the other rank of its node, then an all-reduce of its share with the rank that holds the same
+# share in the other node.
 #
 # </details>
 
 # %%
 # %%ranks
 nodes = 2 if world_size % 4 == 0 else 1  # as if this machine were two
-two_levels = init_device_mesh(
-    device.type, (nodes, world_size // nodes), mesh_dim_names=("replicate", "shard")
-)
-model = new_model()
-for module in (*model.blocks, model):
-    fully_shard(module, mesh=two_levels)
+shape = nodes, world_size // nodes
+two_levels = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+model = by_library(new_model(), two_levels)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
 if rank == 0:
-    say(f"{nodes} x {world_size // nodes}: " + ", ".join(f"{seen.count(op)} {op}" for op in volumes(seen)))
-    say(f"volumes in P: { {op: round(value, 2) for op, value in volumes(seen).items()} }")
+    say(f"{nodes} x {world_size // nodes} ranks: {in_P(seen)}")
     say(f"a rank keeps {sum(p.to_local().numel() for p in model.parameters()) / P:.3f} of the parameters")
 
 # %% [markdown]
-# A reduce-scatter within the node, then an all-reduce *of the share* between nodes: each rank hands only 1/(ranks
-# per node) of the gradient to the slow network, and no weights. (The 1.0 above is half a P, counted twice: an all-reduce
-# is two volumes.) The price is memory: shards are as many times
-# larger as there are nodes.
+# A reduce-scatter within the node, then an all-reduce *of the share* between nodes. Each rank hands only 1/(ranks per
+# node) of the gradient to the slow network, and no weights. (On four ranks the all-reduce of half a P counts as 1 P,
+# because an all-reduce is two volumes.) The price is memory: a share is a rank's part of the node, not of all ranks.
 #
-# ## DeepSpeed's ZeRO (MORE, 5 min)
+# ## DeepSpeed's ZeRO (MORE, 3 min)
 #
 # The paper's own authors wrote DeepSpeed. There a stage is a number in a configuration; the engine it returns owns
 # the backward pass and the step.
@@ -1524,30 +1400,35 @@ if rank == 0:
 # | stage | `reshard_after_forward`, the mesh | `{"zero_optimization": {"stage": 3}}` |
 # | a step | `loss.backward(); optimizer.step()` | `engine.backward(loss); engine.step()` |
 # | what is cut | each weight along dim 0 | each weight, or the row of all, in equal pieces |
-# | clipping | `clip_grad_norm_`, you call it | in `engine.step()`, to `"gradient_clipping"`: 1.0 *unless you say 0* (0.19) |
+# | clipping | `clip_grad_norm_`, you call it | in `engine.step()`, to `"gradient_clipping"` |
 #
-# It is an optional extra: `pip install -e .[deepspeed]` in the course's folder, then run this section again. The
-# trainer drives it behind the same interface as everything else, so that one function compares all stages with one
+# Always write `"gradient_clipping"` down. Its default was 0, no clipping, until
+# [DeepSpeed#8068](https://github.com/microsoft/DeepSpeed/pull/8068) made it 1.0 (in 0.19.8, tested here, it is 1.0).
+#
+# DeepSpeed is an optional extra: `pip install -e .[deepspeed]` in the course's folder, then run this section again.
+# The trainer drives it behind the same interface as everything else, so one function compares all stages with one
 # process.
 
 
 # %%
 # %%ranks
+from manyhands.config.options import OptionError
+from manyhands.trainer.spread_model import spread_model
+
+
 def deepspeed_losses(stage):
     """Losses of 3 clipped steps under DeepSpeed's ZeRO. Raises OptionError where it is not installed."""
     sizes = f"--model.n-layer {layers} --train.global-batch {global_batch}"
     plain = "--optimizer.name sgd --optimizer.weight-decay 0"
     engine = f"--parallel.strategy deepspeed --parallel.zero-stage {stage}"
-    options = read_options(shlex.split(f"{sizes} {plain} {engine}"))
-    its_config = model_config(options, config.vocab_size)
-    parallel = parallelize(its_config, resolve_layout(options, its_config, world_size), options, ranks)
-    optimizer, losses = build_optimizer(parallel, options), []
-    for group in optimizer.param_groups:
+    spread = spread_model(f"{sizes} {plain} {engine}", ranks, config.vocab_size)
+    for group in spread.optimizer.param_groups:
         group["lr"] = 0.5
+    losses = []
     for step in range(3):
-        losses.append(parallel.mean_loss(parallel.forward_backward(*batch(step))))
-        parallel.clip(0.3)
-        optimizer.step()
+        losses.append(spread.parallel.mean_loss(spread.parallel.forward_backward(*batch(step))))
+        spread.parallel.clip(0.3)
+        spread.optimizer.step()
     return torch.stack(losses)
 
 
@@ -1582,11 +1463,11 @@ except OptionError as error:
         say(f"not here: {error}")
 
 # %% [markdown]
-# ## Exercises (MORE, 25 min)
+# ## Exercises (MORE, 18 min)
 #
-# Exercise 1 was the norm. Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a process group of its own: you cannot break anything.
 #
-# ### Exercise 2: predict the bytes of a wrapping
+# ### Exercise 1: predict the bytes of a wrapping
 #
 # `sizes` are the numbers of parameters of each unit, the root last; n ranks, fp32, AdamW, everything sharded
 # (ZeRO-3). Write `predict(sizes, n)` that returns four numbers for one rank: the bytes it holds at rest (weights,
@@ -1597,6 +1478,7 @@ except OptionError as error:
 # %%
 # %%ranks
 def predict(sizes, n):
+    """(bytes at rest, bytes whole at once, number of all-gathers, bytes handed over in a step) of one rank."""
     raise NotImplementedError  # your turn
 
 
@@ -1605,7 +1487,7 @@ checks.predict(predict, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 2
+# solution 1
 def predict(sizes, n):
     *inner, root = sizes
     held = 16 * sum(sizes) // n  # 4 of weight, 4 of gradient, 8 of moments
@@ -1620,24 +1502,27 @@ checks.predict(predict, ranks, solution=True)
 # %% [markdown]
 # Against reality, with the `wrapping` of this run's parameters:
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "build", "measure", "unit_sizes")
 
 # %%
 # %%ranks
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.parallel.fsdp import parameters_by_unit
+from manyhands.trainer.spread_model import spread_model
+
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
 held_bytes, whole_bytes, gathers, handed_over = predict(unit_sizes(config, wrapping), world_size)
 if rank == 0:
     say(f"{wrapping}: held {held.total / held_bytes:.3f} of the prediction, which knows no padding")
-    say(
-        f"{seen.count('all_gather')} all-gathers, predicted {gathers}; {seen.payload_bytes():,} bytes, predicted {handed_over:,}"
-    )
+    say(f"{seen.count('all_gather')} all-gathers, predicted {gathers}")
+    say(f"{seen.payload_bytes():,} bytes handed over, predicted {handed_over:,}")
 
 # %% [markdown]
 # (A world of one sends nothing; the library knows.)
 #
-# ### Exercise 3: never build the whole model
+# ### Exercise 2: never build the whole model
 #
 # All models above were built whole on every rank, and then cut. With `init_device: cuda` in a 7 B configuration
 # every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own file says
@@ -1647,13 +1532,13 @@ if rank == 0:
 
 # %%
 # %%ranks
+from torch.distributed.fsdp import fully_shard
+
 with torch.device("meta"):
-    large = GPT(seven_b)
+    large = GPT(GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096))
 if rank == 0:
     in_all = sum(p.nbytes for p in large.parameters())
-    say(
-        f"7 B in fp32: {in_all / 1e9:.1f} GB whole, {in_all / 64 / 1e9:.2f} GB to keep on each of 64 ranks; here 0"
-    )
+    say(f"7 B in fp32: {in_all / 1e9:.1f} GB whole, {in_all / 64e9:.2f} on each of 64 ranks; here 0")
 
 # %% [markdown]
 # Write `sharded_from_meta(make, mesh)`: it returns the model of `make()`, an `nn.Sequential`, with each of its
@@ -1674,6 +1559,7 @@ if rank == 0:
 # %%
 # %%ranks
 def sharded_from_meta(make, mesh):
+    """The model of `make()`, sharded over `mesh`, with the full model's numbers; it is never whole."""
     raise NotImplementedError  # your turn
 
 
@@ -1682,7 +1568,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 3
+# solution 2
 def sharded_from_meta(make, mesh):
     with torch.device("meta"):
         model = make()
@@ -1707,7 +1593,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks, solution=True)
 # (All ranks draw everything and keep a share, so the start does not depend on the number of ranks. Real runs often
 # load a checkpoint instead, share by share: lesson 11.)
 #
-# ### Exercise 4: two nodes of four
+# ### Exercise 3: two nodes of four
 #
 # 8 ranks on 2 nodes: 0 to 3 on the first. Write `hybrid(num_nodes, per_node)` for any such numbers. It returns the
 # groups of ranks that *shard* together, the groups that hold *copies* of the same share, both as lists of lists in
@@ -1717,6 +1603,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks, solution=True)
 # %%
 # %%ranks
 def hybrid(num_nodes, per_node):
+    """(groups that shard, groups of copies, share of the gradient that crosses between nodes)."""
     raise NotImplementedError  # your turn
 
 
@@ -1725,7 +1612,7 @@ checks.hybrid(hybrid, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 4
+# solution 3
 def hybrid(num_nodes, per_node):
     grid = torch.arange(num_nodes * per_node).view(num_nodes, per_node)  # a row is a node
     return grid.tolist(), grid.T.tolist(), 1 / per_node
@@ -1736,17 +1623,23 @@ checks.hybrid(hybrid, ranks, solution=True)
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# Code that clipped well under DDP moves to FSDP. Parameters are DTensors now, so take what is here, `to_local()`,
-# and clip it as before. These lines run, on all ranks, and the loss falls. **What is wrong, and which measurement
+# Code that clipped well under DDP moves to FSDP. Parameters are DTensors now, so it takes what is here, `to_local()`,
+# and clips that as before. These lines run, on all ranks, and the loss falls. **What is wrong, and which measurement
 # shows it?** Write down your suspicion before you open the answer.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "by_library", "library_clip")
 
 
 # %%
 # %%ranks
+import warnings
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
 def clip_my_share(model, max_norm):
     gradients = [p.grad.to_local() for p in model.parameters()]
     norm = nn.utils.get_total_norm(gradients)
@@ -1755,11 +1648,6 @@ def clip_my_share(model, max_norm):
     return norm
 
 
-# %% [markdown]
-# Eight steps with it:
-
-# %%
-# %%ranks
 model = by_library(new_model())
 optimizer, seen_losses = torch.optim.SGD(model.parameters(), lr=0.5), []
 for step in range(8):
@@ -1773,69 +1661,55 @@ if rank == 0:
     say(f"rank 0's loss: {' '.join(seen_losses)}")
 
 # %% [markdown]
-# Now measure: let *every* rank say its norm, and compare with the library's and with the square root of n.
+# Now measure. *Every* rank says its norm, beside the library's. A limit of infinity changes nothing:
 
 # %%
 # %%ranks
 model(*batch(8))[1].backward()
-theirs = nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()]).item()
-right = library_clip(model, max_norm=float("inf")).item()  # a limit that changes nothing
-say(
-    f"my norm is {theirs:.4f}, the model's is {right:.4f}, ratio {right / theirs:.2f}; sqrt(n) is {world_size**0.5:.2f}"
-)
-
-# %% [markdown]
-# The ratios differ, because the shares are not equally long. What fits are the squares: those of the ranks' norms
-# add up to the model's. And what does the clipping leave? The limit is 0.3. Then mend it: the same gradient,
-# clipped by a norm that all ranks share.
-
-# %%
-# %%ranks
-clip_my_share(model, 0.3)
+right = library_clip(model, max_norm=float("inf")).item()
+theirs = clip_my_share(model, 0.3).item()
 after = library_clip(model, max_norm=float("inf")).item()
 optimizer.zero_grad()
 model(*batch(8))[1].backward()
-library_clip(model, 0.3)
+library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
 mended = library_clip(model, max_norm=float("inf")).item()
+part = (theirs / right) ** 2
+say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; of its square mine is {part:.2f}")
 if rank == 0:
-    say(
-        f"clipped by each rank's own norm the gradient has length {after:.3f}, by the global norm {mended:.3f}"
-    )
+    say(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # `to_local()` is this rank's share, and its length is not the gradient's. Every rank computes another norm, all of
-# them too small, and scales its share by its own factor: what remains is up to the square root of n times longer
-# than the limit, and it is *turned*, because its parts are scaled differently. The more ranks, the weaker the
-# clipping: a run that was stable on 8 GPUs need not be on 512. On one rank the lines are right, and no test on one
-# GPU finds them.
+# them too small, and scales its share by its own factor. What remains is up to the square root of n times longer
+# than the limit. It is also *turned*, because its parts are scaled differently. The more ranks, the weaker the
+# clipping. On one rank the lines are right, so no test on one GPU finds the bug.
 #
 # The library's own `clip_grad_norm_` is right for DTensors. The norm that it *returns* is a DTensor, too. In torch 2.13
 # its local part is the global norm; in older versions it was the local one, and `norm.item()` read that.
-# `norm.full_tensor()` is right in both. That is how people came to report a norm that differs between ranks:
+# `norm.full_tensor()` is right in both. People reported a norm that differs between ranks:
 # [torchtitan#766](https://github.com/pytorch/torchtitan/issues/766), and, as a bug of torch,
-# [pytorch#170862](https://github.com/pytorch/pytorch/issues/170862). Together with tensor parallelism the call can
-# fail outright: [torchtune#2420](https://github.com/meta-pytorch/torchtune/issues/2420).
+# [pytorch#170862](https://github.com/pytorch/pytorch/issues/170862).
 #
 # </details>
 #
-# The rule to take home: **a number that a rank computes from its share is a rank's number.** Let all ranks say it;
-# a global one is the same everywhere.
+# The rule to take home: **a number that a rank computes from its share is that rank's number.** Let all ranks say it.
+# A global number is the same everywhere.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
 #
-# The loss falls in all versions: let the room say what it would take to see the
-# bug in a loss curve (an unstable run, weeks later). *When late:* skip the training cell, run the one that
-# measures.
+# The loss falls in all versions: let the room say what it would take to see the bug in a loss curve (an unstable run,
+# weeks later). The squares of the ranks' norms add up to the model's: let them add the printed parts. *When late:*
+# skip the training and run the cell that measures.
 #
 # </details>
 
 # %% [markdown]
 # ## On the cluster
 #
-# The trainer knows all of this lesson as flags. First ask what would run, and whether it fits; then submit the job of
+# The trainer knows all of this lesson as flags. First ask what would run, and whether it fits. Then submit the job of
 # [lesson 04](04_first_job.ipynb) with the same flags:
 #
 # ```bash
@@ -1844,22 +1718,21 @@ if rank == 0:
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.wrapping block_group:2
 # ```
 #
-# **What changes on GPUs.** `join()` takes NCCL, whose reduce-scatter is one; gathers run in a stream of their own
-# and hide behind computation, if a unit takes longer to compute than to gather. Both grow with its weights, only
-# computing grows with a rank's tokens: give it enough of them. bf16 for what is gathered. Activations are sharded
-# by nothing in this lesson; `--parallel.recompute block` is the remedy (lesson 01).
+# **What changes on GPUs.** NCCL has a reduce-scatter of its own. Gathers run in a stream of their own and hide behind
+# computation, if a unit takes longer to compute than to gather: computing grows with a rank's tokens, gathering does
+# not, so give it enough of them. Gather in bf16. Activations are sharded by nothing in this lesson;
+# `--parallel.recompute block` is the remedy (lesson 01).
 #
 # **What to look for**: `torch.cuda.max_memory_allocated` against the dry run's total plus activations; the same
-# losses as DDP for the same global batch; tokens per second by wrapping, measured, not guessed, on as many nodes as
-# you will use (on one machine wrapping by block *slowed* a 7 B model beyond 32 nodes: lesson 15).
+# losses as DDP for the same global batch; tokens per second by wrapping, measured on as many nodes as you will use.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Moments, gradients, weights: each number needs one owner; only weights are needed by all, and only while their layer computes.
-# 2. Stages 1 and 2 cost nothing over DDP in volume, 2 P; stage 3 costs up to 3 P and shrinks everything with n.
+# 1. Moments, gradients, weights: each number needs one owner. Only weights are needed by all, and only while their layer computes.
+# 2. With one micro-batch per step, stages 1 and 2 hand over 2 P, like DDP. Stage 3 hands over up to 3 P and shrinks everything with n.
 # 3. All-gather, forward, free; all-gather, backward, reduce-scatter, free; update the own share. Per unit, in backward.
-# 4. Wrapping decides what is whole at once, and how many calls that takes; the root is gathered once.
+# 4. Wrapping decides what is whole at once, and how many calls that takes. The root is gathered once.
 # 5. A norm of a share is not the norm. Prove equality with one process, in float64, clipping included.
 #
 # ## Further reading

@@ -1,5 +1,6 @@
 """Each check of lesson 06 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+import functools
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from exercises import exercises_of, heard_alike
 from manyhands.checks import zero_fsdp as checks
 from manyhands.course.catch_up import taken_from
@@ -18,7 +20,246 @@ LESSON = "06_zero_fsdp"
 N_RANKS = 3  # not a power of two: nothing splits evenly
 
 
-# ---- exercise 1: answers clip shares ----
+# ---- build A: answers cut a row ----
+
+
+def _padded(row_P, n):
+    return F.pad(row_P, (0, -len(row_P) % n))
+
+
+def drops_the_rest(row_P, n, rank):
+    size = len(row_P) // n
+    return row_P[rank * size : (rank + 1) * size].clone()
+
+
+def pads_what_fits(row_P, n, rank):
+    return F.pad(row_P, (0, n - len(row_P) % n)).chunk(n)[rank].clone()
+
+
+def unequal_pieces(row_P, n, rank):
+    return row_P.tensor_split(n)[rank].clone()
+
+
+def zeros_in_front(row_P, n, rank):
+    return F.pad(row_P, (-len(row_P) % n, 0)).chunk(n)[rank].clone()
+
+
+def every_nth(row_P, n, rank):
+    return _padded(row_P, n)[rank::n].clone()
+
+
+def a_view(row_P, n, rank):
+    return _padded(row_P, n).chunk(n)[rank]
+
+
+def always_the_first(row_P, n, rank):
+    return _padded(row_P, n).chunk(n)[0].clone()
+
+
+def all_pieces(row_P, n, rank):
+    return _padded(row_P, n).chunk(n)
+
+
+def the_whole_row(row_P, n, rank):
+    return _padded(row_P, n)
+
+
+def in_float32(row_P, n, rank):
+    return _padded(row_P, n).chunk(n)[rank].float()
+
+
+def fills_with_its_last(row_P, n, rank):
+    return torch.cat([row_P, row_P[-1:].expand(-len(row_P) % n)]).chunk(n)[rank].clone()
+
+
+def zeroes_the_row(row_P, n, rank):
+    mine = _padded(row_P, n).chunk(n)[rank].clone()
+    row_P.zero_()
+    return mine
+
+
+def share_forgotten(row_P, n, rank):
+    _padded(row_P, n).chunk(n)[rank].clone()
+
+
+def by_reshape(row_P, n, rank):  # right
+    return torch.cat([row_P, row_P.new_zeros(-len(row_P) % n)]).view(n, -1)[rank].clone()
+
+
+def copied_into_zeros(row_P, n, rank):  # right
+    size = math.ceil(len(row_P) / n)
+    mine, out = row_P[rank * size : (rank + 1) * size], row_P.new_zeros(size)
+    out[: len(mine)] = mine
+    return out
+
+
+# ---- build B: answers hand in gradients ----
+
+
+def _handed_in(unit, average=lambda total_p: total_p / dist.get_world_size(), row=lambda row_P: row_P):
+    total_p = torch.empty_like(unit.share_p)
+    dist.reduce_scatter(total_p, list(row(unit.gradient_row()).chunk(dist.get_world_size())))
+    unit.share_p.grad = average(total_p)
+
+
+def _let_go(unit):
+    for p in unit.parameters:
+        p.grad = None
+
+
+def adds_up_only(unit):
+    _handed_in(unit, average=lambda total_p: total_p)
+    _let_go(unit)
+
+
+def divides_twice(unit):
+    _handed_in(unit, row=lambda row_P: row_P / dist.get_world_size())
+    _let_go(unit)
+
+
+def keeps_its_own(unit):
+    unit.share_p.grad = unit.gradient_row().chunk(dist.get_world_size())[dist.get_rank()].clone()
+    _let_go(unit)
+
+
+def keeps_all_gradients(unit):
+    _handed_in(unit)
+
+
+def all_reduces_and_cuts(unit):
+    row_P = unit.gradient_row() / dist.get_world_size()
+    dist.all_reduce(row_P)
+    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    _let_go(unit)
+
+
+def all_reduces_and_keeps_a_view(unit):
+    row_P = unit.gradient_row() / dist.get_world_size()
+    dist.all_reduce(row_P)
+    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()]
+    _let_go(unit)
+
+
+def pieces_backwards(unit):
+    n = dist.get_world_size()
+    total_p = torch.empty_like(unit.share_p)
+    dist.reduce_scatter(total_p, list(unit.gradient_row().chunk(n))[::-1])
+    unit.share_p.grad = total_p / n
+    _let_go(unit)
+
+
+def updates_at_once(unit):
+    _handed_in(unit)
+    _let_go(unit)
+    unit.share_p.data -= 0.1 * unit.share_p.grad
+
+
+def nowhere_to_be_found(unit):
+    grad = torch.empty_like(unit.share_p)
+    dist.reduce_scatter(grad, list(unit.gradient_row().chunk(dist.get_world_size())))
+    _let_go(unit)
+
+
+def a_call_for_each_parameter(unit):
+    for p in unit.parameters:
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+    row_P = unit.gradient_row() / dist.get_world_size()
+    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    _let_go(unit)
+
+
+def sums_in_float32(unit):
+    n = dist.get_world_size()
+    total_p = torch.empty(len(unit.share_p))
+    dist.reduce_scatter(total_p, list(unit.gradient_row().float().chunk(n)))
+    unit.share_p.grad = total_p.double() / n
+    _let_go(unit)
+
+
+def divides_first(unit):  # right
+    _handed_in(unit, average=lambda total_p: total_p, row=lambda row_P: row_P / dist.get_world_size())
+    _let_go(unit)
+
+
+# ---- build C: answers hook a unit to its modules ----
+
+
+@functools.cache
+def _lessons(rank, world_size):
+    names = ("reduce_scatter", "all_gather", "gather", "free", "reduce_in_backward")
+    return taken_from(LESSON, *names, rank=rank, world_size=world_size)
+
+
+def _ours():
+    return _lessons(dist.get_rank(), dist.get_world_size())
+
+
+def hooked(gather_at=0, free_at=-1, again_at=-1, stays_count=True, reduces=True, then=True):
+    """The right answer, but for the module that each hook is on (None: no hook)."""
+
+    def answer(unit, modules, stays=False):
+        ours, stays = _ours(), stays and stays_count
+        modules[gather_at].register_forward_pre_hook(lambda *_: ours.gather(unit))
+        if not stays and free_at is not None:
+            modules[free_at].register_forward_hook(lambda *_: ours.free(unit))
+        if not stays and again_at is not None:
+            modules[again_at].register_full_backward_pre_hook(lambda *_: ours.gather(unit))
+        if reduces:
+            ours.reduce_in_backward(unit, **({"then": lambda: ours.free(unit)} if then else {}))
+
+    return answer
+
+
+def gathers_at_once(unit, modules, stays=False):
+    _ours().gather(unit)
+    hooked()(unit, modules, stays)
+
+
+def calls_instead_of_hooking(unit, modules, stays=False):
+    modules[0].register_forward_pre_hook(_ours().gather(unit))
+
+
+def fills_without_memory(unit, modules, stays=False):
+    modules[0].register_forward_pre_hook(lambda *_: _ours().all_gather(unit))
+
+
+def forgets_the_arguments(unit, modules, stays=False):
+    modules[0].register_forward_pre_hook(lambda: _ours().gather(unit))
+
+
+def on_all_modules(unit, modules, stays=False):  # right: what is whole is not gathered again
+    def come(*_):
+        _ours().gather(unit)
+
+    def go(*_):
+        _ours().free(unit)
+
+    for module in modules:
+        module.register_forward_pre_hook(come)
+        module.register_full_backward_pre_hook(come)
+    if not stays:
+        modules[-1].register_forward_hook(go)
+    _ours().reduce_in_backward(unit, go)
+
+
+HOOKS = {
+    "never_freed_after_forward": (hooked(free_at=None), "after forward block 0 is still whole, 336 bytes"),
+    "freed_after_the_first": (hooked(free_at=0), "in forward, the unit of blocks 1 and 2 was used while its row has no memory"),
+    "gathered_by_the_last": (hooked(gather_at=-1), "in forward, the unit of blocks 1 and 2 was used while its row has no"),
+    "not_back_for_backward": (hooked(again_at=None), "in backward, the unit of blocks 1 and 2 was used while its row has no"),
+    "again_at_the_first": (hooked(again_at=0), "in backward, the unit of blocks 1 and 2 was used while its row has no memory"),
+    "root_like_any": (hooked(stays_count=False), "a step made 6 all-gathers where 5 do"),
+    "never_reduced": (hooked(reduces=False), "share has no gradient: reduce_in_backward(unit, ...) does that"),
+    "never_freed_in_backward": (hooked(then=False), "after backward block 0 is still whole"),
+    "gathers_at_once": (gathers_at_once, "bytes of rows were whole, where the root and the largest unit are"),
+    "calls_instead_of_hooking": (calls_instead_of_hooking, "TypeError: 'NoneType' object is not callable"),
+    "fills_without_memory": (fills_without_memory, "in forward, the root was used while its row has no memory: gather() it"),
+    "forgets_the_arguments": (forgets_the_arguments, "TypeError"),
+}  # fmt: skip
+
+
+# ---- build D: answers clip shares ----
 
 
 def _gradients(shares):
@@ -194,7 +435,7 @@ def as_fraction(norm):
     return Fraction(norm.item())
 
 
-# ---- exercise 2: answers predict ----
+# ---- exercise 1: answers predict ----
 
 
 def _predict(held=None, whole=None, gathers=None, handed_over=None):
@@ -255,7 +496,7 @@ def an_array_of_numbers(sizes, n):
     return np.array(_predict()(list(map(int, sizes)), n))
 
 
-# ---- exercise 3: answers build a sharded model ----
+# ---- exercise 2: answers build a sharded model ----
 
 
 def _draw_shares(model, mesh, seed=7, std=0.02, names=None):
@@ -375,7 +616,7 @@ def by_distribute_tensor(make, mesh):  # right as well
     return model
 
 
-# ---- exercise 4: answers list groups ----
+# ---- exercise 3: answers list groups ----
 
 
 def _grid(num_nodes, per_node):
@@ -467,6 +708,35 @@ def returns_no_sharded_model(make, mesh):
 
 
 REJECTED = {
+    "my_share": {
+        drops_the_rest: "leave out the last",
+        pads_what_fits: "n divides 38, so no zeros are needed",
+        unequal_pieces: "pieces must be equally long on all ranks",
+        zeros_in_front: "the zeros belong at the end of the row",
+        every_nth: "you took every n-th number",
+        a_view: "is a view of 304, all of which stay as long as the piece does",
+        always_the_first: "rank 1's piece has other numbers: they are those of rank 0",
+        all_pieces: "return one piece, that of this rank",
+        the_whole_row: "that is the whole row; keep this rank's piece",
+        in_float32: "the row is torch.float64, the piece torch.float32",
+        fills_with_its_last: "what fills the end up should be zeros",
+        zeroes_the_row: "the row itself was changed",
+        share_forgotten: "nothing came back",
+    },
+    "reduce_scatter": {
+        adds_up_only: "that is the sum over the ranks; divide by 3",
+        divides_twice: "it was divided by 3 twice",
+        keeps_its_own: "the piece of this rank's own gradients",
+        keeps_all_gradients: "the parameters still hold 152 bytes of gradients, where the share is 72",
+        all_reduces_and_cuts: "you handed over 2.00 P by all_reduce (an all_reduce counts twice)",
+        all_reduces_and_keeps_a_view: "but a view of 216 bytes, all of which stay",
+        pieces_backwards: "rank 0's share_p.grad is the average of piece 2, not of piece 0",
+        updates_at_once: "the weights were changed",
+        nowhere_to_be_found: "unit.share_p.grad is still None",
+        a_call_for_each_parameter: "you handed over 1.41 P by all_reduce",
+        sums_in_float32: "right to float32's accuracy only",
+    },
+    "gather_when_needed": {name: sentence for name, (_, sentence) in HOOKS.items()},
     "clip_by_global_norm": {
         norm_of_the_share: "the norm of this rank's shares alone",
         norms_added_up: "the sum of the ranks' norms; their squares add up",
@@ -521,6 +791,9 @@ REJECTED = {
     | {name: sentence for name, (_, sentence) in HYBRIDS.items()},
 }
 SOLUTIONS = {
+    "my_share": "my_share",
+    "reduce_scatter": "reduce_scatter",
+    "gather_when_needed": "gather_when_needed",
     "clip_by_global_norm": "clip_by_global_norm",
     "predict": "predict",
     "sharded_from_meta": "sharded_from_meta",
@@ -538,7 +811,7 @@ def judge_all(ranks):
     verdicts = {}
     for check, mutants in REJECTED.items():
         for mutant in mutants:
-            answer = (PREDICTIONS | HYBRIDS)[mutant][0] if isinstance(mutant, str) else mutant
+            answer = (PREDICTIONS | HYBRIDS | HOOKS)[mutant][0] if isinstance(mutant, str) else mutant
             name = mutant if isinstance(mutant, str) else mutant.__name__
             verdicts[name] = getattr(checks, check)(answer, ranks)
     verdicts |= judge_solutions(ranks)
@@ -550,6 +823,10 @@ def judge_all(ranks):
 
 
 RIGHT = [
+    ("my_share", by_reshape),
+    ("my_share", copied_into_zeros),
+    ("reduce_scatter", divides_first),
+    ("gather_when_needed", on_all_modules),
     ("sharded_from_meta", meta_by_default),
     ("clip_by_global_norm", returns(float)),
     ("clip_by_global_norm", returns(as_array)),
@@ -561,12 +838,12 @@ RIGHT = [
 
 
 def judge_solutions(ranks):
-    given = {
-        name: getattr(taken_from(LESSON, name, world_size=ranks.world_size), name)
-        for name in SOLUTIONS.values()
-    }
+    around = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build C call
+    here = {"rank": ranks.rank, "world_size": ranks.world_size}
+    given = taken_from(LESSON, *around, *SOLUTIONS.values(), **here)
     return {
-        name: getattr(checks, check)(given[name], ranks, solution=True) for check, name in SOLUTIONS.items()
+        name: getattr(checks, check)(getattr(given, name), ranks, solution=True)
+        for check, name in SOLUTIONS.items()
     }
 
 

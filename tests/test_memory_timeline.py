@@ -7,7 +7,7 @@ import weakref
 import matplotlib
 import pytest
 import torch
-from manyhands.figures.memory_stack import memory_stack
+from manyhands.figures.memory_stack import memory_stack, memory_stacks
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.recompute import recompute
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
@@ -393,3 +393,43 @@ def test_two_figures_get_one_scale_where_the_highest_is_named():
     low, high = ([Sample("", {"parameters": n}), Sample("", {"parameters": n})] for n in (1e6, 3e6))
     tops = [memory_stack(samples, "t", highest=3e6).axes[0].get_ylim()[1] for samples in (low, high)]
     assert tops[0] == tops[1] > 3
+
+
+def _phased(*phases):
+    """Samples of parameters and activations, from (phase, [(parameters, activations)])."""
+    return [
+        Sample(phase, {"parameters": p, "activations": a}) for phase, heights in phases for p, a in heights
+    ]
+
+
+def test_timelines_side_by_side_have_one_scale_and_their_phases_in_the_same_places():
+    few = _phased(("forward", [(1e6, 0), (1e6, 2e6)]), ("update", [(1e6, 0)]))
+    many = _phased(
+        ("", [(9e6, 0)]), ("forward", [(5e5, k * 1e5) for k in range(8)]), ("update", [(5e5, 0)] * 3)
+    )
+    figure = memory_stacks({"few": few, "many": many})
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    for axes in figure.axes:
+        assert axes.get_xlim() == (0, 2)
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["forward", "update"]
+        assert [line.get_xdata()[0] for line in axes.lines] == [1], "a line where the second phase begins"
+        for area in axes.collections:
+            x = area.get_paths()[0].vertices[:, 0]
+            assert (x.min(), x.max()) == (0, 2)
+    assert [axes.get_title() for axes in figure.axes] == ["few\npeak 3.0 MB", "many\npeak 1.2 MB"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["activations", "parameters"], "what is nowhere has no key"
+
+
+@pytest.mark.parametrize(
+    "timelines",
+    [
+        {},
+        {"a": []},
+        {"a": _phased(("", [(1, 1)]))},
+        {"a": _phased(("f", [(1, 1)])), "b": _phased(("g", [(1, 1)]))},
+    ],
+)
+def test_timelines_without_phases_or_with_other_ones_are_not_put_side_by_side(timelines):
+    with pytest.raises(ValueError, match="need the same phases, one at least"):
+        memory_stacks(timelines)

@@ -78,6 +78,19 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
     assert model(ids_BT[:, :-1])[1] is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_the_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
+def test_the_loss_of_16_bit_logits_is_computed_in_32_bits(dtype, of_the_loss):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=65)).to(dtype)
+    ids_BT = torch.randint(65, (2, 16))
+    logits_BTV, loss = model(ids_BT, ids_BT)
+    expected = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1).to(of_the_loss), ids_BT.flatten())
+    assert (logits_BTV.dtype, loss.dtype) == (dtype, of_the_loss)
+    assert loss.item() == expected.item()
+
+
 def test_future_symbols_do_not_change_past_logits():
     model, ids_BT = build().double(), ids_of((2, 8))
     before_BTV, _ = model(ids_BT)

@@ -18,8 +18,8 @@ from torch import nn
 
 LESSON = "06_zero_fsdp"
 NAMES = (
-    "flat", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "by_block", "gather", "free",
-    "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
+    "flat", "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2", "gather",
+    "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
 )  # fmt: skip
 # 14 and 65 split evenly over no number of ranks
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=3, n_head=2, n_embd=14)
@@ -120,14 +120,10 @@ def adamw_in_shares(ranks):
     _, weights_1 = one_process(CONFIG, adamw, clip=False)
     for stage in (1, 2, 3):
         model = new_model()
-        if stage == 3:
-            parts = lesson.zero_3(model)
+        if stage == 1:
+            parts = [lesson.Unit(model.parameters())]
         else:
-            parts = [
-                lesson.Unit(p) for p in ([list(model.parameters())] if stage == 1 else lesson.by_block(model))
-            ]
-        for unit in parts if stage == 2 else ():
-            lesson.reduce_in_backward(unit)
+            parts = {2: lesson.zero_2, 3: lesson.zero_3}[stage](model)
         optimizer = lesson.ShardedOptimizer(parts, adamw)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -267,6 +263,27 @@ def shares_of_6_4_2(ranks):
     by_hand = len(ours().Unit(network.parameters(), apart=True).share_p)
     fully_shard(network, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     return by_hand, sum(p.to_local().numel() for p in network.parameters())
+
+
+def a_step_of_a_spread_model(ranks):
+    from manyhands.trainer.spread_model import spread_model
+
+    flags = "--model.n-layer 2 --train.global-batch 12 --parallel.strategy fsdp --parallel.wrapping block"
+    spread = spread_model(flags, ranks, vocab_size=65)
+    ids_bT = torch.zeros(12 // ranks.world_size, spread.config.block_size, dtype=torch.long)
+    with wire.watch() as seen:
+        spread.parallel.forward_backward(ids_bT, ids_bT)
+        spread.optimizer.step()
+    held = tensor_bytes(spread.parallel.model, spread.optimizer)
+    return held.total, spread.held_by_formula, seen.calls, spread.sent_by_formula
+
+
+def test_a_model_spread_by_the_trainers_flags_holds_and_sends_what_the_formulas_say(pool):
+    for held, by_formula, calls, sent in pool.run(2, a_step_of_a_spread_model):
+        assert held == pytest.approx(by_formula.total - by_formula.gathered, rel=0.02)
+        for op, traffic in sent.items():
+            members = [call.bytes for call in calls if call.op == op]
+            assert (len(members), sum(members)) == (traffic.calls, traffic.payload_bytes)
 
 
 def test_by_size_what_is_below_the_limit_piles_up_in_the_root():

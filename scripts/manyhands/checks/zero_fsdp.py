@@ -1,8 +1,8 @@
-"""Checks of lesson 06: the global norm, predicted bytes, a model that is never whole, and two levels of sharding.
+"""Checks of lesson 06: shares, ZeRO's movements, the global norm, predicted bytes, a model that is never whole, two levels.
 
 The right answers are known without communicating: gradients are drawn from seeds that say the rank, so that each rank
-knows all of them, and the full model of exercise 3 is small enough for a reference. Everything is in the CPU's memory,
-where the trial group can send.
+knows all of them, and the full models of build C and exercise 2 are small enough for a reference. Everything is in the
+CPU's memory, where the trial group can send. What builds A to C are judged by stands in `shards`.
 """
 
 import operator
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import Wrong, exercise, shards
 from manyhands.checks.never_whole import Peak, judge_sharded, stack
 from manyhands.checks.values import plain
 from manyhands.measure import wire
@@ -20,7 +20,45 @@ from manyhands.measure import wire
 CLOSE = 1e-10
 
 
-@exercise(1, "clip by the global norm")
+@exercise("A", "your share of the row")
+def my_share(answer, ranks=None):
+    """`answer(row_P, n, rank)` is the rank's piece of the row, padded and cut in n, in memory of its own."""
+    for length, n in ((38, 2), (38, 4), (40, 4), (7, 3), (3, 5), (9, 1)):
+        before = torch.arange(1, length + 1, dtype=torch.float64)
+        for rank in range(n):
+            row_P = before.clone()
+            shards.judge_share(answer(row_P, n, rank), row_P, before, n, rank)
+
+
+@exercise("B", "hand in the gradients")
+def reduce_scatter(answer, ranks):
+    """`answer(unit)` leaves the mean of this rank's piece in `unit.share_p.grad`, and no other gradient, for 1 P."""
+    n, rank = ranks.world_size, ranks.rank
+    unit = shards.unit_with_gradients(n, rank)
+    before = unit.whole_P.clone()
+    with wire.watch() as seen:
+        answer(unit)
+    shards.judge_reduced(unit, before, seen, n, rank)
+
+
+@exercise("C", "gather and free at the right moments")
+def gather_when_needed(answer, ranks):
+    """`answer(unit, modules, stays)` hooks a freed unit to its modules; a step gathers little, and gives one process's gradients."""
+    n, rank = ranks.world_size, ranks.rank
+    net = shards.Net()
+    parts = shards.freed_units(net, n, rank)
+    for unit, modules in parts.values():
+        answer(unit, modules, modules == [net])
+    units = {name: unit for name, (unit, _) in parts.items()}
+    with wire.watch() as seen, shards.Watching(units) as watching:
+        loss = net(shards.rows_of_data(rank))
+        shards.judge_after_forward(units)
+        watching.phase = "backward"
+        loss.backward()
+    shards.judge_after_backward(units, seen, watching, n, rank)
+
+
+@exercise("D", "clip by the global norm")
 def clip_by_global_norm(answer, ranks):
     """`answer(shares, max_norm)` scales every share's gradient by one factor, and returns the norm of all of them."""
     n, rank = ranks.world_size, ranks.rank
@@ -44,7 +82,7 @@ def clip_by_global_norm(answer, ranks):
     _judge_a_rank_without_gradients(answer, n, rank)
 
 
-@exercise(2, "the bytes of a wrapping")
+@exercise(1, "the bytes of a wrapping")
 def predict(answer, ranks=None):
     """`answer(sizes, n)` is (held, whole, gathers, handed over) of fp32, AdamW, ZeRO-3, the root last."""
     cases = [
@@ -67,7 +105,7 @@ def predict(answer, ranks=None):
                 )
 
 
-@exercise(3, "never build the whole model", timeout_s=20.0)
+@exercise(2, "never build the whole model", timeout_s=20.0)
 def sharded_from_meta(answer, ranks):
     """`answer(make, mesh)` returns a sharded model with the full model's numbers, of which it never held more than a bit."""
     n, rank = ranks.world_size, ranks.rank
@@ -108,7 +146,7 @@ def _set_default_device(device):
         torch.set_default_device(None if device.type == "cpu" else device)
 
 
-@exercise(4, "two nodes of four")
+@exercise(3, "two nodes of four")
 def hybrid(answer, ranks=None):
     """`answer(num_nodes, per_node)` is (groups that shard, groups of copies, share that crosses between nodes)."""
     for num_nodes, per_node in ((2, 4), (2, 2), (3, 4), (4, 1)):
@@ -154,7 +192,7 @@ def _listed(given):
     return given.tolist() if isinstance(given, (np.ndarray, torch.Tensor)) else given
 
 
-# ---- exercise 1 ----
+# ---- build D ----
 
 
 def _share_gradients(rank):
@@ -274,12 +312,12 @@ def _judge_cost(seen, n):
     sent, calls = seen.payload_bytes(), [call.op for call in seen.calls]
     if sent > 8 or len(calls) > 1:
         raise Wrong(
-            f"norm and gradients are right, but {sent} bytes were handed over in {len(calls)} calls "
+            f"norm and gradients are right, but {sent} bytes were handed over in {len(calls)} call{'s' if len(calls) > 1 else ''} "
             f"({', '.join(sorted(set(calls)))}); one all-reduce of one number is enough: the sum of squares"
         )
 
 
-# ---- exercise 2 ----
+# ---- exercise 1 ----
 
 
 def _bytes_of(sizes, n):
@@ -335,7 +373,7 @@ def _hint(name, mine, sizes, n):
     return f": {hints[mine]}" if mine in hints else ""
 
 
-# ---- exercise 4 ----
+# ---- exercise 3 ----
 
 
 def _groups(name, groups, case):

@@ -1,4 +1,4 @@
-"""The picture of a memory timeline: stacked areas over the events of a step."""
+"""The picture of a memory timeline: stacked areas over the events of a step; or of several, side by side by phases."""
 
 from manyhands.figures.looks import BYTES, INK, PAPER, PREDICTED, QUIET
 
@@ -25,9 +25,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
-    scale, unit = next(
-        (s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1
-    )
+    scale, unit = _scale(most)
     events, floor, keys = range(len(samples)), [0.0] * len(samples), []
     for kind, (colour, hatch) in BYTES.items():
         heights = [sample.bytes.get(kind, 0) / scale for sample in samples]
@@ -86,3 +84,61 @@ def _phases(axes, phases):
         elif name:
             axes.text(end, 0.93, f"{name} ", transform=above, ha="right" if begin else "left", va="top")
         begin = i
+
+
+def memory_stacks(timelines):
+    """A matplotlib Figure of several timelines, {title: samples}, side by side on one scale, by kind and phase.
+
+    Each phase is equally wide in all of them; the events of a phase, however many, are spread over its width. Samples
+    outside of phases are left out. Raises ValueError where a timeline has no phases, or others than the first one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    samples = {title: [s for s in found if s.phase] for title, found in timelines.items()}
+    phases = {title: list(dict.fromkeys(s.phase for s in found)) for title, found in samples.items()}
+    names = next(iter(phases.values()), [])
+    if not names or any(other != names for other in phases.values()):
+        raise ValueError(f"timelines side by side need the same phases, one at least; these have {phases}")
+    most = max(s.total for found in samples.values() for s in found)
+    scale, unit = _scale(most)
+    figure = Figure(figsize=(1 + 2.9 * len(samples), 4), layout="constrained")
+    panels = figure.subplots(1, len(samples), sharey=True, squeeze=False)[0]
+    for axes, (title, found) in zip(panels, samples.items(), strict=True):
+        _stack(axes, [part for name in names for part in _spread(found, name, names.index(name))], scale)
+        for i in range(1, len(names)):
+            axes.axvline(i, color=QUIET, lw=0.8, zorder=3)
+        axes.set_xticks([i + 0.5 for i in range(len(names))], names)
+        axes.tick_params(axis="x", length=0)
+        peak = max(s.total for s in found) / scale
+        axes.set(
+            xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}"
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(f"memory, {unit}")
+    there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
+    keys = [Patch(fc=BYTES[k][0], ec=INK, lw=0.4, hatch=BYTES[k][1], label=k) for k in reversed(there)]
+    figure.legend(handles=keys, loc="outside right center", frameon=False, handleheight=1.4)
+    return figure
+
+
+def _spread(samples, phase, start):
+    """[(x, bytes by kind)] of a phase's events over the width 1 from `start`, and where the last one ends."""
+    found = [sample.bytes for sample in samples if sample.phase == phase]
+    return [*((start + i / len(found), held) for i, held in enumerate(found)), (start + 1, found[-1])]
+
+
+def _stack(axes, points, scale):
+    """The areas of [(x, bytes by kind)], one on the other."""
+    floor, at = [0.0] * len(points), [x for x, _ in points]
+    for kind, (colour, hatch) in BYTES.items():
+        top = [low + held.get(kind, 0) / scale for low, (_, held) in zip(floor, points, strict=True)]
+        if top != floor:
+            axes.fill_between(at, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
+        floor = top
+
+
+def _scale(most):
+    return next(
+        (s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1
+    )

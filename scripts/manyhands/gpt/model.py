@@ -136,7 +136,7 @@ class GPT(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def forward(self, ids_BT, targets_BT=None):
-        """Logits [B, T, V], and the mean cross-entropy in nats (None without targets).
+        """Logits [B, T, V], and the mean cross-entropy in nats, in float32 at least (None without targets).
 
         Raises ValueError if the sequences are longer than `block_size`.
         """
@@ -151,7 +151,10 @@ class GPT(nn.Module):
         logits_BTV = self.head(self.norm(x_BTD))
         if targets_BT is None:
             return logits_BTV, None
-        return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        logits_BV = logits_BTV.flatten(0, 1)
+        if logits_BV.dtype.itemsize < 4:  # 16 bits are too few for the logarithm of a sum over the vocabulary
+            logits_BV = logits_BV.float()
+        return logits_BTV, F.cross_entropy(logits_BV, targets_BT.flatten())
 
     @torch.no_grad()
     def generate(self, ids_BT, n, temperature=1.0, generator=None):

@@ -30,7 +30,7 @@ def saved_bytes(config, sequences, itemsize=4):
     qkv and for attention's output, D and 4 D in the MLP), attention q, k, v (3 D) and one number per head, GELU its input
     (4 D). Attention's output and the input of its linear are one storage, and so are the outputs of norms and the inputs of
     linears; a residual addition keeps nothing. Around the layers 2 D + 2 for norm and head and V for the loss (its
-    log-probabilities; the logits themselves are let go), and the ids.
+    log-probabilities, in 32 bits at least; the logits themselves are let go), and the ids.
 
     Assumes: flash or memory-efficient attention, so that no T x T scores are kept; targets given; no dropout (ValueError),
     no recomputation, no autocast, whose copies would come on top. `itemsize` is of the model's numbers, 4 for float32.
@@ -53,8 +53,9 @@ def saved_bytes(config, sequences, itemsize=4):
     }
     terms = {term: count * tokens * itemsize for term, count in per_token.items()}
     terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
+    terms["loss"] = V * tokens * max(itemsize, 4)
     # of each token its id and its target, and each position once; the number of targets, as a float, is the loss's
-    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + itemsize}
+    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + max(itemsize, 4)}
 
 
 def published_bytes(config, sequences):

@@ -1,7 +1,7 @@
 """Figures of lesson 06: two halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
 from manyhands.figures import Drawing, arrow, box, card, cell, rank_box, write
-from manyhands.figures.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.figures.looks import BYTES, EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 
 def _share(axes, x, y, width, height, n, held, size=10, text=None):
@@ -27,51 +27,55 @@ def two_halves():
         _share(axes, 40, y, 20, 7, 2, {rank: "19"}, size=12)
         _share(axes, 69, y, 20, 7, 2, {0: "19", 1: "19"}, size=12)
         arrow(axes, (60.5, y + 3.5), (68.5, y + 3.5))
-    box(axes, 59, 16.6, 11, 2.8, "all-gather", hatch=HATCH, size=9)
-    write(axes, 23, 30, "76 numbers kept", size=9, colour=QUIET)
-    write(axes, 50, 30, "38 numbers kept", size=9, colour=QUIET)
-    write(axes, 79, 30, "whole for the moment", size=9, colour=QUIET)
+    box(axes, 59, 16.6, 11, 2.8, "all-gather", hatch=HATCH)
+    write(axes, 23, 30, "76 numbers kept", colour=QUIET)
+    write(axes, 50, 30, "38 numbers kept", colour=QUIET)
+    write(axes, 79, 30, "whole for the moment", colour=QUIET)
     return figure
 
 
 def stages():
-    figure, axes = card(
-        92, 44, "7.5 billion parameters on N = 64 ranks, 2 + 2 + 12 bytes each; shares drawn wider"
-    )
+    figure, axes = card(92, 43, "7.5 billion parameters on N = 64 ranks, 2 + 2 + 12 bytes each, to scale")
     rows = (
         ("none", "all on every rank", 0, "120 GB"),
         ("ZeRO-1", "Adam in shares", 1, "31.4 GB"),
         ("ZeRO-2", "and gradients", 2, "16.6 GB"),
         ("ZeRO-3", "and weights", 3, "1.9 GB"),
     )
-    kinds = (("weights", 3, 3.2, ""), ("gradients", 2, 3.2, "//"), ("Adam", 1, 12.6, ".."))
-    for column, rank in enumerate((0, 1, 2)):
-        label = "rank N-1" if column == 2 else None
-        rank_box(axes, rank, 21 + 21.5 * column, 5, width=19, height=3, label=label)
+    kinds = (
+        ("parameters", 3, 2),
+        ("gradients", 2, 2),
+        ("optimizer", 1, 12),
+    )  # from which stage on in shares; bytes
+    columns, unit = (("rank 0", 0, 0), ("rank 1", 1, 1), ("rank N-1", 63, 2)), 19 / 16
+    for i, (label, _, colour_of) in enumerate(columns):
+        rank_box(axes, colour_of, 21 + 21.5 * i, 5, width=19, height=3, label=label)
     for row, (name, gloss, stage, gigabytes) in enumerate(rows):
-        y = 10 + 7.6 * row
+        y = 10 + 7.4 * row
         write(axes, 2, y + 1.6, name, ha="left", weight="bold")
-        write(axes, 2, y + 4.3, gloss, ha="left", size=9, colour=QUIET)
-        for column, rank in enumerate((0, 1, 2)):
-            x = 21 + 21.5 * column
-            for _, first, width, hatch in kinds:
-                colour = rank_colour(rank)
-                if stage >= first:
-                    box(axes, x, y, width, 5.6, edge=EDGE, dotted=True)
-                    part = width / 5
-                    at = x + (0, part, width - part)[column]
-                    box(axes, at, y, part, 5.6, face=tint(colour, 0.5), edge=colour, hatch=hatch)
+        write(axes, 2, y + 4.2, gloss, ha="left", colour=QUIET)
+        for i, (_, piece, colour_of) in enumerate(columns):
+            x, colour = 21 + 21.5 * i, rank_colour(colour_of)
+            for kind, first, size in kinds:
+                width, hatch = size * unit, BYTES[kind][1]
+                if stage >= first:  # a 64th, where it lies in the row of all
+                    box(axes, x, y, width, 5.4, edge=EDGE, dotted=True)
+                    box(axes, x + piece * width / 64, y, width / 64, 5.4, face=colour, edge=colour)
                 else:
-                    box(axes, x, y, width, 5.6, face=tint(colour, 0.35), edge=colour, hatch=hatch)
+                    box(axes, x, y, width, 5.4, face=tint(colour, 0.35), edge=colour, hatch=hatch)
                 x += width
-        write(axes, 87, y + 2.8, gigabytes, weight="bold")
-    x = 21
-    for kind, _, _, hatch in kinds:
-        box(axes, x, 40.4, 3, 2, hatch=hatch)
-        write(axes, x + 3.8, 41.4, kind, ha="left", size=9)
-        x += 15
-    box(axes, x, 40.4, 3, 2, edge=EDGE, dotted=True)
-    write(axes, x + 3.8, 41.4, "on another rank", ha="left", size=9)
+        write(axes, 87, y + 2.7, gigabytes, weight="bold")
+    x = 4
+    for kind, text in (
+        ("parameters", "weights"),
+        ("gradients", "gradients"),
+        ("optimizer", "Adam and fp32 copy"),
+    ):
+        box(axes, x, 39.6, 3.4, 2, hatch=BYTES[kind][1], face=GREY)
+        write(axes, x + 4.2, 40.6, text, ha="left")
+        x += 8 + 0.8 * len(text)
+    box(axes, x, 39.6, 3.4, 2, edge=EDGE, dotted=True)
+    write(axes, x + 4.2, 40.6, "on other ranks; stroke: this rank's 64th", ha="left")
     return figure
 
 
@@ -101,12 +105,11 @@ def volume():
                 text,
                 face=PAPER if cost else GREY,
                 hatch=HATCH if cost else None,
-                size=9,
             )
             x += width
         write(axes, 86, y + 2.4, total, weight="bold", size=12)
     note = "hatched: communication, one box of this width for each P; ZeRO-2 and 3 do theirs unit by unit"
-    write(axes, 14, 31.3, note, ha="left", size=9, colour=QUIET)
+    write(axes, 14, 31.3, note, ha="left", colour=QUIET)
     return figure
 
 
@@ -128,7 +131,6 @@ def fsdp_step():
             name,
             hatch=HATCH if hatched else None,
             face=PAPER if hatched else GREY,
-            size=9,
         )
         if i:
             arrow(axes, (x - 1, 7.3), (x, 7.3))
@@ -139,7 +141,7 @@ def fsdp_step():
             weights = {0: "w₀", 1: "w₁"} if state in ("whole", "grads") else {rank: f"w{'₀₁'[rank]}"}
             if state == "new":
                 weights = {rank: f"w{'₀₁'[rank]}′"}
-            _share(axes, x, y, 9, 4, 2, weights, size=9)
+            _share(axes, x, y, 9, 4, 2, weights)
             if state == "grads":
                 box(
                     axes,
@@ -147,20 +149,18 @@ def fsdp_step():
                     y + 5,
                     9,
                     4,
-                    "g of my rows",
+                    "whole g",
                     face=tint(rank_colour(rank), 0.15),
                     edge=rank_colour(rank),
-                    size=8,
                 )
             if state in ("sum", "new"):
-                _share(axes, x, y + 5, 9, 4, 2, {rank: "Σg"}, size=9)
+                _share(axes, x, y + 5, 9, 4, 2, {rank: "Σg"})
     write(
         axes,
         11.5,
         38.3,
         "upper row: weights; lower row: gradients; dotted: not here",
         ha="left",
-        size=9,
         colour=QUIET,
     )
     return figure
@@ -171,16 +171,16 @@ def storage():
     for i, (title, full) in enumerate((("gathered", True), ("freed", False), ("gathered again", True))):
         x = 3 + 30.5 * i
         write(axes, x + 12.5, 6.2, title, weight="bold")
-        box(axes, x, 8.5, 11.5, 5.4, "p\n[512, 128]", face=GREY, size=9)
-        box(axes, x + 13.5, 8.5, 11.5, 5.4, "saved by\nautograd", face=GREY, size=9)
-        _share(axes, x, 18.5, 25, 4.6, 4, dict.fromkeys(range(4), "") if full else {}, size=9)
+        box(axes, x, 8.5, 11.5, 5.4, "p\n[512, 128]", face=GREY)
+        box(axes, x + 13.5, 8.5, 11.5, 5.4, "saved by\nautograd", face=GREY)
+        _share(axes, x, 18.5, 25, 4.6, 4, dict.fromkeys(range(4), "") if full else {})
         for start in (x + 5.7, x + 19.2):
             arrow(
                 axes, (start, 14), (x + 12.5 + (start - x - 12.5) * 0.45, 18.3), colour=INK if full else EDGE
             )
-        write(axes, x + 12.5, 25, "storage of the row" if full else "0 bytes", size=9, colour=QUIET)
-        box(axes, x, 27, 6.2, 3.6, "share", face=tint(rank_colour(0), 0.35), edge=rank_colour(0), size=9)
-        write(axes, x + 7.2, 28.8, "memory of its own", ha="left", size=9, colour=QUIET)
+        write(axes, x + 12.5, 25, "storage of the row" if full else "0 bytes", colour=QUIET)
+        box(axes, x, 27, 6.2, 3.6, "share", face=tint(rank_colour(0), 0.35), edge=rank_colour(0))
+        write(axes, x + 7.2, 28.8, "memory of its own", ha="left", colour=QUIET)
         if i:
             arrow(axes, (x - 4.6, 20.8), (x - 0.8, 20.8))
     return figure
@@ -203,7 +203,7 @@ def norm():
     )
     for i, (what, why) in enumerate(lines):
         write(axes, 50.5, 9 + 6.6 * i, what, ha="left", weight="bold" if i == 0 else "normal")
-        write(axes, 50.5, 11.6 + 6.6 * i, why, ha="left", size=9, colour=QUIET)
+        write(axes, 50.5, 11.6 + 6.6 * i, why, ha="left", colour=QUIET)
     return figure
 
 
@@ -229,13 +229,13 @@ def wrapping():
     )  # fmt: skip
     for row, (name, gloss, unit_of) in enumerate(rows):
         y = 6 + 8.4 * row
-        write(axes, 1.5, y + 1.8, name, ha="left", weight="bold", size=9)
-        write(axes, 1.5, y + 4.4, gloss, ha="left", size=9, colour=QUIET)
+        write(axes, 1.5, y + 1.8, name, ha="left", weight="bold")
+        write(axes, 1.5, y + 4.4, gloss, ha="left", colour=QUIET)
         x, open_units = 16.0, {}
         for (text, width), unit in zip(parts, unit_of, strict=True):
             width *= 0.87
             x += 0.8 if unit is not None and unit not in open_units else 0
-            box(axes, x, y, width, 6, text, GREY if unit is None else PAPER, dotted=unit is None, size=8)
+            box(axes, x, y, width, 6, text, GREY if unit is None else PAPER, dotted=unit is None)
             if unit is not None:
                 left, _ = open_units.setdefault(unit, (x, x))
                 open_units[unit] = left, x + width
@@ -248,7 +248,6 @@ def wrapping():
         40.2,
         "framed: a unit; grey and dotted: the root, whole from forward to backward",
         ha="left",
-        size=9,
         colour=QUIET,
     )
     return figure
@@ -271,7 +270,7 @@ def hsdp():
     for i in range(4):
         arrow(axes, (22.5 + 19.2 * i, 16.6), (22.5 + 19.2 * i, 20.8), style="<|-|>")
     note = "in a node: all-gather weights, reduce-scatter gradients; between nodes (arrows): all-reduce a quarter of the gradients"
-    write(axes, 2, 34, note, ha="left", size=9, colour=QUIET)
+    write(axes, 2, 34, note, ha="left", colour=QUIET)
     return figure
 
 

@@ -1,0 +1,51 @@
+"""From the trainer's flags to a model spread over the ranks, as `scripts/train.py` makes it, and what the formulas say of it.
+
+spread = spread_model("--parallel.strategy fsdp --parallel.wrapping block", ranks, vocab_size=65)
+loss = spread.parallel.forward_backward(ids_bT, targets_bT)
+spread.optimizer.step()
+spread.held_by_formula, spread.sent_by_formula
+"""
+
+import shlex
+from dataclasses import dataclass
+
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import Options, model_config, read_options
+from manyhands.gpt.model import GPTConfig
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import Strategy
+from manyhands.predict import rank_memory, step_traffic
+
+
+@dataclass(frozen=True)
+class SpreadModel:
+    """A strategy that holds the model, its optimizer, and from what they were made."""
+
+    parallel: Strategy
+    optimizer: object
+    config: GPTConfig
+    layout: Layout
+    options: Options
+
+    @property
+    def held_by_formula(self):
+        """The `Bytes` of the fullest rank."""
+        return rank_memory.bytes_per_rank(self.config, self.layout, self.options)
+
+    @property
+    def sent_by_formula(self):
+        """{collective: Traffic} of a step; ValueError for a strategy without a formula."""
+        return step_traffic.per_step(self.config, self.layout, self.options)
+
+
+def spread_model(flags, ranks, vocab_size):
+    """A SpreadModel by the trainer's `flags`, a text as on a command line. All ranks must call it.
+
+    Raises OptionError as the trainer does.
+    """
+    options = read_options(shlex.split(flags))
+    config = model_config(options, vocab_size)
+    layout = resolve_layout(options, config, ranks.world_size)
+    parallel = parallelize(config, layout, options, ranks)
+    return SpreadModel(parallel, build_optimizer(parallel, options), config, layout, options)
