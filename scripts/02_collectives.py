@@ -1021,9 +1021,9 @@ checks.ring_seconds(ring_seconds, ranks, solution=True)
 #
 # <details><summary>Answer</summary>
 #
-# Above it, mostly. The formula has no term for the *adding*, which half of the hops do. And it takes the median of one
-# hop, whereas a ring of six hops waits six times for whichever rank is slowest. As α is noisy, single points may fall
-# below.
+# On a machine that is otherwise idle, expect it somewhat above. The formula has no term for the *adding*, which half of
+# the hops do, and it takes the median of one hop, whereas a ring of six hops waits six times for whichever rank is
+# slowest. On a busy machine α is noisy, and points fall on both sides.
 #
 # </details>
 
