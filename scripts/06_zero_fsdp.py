@@ -243,8 +243,8 @@ say(f"at rest {len(share_p)} numbers; gathered {len(whole_P)}, the first 38 of t
 #
 # <details><summary>Answer</summary>
 #
-# Stage 1: (2 + 2 + 12/8) · 7.5 = 41.2 GB. Stage 2: (2 + 14/8) · 7.5 = 28.1. Stage 3: 16/8 · 7.5 = 15. For 64 the
-# same formulas give 31.4, 16.6 and 1.9, the numbers of the paper's figure 1.
+# Stage 1: (2 + 2 + 12/8) · 7.5 = 41.2 GB. Stage 2: (2 + 14/8) · 7.5 = 28.1. Stage 3: 16/8 · 7.5 = 15. (For 64 see the
+# paper's figure 1.)
 #
 # </details>
 
@@ -465,8 +465,8 @@ def zero_2(model):
 
 
 # %% [markdown]
-# Backward passes through the blocks in the same order on all ranks, so the n-th call of one rank meets the n-th call
-# of the others, as in lesson 03. What is left of the gradients after backward, before the step?
+# Backward passes through the blocks in the same order on all ranks, so their calls match, as in lesson 03. What is
+# left of the gradients after backward?
 
 # %%
 # %%ranks
@@ -700,8 +700,8 @@ if rank == 0:
     say(f"in thousands of numbers: {in_words(seen)}")
 
 # %% [markdown]
-# Read the line from left to right and you read the step: root, block 0, block 1 forward; then block 1 and block 0
-# backward, each gathered, then reduced; the root's gradients last, because the embeddings' are.
+# Read it from left to right: root, block 0, block 1 forward; then block 1 and block 0 backward, each gathered, then
+# reduced; the root's gradients last, because the embeddings' are.
 #
 # Afterwards a rank holds its shares and nothing else. In fp32 that is 4 + 4 + 8 bytes per parameter: 16, as in mixed
 # precision, divided by n.
