@@ -38,60 +38,55 @@ def two_reasons():
 
 
 def gpt():
-    figure, axes = card(92, 74, "a GPT, from the bottom to the top, and its parameters")
-    left, width = 8, 34
-    write(axes, 76, 6.4, "parameters", weight="bold")
-    write(axes, 56, 6.4, "weights", colour=QUIET)
+    figure, axes = card(92, 74, "a GPT, from the bottom to the top, and the shapes of its weights")
+    left, width = 8, 42
+    write(axes, 66, 6.4, "weights", ha="left", weight="bold")
 
-    def row(y, name, weights, number, face=PAPER, height=3.6, indent=0):
+    def row(y, name, weights, face=PAPER, height=3.6, indent=0):
         box(axes, left + indent, y, width - 2 * indent, height, name, face=face)
-        write(axes, 56, y + height / 2, weights, size=10, colour=QUIET)
-        write(axes, 76, y + height / 2, number, weight="bold", size=11)
+        write(axes, 66, y + height / 2, weights, ha="left", size=11)
 
-    row(8.5, "head", "D → V, bias", "V (D + 1)", GREY)
-    row(13.5, "last LayerNorm", "scale, shift", "2 D")
+    row(8.5, "head", "D → V, bias", GREY)
+    row(13.5, "last LayerNorm", "scale, shift")
     box(axes, left - 2.5, 18.5, width + 5, 41.3, dotted=True)
     write(axes, left - 4.3, 39, "N layers", rotation=90, size=10, weight="bold")
-    for y, name, weights, number in (
-        (22, "MLP down", "4D → D, bias", "4 D² + D"),
-        (25.8, "GELU", "", "0"),
-        (29.6, "MLP up", "D → 4D, bias", "4 D² + 4 D"),
-        (33.4, "LayerNorm", "scale, shift", "2 D"),
-        (42, "attention out", "D → D, bias", "D² + D"),
-        (45.8, "attention: H·T scores per token", "", "0"),
-        (49.6, "query, key, value", "D → 3D, no bias", "3 D²"),
-        (53.4, "LayerNorm", "scale, shift", "2 D"),
+    for y, name, weights in (
+        (22, "MLP down", "4D → D, bias"),
+        (25.8, "GELU", "none"),
+        (29.6, "MLP up", "D → 4D, bias"),
+        (33.4, "LayerNorm", "scale, shift"),
+        (42, "attention out", "D → D, bias"),
+        (45.8, "attention: H·T scores per token", "none"),
+        (49.6, "query, key, value", "D → 3D, no bias"),
+        (53.4, "LayerNorm", "scale, shift"),
     ):
-        face = GREY if weights and name != "LayerNorm" else PAPER  # grey: a matrix
-        row(y, name, weights, number, face, height=3.2, indent=2)
+        face = GREY if "→" in weights else PAPER  # grey: a matrix
+        row(y, name, weights, face, height=3.2, indent=2)
+    middle = left + width / 2
     for fork, joint in ((38.1, 20.4), (58.1, 40.4)):  # each half of a layer adds its result to its input
-        axes.plot([25, 25], [fork + 1, fork - 1.4], color=INK, lw=1.6, zorder=2)
-        axes.plot([25, 7.6, 7.6], [fork, fork, joint], color=INK, lw=1.6, zorder=2)
-        arrow(axes, (7.6, joint), (24, joint))
-        write(axes, 25, joint, "+", size=15, weight="bold")
-    axes.plot([86, 87.5, 87.5, 86], [20, 20, 58.5, 58.5], color=INK, lw=1.4, zorder=3)
-    write(axes, 89.4, 39, "N (12 D² + 10 D)", rotation=270, size=10, weight="bold")
-    row(62.2, "positions", "one row for each of T", "T D", GREY)
-    row(66.5, "tokens", "one row for each of V", "V D", GREY)
+        axes.plot([middle, middle], [fork + 1, fork - 1.4], color=INK, lw=1.6, zorder=2)
+        axes.plot([middle, 7.6, 7.6], [fork, fork, joint], color=INK, lw=1.6, zorder=2)
+        arrow(axes, (7.6, joint), (middle - 1, joint))
+        write(axes, middle, joint, "+", size=15, weight="bold")
+    row(62.2, "positions", "a vector for each of T", GREY)
+    row(66.5, "tokens", "a vector for each of V", GREY)
     arrow(axes, (left + width + 5.4, 69.7), (left + width + 5.4, 9), colour=QUIET)
-    write(axes, 25, 71.7, "ids [B, T]", size=10, colour=QUIET)
+    write(axes, middle, 71.7, "ids [B, T]", size=10, colour=QUIET)
     return figure
 
 
 def bytes_per_parameter():
-    figure, axes = card(92, 36, "bytes for one parameter: a box is a byte")
+    figure, axes = card(92, 31.5, "bytes for one parameter: a box is a byte")
     recipes = [
         ("fp32", ((4, WEIGHTS), (4, GRADIENTS), (8, MOMENTS)), "16"),
         ("bf16, all of it", ((2, WEIGHTS), (2, GRADIENTS), (4, MOMENTS)), "8"),
         ("bf16 + fp32 master", ((2, WEIGHTS), (2, GRADIENTS), (4, MASTER), (8, MOMENTS)), "16"),
         ("fp32 + autocast", ((4, WEIGHTS), (4, GRADIENTS), (8, MOMENTS), (2, CAST)), "18, later 16"),
-        ("14P of many slides", ((2, WEIGHTS), (12, None)), "14"),
     ]
     for i, (name, parts, total) in enumerate(recipes):
         x, y = 22, 6 + 4.8 * i
         write(axes, 2, y + 1.8, name, ha="left", weight="bold")
-        for count, kind in parts:
-            face, hatch = kind or (GREY, None)
+        for count, (face, hatch) in parts:
             for _ in range(count):
                 cell_face(axes, x, y, face, hatch)
                 x += 3
@@ -104,8 +99,8 @@ def bytes_per_parameter():
         ("Adam's moments", MOMENTS),
     )
     for i, (name, (face, hatch)) in enumerate((*names, ("cast for a while", CAST))):
-        cell_face(axes, 3 + 18 * i, 31, face, hatch)
-        write(axes, 6.8 + 18 * i, 32.6, name, ha="left", size=10)
+        cell_face(axes, 3 + 18 * i, 26.5, face, hatch)
+        write(axes, 6.8 + 18 * i, 28.1, name, ha="left", size=10)
     return figure
 
 
@@ -233,13 +228,13 @@ FIGURES = {
     ),
     "01_gpt": Drawing(
         gpt,
-        "A decoder-only transformer from the token and position embeddings through N layers to the head, with the number of "
-        "parameters beside each box; a layer has 12 D squared plus 10 D, and each of its halves adds its result to its input.",
+        "A decoder-only transformer from the token and position embeddings through N layers to the head, with the shape of the "
+        "weights beside each box; each half of a layer adds its result to its input.",
     ),
     "01_bytes": Drawing(
         bytes_per_parameter,
-        "Five recipes with one box per byte: fp32 has 16, all bf16 8, bf16 with fp32 master 16, fp32 with autocast 18 while casts "
-        "live, and many slides count 14.",
+        "Four recipes with one box per byte: fp32 has 16, all bf16 8, bf16 with fp32 master 16, fp32 with autocast 18 while casts "
+        "live.",
     ),
     "01_mfu": Drawing(
         mfu,
