@@ -322,7 +322,7 @@ metrics.close(first_loss_close=first_loss)
 # ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
 # moments](../assets/01_bytes.svg)
 #
-# Few people train with 16-bit numbers alone: bf16 has 8 significant bits, and a weight near 1 cannot take a step smaller
+# Few people train with 16-bit numbers alone: bf16 has 8 significant bits, and a weight of 1 cannot grow by less
 # than 1/256. So a second, exact copy of the weights is kept in float32, the **master**, and the update goes there.
 #
 # **Predict.** 16-bit weights and gradients look like half of float32. By how much do they shrink the 16 bytes per
@@ -428,8 +428,7 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
     say(f"{recipe:20} {ended:.2f} bytes per parameter at the end, {most:.2f} at most")
 
 # %% [markdown]
-# With a step that goes through the tensors one by one, 20 would be hardly more than 16. (The rest beyond whole bytes: Adam
-# also keeps a step count for each of the 50 tensors.)
+# 16 between steps, up to 20 within. A step that goes through the tensors one by one would need hardly more than 16.
 
 # %% [markdown]
 # ### A calculator, and GB or GiB (MORE, 2 min)
@@ -736,21 +735,19 @@ checks.does_it_fit(sequences_that_fit, ranks, solution=True)
 # %% tags=["nbval-check-output"]
 # %%ranks
 for name, config in large_models.items():
-    state = 16 * config.num_params()
-    a_sequence = 32 * config.n_embd * config.n_layer * config.block_size
-    say(f"{name:9} state {state / 1e9:7,.1f} GB, each sequence {a_sequence / 1e9:5.2f} GB more")
-    for gb in (40, 80, 141):
-        say(f"{'':9} {sequences_that_fit(config, gb * 1e9):2d} sequences at once on {gb} GB")
+    fit = ", ".join(f"{sequences_that_fit(config, gb * 1e9)} on {gb} GB" for gb in (40, 80, 141))
+    say(f"{name:9} {16 * config.num_params() / 1e9:7,.1f} GB of state; sequences beside it: {fit}")
 
 # %% [markdown]
-# Three answers. The **1B** fits, and memory limits the *batch*. The *state* of the **7B** alone exceeds 80 GB. Of the **70B**
-# class nothing fits: spread its state over a thousand devices, and the activations of *one* sequence still fill one.
-# Sharding cuts the state (lesson 06). The next two sections cut activations.
+# Three answers. The **1B** fits, and memory limits the *batch*: 2.1 GB for each sequence. The *state* of the **7B** alone
+# exceeds 80 GB. Of the **70B** class nothing fits: spread its state over a thousand devices, and *one* sequence still
+# needs 86 GB. Sharding cuts the state (lesson 06). The next two sections cut activations.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: activations</summary>
 #
-# The usual surprise: a residual addition keeps nothing, a GELU keeps its input. *Ask* before the table: "Which of the three models is limited by what?"
+# The usual surprise: a residual addition keeps nothing, a GELU keeps its input. *Ask* before the table: "Which of the
+# three models is limited by what?"
 #
 # </details>
 
@@ -1269,7 +1266,7 @@ def predict_bytes(case):
 def step_of(case, model, optimizer, x_BT, y_BT, seen):
     """One training step in its phases."""
     if case == "4 micro-batches":
-        with seen.phase("forward, backward: 4 times"):
+        with seen.phase("4 x forward, backward"):
             accumulate(model, x_BT, y_BT, pieces=4)
     else:
         run_block = Recompute.apply if case == "checkpointing" else lambda block, x_BTD: block(x_BTD)
@@ -1324,7 +1321,9 @@ for case, seen in steps.items():
     highest[case] = {kind: seen.highest(kind) for kind in predicted}
     say(f"{case}: " + ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in highest[case].items()))
     worst[case] = max(abs(highest[case][kind] / predicted[kind] - 1) for kind in predicted)
-    say(f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in {seen.peak.phase}")
+    say(
+        f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'"
+    )
 share = highest["checkpointing"]["activations"] / highest["plain"]["activations"]
 say(f"checkpointing leaves {100 * share:.0f} % of the activations")
 metrics.exact(highest_bytes=highest)
@@ -1546,7 +1545,7 @@ if rank == 0:
 #
 # 1. P = N(12D² + 10D) + the ends; remember 12ND², and 6 FLOPs for each parameter and token.
 # 2. Training keeps 16 bytes per parameter between steps, in float32 and in mixed precision alike.
-# 3. Activations grow with tokens: 16 vectors per layer here, 32 bytes times D in 16 bits.
+# 3. Activations grow with tokens: 16 vectors per token and layer here, 32·D bytes in 16 bits.
 # 4. Time buys memory: checkpointing costs up to a third more FLOPs, accumulation makes matrices small.
 # 5. An MFU is the model's FLOPs divided by a peak: name the peak.
 #

@@ -40,11 +40,11 @@ def two_reasons():
 def gpt():
     figure, axes = card(92, 74, "a GPT, from the bottom to the top, and the shapes of its weights")
     left, width = 8, 42
-    write(axes, 66, 6.4, "weights", ha="left", weight="bold")
+    write(axes, 61, 6.4, "weights", ha="left", weight="bold")
 
     def row(y, name, weights, face=PAPER, height=3.6, indent=0):
         box(axes, left + indent, y, width - 2 * indent, height, name, face=face)
-        write(axes, 66, y + height / 2, weights, ha="left", size=11)
+        write(axes, 61, y + height / 2, weights, ha="left", size=11)
 
     row(8.5, "head", "D → V, bias", GREY)
     row(13.5, "last LayerNorm", "scale, shift")
@@ -149,47 +149,38 @@ def saved():
 
 
 def recompute():
-    figure, axes = card(92, 40, "activations over one step of four blocks")
-    block, small, unit = 5.5, 0.8, 1.5
+    from matplotlib.patches import Rectangle
 
-    def area(x, y, heights, width, face, hatch=None):
-        from matplotlib.patches import Rectangle
-
-        for i, height in enumerate(heights):
-            axes.add_patch(
-                Rectangle(
-                    (x + i * width, y - unit * height),
-                    width,
-                    unit * height,
-                    fc=face,
-                    ec=INK,
-                    lw=0.9,
-                    hatch=hatch,
-                )
-            )
-
-    green, again = KEPT[0], BYTES["gathered"][1]
+    figure, axes = card(92, 37, "activations over one step of four blocks, to scale")
+    block = 4.1  # the height of what a block keeps, 16 vectors; its input is one of them
     full = [1, 2, 3, 4]
+
+    def bar(x, height, width):
+        look = {"fc": KEPT[0], "ec": INK, "lw": 0.9, "hatch": KEPT[1]}
+        axes.add_patch(Rectangle((x, 31 - height), width, height, **look))
+        return x + width
+
     write(axes, 21.5, 6.4, "keep everything", weight="bold")
-    area(4, 33, [block / 2 * k for k in full + full[::-1]], 4.4, green, KEPT[1])
+    x = 4
+    for k in full + full[::-1]:
+        x = bar(x, block * k, 4.4)
     write(axes, 68, 6.4, "keep the blocks' inputs", weight="bold")
-    forward = [small * k for k in full]
-    area(48, 33, forward, 4.4, green, KEPT[1])
-    x = 48 + 4 * 4.4
+    x = 48
+    for k in full:
+        x = bar(x, block / 16 * k, 4.4)
     for k in full[::-1]:
-        area(x, 33, [small * k], 2.6, PAPER, again)
-        area(x + 2.6, 33, [small * k + block / 2], 3, green, KEPT[1])
-        x += 5.6
-    axes.plot([4, 88], [33, 33], color=INK, lw=1.4)
+        inputs = block / 16 * k
+        x = bar(x, inputs + block * 15 / 32, 2.6)  # half of its forward has run once more
+        x = bar(x, inputs + block * 15 / 16, 3)
+    axes.plot([4, 88], [31, 31], color=INK, lw=1.4)
     for start, end, name in (
         (4, 21.6, "forward"),
         (21.6, 39.2, "backward"),
         (48, 65.6, "forward"),
         (65.6, 88, "backward"),
     ):
-        write(axes, (start + end) / 2, 35, name, size=10, colour=QUIET)
-    write(axes, 79, 14, "a block comes back,\nis used, and goes", size=10)
-    write(axes, 76.8, 37.4, "crossed: its forward once more", size=10, colour=QUIET)
+        write(axes, (start + end) / 2, 33.4, name, size=10, colour=QUIET)
+    write(axes, 76.8, 20, "a block comes back,\nis used, and goes", size=10)
     return figure
 
 
@@ -248,8 +239,8 @@ FIGURES = {
     ),
     "01_recompute": Drawing(
         recompute,
-        "Activations over a step: without checkpointing a high staircase up and down, with it a low staircase of inputs and four "
-        "short humps in backward, one for each block that comes back.",
+        "Activations over a step, to scale: without checkpointing a high staircase up and down, with it a staircase of inputs, a "
+        "sixteenth as high, and four short humps in backward, one for each block that comes back.",
     ),
     "01_floats": Drawing(
         floats,
