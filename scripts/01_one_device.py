@@ -26,7 +26,7 @@
 #
 # **You need** to have seen a training loop in PyTorch, and [rank](../assets/glossary.md#rank) from [lesson
 # 00](00_start.ipynb): one of n processes that run this same file. A cell that begins with `%%ranks` runs on all of them.
-# Here they do not need each other.
+# In this lesson the ranks do not need each other.
 #
 # **New here:** [FLOP](../assets/glossary.md#flop), [MFU](../assets/glossary.md#mfu),
 # [activation](../assets/glossary.md#activation), [optimizer state](../assets/glossary.md#optimizer-state),
@@ -97,8 +97,8 @@ if sequences % 4:
     refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
 
 # %% [markdown]
-# You run one model, **ShakespeareGPT**, which reads 64 characters and guesses the next. Three others you calculate: they
-# have the width and depth of OLMo 1B and 7B and of the 70B class.
+# You run one model, **ShakespeareGPT**, which reads 64 characters and guesses the next. You only calculate the three
+# others. They have the width and depth of OLMo 1B and 7B and of the 70B class.
 #
 # Letters are sizes: `B` sequences in a batch, `T` positions in each, `V` symbols in the vocabulary, `D` the width,
 # `H` heads, `N` layers, `P` parameters. At the end of a name they are its shape. Read past lines with `metrics`: they
@@ -258,7 +258,7 @@ checks.parameters(count_parameters, ranks, solution=True)
 #
 # > **P = N (12D² + 10D) + D (V + T) + 2D + V (D + 1)**
 #
-# Is that the model which we train? Count it.
+# Is that the model we train? Count it.
 
 # %%
 # %%ranks
@@ -268,7 +268,7 @@ say(f"ShakespeareGPT: {by_hand:,} by your function, {counted:,} counted")
 assert by_hand == counted
 
 # %% [markdown]
-# Exact. And in your head, for a model that you know nothing about, remember **12·N·D²**: how much of the whole is that?
+# Exact. For a model that you know nothing about, remember **12·N·D²**. How much of the whole is that?
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -319,9 +319,6 @@ metrics.close(first_loss_close=first_loss)
 # **Why.** "A 7B model in bf16 is 14 GB" is true, and does not answer "can I train it?". The warm-up kept four times its
 # weights.
 #
-# ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
-# moments](../assets/01_bytes.svg)
-#
 # Few people train with 16-bit numbers alone: bf16 has 8 significant bits, and a weight of 1 cannot grow by less
 # than 1/256. So a second, exact copy of the weights is kept in float32, the **master**, and the update goes there.
 #
@@ -347,6 +344,9 @@ for name in ("fp32", "bf16", "bf16 + fp32 master", "fp32 + autocast"):
     say(f"{name:20} {total:19g}" + "".join(sizes))
 
 # %% [markdown]
+# ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
+# moments](../assets/01_bytes.svg)
+#
 # A GB is 10⁹ bytes. Remember **16 bytes per parameter**. That is what stays *between* steps; within a step it can be
 # more. An optimizer that turns all 16-bit gradients into float32 at once holds 4 bytes more, so it peaks at 20. (Some
 # slides calculate with 14: they leave out the gradients.)
@@ -468,7 +468,7 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
 #
 # </details>
 #
-# The exact formula holds every matrix product, and nothing else: **6·(12ND² + VD) + 12NDT** per token.
+# The exact formula counts every matrix product and nothing else: **6·(12ND² + VD) + 12NDT** per token.
 
 # %%
 # %%ranks
@@ -673,7 +673,7 @@ if rank == 0:
 # GELU](../assets/01_saved.svg)
 #
 # The picture shows **16 vectors of width D for each token and layer**. For 8 sequences of 64 tokens that is 16 · 128 · 4
-# bytes · 4 layers · 512 tokens = 16.8 MB: five times the weights. The code adds the small change: one number per head
+# bytes · 4 layers · 512 tokens = 16.8 MB: five times the weights. The code adds the rest: one number per head
 # (for the softmax), mean and deviation for each norm, and what the head keeps. `count_saved` asks autograd what it really
 # put aside.
 
@@ -740,7 +740,7 @@ for name, config in large_models.items():
 
 # %% [markdown]
 # Three answers. The **1B** fits, and memory limits the *batch*: 2.1 GB for each sequence. The *state* of the **7B** alone
-# exceeds 80 GB. Of the **70B** class nothing fits: spread its state over a thousand devices, and *one* sequence still
+# exceeds 80 GB. The **70B** class fits nowhere: spread its state over a thousand devices, and *one* sequence still
 # needs 86 GB. Sharding cuts the state (lesson 06). The next two sections cut activations.
 
 # %% [markdown] tags=["notes"]
@@ -754,7 +754,7 @@ for name, config in large_models.items():
 # %% [markdown]
 # ### How to ask autograd, and two other formulas (MORE, 2 min)
 #
-# Autograd tells everything that it puts aside, if you ask: `saved_tensors_hooks`.
+# Autograd tells you everything that it puts aside, if you ask: `saved_tensors_hooks`.
 
 # %%
 # %%ranks
