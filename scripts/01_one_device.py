@@ -637,8 +637,11 @@ if rank == 0:
 #
 # `torch.profiler` is a counter with a clock. Do the two agree on what was called?
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 catch_up(globals(), "Counter")
 
 # %%
@@ -1097,8 +1100,10 @@ say(f"largest error against float32: {100 * error:.1f} %")
 # %% [markdown]
 # And the GPT: products take and give 16 bits now, so does half of the activations remain? Count.
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
+from torch.autograd.graph import saved_tensors_hooks
+
 catch_up(globals(), "kept_for_backward")
 
 # %%
@@ -1390,8 +1395,15 @@ checks.recompute_trade_off(choose, ranks, solution=True)
 # Put it to work. A block has two halves, attention and MLP. By FLOPs per byte, which of them is the better bargain?
 # Measure both halves of a block of ShakespeareGPT, and let your function choose for half of the bytes.
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
+import itertools
+import math
+
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 catch_up(globals(), "kept_for_backward", "Counter", "choose")
 
 # %%
