@@ -16,18 +16,17 @@
 # %% [markdown]
 # # 01 One device: where memory, FLOPs and time go
 #
-# **35 minutes** for the sections marked CORE, 67 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 82 with those marked MORE.
 #
 # After this lesson **you can**
-# - predict the parameters, the bytes and the FLOPs of a GPT, with a pencil, to the last digit;
-# - say whether a model fits on a device, and if not, what it is that does not fit;
-# - read an MFU, and name the peak that it was divided by;
-# - trade memory for time and back: 16 bits, accumulation, checkpointing.
+# - predict the parameters, the bytes and the FLOPs of a GPT with a pencil;
+# - say whether a model fits on a device, and if not, what does not fit;
+# - build activation checkpointing and gradient accumulation, and say what each costs;
+# - compute an MFU, and name the peak that it is divided by.
 #
 # **You need** to have seen a training loop in PyTorch, and [rank](../assets/glossary.md#rank) from [lesson
-# 00](00_start.ipynb). In two lines: a *rank* is one of n processes that run this same file, and a cell that begins
-# with `%%ranks` runs on all of them. In this lesson ranks do not need each other: they share out experiments, one
-# each.
+# 00](00_start.ipynb): one of n processes that run this same file. A cell that begins with `%%ranks` runs on all of them.
+# In this lesson the ranks do not need each other.
 #
 # **New here:** [FLOP](../assets/glossary.md#flop), [MFU](../assets/glossary.md#mfu),
 # [activation](../assets/glossary.md#activation), [optimizer state](../assets/glossary.md#optimizer-state),
@@ -35,7 +34,7 @@
 # precision](../assets/glossary.md#mixed-precision), [loss scaling](../assets/glossary.md#loss-scaling),
 # [accumulation](../assets/glossary.md#accumulation), [micro-batch](../assets/glossary.md#micro-batch).
 #
-# The same file is a script, and this time one process is its natural home:
+# The same file is a script, and one process is its natural home:
 #
 # ```bash
 # python scripts/01_one_device.py
@@ -45,35 +44,38 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, warm-up 2, why distribute 2, parameters 4,
-# bytes per parameter 3, FLOPs 3, MFU 3, activations 4 and the answer 1, checkpointing 3, accumulation 2, sixteen
-# bits 3, experiment 2, zoo 2.
+# Each heading says its minutes. The four builds take about three minutes each; walk around while people write.
 #
 # *Say:* "Before you use two devices, know what one is doing." Every later lesson divides a number of this lesson by
 # n.
 #
 # *Three usual mistakes:* believing that the weights fill the memory; taking the data sheet's largest FLOP/s for the
-# peak; mixing GB and GiB, which is 7 %.
+# peak; mixing GB and GiB, which differ by 7 %.
 #
-# *When late:* skip the loop over recipes and show the stored table; skip accumulation (lesson 03 has it again).
+# *When late:* open the solution of build A at once, skip sixteen bits, keep build C and the experiment.
 #
 # *Ask the room:* "A model has 7 billion parameters. How much memory does training need?" Collect numbers before the
-# section on bytes. They will range from 14 GB to 200 GB, and most of them are right about something.
+# section on bytes. They will range from 14 GB to 200 GB, and most of them are right about something. Then draw the
+# guesses as bars beside the picture of the experiment.
 #
 # </details>
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 sequences = 8  # sequences in a batch, a multiple of 4, 4 to 256
-repeats = 10  # samples of each timing, at least 1
-peak_s = 0.5  # seconds to measure the fastest matrix product, > 0
+repeats = 5  # samples of each timing, at least 1
+peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 
 # %% [markdown]
-# ## Start (CORE, 1 min)
+# ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks behind this notebook. What all of them say alike is shown once. **Catching up:**
-# each section needs only the cells of this one, and then its own; a cell with `catch_up(...)` defines what it takes
-# from earlier ones.
+# The first cell starts four ranks behind this notebook. What all of them say alike is shown once.
+#
+# In a **Build** the key lines are yours, and the check below them tells you what is wrong. Short of time? Run the folded
+# solution and go on.
+#
+# **Catching up.** Each section runs after only the cells of this one: a folded cell with `catch_up(...)` defines what it
+# needs from earlier sections. What you have written stays.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -83,62 +85,36 @@ peak_s = 0.5  # seconds to measure the fastest matrix product, > 0
 
 # %%
 # %%ranks
-import itertools
-import math
-import statistics
-import time
-from math import ceil
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import one_device as checks
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.figures.memory_stack import memory_stack
-from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.measure import saved_activations, timing
-from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.measure.memory_timeline import MemoryTimeline
-from manyhands.measure.timing import synchronise
-from manyhands.predict import activation_memory, bytes_per_parameter, flops, peaks, rank_memory
-from manyhands.runs import recorded_runs
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-# %% [markdown]
-# The ranks join; `join` says who is here.
-
-# %%
-# %%ranks
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if sequences % 4:
     refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
 
 # %% [markdown]
-# Four models accompany us. One you can run here: **ShakespeareGPT** reads 64 characters and guesses the next. The
-# others you will only calculate: the same GPT with the width and depth of OLMo 1B and 7B (with a vocabulary of
-# 32,100, which is not OLMo's), and of the 70B class.
+# You run one model, **ShakespeareGPT**, which reads 64 characters and guesses the next. You only calculate the three
+# others. They have the width and depth of OLMo 1B and 7B and of the 70B class.
 #
 # Letters are sizes: `B` sequences in a batch, `T` positions in each, `V` symbols in the vocabulary, `D` the width,
-# `H` heads, `N` layers, and `P` parameters in all. At the end of a name they are its shape. Lines with `metrics` keep
-# numbers that tests compare: read past them.
+# `H` heads, `N` layers, `P` parameters. At the end of a name they are its shape. Read past lines with `metrics`: they
+# keep numbers for tests.
 
 # %%
 # %%ranks
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
+
 corpus = load_corpus(ranks)
 shakespeare = GPTConfig(vocab_size=len(corpus.symbols))
 olmo_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
 olmo_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 class_70b = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
-models = {"ShakespeareGPT": shakespeare, "1B": olmo_1b, "7B": olmo_7b, "70B class": class_70b}
+large_models = {"1B": olmo_1b, "7B": olmo_7b, "70B class": class_70b}
 metrics = Metrics(ranks, corpus, {"sequences": sequences, "repeats": repeats, "peak_s": peak_s})
 
 
@@ -154,44 +130,28 @@ def batch(step=0):
 
 
 # %% [markdown]
-# And one helper. When four experiments are to be made and four ranks are there, each makes one. That is the
-# simplest of all ways to use many hands, and it has a name: a *sweep*.
-
-
-# %%
-# %%ranks
-def share_out(experiment, cases):
-    """[experiment(case) for each case], every rank doing its part of them. All ranks call it."""
-    mine = {i: experiment(cases[i]) for i in range(rank, len(cases), world_size)}
-    parts = [None] * world_size
-    dist.all_gather_object(parts, mine)  # all ranks: each tells the others what it found
-    found = {i: result for part in parts for i, result in part.items()}
-    return [found[i] for i in range(len(cases))]
-
-
-# %% [markdown]
 # ## Warm-up: a model of four numbers (CORE, 2 min)
 #
-# **Why.** Everything that follows is multiplication. So take a model that you can multiply in your head: one matrix **W**
-# of 2 × 2 numbers, no bias, and three rows of data, **X**, that go through it: **Y** = **X** **W**. Train it with
-# Adam, in float32, 4 bytes a number.
+# **Why.** Take a model that you can multiply in your head: one matrix **W** of 2 × 2 numbers and three rows of data, **X**,
+# that go through it: **Y** = **X** **W**. Train it with Adam, in float32, 4 bytes a number.
 #
 # **Predict.** How many numbers are in memory at the end of a step, before `zero_grad`? How many multiplications and
 # additions does the forward pass take, and how many backward?
 #
 # <details><summary>Answer</summary>
 #
-# Adam keeps two numbers beside each weight, the mean of its gradient and of its square (its two *moments*). With the
-# gradient that is 4 + 4 + 8 = 16 numbers, **64 bytes for a model of 16 bytes** (12 of the numbers you need in the
-# next step, too). Forward: each of the 3 rows meets each of the 4 weights in one multiplication and one addition,
-# 2·3·4 = **24 FLOPs**. Backward: the gradient of **W** is one such product, and the gradient of **X** another, 48.
-# Together 6 FLOPs for each row and weight: the famous **6·P·rows**.
+# Adam keeps two numbers beside each weight, running means of its gradient and of the square (its *moments*). With weights
+# and gradients that is 16 numbers, **64 bytes for a model of 16 bytes**. Forward: each of the 3 rows meets each of the 4
+# weights in one multiplication and one addition, **24**. Backward: the gradient of **W** is one such product, that of
+# **X** another, 48. Together 6 for each row and weight: the famous **6·P·rows**.
 #
 # </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-w_22 = nn.Parameter(torch.ones(2, 2, device=device))
+from torch.utils.flop_counter import FlopCounterMode
+
+w_22 = torch.nn.Parameter(torch.ones(2, 2, device=device))
 x_32 = torch.ones(3, 2, device=device, requires_grad=True)  # in a deeper model, what the layer below has made
 adam = torch.optim.Adam([w_22])
 with FlopCounterMode(display=False) as counter:
@@ -204,14 +164,13 @@ say(f"bytes kept: {' + '.join(str(t.nbytes) for t in kept)} = {sum(t.nbytes for 
 say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 
 # %% [markdown]
-# A [**FLOP**](../assets/glossary.md#flop) is one addition or one multiplication. FLOPs with a small s are many of
-# them; FLOP/s is a speed. A third thing has to stay in memory, between forward and backward: **X** itself, because
-# the gradient of **W** is made of it. That is an [**activation**](../assets/glossary.md#activation). So there are
-# four kinds of bytes: parameters, gradients, [optimizer state](../assets/glossary.md#optimizer-state), activations.
-# The first three are counted per parameter, the last per token.
+# A [**FLOP**](../assets/glossary.md#flop) is one addition or multiplication; FLOP/s is a speed. One more thing stays in
+# memory from forward to backward: **X** itself, because the gradient of **W** is made of it. That is an
+# [**activation**](../assets/glossary.md#activation). So there are four kinds of bytes: parameters, gradients and
+# [optimizer state](../assets/glossary.md#optimizer-state), counted per parameter, and activations, counted per token.
 
 # %% [markdown]
-# ## Why more than one device at all (CORE, 2 min)
+# ## Why more than one device at all (CORE, 1 min)
 #
 # ![Two reasons: more data than one device can read in time, so copies of the model read in parallel; or a model larger than one
 # device's memory, so its parts lie on several](../assets/01_two_reasons.svg)
@@ -219,9 +178,12 @@ say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 # For one of two reasons. **There is too much data**: one device would need months. Then give each device a copy and
 # a share of the data (lessons 03 and 05). Or **the model is too large**: it does not fit. Then cut it up (lessons 06
 # to 10). This lesson gives you the numbers by which you decide.
+
+# %% [markdown]
+# ### What the first reason has brought (MORE, 2 min)
 #
-# What the first reason has brought, for one network and one data set (ResNet-50 on ImageNet; Goyal et al. read it 90
-# times):
+# One network and one data set, ResNet-50 on ImageNet ([Goyal et al.](https://arxiv.org/abs/1706.02677), [Yamazaki et
+# al.](https://arxiv.org/abs/1903.12650)):
 #
 # | who | devices | batch | time | accuracy |
 # |---|---|---|---|---|
@@ -229,14 +191,12 @@ say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 # | Goyal et al. 2017 | 256 P100 | 8,192 | 1 h | 76.3 % |
 # | Yamazaki et al. 2019 | 2,048 V100 | 81,920 | 74.7 s | 75.08 % |
 #
-# (Two notes. The baseline is often credited to He et al. 2016, but the P100 is younger than that paper. And 72 s
-# are in circulation for the last row: that is 74.7 s, rounded to 1.2 minutes, and multiplied by 60 again.)
-#
 # **Predict.** From 8 devices to 2,048 is a factor of 256. What is the speed-up? How can it be so?
 #
 # <details><summary>Answer</summary>
 #
-# 104,400 s / 74.7 s = 1,398, more than five times the factor of 256. They are other devices.
+# 104,400 s / 74.7 s = 1,398, more than five times the factor of 256. They are other devices: a V100 has matrix units, a
+# P100 has none.
 #
 # </details>
 
@@ -247,68 +207,93 @@ say(f"1 h on 256 P100:     {baseline_s / 3600:5.0f} times as fast on {256 // 8} 
 say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8} times the devices")
 
 # %% [markdown]
-# 1,398 on 256: no miracle, another generation. A V100 has matrix units and a P100 has none. Divide by 256 and you
-# get an "efficiency" of 546 %, which says nothing about scaling. The second row has the same device on both sides: 29
-# on 32, **91 %** (Goyal et al. measured about 90 % themselves). Rule: a scaling efficiency needs *the same device
-# on both sides*.
+# The last row divided by 256 is an "efficiency" of 546 %, which says nothing about scaling. The second row has the same
+# device on both sides: 29 on 32, **91 %**. Rule: a scaling efficiency needs *the same device on both sides*.
 
 # %% [markdown]
-# ## Parameters (CORE, 4 min)
+# ## Parameters (CORE, 5 min)
 #
-# **Why.** Every estimate begins with P. Published models are named by a rounded P; you can have the exact number in
-# a minute.
+# **Why.** Every estimate begins with P. Published models are named by a rounded P; you can have the exact number.
 #
-# ![The decoder-only transformer from the embeddings to the head, with the number of parameters beside each
+# ![A decoder-only transformer from the embeddings to the head, with the shape of the weights beside each
 # box](../assets/01_gpt.svg)
 #
-# Read the drawing from the bottom. (The arrows to a + go around: each half of a layer adds its result to its input.)
-# A linear map from *a* to *b* numbers has *a·b* weights, and *b* more if it has a bias. Adding up a layer: 3D² for
-# query, key and value, D² for attention's output, 4D² up and 4D² down are **12D²**; biases (D + 4D + D) and two
-# LayerNorms (2·2D) are **10D**. Around the N layers there are two embeddings, a last LayerNorm and the head:
+# Read the drawing from the bottom.
 #
-# > **P = N (12D² + 10D) + D (V + T) + 2D + V (D + 1)**
+# - A linear map from *a* to *b* numbers, *a → b*, has *a·b* weights, and *b* more if it has a bias.
+# - A LayerNorm has a scale and a shift, each a vector of width D.
+# - An embedding holds a vector of width D for each symbol, or for each position.
+#
+# ### Build A: count the parameters
+#
+# Write `count_parameters(V, T, D, N)`: the exact number for the GPT of the drawing. Add up one layer first, then what
+# stands around the N layers. The check asks for sizes up to 65 billion.
+
 
 # %%
 # %%ranks
-V, T, D, N = shakespeare.vocab_size, 64, 128, 4  # the sizes of ShakespeareGPT
-by_hand = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
-counted = sum(p.numel() for p in new_model().parameters())
-for term, number in rank_memory.parameter_terms(shakespeare).items():
-    say(f"{term:20} {number:9,}")
-say(f"{'by the formula':20} {by_hand:9,}\n{'counted':20} {counted:9,}")
-assert by_hand == counted == sum(rank_memory.parameter_terms(shakespeare).values())
+def count_parameters(V, T, D, N):
+    """Parameters of a GPT with V symbols, T positions, width D and N layers."""
+    raise NotImplementedError  # your turn
+
+
+checks.parameters(count_parameters, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution A
+def count_parameters(V, T, D, N):
+    """Parameters of a GPT with V symbols, T positions, width D and N layers."""
+    attention, mlp = 3 * D**2 + D**2 + D, 4 * D**2 + 4 * D + 4 * D**2 + D
+    layer = attention + mlp + 2 * 2 * D  # two LayerNorms
+    embeddings, head = V * D + T * D, V * D + V
+    return embeddings + N * layer + 2 * D + head
+
+
+checks.parameters(count_parameters, ranks, solution=True)
 
 # %% [markdown]
-# Exact, to the last bias, *for this variant*. Others differ in small print. **GPT-2** has biases on query, key and
-# value too, so 13D, and its head *is* its embedding ("tied"), so V(D+1) goes. **Llama** and **OLMo** have no biases
-# at all, and no learned positions; their MLP has three matrices, not two, mostly narrower ones: Llama 7B and OLMo
-# 7B stay near 12D², the real OLMo 1B has 16D². The 12D² is what you should remember, for a model that you know
-# nothing about.
+# A layer has **12D² + 10D**, so
 #
-# **Predict.** The 70B-class model has N = 80 layers, D = 8192, V = 50,280 and T = 4096. How many parameters is
-# that? (Start with 12·N·D².)
+# > **P = N (12D² + 10D) + D (V + T) + 2D + V (D + 1)**
 #
-# <details><summary>Answer</summary>
-#
-# 12·80·8192² = 64.4 billion, and 0.8 for the embedding and the head: **65.3 billion**. "70B" is a class, not a count.
-#
-# </details>
+# Is that the model we train? Count it.
+
+# %%
+# %%ranks
+by_hand = count_parameters(V=shakespeare.vocab_size, T=64, D=128, N=4)
+counted = sum(p.numel() for p in new_model().parameters())
+say(f"ShakespeareGPT: {by_hand:,} by your function, {counted:,} counted")
+assert by_hand == counted
+
+# %% [markdown]
+# Exact. For a model that you know nothing about, remember **12·N·D²**. How much of the whole is that?
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-for name, config in models.items():
-    if name != "ShakespeareGPT":  # its P depends on the corpus
-        layers = 12 * config.n_layer * config.n_embd**2
-        share = 100 * layers / config.num_params()
-        say(f"{name:10} P = {config.num_params():14,}   12 N D^2 is {share:.1f} % of it")
-metrics.exact(num_params={name: config.num_params() for name, config in models.items()})
+for name, c in large_models.items():
+    P = count_parameters(c.vocab_size, c.block_size, c.n_embd, c.n_layer)
+    say(f"{name:10} P = {P:14,}   12 N D^2 is {100 * 12 * c.n_layer * c.n_embd**2 / P:.1f} % of it")
+metrics.exact(num_params={name: config.num_params() for name, config in large_models.items()})
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: parameters</summary>
+#
+# The usual miss is the head's bias, then the last LayerNorm; the check names either. If somebody asks for their own model:
+# "count its matrices; everything else is below one per cent at a width of 4096."
+#
+# </details>
 
 # %% [markdown]
-# 0.941 billion for the first. (0.944 is in circulation for the same model: that is V = 32,768, the vocabulary
-# padded to a round number.) The smallest one you can run.
+# ### Other GPTs, and the very first loss (MORE, 2 min)
 #
-# **Predict.** What is its very first loss, in nats per character (natural logarithms, what `F.cross_entropy`
-# returns), before it has learnt anything?
+# Your formula is exact *for this variant*. **GPT-2** has biases on query, key and value too, so 13D, and its head *is* its
+# embedding ("tied"), so V(D + 1) goes. **Llama** and **OLMo** have no biases at all, and no learned positions; their MLP
+# has three matrices, not two, mostly narrower ones. For a model that you know nothing about, remember 12ND².
+#
+# **Predict.** What is ShakespeareGPT's very first loss, in nats per character (natural logarithms, what
+# `F.cross_entropy` returns), before it has learnt anything?
 #
 # <details><summary>Answer</summary>
 #
@@ -320,69 +305,94 @@ metrics.exact(num_params={name: config.num_params() for name, config in models.i
 
 # %%
 # %%ranks
+import math
+
 x_BT, y_BT = batch()
 _, first_loss = new_model()(x_BT, y_BT)
 say(f"first loss {first_loss.item():.3f}, ln {len(corpus.symbols)} = {math.log(len(corpus.symbols)):.3f}")
 metrics.exact(first_loss=first_loss)
 metrics.close(first_loss_close=first_loss)
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: parameters</summary>
-#
-# Let them write the formula from the drawing before you show it. The usual miss
-# is the head's bias, then the last LayerNorm. If somebody asks for their own model: "count its matrices; everything
-# else is below one per cent at a width of 4096."
-#
-# </details>
-
 # %% [markdown]
-# ## Bytes per parameter (CORE, 3 min)
+# ## Bytes per parameter (CORE, 2 min)
 #
-# **Why.** "A 7B model in bf16 is 14 GB" is true, and is no answer to "can I train it?". The warm-up kept four times
-# the weights.
+# **Why.** "A 7B model in bf16 is 14 GB" is true, and does not answer "can I train it?". The warm-up kept four times its
+# weights.
 #
-# ![Five recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
-# moments](../assets/01_bytes.svg)
+# Few people train with 16-bit numbers alone: bf16 has 8 significant bits, and a weight of 1 cannot grow by less
+# than 1/256. So a second, exact copy of the weights is kept in float32, the **master**, and the update goes there.
 #
-# Few train in pure bf16: it has 8 significant bits, and a weight near 1 cannot take a step smaller than 1/256. So a
-# second, exact copy of the weights is kept, the **master**, and that is where the update goes.
-#
-# **Predict.** 16-bit weights and gradients look like half of float32. By how much do they shrink the 16 bytes of
-# float32 with Adam?
+# **Predict.** 16-bit weights and gradients look like half of float32. By how much do they shrink the 16 bytes per
+# parameter of float32 with Adam?
 #
 # <details><summary>Answer</summary>
 #
 # With a master and Adam's moments in float32, by nothing: 2 + 2 + 4 + 8 = 16. What 16 bits save is *activations*,
-# and time. And PyTorch's autocast keeps float32 weights and gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the
+# and time. PyTorch's autocast keeps float32 weights and gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the
 # matrices while they are in use: 18.
 #
 # </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-say(f"{'bytes per parameter':22} weights  gradients  master  moments  cast  total")
-for name, r in bytes_per_parameter.RECIPES.items():
-    parts = f"{r.weights:7g}  {r.gradients:9g}  {r.master:6g}  {r.moments:7g}  {r.cast:4g}  {r.total:5g}"
-    say(f"{name:22} {parts}")
+from manyhands.predict.bytes_per_parameter import RECIPES
+
+say(f"{'':20} bytes per parameter" + "".join(f"{name:>12}" for name in large_models))
+for name in ("fp32", "bf16", "bf16 + fp32 master", "fp32 + autocast"):
+    total = RECIPES[name].total
+    sizes = (f"{total * config.num_params() / 1e9:9,.0f} GB" for config in large_models.values())
+    say(f"{name:20} {total:19g}" + "".join(sizes))
 
 # %% [markdown]
-# The last row is what many slides calculate with, **14P**. It has no room for the gradients (or, as others sum it
-# up, none for the master weights); 16 is the honest number. Here are both for five sizes. A GB is 10⁹ bytes.
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-for billions in (0.3, 1, 7, 13, 70):
-    at_14 = bytes_per_parameter.state_bytes(billions * 1e9, "14P of many slides")
-    at_16 = bytes_per_parameter.state_bytes(billions * 1e9, "bf16 + fp32 master")
-    say(f"{billions:5g} billion: {at_14 / 1e9:6.1f} GB at 14P, {at_16 / 1e9:7.1f} GB at 16P")
+# ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
+# moments](../assets/01_bytes.svg)
+#
+# A GB is 10⁹ bytes. Remember **16 bytes per parameter**. That is what stays *between* steps; within a step it can be
+# more. An optimizer that turns all 16-bit gradients into float32 at once holds 4 bytes more, so it peaks at 20. (Some
+# slides calculate with 14: they leave out the gradients.)
 
 # %% [markdown]
-# Do not believe a formula that nobody has weighed. Three recipes, as real training steps of ShakespeareGPT. The
-# third one, with a master, is built from scratch: an Adam that works on a float32 copy.
+# ### Exercise 1: a master copy (MORE, 7 min)
+#
+# Write the step of mixed precision: `master_step(parameters, masters, adam)`. The `parameters` are in bf16 and have
+# gradients. `masters` are float32 copies, in the same order, which the optimizer `adam` updates. Afterwards the masters
+# have taken the step, and each parameter is its master, rounded. Between two steps there are 16 bytes per parameter and
+# no more. (Write under `torch.no_grad()`.)
 
 
 # %%
 # %%ranks
+def master_step(parameters, masters, adam):
+    raise NotImplementedError  # your turn
+
+
+checks.master_copy(master_step, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution 1
+def master_step(parameters, masters, adam):
+    with torch.no_grad():
+        for p, master in zip(parameters, masters, strict=True):
+            master.grad = p.grad.float()
+        adam.step()
+        for p, master in zip(parameters, masters, strict=True):
+            p.copy_(master)  # rounded: the master remembers what the weight cannot hold
+            master.grad = None  # 4 bytes per parameter, of no use until the next step
+
+
+checks.master_copy(master_step, ranks, solution=True)
+
+# %% [markdown]
+# Put it into an optimizer, and weigh what a step holds. `MemoryTimeline` follows every tensor from its birth to its end.
+# It knows nothing of recipes.
+
+# %%
+# %%ranks
+from manyhands.measure.memory_timeline import MemoryTimeline
+
+
 class MasterAdamW:
     """AdamW on float32 copies of 16-bit parameters."""
 
@@ -391,58 +401,39 @@ class MasterAdamW:
         self.masters = [p.detach().float() for p in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=lr)
 
-    @torch.no_grad()
     def step(self):
-        for p, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = p.grad.float()
-        self.adam.step()
-        for p, master in zip(self.parameters, self.masters, strict=True):
-            p.copy_(master)  # rounded: the master remembers what the weight cannot hold
-            master.grad = None
-
-
-# %% [markdown]
-# The scale: everything that is still there when the step is over.
+        master_step(self.parameters, self.masters, self.adam)
 
 
 # %%
 # %%ranks
 def weigh(recipe):
-    """Bytes that one training step of ShakespeareGPT leaves behind, by the recipe."""
+    """Bytes per parameter, activations aside: (when a step of ShakespeareGPT has ended, at most within it)."""
     model = new_model(torch.float32 if recipe == "fp32" else torch.bfloat16)
-    with_master = recipe == "bf16 + fp32 master"
-    optimizer = (MasterAdamW if with_master else torch.optim.AdamW)(model.parameters())
-    model(*batch())[1].backward()
-    optimizer.step()
-    adam, masters = (optimizer.adam, optimizer.masters) if with_master else (optimizer, [])
-    moments = [t for state in adam.state.values() for t in (state["exp_avg"], state["exp_avg_sq"])]
-    kept = [*model.parameters(), *(p.grad for p in model.parameters()), *masters, *moments]
-    return sum(t.nbytes for t in kept)
+    optimizer = (MasterAdamW if "master" in recipe else torch.optim.AdamW)(model.parameters())
+    for _ in range(2):  # the first step makes the optimizer's state
+        model.zero_grad()
+        with MemoryTimeline(model, getattr(optimizer, "adam", optimizer)) as seen:
+            with seen.phase("forward and backward"):
+                model(*batch())[1].backward()
+            with seen.phase("optimizer"):
+                optimizer.step()
+    kinds = ("parameters", "gradients", "optimizer")
+    held = [sum(sample.bytes[kind] for kind in kinds) for sample in seen.samples]
+    return held[-1] / shakespeare.num_params(), max(held) / shakespeare.num_params()
 
 
-# %% [markdown]
-# The three are shared out among the ranks. (On a CPU bf16 is slow; that does not matter to a scale.) Then once more
-# by the package's own scale, for the first recipe: it finds the tensors by itself.
-
-# %%
-# %%ranks
-P, recipes = shakespeare.num_params(), ["fp32", "bf16", "bf16 + fp32 master"]
-for recipe, weighed in zip(recipes, share_out(weigh, recipes), strict=True):
-    predicted = bytes_per_parameter.state_bytes(P, recipe)
-    each, ratio = weighed / P, weighed / predicted
-    say(f"{recipe:20} weighed {weighed:10,} bytes, {each:g} per parameter, ratio {ratio:.3f}")
-    assert weighed == predicted
-model = new_model()
-optimizer = torch.optim.AdamW(model.parameters())
-model(*batch())[1].backward()
-optimizer.step()
-held = tensor_bytes(model, optimizer)
-say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,} bytes")
+for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
+    ended, most = weigh(recipe)
+    say(f"{recipe:20} {ended:.2f} bytes per parameter at the end, {most:.2f} at most")
 
 # %% [markdown]
-# (The package finds 200 bytes more in the optimizer: Adam also keeps a step count for each of the 50 tensors.)
+# 16 between steps, up to 20 within. A step that goes through the tensors one by one would need hardly more than 16.
+
+# %% [markdown]
+# ### A calculator, and GB or GiB (MORE, 2 min)
 #
-# Choose another model, recipe, number of ranks. The strategies in it are lessons 03 and 06.
+# Choose a model, a recipe, a number of ranks. The strategies in it are those of lessons 03 and 06.
 
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.memory import show_memory
@@ -450,9 +441,9 @@ say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,}
 # show_memory()
 
 # %% [markdown]
-# **GB or GiB?** A GB is 10⁹ bytes, a GiB 2³⁰, 7 % more. A "40 GB" A100 has 40 GiB, which is 42.9 GB (of which a
-# program sees about 39.5 GiB). Whoever divides GB by "40" buys a device too many now and then; whoever thinks in GiB
-# and reads GB runs out of memory.
+# A GB is 10⁹ bytes, a GiB 2³⁰, 7 % more. A "40 GB" A100 has 40 GiB, which is 42.9 GB (of which a program sees about 39.5
+# GiB). If you divide GB by "40" you now and then buy a device too many. If you think in GiB and read GB you run out of
+# memory.
 
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.sizes import show_sizes
@@ -460,18 +451,54 @@ say(f"the package: {held.parameters:,} + {held.gradients:,} + {held.optimizer:,}
 # show_sizes()
 
 # %% [markdown]
-# ## FLOPs (CORE, 3 min)
+# ## FLOPs (CORE, 2 min)
 #
-# **Why.** Bytes say whether it runs, FLOPs say for how long. Nearly all of them are in matrix products, and a
-# product of an [n, k] with a [k, m] matrix costs 2·n·k·m.
+# **Why.** Bytes say whether it runs, FLOPs say for how long. Nearly all of them are in matrix products. A product of an
+# [n, k] with a [k, m] matrix costs 2·n·k·m, and as in the warm-up backward makes two such products for each one of
+# forward. That gives the rule **6 FLOPs for each parameter and token**.
 #
-# From scratch: PyTorch hands each operator, forward and backward, to a `TorchDispatchMode` if one is active. There
-# we can count what we like: calls, FLOPs, and the bytes that an operator reads and writes. (A *view* such as a
-# transpose moves none.)
-
+# **Predict.** ShakespeareGPT has 0.8 million parameters, and a batch of 8 sequences of 64 tokens. How many FLOPs does a
+# training step take by the rule? Will the count be above or below?
+#
+# <details><summary>Answer</summary>
+#
+# 6 · 816,705 · 512 = 2.51 billion. The count is 2.64 billion. Two things pull in opposite directions: the
+# embeddings are looked up, not multiplied (less), and attention multiplies activations with each other, 12·N·D·T
+# per token, where no parameter is (more).
+#
+# </details>
+#
+# The exact formula counts every matrix product and nothing else: **6·(12ND² + VD) + 12NDT** per token.
 
 # %%
 # %%ranks
+from manyhands.predict import flops
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+x_BT, y_BT = batch()
+# attention as plain products: the counter has no entry for the fused kernel of a CPU
+with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    new_model()(x_BT, y_BT)[1].backward()
+counted, formula = counter.get_total_flops(), flops.flops_per_token(shakespeare) * x_BT.numel()
+rule = 6 * shakespeare.num_params() * x_BT.numel()
+say(f"counted {counted:,}, the formula {formula:,}; the rule gives {rule / counted:.3f} of it")
+assert counted == formula
+metrics.exact(flops=counted)
+
+# %% [markdown]
+# ### Which operators calculate, which only carry (MORE, 4 min)
+#
+# How does such a counter work? PyTorch hands each operator, forward and backward, to a `TorchDispatchMode` if one is
+# active. There we can count what we like: calls, FLOPs, and the bytes that an operator reads and writes. (A *view* such as
+# a transpose moves none.)
+
+# %%
+# %%ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
 class Counter(TorchDispatchMode):
     """What every operator in the block does: rows[name] = [calls, FLOPs, bytes read and written]."""
 
@@ -500,65 +527,9 @@ class Counter(TorchDispatchMode):
 
 
 # %% [markdown]
-# **Predict.** ShakespeareGPT has 0.8 million parameters, and a batch of 8 sequences of 64 tokens. Roughly how many
-# FLOPs does a training step take, by "6 for each parameter and token"? Will the count be above or below?
-#
-# <details><summary>Answer</summary>
-#
-# 6 · 816,705 · 512 = 2.51 billion. The count is 2.64 billion. Two things pull in opposite directions: the
-# embeddings are looked up, not multiplied (less), and attention multiplies activations with each other, 12·N·D·T
-# per token, where no parameter is (more).
-#
-# </details>
-#
-# The exact formula leaves out nothing that is a matrix product: 6·(12ND² + VD) + 12NDT per token.
-
-# %%
-# %%ranks
-x_BT, y_BT = batch()
-with sdpa_kernel(SDPBackend.MATH):  # attention as plain products, so that both counters see them
-    with Counter() as ours:
-        _, loss = new_model()(x_BT, y_BT)
-        forward = ours.total()
-        loss.backward()
-    with FlopCounterMode(display=False) as library:
-        new_model()(x_BT, y_BT)[1].backward()
-formula = flops.flops_per_token(shakespeare) * x_BT.numel()
-say(f"ours {ours.total():,}, the library {library.get_total_flops():,}, the formula {formula:,}")
-say(f"backward / forward: {(ours.total() - forward) / forward:g}")
-assert ours.total() == library.get_total_flops() == formula
-metrics.exact(flops=ours.total())
-
-# %% [markdown]
-# Three ways, one number. Backward costs exactly twice the forward pass, as in the warm-up. One caution: a counter
-# sees what it knows. Without `sdpa_kernel(SDPBackend.MATH)` attention runs as *one* fused operator, **flash
-# attention**: one kernel for softmax(QKᵀ)V that never stores the T × T *scores*, and computes them again in backward.
-# On a CPU the library's counter has no entry for it, and says nothing; on a GPU it has, and counts 5 products
-# backward and not 4, because of the scores.
-
-# %%
-# %%ranks
-with FlopCounterMode(display=False) as library:
-    new_model()(x_BT, y_BT)[1].backward()
-missing = formula - library.get_total_flops()
-attention = 12 * shakespeare.n_layer * shakespeare.n_embd * shakespeare.block_size * x_BT.numel()
-say(f"with fused attention the library counts {missing:,} fewer; attention's products are {attention:,}")
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: FLOPs</summary>
-#
-# On GPUs the last cell prints a negative number, see the text. *Ask:* "Why is
-# backward twice forward?" (Two products for each one: gradient of the weights and of the input.) *Usual mistake:*
-# 2·P for training. That is the forward pass, so inference.
-#
-# </details>
-
-# %% [markdown]
-# ### Which operators calculate, which only carry (MORE, 4 min)
-#
-# The third column of our counter. A device has two speeds: FLOP/s, and bytes/s between its memory and its cores. An
-# H100 does 989 TFLOP/s in bf16 and reads 3.35 TB/s (its data sheet): while it fetches one byte it could do 295
-# FLOPs. An operator with fewer FLOPs per byte than that waits for memory.
+# A device has two speeds: FLOP/s, and bytes/s between its memory and its cores. An H100 does 989 TFLOP/s in bf16 and reads
+# 3.35 TB/s (its data sheet): while it fetches one byte it could do 295 FLOPs. An operator with fewer FLOPs per byte than
+# that waits for memory.
 #
 # **Predict.** Which share of the *bytes* is moved by operators that do not multiply matrices at all?
 #
@@ -568,10 +539,6 @@ say(f"with fused attention the library counts {missing:,} fewer; attention's pro
 # memory.
 #
 # </details>
-
-# %%
-# %%ranks
-catch_up(globals(), "Counter")
 
 # %%
 # %%ranks
@@ -589,106 +556,98 @@ parts = {"products": products, "fused attention": fused, "the rest": moved - pro
 say("bytes: " + ", ".join(f"{name} {100 * part / moved:.0f} %" for name, part in parts.items()))
 
 # %% [markdown]
-# Half of the traffic multiplies nothing: additions, norms and GELU are a third, sums and copies the rest. That is
-# why compilers fuse them, and why flash attention is fast although it multiplies more: it moves less. The products
-# themselves are at 40 FLOP/byte here, in float32; in bf16 the same ones would be at 80, still far below 295. Wider
-# matrices do better: FLOPs grow with the cube of the size and bytes with its square.
+# Much of the traffic multiplies nothing: additions, norms, GELU, sums and copies. That is why compilers fuse them, and why
+# **flash attention** is fast: one kernel for softmax(QKᵀ)V that never stores the T × T *scores*. It computes them again
+# in backward, so it multiplies more, and moves less. (On a GPU the library's counter knows it, and counts 5 products
+# backward and not 4.) Wider matrices have more FLOPs per byte: FLOPs grow with the cube of the size, bytes with its square.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: FLOPs</summary>
+#
+# *Ask:* "Why is backward twice forward?" (Two products for each one: gradient of the weights and of the input.) *Usual
+# mistake:* 2·P for training. That is the forward pass, so inference.
+#
+# </details>
 
 # %% [markdown]
 # ## MFU: how much of the device is used (CORE, 3 min)
 #
 # **Why.** Tokens per second cannot be compared between models, nor between devices.
-# [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*, can: the FLOPs that the *model* needs for those
-# tokens, divided by what the device could have done in that time.
+# [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*, can: the FLOP/s that the *model* needs, divided by the
+# device's peak.
 #
 # ![From the data sheet's peak to MFU: sparse peak, dense peak, the best matrix product, the model](../assets/01_mfu.svg)
 #
-# Two traps are in the denominator. **Sparse**: for the H100 (SXM) data sheets print 1,979 TFLOP/s in bf16, with a
-# star: for matrices in which two of every four numbers are zero. Yours are not. Dense, it is half of it. **Precision**:
-# each has a peak of its own.
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-h100 = {
-    kind: peaks.listed_peak("NVIDIA H100 80GB HBM3", 132, kind) for kind in ("fp64", "fp32", "tf32", "bf16")
-}
-for kind, peak in h100.items():
-    say(f"one H100, dense {kind}: {peak / 1e12:5.1f} TFLOP/s, 384 of them: {384 * peak / 1e15:5.1f} PFLOP/s")
-
-# %% [markdown]
-# 384 H100 make **380 PFLOP/s** in bf16, not the 760 that you get from the sparse number. (fp64: 67 in the matrix
-# units, 34 without them. fp8 and int8: 1,979, dense.)
+# The peak has two traps. **Sparse**: for the H100 (SXM) the data sheet prints 1,979 TFLOP/s in bf16, with a star: for
+# matrices in which two of every four numbers are zero. Dense, it is half of that. **Precision**: each has its own peak.
+# The same H100 does 989 TFLOP/s in bf16, 495 in TF32, 67 in float32. (**TF32** rounds float32 to 11 significant bits on
+# its way into a matrix product. For float32 products PyTorch uses it only if you allow it.)
 #
-# Now *this* machine. The peak of a CPU depends on its clock, its cores and its vector units, so we measure it: the
-# fastest product that PyTorch manages here. Then a training step, with a warm-up, a synchronise and the median.
-# Rank 0 works, the others wait at the barrier: one device.
-#
-# **Predict.** Small matrices, norms, softmax, an optimizer: how many percent of the best product's FLOP/s will the
-# training step reach?
-#
-# <details><summary>Answer</summary>
-#
-# About half, on one thread of a quiet CPU (the run below says what it was here). The largest weight matrix is 128
-# by 512, many operators only carry bytes, and between two of them Python has to launch the next.
-#
-# </details>
+# For *this* machine, measure the peak: the fastest product that PyTorch manages here, in float32. It takes turns with a
+# training step, so that a busy moment hits both. Rank 0 works alone, the others wait.
 
 # %%
 # %%ranks --timeout 120
-model = new_model()
+import time
+
+from manyhands.measure import timing
+
+model, step_s, peak = new_model(), [], []
 optimizer = torch.optim.AdamW(model.parameters())
-samples = []
-for step in range(-2, repeats if rank == 0 else -2):  # the first two warm up
-    synchronise(device)
+for turn in range(-2, repeats if rank == 0 else -2):  # the first two turns warm up
+    timing.synchronise(device)
     begin = time.perf_counter()
-    model(*batch(step + 2))[1].backward()
+    model(*batch())[1].backward()
     optimizer.step()
     optimizer.zero_grad()
-    synchronise(device)
-    samples += [time.perf_counter() - begin] if step >= 0 else []
-peak = timing.gemm_peak(device, torch.float32, peak_s) if rank == 0 else None
+    timing.synchronise(device)
+    if turn >= 0:
+        step_s.append(time.perf_counter() - begin)
+        peak.append(timing.gemm_peak(device, torch.float32, peak_s))  # FLOP/s
 dist.barrier()  # here the others wait
 
 # %%
 # %%ranks
+import statistics
+
+from manyhands.predict import flops, peaks
+
 if rank == 0:
-    tok_per_s, per_token = sequences * 64 / statistics.median(samples), flops.flops_per_token(shakespeare)
-    done = per_token * tok_per_s
-    listed = peaks.dense_peak(device, "fp32")
-    say(f"{tok_per_s:,.0f} tokens/s x {per_token / 1e6:.2f} MFLOP = {done / 1e9:.1f} GFLOP/s")
-    say(f"best product here {peak / 1e9:.1f} GFLOP/s: {100 * done / peak:.0f} % of it")
-    say(f"MFU {100 * done / listed:.1f} %" if listed else "no vendor lists a peak for this device")
-    metrics.measured(tok_per_s=tok_per_s, gemm_peak=peak, share_of_gemm_peak=done / peak)
-    here = {"tokens/s": (tok_per_s, "", "tok_per_s"), "best product": (peak, "FLOP/s", "gemm_peak")}
-    say(recorded_runs.beside("01", here))
+    step_flops = flops.flops_per_token(shakespeare) * sequences * 64
+    mfu = sorted(100 * step_flops / seconds / p for seconds, p in zip(step_s, peak, strict=True))
+    speed, fastest = step_flops / statistics.median(step_s), statistics.median(peak)
+    say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
+    say(f"MFU {statistics.median(mfu):.2g} % of that peak ({mfu[0]:.2g} to {mfu[-1]:.2g})")
+    if listed := peaks.dense_peak(device, "fp32"):
+        say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
+    tok_per_s = sequences * 64 / statistics.median(step_s)
+    metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
 
 # %% [markdown]
-# **How to read an MFU.** Ask three questions. *Which peak?* A "50 %" of half the peak is 25 %. *Which FLOPs?*
-# Recomputed activations do not count: they are work for the device, and none for the model. (Counted with them it
-# is called HFU, *hardware* FLOPs utilisation, and is never lower.) *Which formula?* A well-known estimate, 6·(all
-# parameters but positions) + 12NDT, is made for a head that is tied to the embedding. With a head of its own, as
-# ours, it counts the embedding as if it were multiplied:
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-for name in ("1B", "7B", "70B class"):
-    ratio = flops.nanogpt_flops_per_token(models[name]) / flops.flops_per_token(models[name])
-    say(f"{name:9} the estimate counts {100 * (ratio - 1):.1f} % too much")
-
-# %% [markdown]
-# For scale: PaLM reported an MFU of 46.2 % and an HFU of 57.8 % on 6,144 TPU v4 (Chowdhery et al. 2022).
-
-# %% [markdown]
-# ### Where the time goes: the profiler (MORE, 3 min)
+# Where is the rest? The largest weight matrix is 128 by 512, many operators only carry bytes, and between two of them
+# Python has to launch the next.
 #
-# `torch.profiler` is the library's version of our counter, with a clock. Do the two agree on what was called?
+# **Reading an MFU.** *Which peak?* 50 % of half the peak is 25 %. *Which FLOPs?* Recomputed activations do not count: they
+# are work for the device, and none for the model. (With them it is called HFU, *hardware* FLOPs utilisation.) And 12NDT
+# counts every pair of positions: kernels that skip what the causal mask hides do about half of these, so with long
+# sequences MFU flatters them. For scale: PaLM reported an MFU of 46.2 % and an HFU of 57.8 % (Chowdhery et al. 2022).
+
+# %% [markdown]
+# ### Where the time goes: the profiler (MORE, 1 min)
+#
+# `torch.profiler` is a counter with a clock. Do the two agree on what was called?
 
 # %%
 # %%ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 catch_up(globals(), "Counter")
 
 # %%
 # %%ranks --timeout 120
+from torch.profiler import ProfilerActivity, profile
+
 model = new_model()
 with Counter() as ours:  # also the warm-up
     model(*batch())[1].backward()
@@ -708,7 +667,7 @@ if rank == 0:
 # them the GPU waits for Python.
 
 # %% [markdown]
-# ## Activations (CORE, 4 min)
+# ## Activations, and does it fit? (CORE, 6 min)
 #
 # **Why.** So far a model has a size. But the device runs out of memory when you double the *batch*. What stays in
 # memory between forward and backward?
@@ -716,14 +675,95 @@ if rank == 0:
 # ![Forward passes up through a layer and puts aside what backward will need: inputs of the matrices, of the norms, of
 # GELU](../assets/01_saved.svg)
 #
-# Slides have a formula for it, in *values*: 5NBTD (feed-forward) + BNHT² (attention's scores) + 2BVT (logits and
-# their gradient) + 2BTD (last norm and head) + 2BT (loss). Handy, and incomplete: query, key, value, attention's
-# output and the norms' inputs are missing. But why guess? Autograd tells everything that it keeps, if you ask:
-# `saved_tensors_hooks`.
+# The picture shows **16 vectors of width D for each token and layer**. For 8 sequences of 64 tokens that is 16 · 128 · 4
+# bytes · 4 layers · 512 tokens = 16.8 MB: five times the weights. The code adds the rest: one number per head
+# (for the softmax), mean and deviation for each norm, and what the head keeps. `count_saved` asks autograd what it really
+# put aside.
 
 
 # %%
 # %%ranks
+from manyhands.measure.saved_activations import count_saved
+
+
+def predict_kept(config, num_sequences, itemsize=4):
+    """Bytes that autograd keeps of our GPT: (by one block, by the last norm, the head and the loss)."""
+    D, H, V = config.n_embd, config.n_head, config.vocab_size
+    tokens = num_sequences * config.block_size
+    block = 16 * D + H + 4
+    head = 2 * D + 2 + V  # the last norm as the others; the logarithms of the probabilities
+    return itemsize * tokens * block, itemsize * tokens * head
+
+
+model = new_model()
+kept = count_saved(lambda: model(*batch()), model).bytes
+block, head = predict_kept(shakespeare, sequences)
+predicted = shakespeare.n_layer * block + head
+say(f"counted {kept:,} bytes, predicted {predicted:,}: {kept - predicted:,} are left")
+metrics.exact(saved_bytes=kept)
+
+# %% [markdown]
+# (What is left are token ids, targets, positions and the loss.) Now you can answer the question.
+#
+# ### Build B: does it fit?
+#
+# Write `sequences_that_fit(config, device_bytes)`: the largest number of sequences that one device can train on at once.
+# Every parameter takes 16 bytes; every token keeps 16 vectors of width D in each layer, in bf16. Leave out the rest. A
+# `config` has `num_params()`, `n_layer`, `n_embd`, and `block_size`, the tokens of a sequence. What does your function
+# return where not even the parameters fit?
+
+
+# %%
+# %%ranks
+def sequences_that_fit(config, device_bytes):
+    """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
+    raise NotImplementedError  # your turn
+
+
+checks.does_it_fit(sequences_that_fit, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution B
+def sequences_that_fit(config, device_bytes):
+    """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
+    left = device_bytes - 16 * config.num_params()
+    a_sequence = 2 * 16 * config.n_embd * config.n_layer * config.block_size  # 2 bytes in bf16
+    return max(0, int(left // a_sequence))
+
+
+checks.does_it_fit(sequences_that_fit, ranks, solution=True)
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+for name, config in large_models.items():
+    fit = ", ".join(f"{sequences_that_fit(config, gb * 1e9)} on {gb} GB" for gb in (40, 80, 141))
+    say(f"{name:9} {16 * config.num_params() / 1e9:7,.1f} GB of state; sequences beside it: {fit}")
+
+# %% [markdown]
+# Three answers. The **1B** fits, and memory limits the *batch*: 2.1 GB for each sequence. The *state* of the **7B** alone
+# exceeds 80 GB. The **70B** class fits nowhere: spread its state over a thousand devices, and *one* sequence still
+# needs 86 GB. Sharding cuts the state (lesson 06). The next two sections cut activations.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: activations</summary>
+#
+# The usual surprise: a residual addition keeps nothing, a GELU keeps its input. *Ask* before the table: "Which of the
+# three models is limited by what?"
+#
+# </details>
+
+# %% [markdown]
+# ### How to ask autograd, and two other formulas (MORE, 2 min)
+#
+# Autograd tells you everything that it puts aside, if you ask: `saved_tensors_hooks`.
+
+# %%
+# %%ranks
+from torch.autograd.graph import saved_tensors_hooks
+
+
 def kept_for_backward(call, model):
     """(bytes that autograd keeps while call() runs, what it returns): each memory once, no parameters."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -741,150 +781,46 @@ def kept_for_backward(call, model):
 
 
 # %% [markdown]
-# **Predict.** ShakespeareGPT, 8 sequences of 64 tokens. Its parameters are 3.3 MB. How many MB of activations?
-#
-# <details><summary>Answer</summary>
-#
-# 17.5 MB: five times the weights, for eight short sequences. A layer keeps 16 vectors of width D per token: the
-# inputs of two norms and their outputs (4), query, key and value (3), attention's output (1), and twice 4 in the
-# MLP (before and after GELU). 16·D·4 bytes · 4 layers · 512 tokens = 16.8 MB; the rest is the head.
-#
-# </details>
-
-# %% [markdown]
-# As a formula, for any size. Beside the 16 vectors a block keeps a few single numbers per token: for each head the
-# logarithm of its softmax's sum, so that flash attention can compute its scores again, and mean and deviation for
-# both norms.
+# Two other formulas are in circulation. Slides have one in *values*:
+# 5NBTD (feed-forward) + BNHT² (attention's scores) + 2BVT (logits and their gradient) + 2BTD (last norm and head) + 2BT
+# (loss). Korthikanti et al. 2022 have one in bytes: N·B·(34TD + 5HT²).
 
 
 # %%
 # %%ranks
-def predict_kept(config, num_sequences, itemsize=4):
-    """Bytes that autograd keeps of our GPT: (by one block, by the last norm, the head and the loss)."""
-    D, H, V = config.n_embd, config.n_head, config.vocab_size
-    tokens = num_sequences * config.block_size
-    block = 16 * D + H + 4
-    head = 2 * D + 2 + V  # the last norm as the others; the logarithms of the probabilities
-    return itemsize * tokens * block, itemsize * tokens * head
-
+from manyhands.measure.saved_activations import count_saved
+from manyhands.predict import activation_memory
 
 model, (x_BT, y_BT) = new_model(), batch()
-ours, _ = kept_for_backward(lambda: model(x_BT, y_BT), model)
-block, head = predict_kept(shakespeare, sequences)
-predicted = shakespeare.n_layer * block + head
-say(f"counted {ours:,} bytes, predicted {predicted:,}, ratio {ours / predicted:.4f}")
-
-# %% [markdown]
-# (What is over: the token ids and targets, 8,192 bytes, the positions, 512, and a scalar of the loss, 4.) Now the
-# package, which counts and calculates the same, and the two formulas in circulation:
-
-# %%
-# %%ranks
-library = saved_activations.count_saved(lambda: model(x_BT, y_BT), model)
+kept, _ = kept_for_backward(lambda: model(x_BT, y_BT), model)
+library = count_saved(lambda: model(x_BT, y_BT), model)
 in_package = sum(activation_memory.saved_bytes(shakespeare, sequences).values())
 slides = 4 * sum(activation_memory.slide_values(shakespeare, sequences).values())
 published = activation_memory.published_bytes(shakespeare, sequences)
-say(f"the package counts {library.bytes:,} and predicts {in_package:,}")
-say(f"the slides' formula {slides:,}: counted / formula = {ours / slides:.2f}")
-say(f"Korthikanti et al.  {published:,}: counted / formula = {ours / published:.2f}")
-metrics.exact(saved_bytes=ours)
+say(f"ours counts {kept:,}, the package {library.bytes:,}; it predicts {in_package:,}")
+say(f"the slides' formula {slides:,}: counted / formula = {kept / slides:.2f}")
+say(f"Korthikanti et al.  {published:,}: counted / formula = {kept / published:.2f}")
+c = class_70b
+vectors, scores = (n * c.n_layer for n in (34 * c.block_size * c.n_embd, 5 * c.n_head * c.block_size**2))
+say(f"one sequence of the 70B class: 34TD is {vectors / 1e9:.0f} GB, 5HT^2 is {scores / 1e9:.0f} GB")
 
 # %% [markdown]
-# Three formulas, three assumptions. **Ours** is exact, for this model in float32. **The slides'** forgets two
-# thirds of each layer, and counts attention scores that flash attention never stores. **Korthikanti et al. 2022**,
-# N·B·(34TD + 5HT²) bytes, assume 16 bits and dropout. Take from their 34TD the two masks of dropout, which we have
-# not: 32TD, in 16 bits. Ours is 16 *values*: the same 32TD in 16 bits. And 5HT² is what flash attention saves you.
-# Where that T² leads, you calculate now.
-#
-# ### Exercise 1: the 65 billion question (MORE, 5 min)
-#
-# Does the 70B-class model fit? Write `does_it_fit(config, sequences, bytes_per_parameter, device_bytes, flash)`. It
-# returns three numbers: the bytes of weights and all that is kept per parameter; the bytes of activations by the *slides'*
-# formula, in bf16, without the T² term if `flash`; and how many devices it takes to hold the first alone.
-
-
-# %%
-# %%ranks
-def does_it_fit(config, sequences, bytes_per_parameter, device_bytes, flash=False):
-    raise NotImplementedError  # your turn
-
-
-checks.does_it_fit(does_it_fit, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def does_it_fit(config, sequences, bytes_per_parameter, device_bytes, flash=False):
-    B, N, H, D = sequences, config.n_layer, config.n_head, config.n_embd
-    T, V = config.block_size, config.vocab_size
-    state = config.num_params() * bytes_per_parameter
-    values = 5 * N * B * T * D + 2 * B * V * T + 2 * B * T * D + 2 * B * T
-    if not flash:
-        values += B * N * H * T**2
-    return state, 2 * values, ceil(state / device_bytes)
-
-
-checks.does_it_fit(does_it_fit, ranks, solution=True)
+# The slides' formula leaves out query, key, value, attention's output and the norms' inputs, and counts scores that flash
+# attention never stores. Korthikanti et al. assume 16 bits and dropout. Take from their 34TD the two masks of dropout,
+# which we have not: 32TD, in 16 bits. Ours is 16 *values*: the same 32TD in 16 bits. And 5HT² is what flash attention
+# saves you: most of the memory, where sequences are long.
 
 # %% [markdown]
-# ### The answer (CORE, 1 min)
+# ## Checkpointing: forget, and compute again (CORE, 7 min)
 #
-# **Predict**: 65 billion parameters, a batch of 256 sequences of 4,096 tokens. Which
-# is larger, all the bytes per parameter or the activations? By what factor?
-#
-# <details><summary>Answer</summary>
-#
-# The activations: 49 times the 16P, 56 times the 14P of the slides.
-#
-# </details>
-
-# %%
-# %%ranks
-catch_up(globals(), "does_it_fit")
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-for P_bytes, what in ((2, "the weights alone, 2P"), (14, "14P"), (16, "16P")):
-    say(f"{what}: {does_it_fit(class_70b, 1, P_bytes, 40e9)[0] / 1e9:,.1f} GB")
-for name, size in (("A100-40", 40), ("H100-80", 80)):
-    gb, gib = (does_it_fit(class_70b, 1, 14, size * unit)[2] for unit in (1e9, 2**30))
-    nodes, nodes_gib = ceil(gb / 4), ceil(gib / 4)
-    say(f"{name} for 14P: {gb} in decimal GB ({nodes} nodes of 4), {gib} in GiB ({nodes_gib} nodes)")
-for B, flash in ((256, False), (256, True), (1, False), (1, True)):
-    kept = does_it_fit(class_70b, B, 14, 40e9, flash)[1]
-    say(f"activations of {B:3d} sequences{', flash attention' * flash}: {kept / 1e9:,.0f} GB")
-scores = activation_memory.slide_values(class_70b, 256)
-say(f"T^2 is {100 * scores['attention scores'] / sum(scores.values()):.0f} % of them")
-
-# %% [markdown]
-# 914 GB for all that is counted per parameter, at 14P (910 is in circulation: P was rounded to 65 billion first),
-# and **51 TB** of activations. So with this batch *memory is activations, not weights*. Even one sequence needs 200
-# GB. (The slides' formula forgets two thirds of a layer, remember: by our 16 vectors flash attention leaves 22 TB,
-# not 7.1, and 86 GB for one sequence, not 28.) Three cures, in the order in which people take them: flash attention
-# removes the T² (86 % of it); a smaller batch, many times over, is **accumulation**; and **checkpointing** forgets
-# activations and computes them again.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: activations</summary>
-#
-# Have them say aloud what `pack` is handed, and when. The usual surprise: a
-# residual addition keeps nothing, a GELU keeps its input. If nobody attempts exercise 1, run the solution and
-# discuss the last cell: it is the most quoted result of the lesson.
-#
-# </details>
-
-# %% [markdown]
-# ## Checkpointing: forget, and compute again (CORE, 3 min)
-#
-# **Why.** A block of ours keeps 16 vectors per token. From its *input*, one vector, all 16 can be computed again.
-# [**Activation checkpointing**](../assets/glossary.md#activation-checkpointing) keeps that one, and runs the
-# block's forward a second time when backward gets there (Chen et al. 2016).
+# **Why.** A block keeps 16 vectors per token. From its *input*, one vector, all 16 can be computed again. [**Activation
+# checkpointing**](../assets/glossary.md#activation-checkpointing) keeps that one, and runs the block's forward a second
+# time when backward gets there (Chen et al. 2016).
 #
 # ![Memory over a step, with and without checkpointing: without, activations pile up until backward; with, only the blocks' inputs
 # pile up, and one block at a time comes back](../assets/01_recompute.svg)
 #
-# From scratch it is one function with a backward of its own:
+# In PyTorch that is a function with a backward of its own. Autograd does not look inside it.
 
 
 # %%
@@ -896,71 +832,111 @@ class Recompute(torch.autograd.Function):
     def forward(ctx, block, x_BTD):
         ctx.block = block
         ctx.save_for_backward(x_BTD)
-        return block(x_BTD)  # autograd does not look into a Function, so nothing else is kept
+        return block(x_BTD)
 
     @staticmethod
     def backward(ctx, dy_BTD):
-        x_BTD = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y_BTD = ctx.block(x_BTD)  # once more, this time with everything kept
-        y_BTD.backward(dy_BTD)  # fills the gradients of the block's parameters, and of x
-        return None, x_BTD.grad
-
-
-def forward_with(model, through, ids_BT, targets_BT):
-    """The loss of a GPT whose blocks are run by through(i, block, x)."""
-    h_BTD = model.tokens(ids_BT) + model.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
-    for i, block in enumerate(model.blocks):
-        h_BTD = through(i, block, h_BTD)
-    return F.cross_entropy(model.head(model.norm(h_BTD)).flatten(0, 1), targets_BT.flatten())
+        return None, recompute_backward(ctx.block, ctx.saved_tensors[0], dy_BTD)  # the block has no gradient
 
 
 # %% [markdown]
-# **Predict.** How many FLOPs does a step take now, compared with 3 forward passes (1 forward + 2 backward)? Which
-# share of the bytes stays?
+# ### Build C: the backward that recomputes
+#
+# Write `recompute_backward(block, x_BTD, dy_BTD)`. `dy_BTD` is the gradient of the loss with respect to the block's output.
+# Return the one with respect to its input, and add to the gradients of the block's parameters. Inside a backward autograd
+# is off until you say `with torch.enable_grad():`. `y.backward(dy)` starts from `dy`. `x.detach()` has the numbers of `x`
+# without its history.
+
+
+# %%
+# %%ranks
+def recompute_backward(block, x_BTD, dy_BTD):
+    """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
+    raise NotImplementedError  # your turn
+
+
+checks.recompute(recompute_backward, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C
+def recompute_backward(block, x_BTD, dy_BTD):
+    """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
+    x_BTD = x_BTD.detach().requires_grad_()  # a new name for its numbers: the graph above x ends here
+    with torch.enable_grad():
+        y_BTD = block(x_BTD)  # this time everything is kept
+    y_BTD.backward(dy_BTD)  # and let go
+    return x_BTD.grad
+
+
+checks.recompute(recompute_backward, ranks, solution=True)
+
+# %% [markdown]
+# **Predict.** A step used to cost 3 forward passes, 1 forward and 2 backward. How many percent more FLOPs is it now? And
+# with the library's `checkpoint`?
 #
 # <details><summary>Answer</summary>
 #
-# One forward pass of the blocks more: 4 instead of 3, **a third more**, a little less because the head is not
-# repeated. Of a block's 16 vectors one stays, and in our model the head's part on top.
+# The blocks' forward once more: 4 instead of 3, a third more. The library takes less. It ends the second forward as soon as
+# the last tensor that backward wants is there, so it does not repeat each block's last product.
 #
 # </details>
 
-# %%
-# %%ranks
-catch_up(globals(), "kept_for_backward", "Counter")
 
 # %%
 # %%ranks
+def forward_with(model, run_block, ids_BT, targets_BT):
+    """The loss of a GPT whose blocks are run by run_block(block, x)."""
+    h_BTD = model.tokens(ids_BT) + model.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
+    for block in model.blocks:
+        h_BTD = run_block(block, h_BTD)
+    return F.cross_entropy(model.head(model.norm(h_BTD)).flatten(0, 1), targets_BT.flatten())
+
+
+# %%
+# %%ranks
+from manyhands.measure.saved_activations import count_saved
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
 ways = {
-    "keep everything": lambda i, block, x_BTD: block(x_BTD),
-    "ours": lambda i, block, x_BTD: Recompute.apply(block, x_BTD),
-    "the library": lambda i, block, x_BTD: checkpoint(block, x_BTD, use_reentrant=False),
+    "keep everything": lambda block, x_BTD: block(x_BTD),
+    "ours": Recompute.apply,
+    "the library": lambda block, x_BTD: checkpoint(block, x_BTD, use_reentrant=False),
 }
-gradients = {}
-for name, through in ways.items():
+gradients, num_flops = {}, {}
+for name, run_block in ways.items():
     model = new_model(torch.float64)
-    with sdpa_kernel(SDPBackend.MATH), Counter() as counter:
-        kept, loss = kept_for_backward(lambda m=model, t=through: forward_with(m, t, *batch()), model)
-        loss.backward()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        kept = count_saved(lambda m=model, r=run_block: forward_with(m, r, *batch()), model)
+        kept.result.backward()
     gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    num_flops[name] = counter.get_total_flops()
+    more = 100 * (num_flops[name] / num_flops["keep everything"] - 1)
     apart = (gradients[name] - gradients["keep everything"]).abs().max().item()
-    assert apart < 1e-10, f"{name}: gradients are {apart:.1e} off"
-    say(f"{name:16} {counter.total() / 1e9:.2f} GFLOP, keeps {kept / 1e6:5.1f} MB; gradients {apart} apart")
+    assert apart < 1e-10
+    say(f"{name:16} keeps {kept.bytes / 1e6:4.1f} MB, {more:3.0f} % more FLOPs, gradients {apart:.2g} apart")
 metrics.exact(recompute_gradient=fingerprint([gradients["ours"]]))
 
 # %% [markdown]
-# The same gradients to the last bit, a third more FLOPs, a fraction of the bytes. (In float64, and with plain
-# attention, whose T² scores are part of what is kept.) The library needs a little less: it stops the second forward
-# as soon as the last tensor that backward wants is there, so the block's last product is not repeated. And it
-# restores the random numbers, so that dropout drops the same.
-#
-# You need not recompute *every* block. A sweep: each rank takes another number of them, and counts. (In float32
-# with fused attention, whose own products the counter does not see.)
+# The same gradients. The library also restores the random numbers, so that dropout drops the same ones twice.
 
-# %%
-# %%ranks
-catch_up(globals(), "kept_for_backward", "Counter", "Recompute", "forward_with")
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: checkpointing</summary>
+#
+# *Ask:* "What is the least that one could keep?" (Only every k-th input; then a stretch of k blocks comes back at once:
+# Chen's square root of N.) *Usual mistake:* expecting parameters or gradients to shrink. In build C most forget
+# `torch.enable_grad()`.
+#
+# </details>
+
+# %% [markdown]
+# ### Not every block (MORE, 1 min)
+#
+# You need not recompute all of them: stop when it fits. (In float32, with fused attention, whose
+# products the counter does not see on a CPU.)
 
 
 # %%
@@ -969,78 +945,69 @@ def recompute_some(k):
     """(bytes kept, FLOPs of a step) of ShakespeareGPT that recomputes its first k blocks."""
     model = new_model()
 
-    def through(i, block, x_BTD):
-        return Recompute.apply(block, x_BTD) if i < k else block(x_BTD)
+    def run_block(block, x_BTD):
+        return Recompute.apply(block, x_BTD) if block in [*model.blocks[:k]] else block(x_BTD)
 
-    with Counter() as counter:
-        kept, loss = kept_for_backward(lambda: forward_with(model, through, *batch()), model)
-        loss.backward()
-    return kept, counter.total()
+    with FlopCounterMode(display=False) as counter:
+        kept = count_saved(lambda: forward_with(model, run_block, *batch()), model)
+        kept.result.backward()
+    return kept.bytes, counter.get_total_flops()
 
 
-swept = share_out(recompute_some, range(5))
-D, tokens = shakespeare.n_embd, sequences * 64
-layer_bytes = (swept[0][0] - swept[4][0]) / 4
+swept = [recompute_some(k) for k in range(5)]
 for k, (kept, done) in enumerate(swept):
     say(f"{k} of 4 blocks recomputed: keeps {kept / 1e6:5.2f} MB, {done / 1e9:.3f} GFLOP")
-vectors = layer_bytes / (4 * D * tokens)
+vectors = (swept[0][0] - swept[4][0]) / 4 / (4 * shakespeare.n_embd * sequences * 64)
 say(f"each block saves {vectors:.2f} vectors per token: its 16, less the input")
 metrics.exact(recompute_sweep=swept)
 
 # %% [markdown]
-# A straight line: equal blocks are equal bargains, and you stop when it fits. (The 0.06 are the block's few single
-# numbers per token, (H + 4)/D.) Exercise 2 has unequal ones.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: checkpointing</summary>
-#
-# *Ask:* "What is the least that one could keep?" (Only every k-th input;
-# then a stretch of k blocks comes back at once: Chen's square root of N.) *Usual mistake:* expecting parameters or
-# gradients to shrink.
-#
-# </details>
+# A straight line: equal blocks are equal bargains. (The 0.06 are the block's few single numbers per token, (H + 4)/D.)
+# Exercise 2 has unequal ones.
 
 # %% [markdown]
-# ## Accumulation: a large batch in small pieces (CORE, 2 min)
+# ## Accumulation: a large batch in small pieces (CORE, 4 min)
 #
 # **Why.** Activations grow with the sequences that are in memory *at once*. Gradients add up in `p.grad`, so the
 # batch can come in pieces: [**accumulation**](../assets/glossary.md#accumulation). Each piece, a
 # [*micro-batch*](../assets/glossary.md#micro-batch), is forgotten before the next one comes.
 #
-# **Predict.** Four micro-batches of a quarter each. What happens to the activations, to the FLOPs, to the gradient?
+# ### Build D: accumulate
 #
-# <details><summary>Answer</summary>
-#
-# A quarter; the same; the same.
-#
-# </details>
+# `model(x, y)` returns `(logits, loss)`, where the loss is the *mean* over the tokens that it was given. Write
+# `accumulate(model, x_BT, y_BT, pieces)`: cut the batch into `pieces` equal micro-batches, go through the model once with
+# each, and leave in `p.grad` the gradient of the mean over the whole batch. The check also looks how many micro-batches
+# are in memory at once. (`x_BT.chunk(4)` is a list of four.)
+
 
 # %%
 # %%ranks
-catch_up(globals(), "kept_for_backward", "Counter")
+def accumulate(model, x_BT, y_BT, pieces):
+    """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
+    raise NotImplementedError  # your turn
 
-# %%
+
+checks.accumulation(accumulate, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-whole, pieces = new_model(torch.float64), new_model(torch.float64)
-x_BT, y_BT = batch()
-with Counter() as at_once:
-    kept, (_, loss) = kept_for_backward(lambda: whole(x_BT, y_BT), whole)
-    loss.backward()
-with Counter() as in_pieces:
-    for x_bT, y_bT in zip(x_BT.chunk(4), y_BT.chunk(4), strict=True):
-        kept_piece, (_, loss) = kept_for_backward(lambda x=x_bT, y=y_bT: pieces(x, y), pieces)
-        (loss / 4).backward()  # a mean of 4 equal means; forget the 4, and Adam will hide it
-for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
-    assert (a.grad - b.grad).abs().max() < 1e-10
-say(f"activations: {kept / 1e6:.2f} MB at once, {kept_piece / 1e6:.2f} MB a piece, 1/{kept / kept_piece:.2f}")
-say(f"FLOPs: {at_once.total():,} at once, {in_pieces.total():,} in pieces; gradients equal to 1e-10")
+# solution D
+def accumulate(model, x_BT, y_BT, pieces):
+    """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
+    for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
+        _, loss = model(x_bT, y_bT)
+        (loss / pieces).backward()  # a mean of equal means; forget the division, and Adam will hide it
+
+
+checks.accumulation(accumulate, ranks, solution=True)
 
 # %% [markdown]
-# A quarter of the activations, the same FLOPs, the same gradient. The price is size: small matrices use a device
-# less well. And a condition: the pieces must be *equal*. Exercise 3 is the case where they are not.
+# A quarter of the activations (the experiment measures it), the same FLOPs, the same gradient. The price: small matrices
+# use a device less well. And the pieces must be *equal*: exercise 3 is the case where they are not.
 
 # %% [markdown]
-# ## Sixteen bits (CORE, 3 min)
+# ## Sixteen bits (MORE, 8 min)
 #
 # **Why.** Half the bytes, and on a GPU with matrix units many times the FLOP/s. The price is precision, or range,
 # and you choose which.
@@ -1057,23 +1024,12 @@ say(f"FLOPs: {at_once.total():,} at once, {in_pieces.total():,} in pieces; gradi
 #
 # show_floats(0.1)
 
-# %% tags=["nbval-check-output"]
-# %%ranks
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    info = torch.finfo(dtype)
-    subnormal = info.smallest_normal * info.eps
-    name, normal = str(dtype).removeprefix("torch."), info.smallest_normal
-    say(f"{name:9} largest {info.max:.3g}, smallest normal {normal:.3g}, smallest of all {subnormal:.3g}")
-for value in (1.001, 70_000.0, 1e-8):
-    halves = [torch.tensor(value).to(dtype).item() for dtype in (torch.bfloat16, torch.float16)]
-    say(f"{value:g} becomes {halves[0]:g} in bf16 and {halves[1]:g} in fp16")
-
 # %% [markdown]
 # **Predict.** A weight is 1.0 and the optimizer adds 0.001 to it, a hundred times. What is it afterwards, in bf16?
 #
 # <details><summary>Answer</summary>
 #
-# 1.0. Each step is rounded away, before the next one comes.
+# 1.0. Each step is rounded away before the next one comes: the next bf16 number after 1 is 1.0078.
 #
 # </details>
 
@@ -1086,16 +1042,41 @@ for _ in range(100):
 say(f"in bf16 {weight.item():g}; the float32 master is {master.item():.3f}")
 
 # %% [markdown]
-# It never moved: the next bf16 number after 1 is 1.0078. Hence the master weights.
+# Hence the master weights. [**Mixed precision**](../assets/glossary.md#mixed-precision) by `torch.autocast` is another way
+# to the same end: weights stay in float32, and *for matrix products* weights and inputs are cast to 16 bits. Around
+# forward, nothing else changes:
 #
-# [**Mixed precision**](../assets/glossary.md#mixed-precision) by `torch.autocast` is another way to the same end.
-# Weights stay in float32; *for matrix products* weights and inputs are cast to 16 bits. On a GPU norms, softmax and
-# loss are calculated in float32; a CPU's autocast leaves softmax and norms in the type that they are handed. By hand
-# it is a line:
+# ```python
+# with torch.autocast(device.type, dtype=torch.bfloat16):
+#     _, loss = model(x_BT, y_BT)
+# ```
+
+# %% [markdown]
+# ### What autocast casts, and what it keeps
+#
+# What a format can hold, in numbers:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    info = torch.finfo(dtype)
+    subnormal = info.smallest_normal * info.eps
+    name, normal = str(dtype).removeprefix("torch."), info.smallest_normal
+    say(f"{name:9} largest {info.max:.3g}, smallest normal {normal:.3g}, smallest of all {subnormal:.3g}")
+for value in (1.001, 70_000.0, 1e-8):
+    halves = [torch.tensor(value).to(dtype).item() for dtype in (torch.bfloat16, torch.float16)]
+    say(f"{value:g} becomes {halves[0]:g} in bf16 and {halves[1]:g} in fp16")
+
+# %% [markdown]
+# On a GPU autocast calculates norms, softmax and loss in float32; on a CPU it leaves softmax and norms in the type that
+# they are handed. By hand it is a line:
 
 
 # %%
 # %%ranks
+from torch import nn
+
+
 def cast_by_hand(layers, x, dtype=torch.bfloat16):
     """The layers in mixed precision: linear maps in `dtype`, everything else as it comes."""
     for layer in layers:
@@ -1117,10 +1098,12 @@ say(f"by hand = autocast: {torch.equal(ours, library)}; result {ours.dtype}, wei
 say(f"largest error against float32: {100 * error:.1f} %")
 
 # %% [markdown]
-# And the GPT: what does autocast do to its activations? They are in 16 bits now, so half? Count.
+# And the GPT: products take and give 16 bits now, so does half of the activations remain? Count.
 
 # %%
 # %%ranks
+from torch.autograd.graph import saved_tensors_hooks
+
 catch_up(globals(), "kept_for_backward")
 
 # %%
@@ -1136,9 +1119,9 @@ say(f"loss {loss_fp32.item():.4f} and {loss_bf16.item():.4f}")
 metrics.exact(autocast_saved_bytes=in_bf16)
 
 # %% [markdown]
-# Two thirds, not half. The stream between the blocks (the x to which every block adds) stays in float32, as do the
-# norms' inputs. And autocast keeps what it has cast: 2 bytes for each weight of a matrix until backward is through,
-# the 18 bytes per parameter of the table.
+# More than half. The stream between the blocks (the x to which every block adds) stays in float32, as do the norms'
+# inputs. And autocast keeps what it has cast: 2 bytes for each weight of a matrix until backward is through. These are the
+# 18 bytes per parameter of the table.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: sixteen bits</summary>
@@ -1150,14 +1133,14 @@ metrics.exact(autocast_saved_bytes=in_bf16)
 # </details>
 
 # %% [markdown]
-# ### Loss scaling, for fp16 (MORE, 6 min)
+# ### Loss scaling, for fp16
 #
 # fp16 has no room below. Take the gradient of the 70B-class model's logits, for one wrong word out of 50,280 in a
 # batch of 256·4,096 tokens: before training, when every word is equally likely, it is about 1/50,280/1,048,576 =
 # 2·10⁻¹¹. In fp16 that is 0. Only the right words' own gradients, 10⁻⁶, get through, with about four of their eleven
 # significant bits.
 #
-# [**Loss scaling**](../assets/glossary.md#loss-scaling): multiply the *loss* by a large number, and all gradients
+# [**Loss scaling**](../assets/glossary.md#loss-scaling) ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740)): multiply the *loss* by a large number, and all gradients
 # are that much larger; divide them by it before the update, in float32. If it was too much, the gradients are
 # infinite: skip the step and halve the number. If all has been well for a while, double it.
 
@@ -1191,6 +1174,9 @@ class LossScaler:
 
 # %%
 # %%ranks
+import math
+
+
 def zeros_in_fp16(scale):
     """Percent of ShakespeareGPT's gradients that are 0 in fp16, and whether all are finite."""
     model = new_model()
@@ -1202,7 +1188,8 @@ def zeros_in_fp16(scale):
 
 
 scales = [1.0, 2.0**8, 2.0**16, 2.0**40]
-for scale, (zeros, finite) in zip(scales, share_out(zeros_in_fp16, scales), strict=True):
+for scale in scales:
+    zeros, finite = zeros_in_fp16(scale)
     infinite = "" if finite else ", and some are infinite"
     say(f"loss times 2^{math.log2(scale):.0f}: {zeros:4.1f} % of the gradients are 0{infinite}")
 model = new_model()
@@ -1211,8 +1198,8 @@ zeros = sum((p.grad == 0).sum().item() for p in model.parameters())
 say(f"all in float32: {100 * zeros / shakespeare.num_params():.1f} %")
 
 # %% [markdown]
-# Of the 0.3 % at 2¹⁶ nearly all are true zeros, as the last line says: symbols that do not occur in this batch have
-# no gradient in float32 either. So 2¹⁶ lost next to nothing, and 2⁴⁰ was too much.
+# Compare the line of 2¹⁶ with the last one: symbols that do not occur in this batch have no gradient in float32 either,
+# so 2¹⁶ lost next to nothing. 2⁴⁰ was too much.
 #
 # Now ours against the library's `torch.amp.GradScaler`, on a small problem that begins with a scale that is too
 # large. The same scales, and the same weights to the last bit:
@@ -1220,6 +1207,9 @@ say(f"all in float32: {100 * zeros / shakespeare.num_params():.1f} %")
 
 # %%
 # %%ranks
+from torch import nn
+
+
 def train_in_fp16(library):
     """The scales and last weights of 12 steps."""
     torch.manual_seed(0)
@@ -1249,33 +1239,19 @@ say("log2 of the scale: " + " ".join(f"{math.log2(scale):.0f}" for scale in our_
 say(f"as the library's: {our_scales == scales}, the same weights: {torch.equal(ours_P, library_P)}")
 
 # %% [markdown]
-# It fell from 2¹⁸ until the gradients were finite, and after four good steps it tries the next larger one. (2¹⁷ was
-# too much at first and is not later: the loss has fallen, and the gradients with it.) bf16 needs none of this: its
+# It falls from 2¹⁸ until the gradients are finite, and after four good steps it tries the next larger one. (What was too
+# much at first need not be later: the loss has fallen, and the gradients with it.) bf16 needs none of this: its
 # range is float32's. That is why nearly everybody trains in bf16 now.
 
 # %% [markdown]
-# ## Experiment: a training step, byte by byte (CORE, 2 min)
+# ## Experiment: a training step, byte by byte (CORE, 4 min)
 #
-# All four kinds in one picture. `MemoryTimeline` follows every tensor of a step, from its birth to its end. It is a
-# `TorchDispatchMode` like our counter, and it slows the step down, so the step is not timed.
-#
-# Four cases for four ranks: a plain step, twice the batch, four micro-batches, and checkpointing. Each rank
-# predicts first, by nothing but the formulas of this lesson.
-#
-# **Predict.** Which of the kinds differ between the four cases? When in the step is the sum largest? And what comes
-# and goes in the optimizer's turn?
-#
-# <details><summary>Answer</summary>
-#
-# Only activations. In a plain step the sum is largest when backward has just begun: all activations are there, and
-# the first gradients of activations on top. With checkpointing it is largest in the last hump, because gradients
-# have piled up below. In the optimizer's turn nothing stays: each update needs a copy or two of one tensor.
-#
-# </details>
+# `MemoryTimeline` follows every tensor of a step from its birth to its end. Three cases: a plain step, four micro-batches
+# (build D), checkpointing (build C). Predictions come from the formulas alone.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "predict_kept", "Recompute", "forward_with")
+catch_up(globals(), "predict_kept", "recompute_backward", "Recompute", "forward_with", "accumulate")
 
 
 # %%
@@ -1283,7 +1259,7 @@ catch_up(globals(), "predict_kept", "Recompute", "forward_with")
 def predict_bytes(case):
     """The most bytes of each kind during a step of ShakespeareGPT with AdamW in float32, by formula."""
     P, N = shakespeare.num_params(), shakespeare.n_layer
-    at_once = {"twice the batch": 2 * sequences, "4 micro-batches": sequences // 4}.get(case, sequences)
+    at_once = sequences // 4 if case == "4 micro-batches" else sequences
     block, head = predict_kept(shakespeare, at_once)
     stream = 4 * at_once * 64 * shakespeare.n_embd  # the input of a block: 1 of its 16 vectors
     kept = N * stream + block - stream if case == "checkpointing" else N * block + head
@@ -1293,16 +1269,16 @@ def predict_bytes(case):
 # %%
 # %%ranks
 def step_of(case, model, optimizer, x_BT, y_BT, seen):
-    """One training step in three phases."""
-    pieces = 4 if case == "4 micro-batches" else 1
-    for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
+    """One training step in its phases."""
+    if case == "4 micro-batches":
+        with seen.phase("4 x forward, backward"):
+            accumulate(model, x_BT, y_BT, pieces=4)
+    else:
+        run_block = Recompute.apply if case == "checkpointing" else lambda block, x_BTD: block(x_BTD)
         with seen.phase("forward"):
-            if case == "checkpointing":
-                loss = forward_with(model, lambda i, block, h_BTD: Recompute.apply(block, h_BTD), x_bT, y_bT)
-            else:
-                _, loss = model(x_bT, y_bT)
+            loss = forward_with(model, run_block, x_BT, y_BT)
         with seen.phase("backward"):
-            (loss / pieces).backward()
+            loss.backward()
     with seen.phase("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
@@ -1310,72 +1286,73 @@ def step_of(case, model, optimizer, x_BT, y_BT, seen):
 
 # %%
 # %%ranks
-def record(case):
-    """{"samples", "highest": {kind: bytes}} of the second step: the first one makes the optimizer's state."""
-    model, (x_BT, y_BT) = new_model(), batch()
-    if case == "twice the batch":
-        x_BT, y_BT = torch.cat([x_BT, x_BT]), torch.cat([y_BT, y_BT])
+from manyhands.measure.memory_timeline import MemoryTimeline
+
+steps = dict.fromkeys(("plain", "4 micro-batches", "checkpointing"))
+for case in steps:
+    model = new_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        with MemoryTimeline(model, optimizer) as seen:
-            step_of(case, model, optimizer, x_BT, y_BT, seen)
-    return {"samples": seen.samples, "highest": {kind: seen.highest(kind) for kind in predict_bytes(case)}}
-
-
-cases = ["plain", "twice the batch", "4 micro-batches", "checkpointing"]
-recorded_steps = dict(zip(cases, share_out(record, cases), strict=True))
+    for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
+        with MemoryTimeline(model, optimizer) as steps[case]:
+            step_of(case, model, optimizer, *batch(), steps[case])
 
 # %% [markdown]
-# What you should see: a staircase up in forward, down in backward while the gradients come up beside it, and a flat
-# end. Dashed lines are predictions. With checkpointing the staircase is low, and backward has one hump for each
-# block.
+# **Predict.** Which kinds of bytes differ between the cases? When in a plain step is the sum largest?
+#
+# <details><summary>Answer</summary>
+#
+# Only activations. The sum is largest when backward has just begun: all activations are there, and the first gradients of
+# activations on top.
+#
+# </details>
 
 # %%
 # %%ranks
 if rank == 0:
-    highest = max(sample.total for sample in recorded_steps["plain"]["samples"])  # one scale for both
+    from manyhands.figures.memory_stack import memory_stack
+
     for case in ("plain", "checkpointing"):
-        samples = recorded_steps[case]["samples"]
-        figure = memory_stack(samples, f"one step, {case}", predict_bytes(case), highest=highest)
+        figure = memory_stack(
+            steps[case].samples, f"one step, {case}", predict_bytes(case), highest=steps["plain"].peak.total
+        )  # one scale for both
         alt = "parameters and optimizer stay, activations rise and fall, gradients rise in backward"
         show(figure, f"memory_{case}", f"{alt} ({case})")
 
 # %%
 # %%ranks
-kinds, worst = ["parameters", "gradients", "optimizer", "activations"], {}
-say(f"{'MB (ratio)':16}" + "".join(f"{kind:>17}" for kind in kinds))
-for case, step in recorded_steps.items():
+highest, worst = {}, {}
+for case, seen in steps.items():
     predicted = predict_bytes(case)
-    ratios = {kind: step["highest"][kind] / predicted[kind] for kind in kinds}
-    say(f"{case:16}" + "".join(f"{step['highest'][kind] / 1e6:8.2f} ({ratios[kind]:.4f})" for kind in kinds))
-    worst[case] = max(abs(ratio - 1) for ratio in ratios.values())
-metrics.exact(highest_bytes={case: step["highest"] for case, step in recorded_steps.items()})
+    highest[case] = {kind: seen.highest(kind) for kind in predicted}
+    say(f"{case}: " + ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in highest[case].items()))
+    worst[case] = max(abs(highest[case][kind] / predicted[kind] - 1) for kind in predicted)
+    say(
+        f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'"
+    )
+share = highest["checkpointing"]["activations"] / highest["plain"]["activations"]
+say(f"checkpointing leaves {100 * share:.0f} % of the activations")
+metrics.exact(highest_bytes=highest)
 metrics.measured(worst_residual=worst)
 
 # %% [markdown]
-# **The residual.** Parameters, gradients and optimizer are exact, but for the optimizer's 50 step counts.
-# Activations are right to one part in ten thousand: what the formula leaves out is the loss's own scalar and the
-# positions. What it does *not* predict is the part of the stack called "other": results that live for one operator,
-# and the gradients of activations on their way down. They are what makes the peak lie in *backward*, above the
-# highest dashed line. An allocator adds its own on top, so leave it some room.
-#
-# Two things to take from the four cases. Only activations differ: twice the batch doubles them, four micro-batches
-# quarter them, checkpointing leaves 29 % (four inputs, and the other 15 vectors of the one block that has come back).
-# And with the 13 MB that are counted per parameter nothing of this lesson helps, which is where lesson 06 begins.
+# **The residual.** What no formula here predicts is the part called "other": results that live for one operator, and the
+# gradients of activations on their way down. It lifts the peak above the highest dashed line, and an allocator adds its
+# own on top: leave room. Against the bytes that are counted per parameter nothing in this lesson helps. That is where
+# lesson 06 begins.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #
-# Ask where the peak is before you show the picture; most say "in the
-# optimizer". Then ask what each strategy of the course will cut: data parallel nothing, ZeRO-1 the optimizer,
-# ZeRO-2 the gradients, ZeRO-3 the parameters, tensor parallel everything. *When late:* only the plain picture.
+# Ask where the peak is before you show the picture; most say "in the optimizer". Then ask what each strategy of the course
+# will cut: data parallel nothing, ZeRO-1 the optimizer, ZeRO-2 the gradients, ZeRO-3 the parameters, tensor parallel
+# everything. *When late:* only the plain picture.
 #
 # </details>
 
 # %% [markdown]
-# ## Exercises (MORE, 14 min)
+# ## Exercises (MORE, 13 min)
 #
-# Exercise 1 was the 65 billion question. Each check names the first fault that it finds.
+# Exercise 1 was the master copy. Each check names the first fault that it finds.
 #
 # ### Exercise 2: which pieces to recompute
 #
@@ -1398,6 +1375,10 @@ checks.recompute_trade_off(choose, ranks)
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 2
+import itertools
+import math
+
+
 def choose(pieces, budget):
     best, best_flops = None, math.inf
     for again in itertools.product([False, True], repeat=len(pieces)):  # at most 2^12 choices: try them all
@@ -1416,10 +1397,19 @@ checks.recompute_trade_off(choose, ranks, solution=True)
 
 # %%
 # %%ranks
+import itertools
+import math
+
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 catch_up(globals(), "kept_for_backward", "Counter", "choose")
 
 # %%
 # %%ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 block, x_BTD = new_model().blocks[0], torch.randn(sequences, 64, 128, device=device, requires_grad=True)
 halves = {
     "attention": lambda: block.attention(block.norm_1(x_BTD)),
@@ -1439,15 +1429,15 @@ everything = sum(piece.kept for piece in pieces)
 say(f"to keep half of {everything / 1e6:.1f} MB, recompute {sorted(choose(pieces, everything / 2))}")
 
 # %% [markdown]
-# The MLP is the slightly better bargain: with flash attention nothing is cheap at this size. Before flash attention
-# one part was: the T² scores were many bytes for few FLOPs, and recomputing just them is the *selective*
-# recomputation of Korthikanti et al. 2022. (`train.py` has `--parallel.recompute selective`: it keeps products and
-# repeats norms and GELU.)
+# With flash attention the two halves cost about the same per byte. The bargains are *inside* them: the outputs of norms
+# and of GELU, 6 of the 16 vectors, come back without a matrix product. `train.py` has `--parallel.recompute selective`
+# for that. Before flash attention the T² scores were the bargain, many bytes for few FLOPs: recomputing just them is the
+# *selective* recomputation of Korthikanti et al. 2022.
 #
 # ### Exercise 3: accumulation over uneven token counts
 #
 # Real batches have padding. A target of -100 marks a position that does not count. `micro_batches` is a list of (ids
-# [b, T], targets [b, T]), and `model(ids)` returns logits [b, T, V]. Write `accumulate(model, micro_batches)`, so
+# [b, T], targets [b, T]), and `model(ids)` returns logits [b, T, V]. Write `accumulate_uneven(model, micro_batches)`, so
 # that in the end each `p.grad` is that of **the mean over all counted tokens of the whole batch**. Only one
 # micro-batch may be in memory at a time, and each goes through the model once. A micro-batch may be nothing but
 # padding.
@@ -1455,17 +1445,17 @@ say(f"to keep half of {everything / 1e6:.1f} MB, recompute {sorted(choose(pieces
 
 # %%
 # %%ranks
-def accumulate(model, micro_batches):
+def accumulate_uneven(model, micro_batches):
     raise NotImplementedError  # your turn
 
 
-checks.uneven_accumulation(accumulate, ranks)
+checks.uneven_accumulation(accumulate_uneven, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution 3
-def accumulate(model, micro_batches):
+def accumulate_uneven(model, micro_batches):
     counted = sum((targets != -100).sum() for _, targets in micro_batches)
     for ids, targets in micro_batches:
         logits = model(ids).flatten(0, 1)
@@ -1473,7 +1463,7 @@ def accumulate(model, micro_batches):
         (total / counted).backward()  # a sum over few tokens weighs little, as it should
 
 
-checks.uneven_accumulation(accumulate, ranks, solution=True)
+checks.uneven_accumulation(accumulate_uneven, ranks, solution=True)
 
 # %% [markdown]
 # The mean of means was in a much-used trainer until October 2024, when users compared accumulation with the full
@@ -1483,9 +1473,8 @@ checks.uneven_accumulation(accumulate, ranks, solution=True)
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# From a workshop's trainer, in our words. The log below is that of a run that somebody started with `dtype="bf16"`.
-# The loss falls. **What is wrong, and what does it cost?** Read the code and the log before you open the answer.
-
+# From a workshop's trainer, in our words, started with `dtype="bf16"`. The loss falls. **What is wrong, and what does it
+# cost?** Read code and output before you open the answer.
 
 # %%
 # %%ranks
@@ -1515,18 +1504,15 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The log's first line says it: *precision: bf16; autocast to torch.float16*. One entry of the table maps to the
-# wrong type. Nobody read the line, because the loss fell. What it costs: fp16 ends at 65,504, and there is no loss
-# scaling, because "bf16 needs none". Gradients below 3·10⁻⁸ are lost without a word, and one large activation ends
-# the run. [The transcript with that line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# is a workshop's own.
+# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. fp16 ends at 65,504, and
+# nobody scales the loss, because "bf16 needs none". Gradients below 3·10⁻⁸ are lost without a word, and one large
+# activation ends the run. [The transcript with that
+# line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
 #
 # </details>
 #
-# Do not trust a name, ask a tensor. And see what is at stake: the same training with a head whose weights are a
-# million times larger, in fp16, and then with the table mended: fp16 gives nan at once, and from nan weights no run
-# comes back; bf16 gives an absurd loss, but a number. (Such logits are absurd. But a long run needs only one of
-# them.)
+# Do not trust a name, ask a tensor. And see what is at stake: the same training with a head whose weights are a million
+# times larger, in fp16, then with the table mended.
 
 # %%
 # %%ranks
@@ -1539,7 +1525,7 @@ if rank == 0:
     train("bf16", 2, head_times=1e6)
 
 # %% [markdown]
-# The rule to take home: **print what is used, not what was asked for**, and assert it once, on a real tensor.
+# From nan no run comes back. **Print what is used, not what was asked for**, and assert it once, on a real tensor.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1554,30 +1540,26 @@ if rank == 0:
 # ## On the cluster
 #
 # ```bash
-# python scripts/01_one_device.py --sequences 64 --repeats 50     # one process, one GPU
+# python scripts/01_one_device.py --sequences 64 --repeats 50     # one process, one GPU: inside a job
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run   # what each of 64 ranks keeps
 # ```
 #
-# **What changes on GPUs.** The formulas do not. But AdamW updates all tensors at once there (`foreach`), and needs
-# about 4 bytes per parameter more for the moment. Flash attention wants 16 bits: in float32 PyTorch takes another
-# fused kernel, which keeps its sums padded, a few more bytes per head and token. The share of the peak falls at
-# first, because ShakespeareGPT is far too small for a GPU: its matrices are done before Python has launched the
-# next one. Wider models do better.
+# **What changes on GPUs.** The formulas do not. But AdamW updates all tensors at once there (`foreach`), and may need
+# about 4 bytes per parameter more for the moment.
 #
-# **What to look for.** `torch.cuda.max_memory_allocated()` is what your tensors had at the most; compare it with
-# the peak of the experiment. `nvidia-smi` shows more: what PyTorch's allocator keeps for later, and CUDA itself. If
-# a run ends with "out of memory" while much is "reserved but unallocated", memory is in pieces, and
-# `PYTORCH_ALLOC_CONF=expandable_segments:True` helps. And `torch.get_float32_matmul_precision()`: "highest" means
-# that float32 products do not use TF32, and MFU must be divided by another peak.
+# **What to look for.** `torch.cuda.max_memory_allocated()` is the most that your tensors had. `nvidia-smi` shows more: what
+# PyTorch's allocator keeps for later, and CUDA itself. If a run ends with "out of memory" while much is "reserved but
+# unallocated", `PYTORCH_ALLOC_CONF=expandable_segments:True` may help. Where `torch.get_float32_matmul_precision()` is
+# "highest", float32 products do not use TF32, and MFU has another peak.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. P = N(12D² + 10D) + the ends; 12ND² is what you should remember, and 6 FLOPs for each parameter and token.
-# 2. Training keeps 16 bytes per parameter, in float32 and in mixed precision alike; 14 is what slides say.
-# 3. Activations grow with tokens, 16 vectors per layer here; with 256 long sequences they exceed everything else.
-# 4. Time buys memory: checkpointing costs a third more FLOPs, accumulation costs small matrices.
-# 5. Count, then trust the formula: bytes by hooks, FLOPs by operators, precision by asking a tensor.
+# 1. P = N(12D² + 10D) + the ends; remember 12ND², and 6 FLOPs for each parameter and token.
+# 2. Training keeps 16 bytes per parameter between steps, in float32 and in mixed precision alike.
+# 3. Activations grow with tokens: 16 vectors per token and layer here, 32·D bytes in 16 bits.
+# 4. Time buys memory: checkpointing costs up to a third more FLOPs, accumulation makes matrices small.
+# 5. An MFU is the model's FLOPs divided by a peak: name the peak.
 #
 # ## Further reading
 #
@@ -1586,9 +1568,6 @@ if rank == 0:
 # - Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), section 3: where did all the memory go?
 # - Chowdhery et al. 2022, [PaLM](https://arxiv.org/abs/2204.02311), appendix B: MFU, defined.
 # - Chen et al. 2016, [Training deep nets with sublinear memory cost](https://arxiv.org/abs/1604.06174): checkpointing.
-# - Micikevicius et al. 2018, [Mixed precision training](https://arxiv.org/abs/1710.03740): master weights and loss scaling.
-# - Yamazaki et al. 2019, [Yet another accelerated SGD](https://arxiv.org/abs/1903.12650), and Goyal et al. 2017,
-#   [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677): the table at the beginning.
 
 # %%
 # %%ranks

@@ -1,4 +1,4 @@
-"""Checks of lesson 01: does it fit, which pieces to recompute, and a batch that comes in uneven pieces.
+"""Checks of lesson 01: parameters, does it fit, recompute, accumulate; a master copy, which pieces, uneven pieces.
 
 None of them communicates: every rank judges the same answer on the same numbers.
 """
@@ -30,105 +30,271 @@ class Piece:
     flops: float
 
 
-# ---- exercise 1 ----
+# ---- build A ----
+
+SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16), (50_280, 4096, 8192, 80))
+
+
+@exercise("A", "count the parameters")
+def parameters(answer, ranks=None):
+    """`answer(V, T, D, N)` -> the parameters of a GPT with V symbols, T positions, width D and N layers."""
+    for V, T, D, N in SIZES:
+        given = number(answer(V, T, D, N), "the number of parameters")
+        right = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
+        if given != right:
+            what = f"for V={V}, T={T}, D={D}, N={N} there are {right:,} parameters, not {given:,.10g}"
+            raise Wrong(what + _parameters_hint(given - right, V, T, D, N))
+
+
+def _parameters_hint(off, V, T, D, N):
+    """`off`: by how much the answer is too large; the smallest of the sizes tells all of these apart."""
+    missing = {
+        V: "the head has a bias: a number for each symbol",
+        V * D: "embedding and head are two matrices here",
+        V * (D + 1): "the head has a matrix and a bias of its own",
+        T * D: "positions have an embedding, too",
+        D: "a LayerNorm has a scale and a shift",
+        2 * D: "there is a LayerNorm between the last layer and the head",
+        N * D: "one bias of width D is missing in each layer",
+        2 * N * D: "each layer has two LayerNorms, of a scale and a shift each",
+        4 * N * D: "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing",
+        6 * N * D: "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing",
+        10 * N * D: "the matrices of a layer are right; its biases and LayerNorms are missing",
+        10 * N * D + D * (V + T) + 2 * D + V * (D + 1): "that is the matrices of the layers alone",
+        (N - 1) * (12 * D**2 + 10 * D): f"there are {N} layers, not one",
+        N * 2 * D**2: "query, key and value are three matrices of D times D",
+        N * 3 * D**2: "query, key and value are missing",
+        N * 4 * D**2: "the MLP has two matrices, up and down",
+        N * D**2: "attention has a matrix for its output as well",
+    }
+    extra = {
+        3 * N * D: "query, key and value have no bias here",
+        T * V: "positions do not depend on the symbols",
+        (N - 1) * 2 * D: "the LayerNorm before the head comes once, not in each layer",
+        (N - 1) * T * D: "positions are embedded once, not in each layer",
+    }
+    hint = missing.get(-off) if off < 0 else extra.get(off)
+    return f": {hint}" if hint else ""
+
+
+# ---- build B ----
 
 CLASS_70B = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
 OLMO_1B = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
+OLMO_7B = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 SHAKESPEARE = GPTConfig(vocab_size=65)
-EXACT_FIT = SHAKESPEARE.num_params() * 4  # at 16 bytes per parameter: four devices, filled to the last byte
+EXACT = 16 * SHAKESPEARE.num_params() + 12 * 32 * 128 * 4 * 64  # 12 sequences fill it to the last byte
 
 
-@exercise(1, "the 65 billion question")
+@exercise("B", "does it fit?")
 def does_it_fit(answer, ranks=None):
-    """`answer(config, sequences, bytes_per_parameter, device_bytes, flash)` -> (state, activation bytes, devices)."""
+    """`answer(config, device_bytes)` -> the most sequences beside 16 bytes per parameter, at 16 vectors in bf16."""
     cases = [
-        ("the 70B class at 14P on 40 GB", CLASS_70B, 256, 14, 40e9, False),
-        ("the 70B class at 14P on 80 GiB", CLASS_70B, 1, 14, 80 * 2**30, True),
-        ("OLMo 1B at 16P on 16 GB", OLMO_1B, 4, 16, 16e9, False),
-        ("ShakespeareGPT at 16P on devices that it fills exactly", SHAKESPEARE, 12, 16, EXACT_FIT, True),
-        ("the 70B class at 16P on 80 GB", CLASS_70B, 2, 16, 80e9, True),
-        ("OLMo 1B at 16P on 80 GB", OLMO_1B, 1, 16, 80e9, False),
-        ("ShakespeareGPT at 16P on devices one byte smaller", SHAKESPEARE, 2, 16, EXACT_FIT - 1, False),
+        ("the 7B on 141 GB", OLMO_7B, 141 * 10**9),
+        ("the 1B on 80 GB", OLMO_1B, 80 * 10**9),
+        ("ShakespeareGPT on a device that 12 sequences fill exactly", SHAKESPEARE, EXACT),
+        ("ShakespeareGPT on a device one byte smaller", SHAKESPEARE, EXACT - 1),
+        ("the 7B on 80 GB", OLMO_7B, 80 * 10**9),
+        ("the 70B class on 16 devices of 80 GB as one", CLASS_70B, 1280 * 10**9),
+        ("the 1B on a device that the parameters fill exactly", OLMO_1B, 16 * OLMO_1B.num_params()),
     ]
-    for what, config, sequences, per_parameter, device_bytes, flash in cases:
-        state, kept, devices = _three(answer(config, sequences, per_parameter, device_bytes, flash))
-        right = config.num_params() * per_parameter
-        if not _near(state, right):
-            hint = _state_hint(state, right, config)
-            raise Wrong(f"for {what} the state is {right:,.0f} bytes, not {state:,.0f}{hint}")
-        right = 2 * _slide_values(config, sequences, flash)
-        if not _near(kept, right):
-            hint = _kept_hint(kept, config, sequences, flash)
-            raise Wrong(f"for {what} the activations are {right:,.0f} bytes, not {kept:,.0f}{hint}")
-        right = math.ceil(config.num_params() * per_parameter / device_bytes)
-        if devices != right:
+    for what, config, device_bytes in cases:
+        given = number(answer(config, device_bytes), "a number of sequences")
+        state = 16 * config.num_params()
+        each = 32 * config.n_embd * config.n_layer * config.block_size
+        right = max(0, (device_bytes - state) // each)
+        if given != right:
+            hint = _fit_hint(given, config, device_bytes, state, each)
+            amounts = f"{state:,} bytes of state and {each:,} per sequence"
+            raise Wrong(f"{what}: {right} sequences fit, not {given:g}{hint} ({amounts})")
+
+
+def _fit_hint(given, config, device_bytes, state, each):
+    left = device_bytes - state
+    if left < 0 and given < 0:
+        return ": nothing fits beside a state that does not fit itself, and fewer than 0 there are not"
+    if left < 0:
+        return ": not even the parameters fit"
+    if not given.is_integer():
+        return ": sequences come whole"
+    guesses = {
+        device_bytes
+        // each: "you gave all of the device to activations, and the parameters take 16 bytes each",
+        (device_bytes - state // 8) // each: "training keeps 16 bytes per parameter, not 2",
+        left // (2 * each): "that is with 4 bytes a number, and bf16 has 2",
+        2 * left // each: "that is with 1 byte a number, and bf16 has 2",
+        16 * left // each: "a layer keeps 16 vectors for each token, not one",
+        left * config.n_layer // each: "every layer keeps its 16 vectors",
+        left * config.block_size // each: "that is tokens, and a sequence has block_size of them",
+        math.ceil(left / each): "the last one does not fit whole",
+    }
+    return next((f": {hint}" for value, hint in guesses.items() if given == value), "")
+
+
+# ---- build C ----
+
+
+@exercise("C", "the backward that recomputes")
+def recompute(answer, ranks=None):
+    """`answer(block, x, dy)`, where autograd is off, -> x's gradient; it adds to those of the block's parameters."""
+    block, plain = _WatchedBlock(), _WatchedBlock()
+    for turn in range(2):  # the second one adds to the first
+        x, dy = _rows(10 + turn), _rows(20 + turn)
+        expected = x.clone().requires_grad_()
+        plain(expected).backward(dy)
+        ones = _with_ones(x)
+        block.forwards, block.without_graph = 0, False
+        before = x.clone()
+        x.requires_grad_()  # as a block's input does
+        try:
+            with torch.no_grad():  # as in a backward
+                given = answer(block, x, dy.clone())
+        except RuntimeError:
+            if block.without_graph:
+                raise Wrong(_NO_GRAPH) from None
+            raise
+        _judge_recompute(given, x, before, expected, dy, ones, block, plain)
+
+
+_NO_GRAPH = (
+    "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
+)
+
+
+def _judge_recompute(given, x, before, expected, dy, ones, block, plain):
+    if given is ...:
+        raise NotImplementedError
+    if not block.forwards:
+        raise Wrong("the block was never run: what was forgotten must be computed again")
+    if block.without_graph:
+        raise Wrong(_NO_GRAPH)
+    if given is None:
+        raise Wrong(
+            "return the gradient of x, not None (is a `return` missing, or did x not require a gradient?)"
+        )
+    if not isinstance(given, torch.Tensor) or given.shape != x.shape:
+        raise Wrong(f"return the gradient of x, a tensor of shape {list(x.shape)}, not {shown(given)}")
+    if not torch.equal(x.detach(), before):
+        raise Wrong("the numbers in x have changed; the layer below needs them")
+    if x.grad is not None:
+        raise Wrong(
+            "x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient"
+        )
+    if torch.equal(given, dy) or not _close(given, expected.grad):
+        raise Wrong(_dx_hint(given, expected.grad, dy, ones))
+    mine, right = _gradient(block), _gradient(plain)
+    if mine is None:
+        raise Wrong("the gradient of x is right, but the block's parameters got none: they must learn, too")
+    if not _close(mine, right):
+        raise Wrong(
+            "the gradient of x is right, but those of the block's parameters are off by "
+            f"{(mine - right).abs().max():.2g}; add to what is in their grad already"
+        )
+    if block.forwards > 1:
+        raise Wrong(f"right, but the block was run {block.forwards} times, and once is enough")
+    if given.requires_grad:
+        raise Wrong("right, but the gradient of x has a graph of its own, which is kept in memory")
+    if block.live.alive:
+        raise Wrong("right, but what the block kept is still in memory: let backward free the graph")
+
+
+def _dx_hint(given, right, dy, ones):
+    if torch.equal(given, dy):
+        return "that is dy, the gradient of the block's output; x's is what backward makes of it"
+    if _close(given, ones):
+        return "that is the gradient of y.sum(): backward must start from dy"
+    return f"the gradient of x is off by {(given - right).abs().max():.2g}"
+
+
+def _close(given, right):
+    return bool((given.detach() - right).abs().max() <= CLOSE)
+
+
+def _rows(seed):
+    return torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _with_ones(x):
+    x = x.clone().requires_grad_()
+    _WatchedBlock()(x).sum().backward()
+    return x.grad
+
+
+class _WatchedBlock(nn.Module):
+    """A block of width 4, in float64, that counts its forward passes and the graphs that live."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.up, self.down = nn.Linear(4, 8).double(), nn.Linear(8, 4).double()
+        self.live, self.forwards, self.without_graph = LiveGraphs(), 0, False
+
+    def forward(self, x):
+        self.forwards += 1
+        self.without_graph |= not torch.is_grad_enabled()
+        return self.live.run(lambda x: x + self.down(torch.tanh(self.up(x))), x)
+
+
+# ---- build D ----
+
+
+@exercise("D", "accumulate")
+def accumulation(answer, ranks=None):
+    """`answer(model, x, y, pieces)` leaves the gradient of the mean over the batch, one micro-batch at a time."""
+    for pieces in (3, 1, 2):
+        micro_batches = _micro_batches([10] * pieces)
+        ids, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        model = _Watched(pairs=True)
+        answer(model, ids.clone(), targets.clone(), pieces)
+        _judge_gradients(f"{pieces} micro-batch{'es' * (pieces > 1)}", model, micro_batches)
+
+
+# ---- exercise 1 ----
+
+
+@exercise(1, "a master copy")
+def master_copy(answer, ranks=None):
+    """`answer(parameters, masters, adam)` makes Adam's step on the masters, and rounds them into the parameters."""
+    parameters = [nn.Parameter(rows.to(torch.bfloat16)) for rows in (_rows(1)[0], _rows(2)[0, 0])]
+    masters = [p.detach().float() for p in parameters]
+    right = [master.clone() for master in masters]
+    adam, plain = (torch.optim.AdamW(numbers, lr=1e-3) for numbers in (masters, right))
+    for turn in range(8):
+        for p, exact in zip(parameters, right, strict=True):
+            p.grad = (_rows(30 + turn).flatten()[: p.numel()].view_as(p) / 8).to(p.dtype)
+            exact.grad = p.grad.float()
+        before = [master.clone() for master in masters]
+        plain.step()
+        answer(list(parameters), list(masters), adam)
+        _judge_master(f"after {turn + 1} step{'s' * (turn > 0)}", parameters, masters, before, right)
+
+
+def _judge_master(when, parameters, masters, before, right):
+    for p, master, old, exact in zip(parameters, masters, before, right, strict=True):
+        if p.dtype != torch.bfloat16 or master.dtype != torch.float32:
             raise Wrong(
-                f"for {what} it takes {right} devices, not {devices:g}{_devices_hint(devices, right)}"
+                f"{when} a parameter is {p.dtype} and its master {master.dtype}: copy numbers, not tensors"
+            )
+        if not torch.equal(master, exact):
+            raise Wrong(f"{when} {_master_hint(master, old, exact)}")
+        if not torch.equal(p.detach(), exact.to(p.dtype)):
+            raise Wrong(
+                f"{when} the masters are right, but a parameter is not its master, rounded: copy it down"
+            )
+        if master.grad is not None:
+            raise Wrong(
+                f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more between two "
+                "steps, 20 and not 16"
             )
 
 
-def _three(given):
-    if given is ...:
-        raise NotImplementedError
-    wanted = "return three numbers, bytes of the state, bytes of activations and devices"
-    many = isinstance(given, (tuple, list)) or getattr(given, "ndim", 0) == 1  # a row of numpy or torch
-    if not many or len(given) != 3:
-        raise Wrong(f"{wanted}, not {shown(given)}")
-    return [
-        number(value, f"a number of {unit} as the {place} of three values")
-        for value, unit, place in zip(
-            given, ("bytes", "bytes", "devices"), ("first", "second", "third"), strict=True
-        )
-    ]
-
-
-def _near(given, right):
-    return abs(given - right) <= 1e-9 * right
-
-
-def _slide_values(config, sequences, flash):
-    B, N, H, D = sequences, config.n_layer, config.n_head, config.n_embd
-    T, V = config.block_size, config.vocab_size
-    scores = 0 if flash else B * N * H * T**2
-    return 5 * N * B * T * D + scores + 2 * B * V * T + 2 * B * T * D + 2 * B * T
-
-
-def _state_hint(given, right, config):
-    N, D, P = config.n_layer, config.n_embd, config.num_params()
-    guesses = {
-        12 * N * D**2 / P: "; the embeddings, the head, biases and norms count too",
-        (P - config.vocab_size * (D + 1)) / P: "; the head has a matrix and a bias of its own",
-        (P - config.block_size * D) / P: "; the position embeddings are parameters too",
-        round(P / 1e9) * 1e9 / P: "; do not round the number of parameters first",
-        2.0**-30: "; that is in GiB, asked were bytes",
-        1e-9: "; that is in GB, asked were bytes",
-    }
-    return next((hint for factor, hint in guesses.items() if factor and _near(given, right * factor)), "")
-
-
-def _kept_hint(given, config, sequences, flash):
-    right = _slide_values(config, sequences, flash)
-    guesses = {
-        right: "; those are values, and in bf16 each has 2 bytes",
-        4 * right: "; that is float32, asked is bf16",
-        2 * right / sequences: "; that is for one sequence",
-        2 * _slide_values(config, sequences, not flash): (
-            "; flash attention keeps no T^2 scores"
-            if flash
-            else "; without flash attention the T^2 scores are kept"
-        ),
-    }
-    return next((hint for value, hint in guesses.items() if _near(given, value)), "")
-
-
-def _devices_hint(given, right):
-    if not given.is_integer():
-        return ": devices come whole"
-    if given == right - 1:
-        return ": the last one is needed, however little is on it"
-    if given == right + 1:
-        return ": what fits exactly needs no further device"
-    return ""
+def _master_hint(master, old, exact):
+    if torch.equal(master, old):
+        return "the masters have not moved: give each its parameter's gradient, in float32, and let adam take the step"
+    if torch.equal(master, exact.to(torch.bfloat16).float()):
+        return "the masters hold 16-bit numbers: do not copy the parameters up again, or small steps are lost"
+    return f"a master is off by {(master - exact).abs().max():.2g}: it takes one step of adam with its parameter's gradient"
 
 
 # ---- exercise 2 ----
@@ -218,35 +384,41 @@ def uneven_accumulation(answer, ranks=None):
     """`answer(model, micro_batches)` leaves the gradient of the mean over all counted tokens, one piece at a time."""
     for what, counts in _batches().items():
         micro_batches = _micro_batches(counts)
-        expected = _full_batch(micro_batches)
-        model, fresh = _Watched(), _Watched()
+        model = _Watched()
         answer(model, [(ids.clone(), targets.clone()) for ids, targets in micro_batches])
-        if not all(map(torch.equal, model.parameters(), fresh.parameters())):
-            raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
-        given = _gradient(model)
-        if given is None:
-            raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
-        if not given.isfinite().all():
-            raise Wrong(
-                f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0"
-            )
-        if (given - expected).abs().max() > CLOSE:
-            raise Wrong(f"{what}: {_gradient_hint(given, expected, micro_batches)}")
-        if model.largest > max(len(ids) for ids, _ in micro_batches):
-            raise Wrong(
-                f"{what}: right, but the model was given {model.largest} sequences at once, and a micro-batch has at most "
-                f"{max(len(ids) for ids, _ in micro_batches)}: that is the memory of the whole batch"
-            )
-        if model.live.most > 1:
-            raise Wrong(
-                f"{what}: right, but the activations of {model.live.most} micro-batches were in memory at once; call "
-                "backward before the next forward, and let it free the graph"
-            )
-        if model.forwards > len(micro_batches):
-            raise Wrong(
-                f"{what}: right, but {model.forwards} forward passes for {len(micro_batches)} micro-batches; count the "
-                "tokens from the targets"
-            )
+        _judge_gradients(what, model, micro_batches)
+
+
+def _judge_gradients(what, model, micro_batches):
+    """Raise Wrong unless `model` has the gradient of the mean over all counted tokens, made one piece at a time."""
+    expected, fresh = _full_batch(micro_batches), _Watched()
+    if not all(map(torch.equal, model.parameters(), fresh.parameters())):
+        raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
+    given = _gradient(model)
+    if given is None:
+        raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
+    if not given.isfinite().all():
+        raise Wrong(
+            f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0"
+        )
+    if (given - expected).abs().max() > CLOSE:
+        raise Wrong(f"{what}: {_gradient_hint(given, expected, micro_batches)}")
+    most = max(len(ids) for ids, _ in micro_batches)
+    if model.largest > most:
+        raise Wrong(
+            f"{what}: right, but the model was given {model.largest} sequences at once, and a micro-batch has at most "
+            f"{most}: that is the memory of the whole batch"
+        )
+    if model.live.most > 1:
+        raise Wrong(
+            f"{what}: right, but the activations of {model.live.most} micro-batches were in memory at once; call "
+            "backward before the next forward, and let it free the graph"
+        )
+    if model.forwards > len(micro_batches):
+        raise Wrong(
+            f"{what}: right, but {model.forwards} forward passes for {len(micro_batches)} micro-batches; count the "
+            "tokens from the targets"
+        )
 
 
 def _batches():
@@ -298,21 +470,27 @@ class _Graph:
 
 
 class _Watched(nn.Module):
-    """A model of 7 symbols, in float64, that watches what it is given and what it keeps for backward."""
+    """A model of 7 symbols, in float64, that watches what it is given and what it keeps for backward.
 
-    def __init__(self):
+    With `pairs`, model(ids, targets) returns (logits, mean loss) as the lesson's GPT does; else model(ids) the logits.
+    """
+
+    def __init__(self, pairs=False):
         super().__init__()
+        self.pairs = pairs
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.tokens, self.head = nn.Embedding(7, 6).double(), nn.Linear(6, 7).double()
         self.live, self.forwards, self.largest = LiveGraphs(), 0, 0
 
-    def forward(self, ids):
+    def forward(self, ids, targets=None):
         logits = self.live.run(lambda ids: self.head(torch.tanh(self.tokens(ids))), ids)
         if logits.requires_grad:
             self.forwards += 1
             self.largest = max(self.largest, len(ids))
-        return logits
+        if not self.pairs:
+            return logits
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _full_batch(micro_batches):

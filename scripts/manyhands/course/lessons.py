@@ -12,7 +12,7 @@ from manyhands.course.folders import ROOT
 # About 10 s of work on 2 cores; every name is one of the lesson's parameters.
 SHORT = {
     "00_start": {"iterations": 20},
-    "01_one_device": {"repeats": 2, "peak_s": 0.1},
+    "01_one_device": {"repeats": 2, "peak_s": 0.05},
     "02_collectives": {"largest_mib": 1.0, "repeats": 2, "wait_s": 2.0, "points": 100_000},
     "03_data_parallel": {"steps": 20, "repeats": 2},
     "04_first_job": {"steps": 10, "job_flags": "--steps 4 --repeats 1"},

@@ -38,60 +38,55 @@ def two_reasons():
 
 
 def gpt():
-    figure, axes = card(92, 74, "a GPT, from the bottom to the top, and its parameters")
-    left, width = 8, 34
-    write(axes, 76, 6.4, "parameters", weight="bold")
-    write(axes, 56, 6.4, "weights", colour=QUIET)
+    figure, axes = card(92, 74, "a GPT, from the bottom to the top, and the shapes of its weights")
+    left, width = 8, 42
+    write(axes, 61, 6.4, "weights", ha="left", weight="bold")
 
-    def row(y, name, weights, number, face=PAPER, height=3.6, indent=0):
+    def row(y, name, weights, face=PAPER, height=3.6, indent=0):
         box(axes, left + indent, y, width - 2 * indent, height, name, face=face)
-        write(axes, 56, y + height / 2, weights, size=10, colour=QUIET)
-        write(axes, 76, y + height / 2, number, weight="bold", size=11)
+        write(axes, 61, y + height / 2, weights, ha="left", size=11)
 
-    row(8.5, "head", "D → V, bias", "V (D + 1)", GREY)
-    row(13.5, "last LayerNorm", "scale, shift", "2 D")
+    row(8.5, "head", "D → V, bias", GREY)
+    row(13.5, "last LayerNorm", "scale, shift")
     box(axes, left - 2.5, 18.5, width + 5, 41.3, dotted=True)
     write(axes, left - 4.3, 39, "N layers", rotation=90, size=10, weight="bold")
-    for y, name, weights, number in (
-        (22, "MLP down", "4D → D, bias", "4 D² + D"),
-        (25.8, "GELU", "", "0"),
-        (29.6, "MLP up", "D → 4D, bias", "4 D² + 4 D"),
-        (33.4, "LayerNorm", "scale, shift", "2 D"),
-        (42, "attention out", "D → D, bias", "D² + D"),
-        (45.8, "attention: H·T scores per token", "", "0"),
-        (49.6, "query, key, value", "D → 3D, no bias", "3 D²"),
-        (53.4, "LayerNorm", "scale, shift", "2 D"),
+    for y, name, weights in (
+        (22, "MLP down", "4D → D, bias"),
+        (25.8, "GELU", "none"),
+        (29.6, "MLP up", "D → 4D, bias"),
+        (33.4, "LayerNorm", "scale, shift"),
+        (42, "attention out", "D → D, bias"),
+        (45.8, "attention: H·T scores per token", "none"),
+        (49.6, "query, key, value", "D → 3D, no bias"),
+        (53.4, "LayerNorm", "scale, shift"),
     ):
-        face = GREY if weights and name != "LayerNorm" else PAPER  # grey: a matrix
-        row(y, name, weights, number, face, height=3.2, indent=2)
+        face = GREY if "→" in weights else PAPER  # grey: a matrix
+        row(y, name, weights, face, height=3.2, indent=2)
+    middle = left + width / 2
     for fork, joint in ((38.1, 20.4), (58.1, 40.4)):  # each half of a layer adds its result to its input
-        axes.plot([25, 25], [fork + 1, fork - 1.4], color=INK, lw=1.6, zorder=2)
-        axes.plot([25, 7.6, 7.6], [fork, fork, joint], color=INK, lw=1.6, zorder=2)
-        arrow(axes, (7.6, joint), (24, joint))
-        write(axes, 25, joint, "+", size=15, weight="bold")
-    axes.plot([86, 87.5, 87.5, 86], [20, 20, 58.5, 58.5], color=INK, lw=1.4, zorder=3)
-    write(axes, 89.4, 39, "N (12 D² + 10 D)", rotation=270, size=10, weight="bold")
-    row(62.2, "positions", "one row for each of T", "T D", GREY)
-    row(66.5, "tokens", "one row for each of V", "V D", GREY)
+        axes.plot([middle, middle], [fork + 1, fork - 1.4], color=INK, lw=1.6, zorder=2)
+        axes.plot([middle, 7.6, 7.6], [fork, fork, joint], color=INK, lw=1.6, zorder=2)
+        arrow(axes, (7.6, joint), (middle - 1, joint))
+        write(axes, middle, joint, "+", size=15, weight="bold")
+    row(62.2, "positions", "a vector for each of T", GREY)
+    row(66.5, "tokens", "a vector for each of V", GREY)
     arrow(axes, (left + width + 5.4, 69.7), (left + width + 5.4, 9), colour=QUIET)
-    write(axes, 25, 71.7, "ids [B, T]", size=10, colour=QUIET)
+    write(axes, middle, 71.7, "ids [B, T]", size=10, colour=QUIET)
     return figure
 
 
 def bytes_per_parameter():
-    figure, axes = card(92, 36, "bytes for one parameter: a box is a byte")
+    figure, axes = card(92, 31.5, "bytes for one parameter: a box is a byte")
     recipes = [
         ("fp32", ((4, WEIGHTS), (4, GRADIENTS), (8, MOMENTS)), "16"),
         ("bf16, all of it", ((2, WEIGHTS), (2, GRADIENTS), (4, MOMENTS)), "8"),
         ("bf16 + fp32 master", ((2, WEIGHTS), (2, GRADIENTS), (4, MASTER), (8, MOMENTS)), "16"),
         ("fp32 + autocast", ((4, WEIGHTS), (4, GRADIENTS), (8, MOMENTS), (2, CAST)), "18, later 16"),
-        ("14P of many slides", ((2, WEIGHTS), (12, None)), "14"),
     ]
     for i, (name, parts, total) in enumerate(recipes):
         x, y = 22, 6 + 4.8 * i
         write(axes, 2, y + 1.8, name, ha="left", weight="bold")
-        for count, kind in parts:
-            face, hatch = kind or (GREY, None)
+        for count, (face, hatch) in parts:
             for _ in range(count):
                 cell_face(axes, x, y, face, hatch)
                 x += 3
@@ -104,8 +99,8 @@ def bytes_per_parameter():
         ("Adam's moments", MOMENTS),
     )
     for i, (name, (face, hatch)) in enumerate((*names, ("cast for a while", CAST))):
-        cell_face(axes, 3 + 18 * i, 31, face, hatch)
-        write(axes, 6.8 + 18 * i, 32.6, name, ha="left", size=10)
+        cell_face(axes, 3 + 18 * i, 26.5, face, hatch)
+        write(axes, 6.8 + 18 * i, 28.1, name, ha="left", size=10)
     return figure
 
 
@@ -154,47 +149,38 @@ def saved():
 
 
 def recompute():
-    figure, axes = card(92, 40, "activations over one step of four blocks")
-    block, small, unit = 5.5, 0.8, 1.5
+    from matplotlib.patches import Rectangle
 
-    def area(x, y, heights, width, face, hatch=None):
-        from matplotlib.patches import Rectangle
-
-        for i, height in enumerate(heights):
-            axes.add_patch(
-                Rectangle(
-                    (x + i * width, y - unit * height),
-                    width,
-                    unit * height,
-                    fc=face,
-                    ec=INK,
-                    lw=0.9,
-                    hatch=hatch,
-                )
-            )
-
-    green, again = KEPT[0], BYTES["gathered"][1]
+    figure, axes = card(92, 37, "activations over one step of four blocks, to scale")
+    block = 4.1  # the height of what a block keeps, 16 vectors; its input is one of them
     full = [1, 2, 3, 4]
+
+    def bar(x, height, width):
+        look = {"fc": KEPT[0], "ec": INK, "lw": 0.9, "hatch": KEPT[1]}
+        axes.add_patch(Rectangle((x, 31 - height), width, height, **look))
+        return x + width
+
     write(axes, 21.5, 6.4, "keep everything", weight="bold")
-    area(4, 33, [block / 2 * k for k in full + full[::-1]], 4.4, green, KEPT[1])
+    x = 4
+    for k in full + full[::-1]:
+        x = bar(x, block * k, 4.4)
     write(axes, 68, 6.4, "keep the blocks' inputs", weight="bold")
-    forward = [small * k for k in full]
-    area(48, 33, forward, 4.4, green, KEPT[1])
-    x = 48 + 4 * 4.4
+    x = 48
+    for k in full:
+        x = bar(x, block / 16 * k, 4.4)
     for k in full[::-1]:
-        area(x, 33, [small * k], 2.6, PAPER, again)
-        area(x + 2.6, 33, [small * k + block / 2], 3, green, KEPT[1])
-        x += 5.6
-    axes.plot([4, 88], [33, 33], color=INK, lw=1.4)
+        inputs = block / 16 * k
+        x = bar(x, inputs + block * 15 / 32, 2.6)  # half of its forward has run once more
+        x = bar(x, inputs + block * 15 / 16, 3)
+    axes.plot([4, 88], [31, 31], color=INK, lw=1.4)
     for start, end, name in (
         (4, 21.6, "forward"),
         (21.6, 39.2, "backward"),
         (48, 65.6, "forward"),
         (65.6, 88, "backward"),
     ):
-        write(axes, (start + end) / 2, 35, name, size=10, colour=QUIET)
-    write(axes, 79, 14, "a block comes back,\nis used, and goes", size=10)
-    write(axes, 76.8, 37.4, "crossed: its forward once more", size=10, colour=QUIET)
+        write(axes, (start + end) / 2, 33.4, name, size=10, colour=QUIET)
+    write(axes, 76.8, 20, "a block comes back,\nis used, and goes", size=10)
     return figure
 
 
@@ -233,13 +219,13 @@ FIGURES = {
     ),
     "01_gpt": Drawing(
         gpt,
-        "A decoder-only transformer from the token and position embeddings through N layers to the head, with the number of "
-        "parameters beside each box; a layer has 12 D squared plus 10 D, and each of its halves adds its result to its input.",
+        "A decoder-only transformer from the token and position embeddings through N layers to the head, with the shape of the "
+        "weights beside each box; each half of a layer adds its result to its input.",
     ),
     "01_bytes": Drawing(
         bytes_per_parameter,
-        "Five recipes with one box per byte: fp32 has 16, all bf16 8, bf16 with fp32 master 16, fp32 with autocast 18 while casts "
-        "live, and many slides count 14.",
+        "Four recipes with one box per byte: fp32 has 16, all bf16 8, bf16 with fp32 master 16, fp32 with autocast 18 while casts "
+        "live.",
     ),
     "01_mfu": Drawing(
         mfu,
@@ -253,8 +239,8 @@ FIGURES = {
     ),
     "01_recompute": Drawing(
         recompute,
-        "Activations over a step: without checkpointing a high staircase up and down, with it a low staircase of inputs and four "
-        "short humps in backward, one for each block that comes back.",
+        "Activations over a step, to scale: without checkpointing a high staircase up and down, with it a staircase of inputs, a "
+        "sixteenth as high, and four short humps in backward, one for each block that comes back.",
     ),
     "01_floats": Drawing(
         floats,
