@@ -116,15 +116,15 @@ group_of = {n: dist.new_group(range(n), backend="gloo") for n in (1, 2, 3, 4) if
 # %% [markdown]
 # ## Warm-up: four numbers (CORE, 2 min)
 #
-# Four ranks average gradients, once per step, and nothing has been printed for ten minutes. You ask each rank how
-# many all-reduces it has *called* so far, and hear: **12, 12, 11, 12**.
+# Four ranks average gradients, and nothing has been printed for ten minutes. You ask each rank how many all-reduces it has
+# *called* so far, and hear: **12, 12, 11, 12**.
 #
 # **Predict.** Which rank is broken? Which ranks will complain? What does the process table show of all four?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 2 is broken: the others are *in* number 12, and it never came. The three healthy ranks will complain, because only a
-# rank that waits can lose patience. The table shows four living processes. Only the number of calls tells you where to look.
+# Rank 2: the others are *in* number 12, and it never came. The three healthy ranks will complain, because only a rank that
+# waits can lose patience. The table shows four living processes. Only the number of calls tells you where to look.
 #
 # </details>
 #
@@ -352,8 +352,8 @@ checks.culprit(culprit, ranks, solution=True)
 #
 # <details><summary>Answer</summary>
 #
-# A step takes 1.9 times as long, because every step waits for the slowest rank. The time per step is the same on *all* ranks,
-# so it names nobody. Waiting shows it upside down: all wait, except the straggler.
+# A step takes 1.9 times as long: it waits for the slowest rank. The time per step is the same on *all* ranks, so it names
+# nobody. Waiting shows it upside down: all wait, except the straggler.
 #
 # </details>
 #
@@ -626,8 +626,8 @@ except RuntimeError as error:  # torch.OutOfMemoryError, on a GPU, is one
 # [**checkpoint**](../assets/glossary.md#checkpoint). The trap: a process can also die *while it writes*, and leave a file that
 # looks like a checkpoint and is half of one.
 #
-# First something worth saving: `Trainee`, a small ShakespeareGPT trained by ZeRO. All its weights lie in one row of P
-# numbers, of which a rank updates 1/n, p numbers. (Two folded cells lay the model into that row and do a step.)
+# First something worth saving: `Trainee`, a small ShakespeareGPT trained by ZeRO. All its weights lie in one row of P numbers,
+# of which a rank updates 1/n. (Two folded cells lay the model into that row and do a step.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -779,8 +779,8 @@ def write(path, content):
 # [**manifest**](../assets/glossary.md#manifest): `json.dumps({"files": {name: what write() returned, ...}}).encode()`. At any
 # earlier moment there is no `path` at all, and no rank returns before it is there.
 #
-# `gather(x)` returns the list of every rank's x, once every rank has called it. `path.with_suffix(".partial")` is a name
-# that nobody reads, and `folder.rename(path)` renames.
+# `gather(x)` returns the list of every rank's x, once every rank has called it. `path.with_suffix(".partial")` is a name that
+# nobody reads; `folder.rename(path)` renames.
 
 
 # %%
@@ -947,7 +947,7 @@ if rank == 0:
 # %% [markdown]
 # ## The library's way: DCP, and another number of ranks (CORE, 3 min)
 #
-# **Why.** Our checkpoint fits as many ranks as wrote it. Tomorrow you get three nodes instead of four.
+# **Why.** Tomorrow you get three nodes instead of four, and our checkpoint fits as many ranks as wrote it.
 # [**Resharding**](../assets/glossary.md#resharding) is reading it with other cuts.
 #
 # ![One row of numbers, cut for four ranks, for two and for three; each reader takes the pieces that overlap with its own
@@ -1122,8 +1122,7 @@ metrics.measured(stands_ms={kind: [1e3 * s for s in samples] for kind, samples i
 # %% [markdown]
 # ## Experiment: kill a rank (CORE, 6 min)
 #
-# **Why.** A restart that was never tried does not work. So: real processes, `kill -9`, and the loss curve as the
-# judge.
+# **Why.** A restart that was never tried does not work. So: real processes, `kill -9`, and the loss curve as the judge.
 #
 # ![A run of three lives: it saves every 6 steps, is killed after step 8 and goes on from step 6, is asked to leave after step
 # 14 and saves, and goes on from there](../assets/11_restart.svg)
@@ -1172,8 +1171,8 @@ def train(folder, until, every, told=(), pace_s=0.0, group=None):
 
 
 # %% [markdown]
-# First the run that nobody interrupts, on two ranks of this lesson. (Folded: the same as a program for torchrun, and
-# `heard_so_far`, which reads the losses that a run has written.)
+# First the run that nobody interrupts, on two ranks. (Folded: a program for torchrun, and `heard_so_far`, which reads the
+# losses that a run has written.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1226,14 +1225,15 @@ if rank == 0:
 # again, once. The last rank gets signal 9, which no process can catch. So all ranks lose the steps since the last checkpoint.
 
 # %%
-# %%ranks --timeout 120
+# %%ranks --timeout 300
 import signal
 
 from manyhands.launching.torchrun_child import Torchrun
 
 given = (where / "program.py", where, steps, every)
+setting = {"n_ranks": n_children, "log": where / "torchrun.txt", "timeout_s": 280}
 if rank == 0 and failures != "none":
-    with Torchrun(*given, n_ranks=n_children, restarts=1, log=where / "torchrun.txt") as child:
+    with Torchrun(*given, restarts=1, **setting) as child:
         child.until(lambda: any(line["step"] >= every + 2 for line in heard_so_far(where)))
         last = heard_so_far(where)[-1]
         os.kill(last["processes"][-1], signal.SIGKILL)
@@ -1253,11 +1253,11 @@ dist.barrier()
 # job script that finds it puts the job back into the queue, and the next start is this one:
 
 # %%
-# %%ranks --timeout 120
+# %%ranks --timeout 300
 if rank == 0 and (where / "requeue.json").exists():
     asked = json.loads((where / "requeue.json").read_text())
     (where / "requeue.json").unlink()  # this start is the answer to it
-    with Torchrun(*given, n_ranks=n_children, log=where / "torchrun.txt") as child:
+    with Torchrun(*given, **setting) as child:
         status = child.wait()
     say(f"stopped and saved after step {asked['step']}, started again, ended with status {status}")
 dist.barrier()
@@ -1330,9 +1330,8 @@ metrics.exact(undisturbed=undisturbed if rank == 0 else None)
 # | the job asks for another turn | `scontrol requeue $SLURM_JOB_ID` | `qrerun`, mostly for operators; else `qsub` again, with the same folder |
 # | keep a bad node out | `sbatch --exclude=node17` | tell the operators; meanwhile ask for one node more, and start on those that pass your test |
 #
-# So have ready, *before* the node dies: a job that may be queued again, checkpoints in a folder that all nodes see, and a
-# script that resumes without being told. A *sick* node, slow or flipping bits, is given out again: you found the rank, now name
-# its node.
+# So have ready: a job that may be queued again, checkpoints in a folder that all nodes see, and a script that resumes without
+# being told. A *sick* node, slow or flipping bits, is given out again: you found the rank, now name its node.
 
 # %%
 # %%ranks
@@ -1646,14 +1645,14 @@ if rank == 0:
 # it on: `trap`, the program in the background, and `wait`. On [pre-emption](../assets/glossary.md#pre-emption) Slurm sends
 # SIGTERM; how long you have may differ from site to site (`GraceTime`, perhaps nothing). PBS sends no warning.
 #
-# **What torchrun makes of it.** SIGTERM it passes on, and kills what is left after **30 s** (`--shutdown-timeout`), so a save
-# must be shorter. SIGUSR1 it passes on only if `--signals-to-handle` names it; without, SIGUSR1 *ends torchrun at once*.
+# **What torchrun makes of it.** It passes SIGTERM on, and kills what is left after **30 s** (`--shutdown-timeout`): a save must
+# be shorter. SIGUSR1 *ends torchrun at once*, unless `--signals-to-handle` names it.
 #
 # **What changes on GPUs.** A NCCL time-out ends the process, and the flight recorder is what is left:
 # `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, `TORCH_FR_DUMP_TEMP_FILE=/shared/fr_`, and `torchfrtrace` to compare (it reads pickles: your
 # own files only). Dropout draws from the GPU's generator: save `torch.cuda.get_rng_state()` too.
 #
-# **What to look for**: "resumed from step-..." in the first lines of the second life, and the size of the checkpoint.
+# **What to look for**: "resumed from step-..." in the first lines of the second life.
 
 # %% [markdown]
 # ## Recap

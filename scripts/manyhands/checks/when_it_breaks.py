@@ -418,7 +418,9 @@ class _Disk:
                 if rank == 0
                 else "a rank that is done must not find it missing"
             )
-            raise Wrong(f"{path.name} was not there when rank {rank} returned ({plain(left)} was): {why}")
+            raise Wrong(
+                f"{path.name} was not there when rank {rank} returned (in the folder: {', '.join(left) or 'nothing'}): {why}"
+            )
         if self._synced < 1 + (rank == 0):
             raise Wrong(
                 f"rank {rank} forced {self._synced} of its {1 + (rank == 0)} files onto the disk: `write` does, other ways to "

@@ -129,7 +129,7 @@ def reshard():
 
 def restart():
     figure, axes = card(96, 39, "a run of three lives")
-    left, unit = 11, 3.4
+    left, unit = 11, 3.3
     lives = [("life 1", 0, 8), ("life 2", 6, 14), ("life 3", 14, 24)]  # steps first + 1 to last
 
     def at(step):
