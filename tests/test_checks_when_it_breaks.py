@@ -4,17 +4,70 @@ import copy
 import hashlib
 import json
 import math
+import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from exercises import exercises_of
+from exercises import exercises_of, heard_alike
 from manyhands.checks import when_it_breaks as checks
 from manyhands.course.catch_up import taken_from
 from rank_pool import run_on_ranks
 
 LESSON = "11_when_it_breaks"
+
+
+# ---- build A: answers name (number, ranks) ----
+
+
+def missing_has_fewest_calls(calls):
+    fewest = min(len(made) for made in calls)
+    return fewest + 1, [r for r, made in enumerate(calls) if len(made) == fewest]
+
+
+def missing_begins_at_1(calls):
+    for number in range(1, max(max(made, default=0) for made in calls) + 1):
+        odd = [r for r, made in enumerate(calls) if number not in made]
+        if odd:
+            return number, odd
+
+
+def missing_compares_only_numbers(calls):
+    return solutions().missing_call([{number: "call" for number in made} for made in calls])
+
+
+def missing_names_those_who_wait(calls):
+    found = solutions().missing_call(calls)
+    return found and (found[0], [r for r in range(len(calls)) if r not in found[1]])
+
+
+def missing_names_the_first_only(calls):
+    found = solutions().missing_call(calls)
+    return found and (found[0], found[1][:1])
+
+
+def missing_is_one_too_many(calls):
+    found = solutions().missing_call(calls)
+    return found and (found[0] - 1, found[1])
+
+
+def missing_is_the_last_number(calls):
+    last = max(max(made, default=0) for made in calls)
+    return last, [r for r, made in enumerate(calls) if last not in made]
+
+
+def missing_is_a_rank(calls):
+    found = solutions().missing_call(calls)
+    return found and (found[0], found[1][0])
+
+
+def missing_is_text(calls):
+    return "rank 2"
+
+
+def missing_is_nobody(calls):
+    return None
 
 
 # ---- exercise 1: answers name (rank, group, number) ----
@@ -283,6 +336,19 @@ def damaged_says_no_more(path):
     return solutions().damaged(path)
 
 
+def damaged_in_all_files(path, part=0, parts=1):
+    return solutions().damaged(path)
+
+
+def damaged_in_a_stretch(path, part=0, parts=1):
+    found = solutions().damaged(path)
+    if found == ["manifest.json"]:
+        return found
+    names = sorted(_files(path))
+    stretch = -(-len(names) // parts)
+    return [name for name in names[part * stretch : (part + 1) * stretch] if name in found]
+
+
 def damaged_removes_the_checkpoint(path):
     found = solutions().damaged(path)
     if found:
@@ -296,40 +362,115 @@ def damaged_makes_a_folder_of_its_own(path):
     return solutions().damaged(path)
 
 
-# ---- exercise 3: answers are (state_of, go_on) ----
+# ---- build B: answers are (state_of, go_on) ----
+
+
+def only(*names):
+    """The solution, with a state of these parts alone; what is not in it, a fresh trainee keeps."""
+
+    def state_of(trainee):
+        state = solutions().state_of(trainee)
+        return {name: state[name] for name in names}
+
+    def go_on(trainee, state):
+        solutions().go_on(trainee, solutions().state_of(trainee) | state)
+
+    return state_of, go_on
+
+
+PARTS = ("weights", "mean", "square", "step", "random")
+
+
+def all_but(name):
+    def make():
+        return only(*(part for part in PARTS if part != name))
+
+    make.__name__ = f"trainee_without_{name}"
+    return make
+
+
+def trainee_gets_new_tensors():
+    def go_on(trainee, state):
+        solutions().go_on(trainee, state)
+        trainee.state = {name: state[name] for name in trainee.state}
+
+    return solutions().state_of, go_on
+
+
+def trainee_with_a_plain_step():
+    return (lambda trainee: solutions().state_of(trainee) | {"step": trainee.step}), solutions().go_on
+
+
+def trainee_with_a_step_that_is_a_tensor():
+    def go_on(trainee, state):
+        solutions().go_on(trainee, state)
+        trainee.step = state["step"]
+
+    return solutions().state_of, go_on
+
+
+def trainee_with_the_whole_model():
+    def state_of(trainee):
+        return solutions().state_of(trainee) | {"row": trainee.row_P, "model": torch.zeros(10_000)}
+
+    return state_of, solutions().go_on
+
+
+def trainee_state_as_a_list():
+    return (lambda trainee: list(solutions().state_of(trainee).values())), solutions().go_on
+
+
+def trainee_state_is_kept_in_memory():
+    kept = {}
+
+    def state_of(trainee):
+        kept.update(copy.deepcopy(solutions().state_of(trainee)))
+        return {"nothing": torch.zeros(1)}
+
+    return state_of, lambda trainee, state: solutions().go_on(trainee, kept)
+
+
+def trainee_swaps_the_averages():
+    def go_on(trainee, state):
+        solutions().go_on(trainee, state | {"mean": state["square"], "square": state["mean"]})
+
+    return solutions().state_of, go_on
+
+
+# ---- exercise 3: answers are (all_of, put_back) ----
 
 
 def without(*forgotten):
     """The solution, with some parts of the state left as a fresh loop has them."""
 
-    def go_on(loop, state):
+    def put_back(loop, state):
         keep = checks.Loop.__new__(checks.Loop)
         keep.__dict__.update(loop.__dict__)
-        own = solutions().state_of(loop) | {"random": torch.get_rng_state()}
+        own = solutions().all_of(loop) | {"random": torch.get_rng_state()}
         own = {k: (v.clone() if torch.is_tensor(v) else v) for k, v in own.items()}
         if "optimizer" in forgotten:
             loop.model.load_state_dict(state["model"])
             own["model"] = state["model"]
         state = state | {name: own[name] for name in forgotten}
-        solutions().go_on(loop, state)
+        solutions().put_back(loop, state)
 
-    return solutions().state_of, go_on
+    return solutions().all_of, put_back
 
 
 def resume_saves_the_loop_itself():
-    return (lambda loop: {"loop": loop.shuffle, "order": loop.order}), solutions().go_on
+    return (lambda loop: {"loop": loop.shuffle, "order": loop.order}), solutions().put_back
 
 
 def resume_returns_a_list():
-    return (lambda loop: list(solutions().state_of(loop).items())), solutions().go_on
+    return (lambda loop: list(solutions().all_of(loop).items())), solutions().put_back
 
 
 def resume_with_another_optimizer():
-    def go_on(loop, state):
+    def put_back(loop, state):
         loop.model = torch.nn.Sequential(*[type(m)(*_arguments(m)) for m in loop.model]).double()
-        solutions().go_on(loop, state)
+        solutions().put_back(loop, state)
 
-    return solutions().state_of, go_on
+    return solutions().all_of, put_back
 
 
 def _arguments(module):
@@ -337,34 +478,34 @@ def _arguments(module):
 
 
 def resume_at_the_start_of_the_epoch():
-    def go_on(loop, state):
-        solutions().go_on(loop, state | {"position": 0})
+    def put_back(loop, state):
+        solutions().put_back(loop, state | {"position": 0})
 
-    return solutions().state_of, go_on
+    return solutions().all_of, put_back
 
 
 def resume_swaps_the_moments():
-    def go_on(loop, state):
+    def put_back(loop, state):
         for one in state["optimizer"]["state"].values():
             one["exp_avg"], one["exp_avg_sq"] = one["exp_avg_sq"], one["exp_avg"]
-        solutions().go_on(loop, state)
+        solutions().put_back(loop, state)
 
-    return solutions().state_of, go_on
+    return solutions().all_of, put_back
 
 
 def resume_returns_nothing():
-    return (lambda loop: None), solutions().go_on
+    return (lambda loop: None), solutions().put_back
 
 
 def resume_puts(name, *value):
     """An answer that puts the part of the state, or `value`, in the place of what should have taken it."""
 
     def make():
-        def go_on(loop, state):
-            solutions().go_on(loop, state)
+        def put_back(loop, state):
+            solutions().put_back(loop, state)
             setattr(loop, name, value[0] if value else state[name])
 
-        return solutions().state_of, go_on
+        return solutions().all_of, put_back
 
     make.__name__ = f"resume_puts_{name}"
     return make
@@ -373,14 +514,40 @@ def resume_puts(name, *value):
 def resume_from_a_copy_in_memory():
     kept = {}
 
-    def state_of(loop):
-        kept.update(copy.deepcopy(solutions().state_of(loop)))
+    def all_of(loop):
+        kept.update(copy.deepcopy(solutions().all_of(loop)))
         return {}
 
-    return state_of, lambda loop, state: solutions().go_on(loop, kept)
+    return all_of, lambda loop, state: solutions().put_back(loop, kept)
 
 
 REJECTED = {
+    "missing_call": {
+        missing_has_fewest_calls: "nobody made call 6; name the first number at which they differ",
+        missing_begins_at_1: "hang 1: you found nothing, and call 5 was not made alike by all (see ranks [1])",
+        missing_compares_only_numbers: "hang 1: you found nothing, and call 5 was not made alike by all (see ranks [1])",
+        missing_names_those_who_wait: "ranks [0, 1, 3] made call 6 and wait in it; return those that did not",
+        missing_names_the_first_only: "was not made by ranks",
+        missing_is_one_too_many: "hang 0: all ranks made call 5 alike; name the first number at which they differ",
+        missing_is_the_last_number: "another call than most, broadcast, as number 5: it is missing, too",
+        missing_is_a_rank: "hang 0: the second is 2; return a list of ranks",
+        missing_is_text: "hang 0: return (number, ranks), not the str 'rank 2'",
+        missing_is_nobody: "hang 0: you found nothing, and call 6 was not made alike by all (see ranks [2])",
+    },
+    "trainee_state": {
+        all_but("weights"): "the weights (trainee.state['weights']) is not what was saved",
+        all_but("mean"): "adam's mean (trainee.state['mean']) is not what was saved",
+        all_but("square"): "adam's mean square (trainee.state['square']) is not what was saved",
+        all_but("step"): "the trainee is at step 0, not 5",
+        all_but("random"): "dropout draws other masks",
+        trainee_gets_new_tensors: "is another tensor now, and the model still looks at the old one",
+        trainee_with_a_plain_step: "a shard holds tensors with names, and 'step' is 5; torch.tensor(number) makes a tensor",
+        trainee_with_a_step_that_is_a_tensor: "trainee.step is the Tensor tensor(5); it was a whole number",
+        trainee_with_the_whole_model: "hold it all: the weights and adam's averages of this rank, once",
+        trainee_state_as_a_list: "state_of returned the list [tensor(",
+        trainee_state_is_kept_in_memory: "the weights (trainee.state['weights']) is not what was saved",
+        trainee_swaps_the_averages: "adam's mean (trainee.state['mean']) is not what was saved",
+    },
     "culprit": {
         culprit_has_fewest_calls: "nobody in 'world' made a call number 6, so nobody waits for it",
         culprit_by_place_in_the_list: "compare the numbers in the records, not places in a list",
@@ -427,6 +594,8 @@ REJECTED = {
         damaged_removes_the_checkpoint: "your code changed the checkpoint",
         damaged_makes_a_folder_of_its_own: "your code changed the checkpoint",
         damaged_ignores_a_missing_manifest: "without a manifest nothing can be trusted",
+        damaged_in_all_files: "read as part 1 of 2: expected ['rank-1.safetensors']",
+        damaged_in_a_stretch: "read as part 1 of 2: expected ['rank-1.safetensors'], got []",
     },
     "resume": {
         "model": "the weights are not those that were saved",
@@ -437,11 +606,11 @@ REJECTED = {
         "shuffle": "the next epoch will have another order",
         "random": "dropout draws other masks",
         resume_saves_the_loop_itself: "cannot be read with weights_only=True",
-        resume_returns_a_list: "state_of returned the list [('model'",
+        resume_returns_a_list: "all_of returned the list [('model'",
         resume_with_another_optimizer: "the optimizer updates other tensors than the model's",
         resume_at_the_start_of_the_epoch: "the next row is number 0 of the epoch, not 3",
         resume_swaps_the_moments: "the optimizer's memory is not what was saved",
-        resume_returns_nothing: "state_of returned None; return a dict",
+        resume_returns_nothing: "all_of returned None; return a dict",
         resume_puts("shuffle"): "loop.shuffle is now of the type Tensor, and was a Generator",
         resume_puts("model"): "loop.model is now of the type OrderedDict, and was a Sequential",
         resume_puts("optimizer"): "loop.optimizer is now of the type dict, and was a AdamW",
@@ -452,18 +621,22 @@ REJECTED = {
 }
 MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
 NAMES = [f"{check}-{mutant if isinstance(mutant, str) else mutant.__name__}" for check, mutant in MUTANTS]
+OWN = (
+    "calls_in", "usual", "missing_call", "where_it_stands", "culprit", "write", "save_whole", "damaged", "state_of", "go_on",
+    "all_of", "put_back",
+)  # fmt: skip
 _found = []
 
 
 def solutions():
     """The lesson's own."""
     if not _found:
-        _found.append(taken_from(LESSON, "where_it_stands", "culprit", "damaged", "state_of", "go_on"))
+        _found.append(taken_from(LESSON, *OWN))
     return _found[0]
 
 
 def answer_of(check, mutant):
-    if check != "resume":
+    if check not in ("resume", "trainee_state"):
         return mutant
     return without(mutant) if isinstance(mutant, str) else mutant()
 
@@ -474,17 +647,189 @@ def test_check_rejects_mutant_with_the_right_sentence(check, mutant):
     assert REJECTED[check][mutant].lower() in verdict.lower()
 
 
-def judged_by_two_ranks(ranks):
-    given = taken_from(LESSON, "where_it_stands", "culprit", "damaged", "state_of", "go_on")
+def judged_by_all_ranks(ranks, folder):
+    given = taken_from(LESSON, *OWN)
     return [
+        checks.missing_call(given.missing_call, ranks, solution=True),
+        checks.trainee_state((given.state_of, given.go_on), ranks, solution=True),
+        checks.save_whole(given.save_whole, ranks, solution=True, folder=folder),
         checks.culprit(given.culprit, ranks, solution=True),
         checks.damaged(given.damaged, ranks, solution=True),
-        checks.resume((given.state_of, given.go_on), ranks, solution=True),
+        checks.resume((given.all_of, given.put_back), ranks, solution=True),
     ]
 
 
-def test_checks_accept_the_lessons_solutions_on_all_ranks():
-    assert run_on_ranks(2, judged_by_two_ranks, timeout_s=120) == [["correct"] * 3] * 2
+@pytest.mark.parametrize("n", [1, 2])
+def test_checks_accept_the_lessons_solutions_on_all_ranks(n, tmp_path):
+    assert run_on_ranks(n, judged_by_all_ranks, tmp_path, timeout_s=120) == [["correct"] * 6] * n
+
+
+# ---- build C: answers save; all ranks call them ----
+
+
+def _partial(path):
+    return path.with_suffix(".partial")
+
+
+def saves_under_the_final_name(path, name, content, rank, gather):
+    files = gather((name, solutions().write(path / name, content)))
+    if rank == 0:
+        solutions().write(path / "manifest.json", json.dumps({"files": dict(files)}).encode())
+    gather(None)
+
+
+def saves_before_all_have_written(path, name, content, rank, gather):
+    about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    files = gather((name, about))
+    solutions().write(_partial(path) / name, content)
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": dict(files)}).encode())
+        _partial(path).rename(path)
+    gather(None)
+
+
+def saves_the_manifest_last(path, name, content, rank, gather):
+    files = gather((name, solutions().write(_partial(path) / name, content)))
+    if rank == 0:
+        _partial(path).rename(path)
+        solutions().write(path / "manifest.json", json.dumps({"files": dict(files)}).encode())
+    gather(None)
+
+
+def saves_and_does_not_wait(path, name, content, rank, gather):
+    files = gather((name, solutions().write(_partial(path) / name, content)))
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": dict(files)}).encode())
+        _partial(path).rename(path)
+
+
+def saves_into_a_cache(path, name, content, rank, gather):
+    _partial(path).mkdir(exist_ok=True)
+    (_partial(path) / name).write_bytes(content)
+    about = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    files = gather((name, about))
+    if rank == 0:
+        (_partial(path) / "manifest.json").write_text(json.dumps({"files": dict(files)}))
+        _partial(path).rename(path)
+    gather(None)
+
+
+def saves_all_on_rank_0(path, name, content, rank, gather):
+    shards = gather((name, content))
+    if rank == 0:
+        files = {name: solutions().write(_partial(path) / name, content) for name, content in shards}
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": files}).encode())
+        _partial(path).rename(path)
+    gather(None)
+
+
+def saves_a_manifest_of_one(path, name, content, rank, gather):
+    about = solutions().write(_partial(path) / name, content)
+    gather(None)
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": {name: about}}).encode())
+        _partial(path).rename(path)
+    gather(None)
+
+
+def saves_without_a_manifest(path, name, content, rank, gather):
+    gather(solutions().write(_partial(path) / name, content))
+    if rank == 0:
+        solutions().write(path.with_name("other") / "manifest.json", b"{}")
+        _partial(path).rename(path)
+    gather(None)
+
+
+def saves_and_never_renames(path, name, content, rank, gather):
+    files = gather((name, solutions().write(_partial(path) / name, content)))
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": dict(files)}).encode())
+    gather(None)
+
+
+def saves_and_renames_on_all(path, name, content, rank, gather):
+    files = gather((name, solutions().write(_partial(path) / name, content)))
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": dict(files)}).encode())
+    gather(None)
+    _partial(path).rename(path)
+    gather(None)
+
+
+def saves_a_copy(path, name, content, rank, gather):
+    files = gather((name, solutions().write(_partial(path) / name, content)))
+    if rank == 0:
+        solutions().write(_partial(path) / "manifest.json", json.dumps({"files": dict(files)}).encode())
+        shutil.copytree(_partial(path), path)
+    gather(None)
+
+
+def saves_nothing(path, name, content, rank, gather):
+    pass
+
+
+SAVES = {
+    saves_under_the_final_name: "step-0006 was there, under its final name, before rank 0 had its shard on the disk",
+    saves_before_all_have_written: "before rank 2 had its shard on the disk",
+    saves_the_manifest_last: "before rank 0 had the manifest on the disk",
+    saves_and_does_not_wait: "step-0006 was not there when rank 1 returned",
+    saves_into_a_cache: "rank 0 forced 0 of its 2 files onto the disk",
+    saves_all_on_rank_0: "each rank writes its own shard of 20,000 bytes, and only names and sums travel",
+    saves_a_manifest_of_one: "the manifest lists 1 of 3 shards; rank-1.safetensors is not in it",
+    saves_without_a_manifest: "step-0006 has no manifest.json with an entry 'files'",
+    saves_and_never_renames: "nobody has renamed anything to it",
+    saves_and_renames_on_all: "your code raised",
+    saves_a_copy: "step-0006.partial is still there beside step-0006: rename it, do not copy it",
+    saves_nothing: "step-0006 was not there when rank 0 returned (in the folder: nothing)",
+}
+
+
+def verdict_on_a_save(ranks, answer, folder):
+    return checks.save_whole(answer, ranks, folder=folder)
+
+
+@pytest.mark.parametrize("mutant", SAVES, ids=lambda mutant: mutant.__name__)
+def test_a_save_that_is_not_safe_is_told_why(pool, mutant, tmp_path):
+    verdict = heard_alike(pool.run(3, verdict_on_a_save, mutant, tmp_path))
+    assert SAVES[mutant].lower() in verdict.lower()
+
+
+def saves_in_a_folder_of_another_name(path, name, content, rank, gather):
+    started = path.with_name("being-written")
+    entries = dict(gather([name, solutions().write(started / name, content)]))
+    if not rank:
+        solutions().write(
+            started / "manifest.json", json.dumps({"step": 6, "files": entries}, indent=1).encode()
+        )
+        os.replace(started, path)
+    gather(0)
+    return path
+
+
+def test_a_save_may_use_another_name_and_another_way_to_rename(pool, tmp_path):
+    assert pool.run(3, verdict_on_a_save, saves_in_a_folder_of_another_name, tmp_path) == ["correct"] * 3
+
+
+def test_calls_may_come_back_as_a_list_of_any_whole_numbers_in_any_order():
+    def answer(calls):
+        found = solutions().missing_call(calls)
+        return found and [np.int64(found[0]), tuple(reversed(found[1]))]
+
+    assert checks.missing_call(answer) == "correct"
+
+
+def test_a_trainees_state_may_have_other_names_and_no_copies():
+    def state_of(trainee):
+        numbers = {f"part {name}": part for name, part in trainee.state.items()}
+        return numbers | {"rng": torch.get_rng_state(), "n": torch.tensor([trainee.step])}
+
+    def go_on(trainee, state):
+        for name in trainee.state:
+            trainee.state[name][:] = state[f"part {name}"]
+        trainee.step = int(state["n"])
+        torch.set_rng_state(state["rng"])
+
+    assert checks.trainee_state((state_of, go_on)) == "correct"
 
 
 def test_an_answer_may_do_what_it_likes_with_what_it_is_given():
@@ -510,7 +855,7 @@ def test_a_rank_and_a_number_may_be_of_any_kind_of_whole_number(number):
 
 
 def test_a_damaged_file_may_be_named_by_its_path_object_or_in_a_tuple():
-    assert checks.damaged(lambda path: tuple(solutions().damaged(path))) == "correct"
+    assert checks.damaged(lambda path, *part: tuple(solutions().damaged(path, *part))) == "correct"
 
 
 def test_an_unattempted_exercise_is_no_fault():
@@ -518,11 +863,12 @@ def test_an_unattempted_exercise_is_no_fault():
         raise NotImplementedError
 
     assert checks.culprit(stub) == checks.damaged(stub) == checks.resume((stub, stub)) == "not attempted"
+    assert checks.missing_call(stub) == checks.trainee_state((stub, stub)) == "not attempted"
 
 
 def test_every_check_of_the_lesson_has_four_mutants_or_more():
-    assert exercises_of(checks) == set(REJECTED)
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
+    assert exercises_of(checks) == {*REJECTED, "save_whole"}
+    assert all(len(mutants) >= 4 for mutants in (*REJECTED.values(), SAVES))
 
 
 def test_the_made_up_hangs_hold_all_three_difficulties():

@@ -27,7 +27,7 @@ SHORTEST = {
     "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",
     "05_same_science": "--steps 2 --sweep-tokens 4096 --repeats 1",
     "06_zero_fsdp": "--layers 2 --steps 1",
-    "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --failures none",
+    "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
 }
 LESSONS = find_lessons()
 TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "

@@ -1,18 +1,26 @@
-"""Checks of lesson 11: who did not make which call, which files are damaged, what a resumed run has forgotten.
+"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has forgotten.
 
-None of them communicates: every rank judges the answer on the same cases, drawn from fixed seeds.
+One of them communicates, the one of a save by all ranks; in the others every rank judges the answer on the same cases,
+drawn from fixed seeds.
 """
 
+import contextlib
 import hashlib
 import io
 import json
 import operator
+import os
+import pickle
 import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
+import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
@@ -27,6 +35,93 @@ LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different siz
     ((0, 1), (1, 2), (2, 3, 4)),
 )
 NAMES = ["data", "tensor", "pipe", "expert", "context", "left", "right", "all"]
+
+
+# ---- build A ----
+
+
+@exercise("A", "the call that was not made")
+def missing_call(answer, ranks=None):
+    """`answer(calls)`, [{number: call} of each rank] -> (number, ranks that did not make it as most did), or None."""
+    for name, calls, truth in _sequences():
+        given = _number_and_ranks(answer([dict(made) for made in calls]), name, truth)
+        if given != truth:
+            raise Wrong(f"{name}: {_not_that_call(given, truth, calls)}")
+
+
+def _number_and_ranks(given, name, truth):
+    """What came back, as (number, sorted ranks) or None; raises Wrong if it is something else."""
+    if given is None:
+        if truth is None:
+            return None
+        number, missing = truth
+        raise Wrong(
+            f"{name}: you found nothing, and call {number} was not made alike by all (see ranks {missing})"
+        )
+    if not (isinstance(given, (tuple, list)) and len(given) == 2):
+        raise Wrong(f"{name}: return (number, ranks), not {plain(given)}")
+    number, found = given
+    if isinstance(found, (str, dict)) or not hasattr(found, "__iter__"):
+        raise Wrong(f"{name}: the second is {plain(found)}; return a list of ranks")
+    try:
+        return operator.index(number), sorted({operator.index(r) for r in found})
+    except TypeError:
+        raise Wrong(f"{name}: number and ranks are whole numbers, not {plain(given)}") from None
+
+
+def _not_that_call(given, truth, calls):
+    number, found = given
+    made = [of_rank.get(number) for of_rank in calls]
+    begins = [min(of_rank, default=1) for of_rank in calls]
+    if number < max(begins):
+        late = begins.index(max(begins))
+        return (
+            f"the buffer of rank {late} begins with call {max(begins)}, so it says nothing about call {number}; begin where "
+            "every buffer has begun"
+        )
+    if len(set(made)) == 1:
+        what = f"all ranks made call {number} alike" if made[0] else f"nobody made call {number}"
+        return f"{what}; name the first number at which they differ"
+    wanted_number, wanted = truth
+    if number != wanted_number:
+        return f"call {number} is not the first at which the ranks differ: look at call {wanted_number}"
+    if found == sorted(set(range(len(calls))) - set(wanted)):
+        return f"ranks {found} made call {number} and wait in it; return those that did not"
+    for r in set(wanted) - set(found):
+        if made[r] is not None:
+            return f"rank {r} made another call than most, {made[r]}, as number {number}: it is missing, too"
+    return f"call {number} was not made by ranks {wanted}, not {found}"
+
+
+def _sequences():
+    """(name, calls, truth): the recorded hangs of one group, and a number that are made up from seeds."""
+    for i, hang in enumerate(recorded_runs.numbers("11_hangs.json")["hangs"][:2]):
+        rank, group, number = hang["culprit"]
+        calls = [{i: call for name, i, call, _ in record if name == group} for record in hang["calls"]]
+        yield f"hang {i}", calls, (number, [rank])
+    for seed in range(60):
+        yield f"another hang (seed {seed})", *_made_up_sequence(seed)
+
+
+def _made_up_sequence(seed):
+    """(calls, truth): 3 to 7 ranks; at the last number less than half of them make no call, or another one, or all do."""
+    luck = random.Random(f"calls {seed}")
+    n, last = luck.randrange(3, 8), luck.randrange(5, 12)
+    odd = sorted(luck.sample(range(n), luck.randrange(1, (n + 1) // 2)))
+    kind = ("missing", "another", "both", "alike", "silent")[seed % 5]
+    names = {number: luck.choice(["all_reduce", "broadcast", "all_gather"]) for number in range(1, last + 1)}
+    if kind == "silent":  # they called nothing in this group, and the others wait in the first call
+        return [{} if r in odd else {1: names[1]} for r in range(n)], (1, odd)
+    calls = []
+    for r in range(n):
+        made = dict(names)
+        if r in odd and kind != "alike":
+            del made[last]
+            if kind == "another" or kind == "both" and r == odd[0]:
+                made[last] = "reduce_scatter"
+        keep = luck.choice([3, 4, 100])
+        calls.append({number: made[number] for number in sorted(made)[-keep:]})
+    return calls, None if kind == "alike" else (last, odd)
 
 
 # ---- exercise 1 ----
@@ -137,19 +232,247 @@ def _can_be_told(rank, layout):
     return all(len(one & other) > 1 for one in own for other in own)
 
 
+# ---- build B ----
+
+
+class Trainee:
+    """Like the lesson's, of one rank: a row of weights that the model looks at, Adam's averages, dropout, a step count."""
+
+    def __init__(self, seed, rank=0):
+        torch.manual_seed(1000 * seed + rank)
+        self.rank, self.n, self.group, self.step = rank, 1, None, 0
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 1)).double()
+        self.row_P = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        self.num_params = len(self.row_P)
+        views = self.row_P.split([p.numel() for p in self.model.parameters()])
+        for p, view in zip(self.model.parameters(), views, strict=True):
+            p.data = view.view_as(p)
+        self.state = {
+            "weights": self.row_P[:],
+            "mean": torch.zeros_like(self.row_P),
+            "square": torch.zeros_like(self.row_P),
+        }
+
+    def train_step(self):
+        """The loss of one step: batch k is drawn from k alone, dropout from torch's generator."""
+        data = torch.Generator().manual_seed(100 * self.rank + self.step)
+        x_B4 = torch.randn(8, 4, generator=data, dtype=torch.float64)
+        self.model.zero_grad()
+        loss = (self.model(x_B4) - x_B4.sum(1, keepdim=True).sin()).square().mean()
+        loss.backward()
+        gradient_P = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+        self.step += 1
+        mean, square = self.state["mean"], self.state["square"]
+        mean.lerp_(gradient_P, 0.1)
+        square.lerp_(gradient_P**2, 0.05)
+        size_P = (square / (1 - 0.95**self.step)).sqrt() + 1e-8
+        self.state["weights"] -= 0.05 * mean / (1 - 0.9**self.step) / size_P
+        return loss.item()
+
+
+STEPS_BEFORE, STEPS_AFTER = 5, 6
+ROOM = 1000  # bytes of a shard beyond the state itself: names, and a number or two
+
+
+@exercise("B", "what a step reads")
+def trainee_state(answer, ranks=None):
+    """`answer` is (state_of, go_on): a fresh trainee that takes the state must make the same next steps, bit for bit."""
+    state_of, go_on = answer
+    rank = ranks.rank if ranks else 0
+    trainee = Trainee(1, rank)
+    for _ in range(STEPS_BEFORE):
+        trainee.train_step()
+    shard = _shard_of(state_of(trainee), trainee)
+    random_then, then = torch.get_rng_state(), {name: part.clone() for name, part in trainee.state.items()}
+    wanted = [trainee.train_step() for _ in range(STEPS_AFTER)]
+    _shard_of(
+        state_of(Trainee(3, rank)), trainee
+    )  # what is kept aside, and not in the file, is now another one's
+
+    fresh = Trainee(2, rank)  # a new process: other weights, other random numbers
+    memory = {name: part.data_ptr() for name, part in fresh.state.items()}
+    go_on(fresh, safetensors.torch.load(shard))
+    random_now = torch.get_rng_state()
+    _compare_trainee(fresh, then, memory)
+    if not torch.equal(random_now, random_then):
+        raise Wrong("dropout draws other masks: the state of torch's random numbers is not restored")
+    given = [fresh.train_step() for _ in range(STEPS_AFTER)]
+    if given != wanted:
+        raise Wrong(
+            f"all parts are restored, but the next losses are {given[:2]} ... and not {wanted[:2]} ..."
+        )
+
+
+def _shard_of(state, trainee):
+    """The bytes of a shard with this state; raises Wrong where it cannot be one."""
+    if not isinstance(state, dict):
+        raise Wrong(f"state_of returned {plain(state)}; return a dictionary")
+    for name, part in state.items():
+        if not (isinstance(name, str) and torch.is_tensor(part)):
+            raise Wrong(
+                f"a shard holds tensors with names, and {name!r} is {plain(part)}; torch.tensor(number) makes a tensor"
+            )
+    shard = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in state.items()})
+    enough = sum(part.nbytes for part in trainee.state.values()) + torch.get_rng_state().nbytes
+    if len(shard) > enough + ROOM:
+        raise Wrong(
+            f"your state has {len(shard):,} bytes, and {enough:,} hold it all: the weights and Adam's averages of this rank, "
+            "once, and the random numbers"
+        )
+    return shard
+
+
+def _compare_trainee(fresh, then, memory):
+    """Raises Wrong with the first part of the trainee that is not as it was."""
+    names = {"weights": "the weights", "mean": "Adam's mean", "square": "Adam's mean square"}
+    for name, what in names.items():
+        part = fresh.state.get(name) if isinstance(fresh.state, dict) else None
+        if not torch.is_tensor(part):
+            raise Wrong(
+                f"trainee.state[{name!r}] is no tensor any more: copy into the tensors that are there"
+            )
+        if name == "weights" and part.data_ptr() != memory[name]:
+            raise Wrong(
+                "trainee.state['weights'] is another tensor now, and the model still looks at the old one: copy into the "
+                "tensor that is there"
+            )
+        if not torch.equal(part, then[name]):
+            raise Wrong(f"{what} (trainee.state[{name!r}]) is not what was saved")
+    if not isinstance(fresh.step, int):
+        raise Wrong(f"trainee.step is {plain(fresh.step)}; it was a whole number")
+    if fresh.step != STEPS_BEFORE:
+        raise Wrong(
+            f"the trainee is at step {fresh.step}, not {STEPS_BEFORE}: Adam and the next batch depend on it"
+        )
+
+
+# ---- build C ----
+
+SHARD_BYTES = 20_000
+LATE_S = 0.15  # so late is one rank's disk
+
+
+@exercise("C", "whole, or not there")
+def save_whole(answer, ranks, folder):
+    """`answer(path, name, content, rank, gather)`: all shards and a manifest under `path`, in one moment.
+
+    `folder` is one that all ranks see. First the last rank's disk is slow, then that of rank 0.
+    """
+    for slow in dict.fromkeys((ranks.world_size - 1, 0)):
+        own = Path(folder) / f"build C, slow {slow}"
+        path = own / "step-0006"
+        if ranks.rank == 0:
+            shutil.rmtree(own, ignore_errors=True)
+            own.mkdir(parents=True)
+        dist.barrier()
+        disk = _Disk(path, LATE_S if ranks.rank == slow else 0.0, ranks)
+        with mock.patch.object(os, "fsync", disk.fsync):
+            answer(path, _shard(ranks.rank), _content(ranks.rank), ranks.rank, disk.gather)
+        disk.judge(_shard(ranks.rank))
+
+
+def _content(rank):
+    return random.Random(rank).randbytes(SHARD_BYTES)
+
+
+class _Disk:
+    """What one rank does while it saves: it is watched whenever a file is forced onto the disk, and when it gathers."""
+
+    def __init__(self, path, late_s, ranks):
+        self._path, self._late_s, self._ranks = path, late_s, ranks
+        self._real, self._synced, self._early, self._largest = os.fsync, 0, None, 0
+
+    def fsync(self, handle):
+        self._synced += 1
+        for moment in (0.0, self._late_s):
+            time.sleep(moment)
+            if self._path.exists() and self._early is None:
+                self._early = self._synced
+        self._real(handle)
+
+    def gather(self, mine):
+        self._largest = max(self._largest, len(pickle.dumps(mine)))
+        of_all = [None] * self._ranks.world_size
+        dist.all_gather_object(of_all, mine)
+        return of_all
+
+    def judge(self, shard):
+        """Raises Wrong with what this rank saw, at once after its answer has returned."""
+        path, rank, n = self._path, self._ranks.rank, self._ranks.world_size
+        there = path.is_dir()
+        if self._early:
+            what = "its shard" if self._early == 1 else "the manifest"
+            raise Wrong(
+                f"{path.name} was there, under its final name, before rank {rank} had {what} on the disk: whoever reads it "
+                "then takes a part for the whole"
+            )
+        if self._largest > SHARD_BYTES // 2:
+            raise Wrong(
+                f"you gathered {self._largest:,} bytes: each rank writes its own shard of {SHARD_BYTES:,} bytes, and only names "
+                "and sums travel"
+            )
+        if not there:
+            left = sorted(file.name for file in path.parent.iterdir())
+            why = (
+                "nobody has renamed anything to it"
+                if rank == 0
+                else "a rank that is done must not find it missing"
+            )
+            raise Wrong(
+                f"{path.name} was not there when rank {rank} returned (in the folder: {', '.join(left) or 'nothing'}): {why}"
+            )
+        if self._synced < 1 + (rank == 0):
+            raise Wrong(
+                f"rank {rank} forced {self._synced} of its {1 + (rank == 0)} files onto the disk: `write` does, other ways to "
+                "write leave them in a cache"
+            )
+        if rank and self._synced > 1:
+            raise Wrong(
+                f"rank {rank} wrote {self._synced} files; one shard is its own, and the manifest is rank 0's"
+            )
+        found = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
+        wanted = {_shard(r): _content(r) for r in range(n)}
+        for name, content in wanted.items():
+            if found.get(name) != content:
+                raise Wrong(
+                    f"{path.name} holds {sorted(found)}, and {name} is not there as its rank handed it over"
+                )
+        self._judge_manifest(found, wanted)
+        left = sorted(file.name for file in path.parent.iterdir() if file != path)
+        if left:
+            raise Wrong(f"{left[0]} is still there beside {path.name}: rename it, do not copy it")
+
+    def _judge_manifest(self, found, wanted):
+        files = None
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            files = json.loads(found["manifest.json"])["files"]
+        if not isinstance(files, dict):
+            raise Wrong(
+                f"{self._path.name} has no manifest.json with an entry 'files', a dictionary by file name"
+            )
+        missing = sorted(set(wanted) - set(files))
+        if missing:
+            raise Wrong(f"the manifest lists {len(files)} of {len(wanted)} shards; {missing[0]} is not in it")
+        for name, content in wanted.items():
+            if files[name] != {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}:
+                raise Wrong(
+                    f"the manifest says {plain(files[name])} of {name}, and that is not what write() returned for it"
+                )
+
+
 # ---- exercise 2 ----
 
 
 @exercise(2, "is it damaged?")
 def damaged(answer, ranks=None):
-    """`answer(path)` -> the sorted names of files that are not as the manifest says."""
+    """`answer(path, part, parts)` -> the sorted names of files that are not as the manifest says, of this part."""
     with tempfile.TemporaryDirectory() as scratch:
-        for name, harm, expected, hint in DAMAGES:
+        for name, harm, expected, hint, *part in DAMAGES:
             path = _checkpoint(Path(scratch))
             harm(path)
             before = _contents(path)
             try:
-                given = answer(path)
+                given = answer(path, *part)
             except NotImplementedError:
                 raise
             except Exception as error:
@@ -283,6 +606,30 @@ DAMAGES = [
         ["manifest.json"],
         "without a manifest nothing can be trusted",
     ),
+    (
+        "two files damaged, read as part 1 of 2",
+        lambda path: (_flip(path, 0), _flip(path, 1)),
+        [_shard(1)],
+        "this part is number 1 of the sorted names; numbers 0 and 2 are somebody else's",
+        1,
+        2,
+    ),
+    (
+        "three files damaged, read as part 0 of 2",
+        lambda path: [_flip(path, r) for r in range(3)],
+        [_shard(0), _shard(2)],
+        "this part is numbers 0 and 2 of the sorted names",
+        0,
+        2,
+    ),
+    (
+        "no manifest, read as part 1 of 2",
+        lambda path: (path / "manifest.json").unlink(),
+        ["manifest.json"],
+        "without a manifest nothing can be trusted",
+        1,
+        2,
+    ),
 ]  # fmt: skip
 
 
@@ -328,23 +675,23 @@ class Loop:
 
 @exercise(3, "nothing forgotten")
 def resume(answer, ranks=None):
-    """`answer` is (state_of, go_on): a fresh loop that takes the state must train on as the first one does, bit for bit."""
-    state_of, go_on = answer
+    """`answer` is (all_of, put_back): a fresh loop that takes the state must train on as the first one does, bit for bit."""
+    all_of, put_back = answer
     rank = ranks.rank if ranks else 0
     loop = Loop(seed=1, rank=rank)
     for _ in range(BEFORE):
         loop.train_step()
-    taken = state_of(loop)
+    taken = all_of(loop)
     if not isinstance(taken, dict):
-        raise Wrong(f"state_of returned {plain(taken)}; return a dict")
+        raise Wrong(f"all_of returned {plain(taken)}; return a dict")
     file = io.BytesIO()
     torch.save(taken, file)
     random_then = torch.get_rng_state()
     wanted = [loop.train_step() for _ in range(AFTER)]
-    state_of(Loop(seed=3, rank=rank))  # what is kept aside, and not in the file, is now another loop's
+    all_of(Loop(seed=3, rank=rank))  # what is kept aside, and not in the file, is now another loop's
 
     fresh = Loop(seed=2, rank=rank)  # a new process: other weights, another order, other random numbers
-    go_on(fresh, _read(file))
+    put_back(fresh, _read(file))
     torch_random = torch.get_rng_state()
     original = Loop(seed=1, rank=rank)  # once more up to the moment of saving, to compare part by part
     for _ in range(BEFORE):

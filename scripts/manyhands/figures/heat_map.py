@@ -27,24 +27,49 @@ def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False,
     NaN is an empty cell with a cross. With virtual=True the title says that the time is virtual.
     Raises ValueError where rows differ in length or there are no numbers.
     """
+    return heat_maps({title: values_RS}, unit, rows, columns, virtual, limits)
+
+
+def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=None):
+    """A Figure of several maps {title: values_RS}, one above the other, on one scale; for the rest see `heat_map`."""
     import numpy as np
     from matplotlib.figure import Figure
 
-    values = [[float(value) for value in row] for row in values_RS]
-    lengths = sorted({len(row) for row in values})
-    if len(lengths) != 1 or lengths[0] == 0:
-        raise ValueError(f"a heat map needs {rows}s of one length, not of {lengths or 'none'}")
-    known = [value for row in values for value in row if math.isfinite(value)]
+    all_values = {
+        title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()
+    }
+    for values in all_values.values():
+        lengths = sorted({len(row) for row in values})
+        if len(lengths) != 1 or lengths[0] == 0:
+            raise ValueError(f"a heat map needs {rows}s of one length, not of {lengths or 'none'}")
+    known = [
+        value for values in all_values.values() for row in values for value in row if math.isfinite(value)
+    ]
     lowest, highest = limits or (min([0.0, *known]), max(known, default=0.0))
     scale, unit = _prefix(unit, max(abs(lowest), abs(highest)))
-    values_RS = np.array(values) / scale
     lowest, highest = lowest / scale, highest / scale
-    R, S = values_RS.shape
-
-    wide = min(10.0, max(4.5, 2.0 + 0.62 * S))
-    figure = Figure(figsize=(wide, min(8.0, 1.4 + 0.42 * R)), layout="constrained")
-    axes = figure.subplots()
     span = (lowest, highest if highest > lowest else lowest + 1)
+
+    R, S = (max(sizes) for sizes in zip(*((len(v), len(v[0])) for v in all_values.values()), strict=True))
+    wide = min(10.0, max(4.5, 2.0 + 0.62 * S))
+    tall = min(8.0, len(maps) * (0.7 + 0.42 * R) + 0.7)
+    figure = Figure(figsize=(wide, tall), layout="constrained")
+    panels = figure.subplots(len(maps), 1, squeeze=False)[:, 0]
+    for axes, (title, values) in zip(panels, all_values.items(), strict=True):
+        title = f"{title} (virtual)" if virtual and "virtual" not in title else title
+        image = _draw(axes, np.array(values) / scale, title, rows, span)
+    panels[-1].set_xlabel(columns)
+    figure.colorbar(
+        image, ax=list(panels), label=f"virtual time, {unit}" if virtual and unit.endswith("s") else unit
+    )
+    return figure
+
+
+def _draw(axes, values_RS, title, rows, span):
+    """One map on its axes; returns the image, which the colour bar is made of."""
+    import numpy as np
+
+    R, S = values_RS.shape
     image = axes.imshow(
         values_RS, cmap=HEAT, vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest"
     )
@@ -55,10 +80,8 @@ def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False,
         _write_numbers(axes, values_RS, image)
     axes.set_yticks(*_ticks(R, lambda r: f"{rows} {r}"))
     axes.set_xticks(*_ticks(S, str))
-    axes.set_xlabel(columns)
-    axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
-    figure.colorbar(image, ax=axes, label=f"virtual time, {unit}" if virtual and unit.endswith("s") else unit)
-    return figure
+    axes.set_title(title)
+    return image
 
 
 def _prefix(unit, largest):
@@ -89,7 +112,7 @@ def _write_numbers(axes, values_RS, image):
     largest = float(abs(finite).max()) if finite.size else 0.0
     whole = bool(np.all(finite == finite.round()))
     decimals = 0 if whole or largest >= 100 else 1 if largest >= 10 else 2
-    size = min(9.0, 90 / max(1, values_RS.shape[1]) + 3.0)
+    size = min(10.0, 90 / max(1, values_RS.shape[1]) + 3.0)
     for (r, s), value in np.ndenumerate(values_RS):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))

@@ -128,29 +128,46 @@ def reshard():
 
 
 def restart():
-    figure, axes = card(96, 29, "a run with two lives")
-    left, unit = 11, 3.6
+    figure, axes = card(96, 39, "a run of three lives")
+    left, unit = 11, 3.3
+    lives = [("life 1", 0, 8), ("life 2", 6, 14), ("life 3", 14, 24)]  # steps first + 1 to last
 
     def at(step):
         return left + unit * step
 
-    for y, name, first, last in ((7, "life 1", 0, 14), (16, "life 2", 12, 22)):
+    for i, (name, first, last) in enumerate(lives):
+        y = 7 + 9.5 * i
         write(axes, 2, y + 2, name, ha="left", weight="bold")
         for step in range(first, last):
-            repeated = name == "life 2" and step < 14
+            repeated = i == 1 and step < 8
             box(axes, at(step), y, unit, 4, str(step + 1), face=FAINT if repeated else GROUND, size=10)
-    for step in (6, 12):
-        axes.plot([at(step)] * 2, [6, 12], color=INK, lw=2.5, zorder=4)
-        write(axes, at(step), 13.2, f"save {step}", size=10, weight="bold")
-    axes.plot([at(18)] * 2, [15, 21], color=INK, lw=2.5, zorder=4)
-    write(axes, at(18), 22.2, "save 18", size=10, weight="bold")
-    write(axes, at(14) + 1, 9, "✗ kill -9", ha="left", size=11, weight="bold")
-    arrow(axes, (at(12), 14.4), (at(12), 15.8))
-    write(axes, at(13), 22.2, "repeated", size=10)
+    for step, i, ha in (
+        (6, 0, "center"),
+        (12, 1, "center"),
+        (14, 1, "left"),
+        (18, 2, "center"),
+        (24, 2, "center"),
+    ):
+        y = 7 + 9.5 * i
+        axes.plot([at(step)] * 2, [y - 1, y + 5], color=INK, lw=2.5, zorder=4)
+        write(
+            axes,
+            at(step) - (0.8 if ha == "left" else 0),
+            y + 6.3,
+            f"save {step}",
+            size=10,
+            weight="bold",
+            ha=ha,
+        )
+    write(axes, at(8) + 1, 9, "kill -9", ha="left", size=11, weight="bold")
+    write(axes, at(14) + 1.4, 18.5, "SIGTERM: save, leave", ha="left", size=11, weight="bold")
+    arrow(axes, (at(6), 14.4), (at(6), 16.2))
+    arrow(axes, (at(14) + 1, 23.9), (at(14) + 1, 25.7))
+    write(axes, at(7), 22.8, "repeated", size=10)
     write(
         axes,
         left,
-        26.4,
+        36,
         "steps; what was made after the last save is made again, with the same numbers",
         ha="left",
         size=10,
@@ -167,6 +184,7 @@ def preemption():
         write(axes, x, 24.6, label, size=10)
     box(axes, 2, 7, 12, 4.5, "scheduler", face=GREY)
     write(axes, 8, 13, "USR1 or TERM", size=10)
+    write(axes, 24.5, 13, "or its own clock", size=10)
     arrow(axes, (14.5, 9.2), (18.5, 9.2))
     box(axes, 19, 7, 11, 4.5, "job script", face=GREY)
     arrow(axes, (30.5, 9.2), (34.5, 9.2))
@@ -186,7 +204,7 @@ def preemption():
         axes,
         6,
         28.4,
-        "torchrun itself waits 30 s for its ranks, unless told otherwise",
+        "PBS sends no warning: there the job script's clock gives it; torchrun waits 30 s for its ranks, unless told otherwise",
         ha="left",
         size=10,
         colour=QUIET,
@@ -221,12 +239,12 @@ FIGURES = {
     ),
     "11_restart": Drawing(
         restart,
-        "A run saves at steps 6 and 12 and is killed after step 14; its second life starts from step 12 and repeats steps 13 "
-        "and 14.",
+        "A run saves at step 6 and is killed after step 8; its second life starts from step 6, repeats steps 7 and 8, and is asked "
+        "to leave after step 14, where it saves; the third goes on from there to step 24.",
     ),
     "11_preemption": Drawing(
         preemption,
-        "120 seconds before the end the scheduler signals the job script, which signals torchrun, which signals the ranks; they "
+        "120 seconds before the end the scheduler, or a clock of its own, signals the job script, which signals torchrun, which signals the ranks; they "
         "finish the step, save, write requeue.json and leave, and the job script puts the job back into the queue.",
     ),
 }  # fmt: skip
