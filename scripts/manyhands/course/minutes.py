@@ -15,7 +15,14 @@ from manyhands.course.pairs import PairError, read
 
 WORDS, LINES = 200, 20  # per minute
 PREDICTION, BUILD, EXERCISE = 0.75, 3, 5  # minutes each
-BUDGETS = {"00": 25, "02": 50, "03": 55, "04": 30, "06": 50}  # minutes of the CORE that an agenda is made of
+BUDGETS = {
+    "00": 25,
+    "02": 50,
+    "03": 55,
+    "04": 30,
+    "05": 45,
+    "06": 50,
+}  # minutes of the CORE that an agenda is made of
 
 
 @dataclass
