@@ -716,7 +716,7 @@ def train(kind, batch, rate, seed):
 
 
 # %%
-# %%ranks --timeout 300
+# %%ranks --timeout 600
 k, seeds = 8, range(min(3, repeats))
 columns = range(2 + len(seeds))
 rates = {kind: [lowest * k ** (c / 2) for c in columns] for kind, lowest in (("SGD", 0.02), ("Adam", 2e-4))}

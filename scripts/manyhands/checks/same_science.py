@@ -228,8 +228,8 @@ def token_mean(answer, ranks):
         _judge_gradient(_numbers(p.grad for p in ddp.parameters()), expected, batches, n)
         if seen.payload_bytes() >= y.nbytes or len(seen.calls) > 2:
             raise Wrong(
-                f"the gradients are right, but {len(seen.calls)} calls handed over {seen.payload_bytes()} bytes; a count is "
-                "one integer of 8"
+                f"the gradients are right, but {seen.payload_bytes()} bytes were handed over (calls: {len(seen.calls)}); a count "
+                "is one integer of 8"
             )
 
 
@@ -276,7 +276,7 @@ def _rate(answer, kind, base, k, step, updates):
         given = answer(kind, base, k, step, updates)
     except ZeroDivisionError:
         raise Wrong(
-            f"{case} divides by zero: a tenth of {updates} updates is less than one; warm up for at least 1"
+            f"a division by zero in {case}: a tenth of {updates} is less than one update; warm up for at least 1"
         ) from None
     return number(given, f"a learning rate from {case}")
 

@@ -49,7 +49,7 @@ def differences(pairs, limit, title):
     axes.axhline(limit, **LIMIT)
     axes.annotate(f"{limit:g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
     axes.set(xlabel="update", ylabel="|loss - loss of one rank|", title=title, xlim=(-0.3, 1.35 * end + 0.3))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(0, end + 1, max(1, end // 5)))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -75,7 +75,7 @@ def by_rate(losses, advised, title):
             up = (
                 8
                 if middles[0] == max(sum(losses[kind, b, x[0]]) / len(losses[kind, b, x[0]]) for b in batches)
-                else -16
+                else -18
             )
             axes.annotate(
                 f"batch {batch}", (x[0], middles[0]), (0, up), textcoords="offset points", color=look["color"]
@@ -123,6 +123,7 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     left.loglog(sizes, [1e3 * s for s in virtual_s], **MEASURED, ls="none")
     ticks = [1, 2, 4, 8, 16, 32, 64]
     left.set_xticks(ticks, ticks)
+    left.set_yticks([2, 5, 10, 20], [2, 5, 10, 20])
     left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)", xlim=(0.9, 400))
     left.minorticks_off()
     right.plot(sizes, sizes, **PREDICTED)
