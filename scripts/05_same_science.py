@@ -66,7 +66,7 @@ n_ranks = 4  # processes; in a script the launcher decides
 micro_batch = 2  # sequences in one forward pass of one rank, at least 1
 global_batch = 48  # sequences per update, all ranks together, at least 1
 steps = 10  # updates of each trajectory, at least 2
-sweep_tokens = 32768  # characters that each run of the sweep reads, at least 1024
+sweep_tokens = 24576  # characters that each run of the sweep reads, at least 1024
 repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
