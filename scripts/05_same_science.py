@@ -16,19 +16,17 @@
 # %% [markdown]
 # # 05 The same science: the same training on more ranks
 #
-# **55 minutes** for the sections marked CORE, 90 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 78 with those marked MORE.
 #
 # After this lesson **you can**
 # - give each rank its own data, so that nothing is lost, repeated, or read by two ranks by accident;
 # - keep the result of a training independent of the number of ranks, and prove it to ten digits;
-# - choose batch and learning rate when the number of ranks grows, and say what a larger batch buys;
-# - read strong and weak scaling curves, your own and published ones;
-# - feed the ranks from files.
+# - choose batch and learning rate when the number of ranks grows;
+# - read strong and weak scaling curves.
 #
-# **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)) and the
-# [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)). In two lines: copies of a
-# model on n [ranks](../assets/glossary.md#rank) each read their share of a batch; after backward an all-reduce
-# gives every copy the same gradient.
+# **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)): copies of a model on n
+# [ranks](../assets/glossary.md#rank) each read their share of a batch; after backward an
+# [all-reduce](../assets/glossary.md#all-reduce) gives every copy the same gradient.
 #
 # **New here:** [epoch](../assets/glossary.md#epoch), [sampler](../assets/glossary.md#sampler), [token-weighted
 # loss](../assets/glossary.md#token-weighted-loss), [learning-rate
@@ -48,15 +46,15 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, warm-up 4, global batch 5, splitting with
-# exercise 1 10, resumable order 3, token-weighted loss 7, trajectories 5, learning rate 9, experiment 7, zoo 4.
+# Each heading says its minutes. The three builds take about three minutes each; walk around while people write.
 #
 # *Say:* one sentence carries the lesson: "the number of ranks is a matter of speed, and must not show in the result".
 #
 # *Three usual mistakes:* thinking of the batch per GPU as *the* batch; averaging averages; calling a run "twice as
 # fast" that makes half as many updates.
 #
-# *When late:* skip the resumable order, show the stored picture of the learning rates, keep the zoo.
+# *When late:* open the solutions of builds A and C at once, start the sweep of learning rates before you explain it,
+# keep the zoo.
 #
 # *Ask the room:* "You double the GPUs and change nothing else. Name everything that is now different in your
 # experiment."
@@ -68,16 +66,17 @@ n_ranks = 4  # processes; in a script the launcher decides
 micro_batch = 2  # sequences in one forward pass of one rank, at least 1
 global_batch = 48  # sequences per update, all ranks together, at least 1
 steps = 10  # updates of each trajectory, at least 2
-sweep_tokens = 98304  # characters that each run of the sweep reads, at least 4096
-repeats = 3  # samples of each timing, at least 1
+sweep_tokens = 24576  # characters that each run of the sweep reads, at least 1024
+repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
-# ## Start (CORE, 1 min)
+# ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks behind this notebook; a cell that begins with `%%ranks` runs on all of them.
+# A cell that begins with `%%ranks` runs on all ranks. In a **Build** the key lines are yours, and the check below them tells you
+# what is wrong. Short of time? Run the folded solution and go on.
 #
-# **Catching up.** Each section needs only the cells of this one, and then its own. Where it uses a function of an
-# earlier section, a cell with `catch_up(...)` defines it, unless you have it already.
+# **Catching up.** Each section runs after only the cells of this one: a folded `catch_up(...)` defines what it needs from
+# earlier sections. What you have written stays.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -87,40 +86,16 @@ repeats = 3  # samples of each timing, at least 1
 
 # %%
 # %%ranks
-import math
-import shutil
-import time
-from collections import Counter
-from pathlib import Path
-
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, refuse, say, show
+from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import same_science as checks
-from manyhands.data import file_shares, token_file
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.data.prefetch import Prefetch
-from manyhands.data.samplers import DrawnSampler, PartitionedSampler
-from manyhands.figures import many_ranks
-from manyhands.figures.heat_map import heat_map
-from manyhands.figures.looks import MEASURED, PREDICTED
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.measure import wire
-from manyhands.measure.timing import median_s
-from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.runs import recorded_runs
-from manyhands.runs.run_folder import run_folder
-from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data.distributed import DistributedSampler
 
-# %% [markdown]
-# The ranks join. A batch that does not come out even is refused at once, on every rank, so that none is left waiting.
-
-# %%
-# %%ranks
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if global_batch % (micro_batch * world_size):
@@ -130,14 +105,11 @@ if global_batch % (micro_batch * world_size):
     )
 
 # %% [markdown]
-# The lesson's model is a **small ShakespeareGPT**: two layers, width 64, and 32 characters at a time, so that we
-# can afford to train it twenty times. The [global batch](../assets/glossary.md#global-batch), all sequences of one
-# update, stays the same here for any number of ranks.
+# The lesson's model is a **small ShakespeareGPT**: two layers, width 64, 32 characters at a time, so that we can train it
+# many times.
 #
-# Letters at the end of a name are its shape: `B` sequences in the global batch, `b` this rank's share, `T`
-# positions, `V` symbols, `P` parameters in one long row. A small letter is this rank's part of the capital one.
-# Lines with `metrics` keep numbers that tests compare: read past them. `wire` counts the bytes that a rank hands
-# over.
+# Letters at the end of a name are its shape: `B` sequences in the global batch, `b` this rank's share, `T` positions, `P`
+# parameters in one long row. Lines with `metrics` keep numbers for tests: read past them.
 
 # %%
 # %%ranks
@@ -148,9 +120,9 @@ given = {"micro_batch": micro_batch, "global_batch": global_batch, "steps": step
 metrics = Metrics(ranks, corpus, given | {"sweep_tokens": sweep_tokens})
 
 
-def new_model(dtype=torch.float32):
+def new_model(dtype=torch.float32, seed=1337):
     """The small GPT with its first weights, the same on every rank, because the seed is."""
-    torch.manual_seed(1337)
+    torch.manual_seed(seed)
     return GPT(config).to(device, dtype)
 
 
@@ -169,9 +141,9 @@ def everyone(value):
 say(f"{config.num_params():,} parameters, {len(corpus.train_ids):,} characters to learn from")
 
 # %% [markdown]
-# ## Warm-up: four numbers by hand (CORE, 4 min)
+# ## Warm-up: four numbers by hand (CORE, 3 min)
 #
-# **Why.** Ranks report means: of a loss, of an accuracy, of a gradient. Somebody has to make one number of them.
+# **Why.** Ranks report means: of a loss, of a gradient. Somebody has to make one number of them.
 #
 # ![Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, the mean of the four numbers is
 # 3](../assets/05_token_mean.svg)
@@ -184,8 +156,8 @@ say(f"{config.num_params():,} parameters, {len(corpus.train_ids):,} characters t
 # <details><summary>Answer</summary>
 #
 # (1 + 2 + 3 + 6) / 4 = 3. The means are 2 and 6, and the mean of these is 4: the lonely 6 counts three times as
-# much as its colleagues. A rank that holds nothing has no mean at all: 0/0 is nan, and an all-reduce makes it
-# everybody's nan.
+# much as each of the others. A rank that holds nothing has no mean: 0/0 is nan, and an all-reduce makes it everybody's
+# nan.
 #
 # </details>
 
@@ -199,67 +171,48 @@ means = everyone(mine.mean().item())
 sum_and_count = torch.stack([mine.sum(), torch.tensor(float(len(mine)), device=device)])
 dist.all_reduce(sum_and_count)
 if rank == 0:
-    say(f"the ranks' means: {means}")
-    first_two = sum(means[:2]) / len(means[:2])
-    say(f"the mean of them all {sum(means) / world_size:g}, of the first two {first_two:g}")
+    say(f"the ranks' means: {means}, the mean of the first two: {sum(means[:2]) / len(means[:2]):g}")
     say(f"{sum_and_count[0]:g} / {sum_and_count[1]:g} = {sum_and_count[0] / sum_and_count[1]:g}")
 
 # %% [markdown]
-# The rule for all that follows: **add up sums, add up counts, divide once, at the end.** It gives the same answer
-# on any number of ranks, and that is the whole subject: *the number of ranks is a matter of speed; it must not show
-# in the result.*
+# The rule for all that follows: **add up sums, add up counts, divide once, at the end.** It gives the same answer on any
+# number of ranks. That is the whole subject: *the number of ranks is a matter of speed; it must not show in the result.*
 
 # %% [markdown]
-# ## The global batch (CORE, 5 min)
+# ## The global batch (CORE, 3 min)
 #
-# **Why.** You tune a training on one GPU, then get 64, and the loss curve is another one. The first thing to look
-# at is how many sequences make one update.
+# **Why.** You tune a training on one GPU, then you get 64, and the loss curve changes. First look at how many sequences
+# make one update.
 #
 # ![Two ranks with three micro-batches each, two sequences in a micro-batch: twelve sequences, one
 # update](../assets/05_global_batch.svg)
 #
 # > **global batch = micro-batch × ranks × accumulation**
 #
-# The [micro-batch](../assets/glossary.md#micro-batch) is the sequences of one forward pass, as many as fit into a
-# device; [accumulation](../assets/glossary.md#accumulation) how many of them a rank adds up before the update. An
-# [**epoch**](../assets/glossary.md#epoch) is one pass over the data.
+# A [micro-batch](../assets/glossary.md#micro-batch) is the sequences of one forward pass, as many as fit into a device.
+# [Accumulation](../assets/glossary.md#accumulation): how many of them a rank adds up before the update.
+# [**Epoch**](../assets/glossary.md#epoch): one pass over the data.
 #
 # **Predict.** Lesson 03's GPT reads 1,003,854 characters, 64 at a time, 12 sequences per micro-batch. How many
 # updates does an epoch have on one rank? On 1,024?
 #
 # <details><summary>Answer</summary>
 #
-# 1,003,854 / 64 = 15,685 sequences, divided by 12 that makes 1,307 updates. On 1,024 ranks with the same micro-batch
-# 12,288 sequences make an update: the epoch has *one* update, and 3,397 sequences are left over. The model would
-# hardly move.
+# 1,003,854 / 64 = 15,685 sequences, divided by 12 that makes 1,307 updates. On 1,024 ranks 12,288 sequences make an update:
+# the epoch has *one*, and 3,397 sequences are left over. The model would hardly move.
 #
 # </details>
 
-
 # %% tags=["nbval-check-output"]
 # %%ranks
-def updates_per_epoch(sequences, micro, n, accumulate=1):
-    return sequences // (micro * n * accumulate)
-
-
 if rank == 0:
-    say("micro x ranks x accumulation = global batch, characters per update, updates per epoch")
     for micro, n, accumulate in [(12, 1, 1), (12, 4, 1), (12, 4, 5), (12, 64, 1), (12, 1024, 1)]:
         batch = micro * n * accumulate
-        updates = updates_per_epoch(1_003_854 // 64, micro, n, accumulate)
-        say(f"{micro:5} x {n:5} x {accumulate:12} = {batch:12,}, {64 * batch:21,}, {updates:17,}")
-    for batch in (256, 8_192, 81_920):
-        updates = 1_281_167 / batch
-        in_90 = f"{90 * updates:9,.0f} in 90"
-        say(f"ImageNet in batches of {batch:6,}: {updates:7,.1f} updates per epoch, {in_90}")
+        say(f"{micro} x {n:4} x {accumulate} = {batch:6,}, updates per epoch {1_003_854 // 64 // batch:5,}")
 
 # %% [markdown]
-# The last rows are history. 256 images was the batch of the first ResNets; Goyal et al. 2017 used 8,192 on 256 GPUs,
-# for 90 epochs; Yamazaki et al. 2019 used 81,920 on 2,048. 32 or 320 times fewer updates must each go further, or you
-# need more epochs: that is the learning rate's section below.
-#
-# When the number of ranks changes for other reasons (a queue that gave you 2 nodes instead of 4), keep the global
-# batch and change the accumulation. That must come out even, or the run must refuse to start.
+# With more ranks either each update must go further (the learning rate's section below), or you keep the global batch and
+# change the accumulation. That must come out even, or the run must refuse to start.
 
 
 # %% tags=["nbval-check-output"]
@@ -274,26 +227,23 @@ def accumulation(global_batch, micro_batch, n):
     return global_batch // together
 
 
-for n in (1, 2, 3, 4, 5):
-    try:
-        count = accumulation(48, 2, n)
-        line = f"n={n}: each rank adds up {count} micro-batches of 2, together {2 * n * count}"
-    except ValueError as error:
-        line = f"n={n}: refused, {error}"
-    if rank == 0:
-        say(line)
+if rank == 0:
+    for n in (1, 2, 3, 4):
+        say(f"n={n}: each rank adds up {accumulation(48, 2, n)} micro-batches of 2 to a batch of 48")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the global batch</summary>
 #
 # *Say:* "micro-batch is a memory question, global batch is a science
 # question, the rest is division". *Usual mistakes:* `batch_size` in a config file: of what? Let the room guess for
-# a framework they know. *When late:* the table only.
+# a framework they know. *When late:* the table only. *Asked for an extreme case:* Goyal et al. 2017 trained on ImageNet
+# with 8,192 images per update, Yamazaki et al. 2019 with 81,920: 1,281,167 images then make 16 updates per epoch (the
+# last one is not full), 1,440 in 90 epochs.
 #
 # </details>
 
 # %% [markdown]
-# ## Two ways to split the data (CORE, 10 min)
+# ## Two ways to split the data (CORE, 8 min)
 #
 # **Why.** Every rank runs the same file, so every rank would read the same data. There are two ways out:
 #
@@ -303,148 +253,86 @@ for n in (1, 2, 3, 4, 5):
 # - **Partition:** all ranks shuffle one deck *in the same way* and each takes its own cards. Seeds must be *equal*.
 # - **Draw:** each rank draws at random from the whole data. Seeds must *differ*.
 #
-# First the partition. An epoch's order must depend on the epoch, so the epoch goes into the seed (`SeedSequence`
-# mixes the two; why they are not added, you see below).
+# ### Deal one deck, and stop anywhere
+#
+# The order must be the same on every rank, and new in every epoch: it follows from a seed and the epoch's number.
+# `np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))` mixes the two, and draws the same numbers in every
+# process.
+#
+# Jobs end in the middle of an epoch. If the order is dealt like cards, what *all* ranks have read is its **beginning**, and one
+# number says where to go on, on any number of ranks.
+#
+# ![A shuffled deck: the first six cards have been dealt to three ranks, the remaining ones are dealt to
+# two](../assets/05_resume.svg)
+#
+# ### Build A: your share of what is left
+#
+# Write `remaining(length, epoch, done, rank, n)`: the list of what rank `rank` of `n` still has to read, after all ranks together
+# have read the first `done` of the epoch's order of 0 ... `length`-1. Nothing is lost or read twice, also when `n` has changed
+# since the stop. Shares differ by one at most. No messages.
 
 
 # %%
 # %%ranks
-def order_of(length, epoch, seed=0):
-    """The order in which an epoch reads 0 ... length-1: the same on every rank."""
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,))).permutation(length)
+def remaining(length, epoch, done, rank, n):
+    """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
+    raise NotImplementedError  # your turn
 
 
-say(f"epoch 0: I read {order_of(12, epoch=0)[rank::world_size].tolist()}")
-say(f"epoch 1: I read {order_of(12, epoch=1)[rank::world_size].tolist()}")
+checks.sharded_order(remaining, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution A
+def remaining(length, epoch, done, rank, n):
+    """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
+    # a generator of its own, that no other code in the process can move
+    generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))
+    order = generator.permutation(length)  # the same on every rank ...
+    return order[done:][rank::n].tolist()  # ... dealt like cards, so that what was read is its beginning
+
+
+checks.sharded_order(remaining, ranks, solution=True)
 
 # %% [markdown]
-# Now 13 sequences. A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads, and in which order.
-# PyTorch's `DistributedSampler` shuffles by seed and epoch, and deals, as we do.
-#
-# **Predict.** 13 cards for 4 ranks. Ours gives one rank four and the others three. The library insists that all ranks
-# get the same number. What can it do?
-#
-# <details><summary>Answer</summary>
-#
-# Deal some cards twice (16 cards, three of them doubled: its default), or keep some back (12, one is lost:
-# `drop_last=True`). Equal shares keep the ranks in step: with unequal ones, the rank that has one batch more waits
-# in an all-reduce to which nobody comes.
-#
-# </details>
+# A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by seed and
+# epoch, and deals, as you do. With 13 cards for 4 ranks yours gives one rank four and the others three. The library insists on
+# equal numbers, so that no rank waits in an all-reduce to which nobody comes. Either it deals some twice, or it drops some:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
+from collections import Counter
+from torch.utils.data.distributed import DistributedSampler
+
 readers = {
-    "ours": order_of(13, epoch=0)[rank::world_size].tolist(),
+    "yours": remaining(13, 0, 0, rank, world_size),
     "DistributedSampler": list(DistributedSampler(range(13), world_size, rank)),
     "DistributedSampler, drop_last": list(DistributedSampler(range(13), world_size, rank, drop_last=True)),
-    "the course's PartitionedSampler": list(PartitionedSampler(13, rank, world_size)),
 }
 for name, mine in readers.items():
-    counts = Counter(int(i) for part in everyone(mine) for i in part)
+    counts = Counter(i for part in everyone(mine) for i in part)
     lost, repeated = 13 - len(counts), sum(times - 1 for times in counts.values())
     if rank == 0:
         say(f"{name}: {lost} lost, {repeated} read twice")
 
 # %% [markdown]
-# In training a doubled sequence in a million does no harm. In *evaluation* it does: an accuracy over 50,000 images
-# must be over these 50,000. There deal unequal shares, add up sums and counts, and let no rank wait for another in
-# the middle.
+# A doubled sequence hardly matters in training. In *evaluation* it does: there, deal unequal shares, and add up sums and counts.
 #
-# ### `set_epoch`
+# **Two traps.** `DistributedSampler` cannot know the epoch: call `sampler.set_epoch(epoch)` on every rank before each one. If you
+# forget, nothing fails, and every epoch has the same order
+# ([distributed_tutorial#5](https://github.com/yangkky/distributed_tutorial/issues/5); exercise 1 finds it). And a
+# `DataLoader` with workers asks for indices ahead of the training: save how far the *training* is. (The course's
+# `PartitionedSampler` is your function as a sampler; tell its `state_dict(position)` that number.)
 #
-# `DistributedSampler` cannot know which epoch it is. You tell it, on every rank, before each epoch:
-# `sampler.set_epoch(epoch)`. If you do not, nothing fails. Below are three recorded runs of eight epochs over 240
-# sequences on four ranks. In one the loop is right, in one `set_epoch` was forgotten, in one a rank called it with
-# another number than the rest.
-
-# %%
-# %%ranks
-runs = checks.three_runs()  # {"A": read, "B": read, "C": read}; read[epoch][rank] lists indices
-
-
-def who_read(read, i):
-    """The rank that read sequence i, for each time that it was read."""
-    return [r for epoch in read for r, mine in enumerate(epoch) if i in mine]
-
-
-if rank == 0:
-    found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
-    alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
-    show(many_ranks.times_read(found), "three_runs", alt)
-
-# %% [markdown]
-# **Predict.** Which run is which? In a right run, by how many of four ranks is a sequence read in eight epochs?
+# ### Throw dice, from streams that do not meet
 #
-# <details><summary>Answer</summary>
+# The other way: each rank draws at random, with replacement. nanoGPT reads like this. Now the seeds must differ. A launcher
+# library seeds each process with `seed * (rank + 1) * (local_rank + 1)`
+# ([ezpz, `setup_torch`](https://github.com/saforem2/ezpz/blob/17569fe2184e27a472773f94d2bde8e98eb40bd3/src/ezpz/distributed.py)).
+# No two ranks have the same factors.
 #
-# A forgot: every sequence stays with one rank for ever. In B some sequences were read less often than eight times,
-# others more: one rank deals from another deck. C is right: a sequence misses a given rank with probability (3/4)⁸
-# = 10 %, so it meets 4·0.9 = 3.6 ranks on average.
-#
-# </details>
-#
-# ### Exercise 1: find the `set_epoch` bug
-#
-# Write `diagnose(read, length)`, which returns `"fine"`, `"same order"` or `"ranks disagree"`. `read[epoch][rank]`
-# is the list of indices that the rank read; there are `length` sequences. Careful: one rank alone reads everything
-# in every epoch, and the library doubles a few where the deal does not come out even.
-
-
-# %%
-# %%ranks
-def diagnose(read, length):
-    raise NotImplementedError  # your turn
-
-
-checks.diagnose(diagnose, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def diagnose(read, length):
-    for epoch in read:
-        if len({i for mine in epoch for i in mine}) < length:
-            return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
-    return "same order" if all(epoch == read[0] for epoch in read) else "fine"
-
-
-checks.diagnose(diagnose, ranks, solution=True)
-
-# %% [markdown]
-# Forgetting it is common: two of many threads are
-# [distributed_tutorial#5](https://github.com/yangkky/distributed_tutorial/issues/5), where a reader missed it in a
-# tutorial that many had copied, and [pytorch/examples#501](https://github.com/pytorch/examples/issues/501), where a
-# user asks what the call is for.
-#
-# ### Draw, with streams that do not meet
-#
-# The other way: rank r draws sequences at random, with replacement. No dealing, no epochs to announce, any length.
-# nanoGPT reads like this.
-#
-# **Predict.** 15,685 draws from 15,685 sequences. What share of them is seen at least once?
-#
-# <details><summary>Answer</summary>
-#
-# 1 - (1 - 1/N)ᴺ, which is 1 - 1/e = 63 %. The rest comes later; some come several times. For a model that sees its
-# data many times, or never finishes one pass, that is no loss.
-#
-# </details>
-
-# %%
-# %%ranks
-length = len(corpus.train_ids) // 64
-mine = list(DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
-drawn = [i for part in everyone(mine) for i in part]
-if rank == 0:
-    say(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
-
-# %% [markdown]
-# Here the seeds must differ, and that is where it goes wrong. A launcher for clusters seeds each process with
-# `seed * (rank + 1) * (local_rank + 1)`. It looks safe: no two ranks have the same factors.
-#
-# **Predict.** Two nodes with 8 GPUs each. Which ranks draw the same data?
+# **Predict.** Two nodes with 8 GPUs each, `seed = 1`. Which ranks draw the same data?
 #
 # <details><summary>Answer</summary>
 #
@@ -469,15 +357,46 @@ if rank == 0:
     for nodes in (4, 16, 64):
         groups = with_equal_seeds(nodes)
         say(f"{nodes} nodes x 8: {sum(map(len, groups))} of {8 * nodes} ranks share a seed with another")
-    twins = [np.random.default_rng(9).integers(0, 15_685, 4).tolist() for _ in ("rank 2", "rank 8")]
-    say(f"seed 9, on rank 2 and on rank 8, draws {twins[0]} and {twins[1]}")
 
 # %% [markdown]
-# Nothing fails here either: the gradient is averaged over 16 shares of which two are equal, and you paid for 16. Do
-# not invent arithmetic with seeds; there are generators made for this. numpy's `SeedSequence` takes a *key* beside
-# the seed and mixes both: streams of different keys have nothing in common, of different seeds neither (while
-# `seed + rank` makes rank 1 of seed 1 the twin of rank 0 of seed 2, so that your three "independent" repetitions
-# share most of their data).
+# Nothing fails here either: you pay for 16 shares, and two are equal. Do not invent arithmetic with seeds. Put the rank into the
+# key: `SeedSequence(seed, spawn_key=(epoch, rank))`. (Even `seed + rank` is a trap: rank 1 of seed 1 draws what rank 0 of seed 2
+# draws.)
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: splitting</summary>
+#
+# *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
+# room will have a training script in which one of them is wrong; let them look. *Usual mistakes:* dealing first and
+# shuffling then (each rank keeps its cards for ever); `set_epoch` on rank 0 only; `[done:]` after the deal instead of
+# before it. *When late:* drop the dice. *Ask:* "which of these mistakes would you see in the loss?"
+#
+# </details>
+
+# %% [markdown]
+# ### What draws miss, and streams that differ (MORE, 2 min)
+#
+# **Predict.** 15,685 draws from 15,685 sequences. What share of them is seen at least once?
+#
+# <details><summary>Answer</summary>
+#
+# 1 - (1 - 1/N)ᴺ, which is 1 - 1/e = 63 %. The rest comes later; some come several times. For a model that sees its
+# data many times, or never finishes one pass, that is no loss.
+#
+# </details>
+
+# %%
+# %%ranks
+from manyhands.data.samplers import DrawnSampler
+
+length = len(corpus.train_ids) // 64
+mine = list(DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
+drawn = [i for part in everyone(mine) for i in part]
+if rank == 0:
+    say(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
+
+# %% [markdown]
+# And the cure: streams of different keys or seeds have nothing in common.
 
 
 # %% tags=["nbval-check-output"]
@@ -491,59 +410,13 @@ first_draws += [tuple(stream(r, seed=2).integers(0, 2**62, 2)) for r in range(40
 if rank == 0:
     say(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: splitting</summary>
-#
-# *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
-# room will have a training script in which one of them is wrong; let them look. *Usual mistakes:* shuffling per
-# rank after dealing (each rank keeps its cards for ever); `set_epoch` on rank 0 only. *When late:* drop the
-# SeedSequence cell. *Ask:* "which of these mistakes would you see in the loss?"
-#
-# </details>
-
-# %% [markdown]
-# ## An order that can be resumed (CORE, 3 min)
-#
-# **Why.** Jobs end in the middle of an epoch. A run that starts the epoch again reads its beginning twice and its
-# end less often; after nine restarts the model may have seen the first tenth of the deck ten times.
-#
-# ![A shuffled deck: the first six cards have been dealt to three ranks, the remaining ones are dealt to
-# two](../assets/05_resume.svg)
-#
-# If the order is a function of seed and epoch, and dealt like cards, then what was read is the *beginning* of the
-# order, and one number says where to go on, on any number of ranks. The course's sampler keeps exactly this:
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-deck = PartitionedSampler(1000, rank, world_size, seed=7)
-deck.set_epoch(2)
-cards = iter(deck)
-before = [next(cards) for _ in range(100)]  # each rank reads 100, then the job ends
-saved = deck.state_dict()  # goes into the checkpoint
-say(f"saved: {saved}")
-
-new_size = world_size + 1  # the next job gets another number of ranks; here we play all of them
-after = []
-for r in range(new_size):
-    resumed = PartitionedSampler(1000, r, new_size, seed=7)
-    resumed.load_state_dict(saved)
-    after += list(resumed)
-times = Counter([i for part in everyone(before) for i in part] + after)
-if rank == 0:
-    say(f"{len(times)} of 1000 read, none more than {max(times.values())} time")
-
-# %% [markdown]
-# Exercise 2, at the end, asks for such an order.
-
 # %% [markdown]
 # ## A loss that counts every token once (CORE, 7 min)
 #
 # **Why.** Sentences differ in length. A batch is padded, and the padding does not count, so every rank has *another
-# number of tokens*. The mean loss of a rank is then a mean over its own number, and averaging gradients, as DDP
-# does, is the warm-up's mean of means.
+# number of tokens*. If each rank takes its own mean, averaging gradients, as DDP does, is the warm-up's mean of means.
 #
-# Here is such a batch: the targets of each sequence end after 4 to 32 characters; what is beyond has the target -100,
-# which `F.cross_entropy` leaves out.
+# Here is such a batch: each sequence ends after 4 to 32 characters. Beyond, the target is -100, which `F.cross_entropy` leaves out.
 
 
 # %%
@@ -564,115 +437,108 @@ def loss_sum(model, x_bT, y_bT):
 
 x_BT, y_BT = uneven_batch(0)
 x_bT, y_bT = x_BT.chunk(world_size)[rank], y_BT.chunk(world_size)[rank]
-my_tokens = (y_bT != -100).sum()
-say(f"my {len(x_bT)} sequences have {my_tokens} tokens")
+say(f"my {len(x_bT)} sequences have {(y_bT != -100).sum()} tokens")
 
 # %% [markdown]
-# (Sorting by length saves padding. Where each rank then takes a contiguous part, the counts differ as much as here;
-# in a shuffled batch they differ less, but they differ.)
-#
 # **Predict.** Rank r has k_r tokens. The gradient should be that of the mean over all tokens of all ranks. What
 # must a rank divide its *sum* by, and what then happens between the ranks: a sum or a mean?
 #
 # <details><summary>Answer</summary>
 #
-# By the number of tokens of *all* ranks, which one all-reduce of one integer tells, before backward. Then gradients
-# are *added* over the ranks. DDP takes means, so with DDP multiply the loss by the number of ranks.
+# By the number of tokens of *all* ranks, which one all-reduce of one integer tells. Then gradients are *added* over the ranks.
+# DDP takes means instead, so something is left for you to undo.
 #
 # </details>
+#
+# ### Build B: the token-weighted loss
+#
+# Write `token_mean(total, y_bT)`. `total` is the sum of the losses of this rank's tokens, `y_bT` are its targets. Return what this
+# rank calls `backward()` on, so that DDP's *mean* over the ranks is the gradient of the mean over **all tokens of all ranks**. A
+# rank may have no token. One integer may travel.
+
 
 # %%
 # %%ranks
-catch_up(globals(), "uneven_batch", "loss_sum")
+def token_mean(total, y_bT):
+    """The loss on which this rank calls backward under DDP. All ranks call it."""
+    raise NotImplementedError  # your turn
+
+
+checks.token_mean(token_mean, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution B
+def token_mean(total, y_bT):
+    """The loss on which this rank calls backward under DDP. All ranks call it."""
+    tokens = (y_bT != -100).sum()
+    dist.all_reduce(tokens)  # all ranks: one integer
+    return world_size * total / tokens  # DDP will divide by world_size
+
+
+checks.token_mean(token_mean, ranks, solution=True)
+
+# %% [markdown]
+# Three gradients of one batch: your loss under the library's DDP, each rank's own mean, and one process that reads it all.
 
 # %%
 # %%ranks
-x_BT, y_BT = uneven_batch(0)
-x_bT, y_bT = x_BT.chunk(world_size)[rank], y_BT.chunk(world_size)[rank]
-all_tokens = (y_bT != -100).sum()
-dist.all_reduce(all_tokens)  # all ranks: one integer
+from manyhands.measure import wire
 
-ours = new_model(torch.float64)  # from scratch: sums, divided by the count of all
-(loss_sum(ours, x_bT, y_bT) / all_tokens).backward()
-for p in ours.parameters():
-    dist.all_reduce(p.grad)
-
-library = DDP(new_model(torch.float64))  # the library's means
-with wire.watch() as seen:
-    (world_size * loss_sum(library, x_bT, y_bT) / all_tokens).backward()
-
-naive = DDP(new_model(torch.float64))  # the usual way: each rank its own mean
+yours, naive, single = DDP(new_model(torch.float64)), DDP(new_model(torch.float64)), new_model(torch.float64)
+with wire.watch() as seen:  # counts what this rank hands over
+    token_mean(loss_sum(yours, x_bT, y_bT), y_bT).backward()
 (loss_sum(naive, x_bT, y_bT) / (y_bT != -100).sum()).backward()
-
-single = new_model(torch.float64)  # one process that reads it all
 (loss_sum(single, x_BT, y_BT) / (y_BT != -100).sum()).backward()
+yours_P, naive_P, single_P = (flat(p.grad for p in model.parameters()) for model in (yours, naive, single))
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-ours_P, library_P, naive_P, single_P = (
-    flat(p.grad for p in m.parameters()) for m in (ours, library, naive, single)
-)
-for name, grad_P in {"ours": ours_P, "the library, weighted": library_P}.items():
-    assert (grad_P - single_P).abs().max() < 1e-10, name
-    if rank == 0:
-        say(f"{name}: equal to one process to 1e-10")
-metrics.exact(weighted_gradient=fingerprint([ours_P]))
-metrics.close(weighted_gradient_norm=ours_P.norm())
-
-# %% [markdown]
-# And the mean of means? Not noise, which would average out, but a *bias*: it weighs the tokens of short sequences
-# more, in every step. The other lines are what the cure costs: the gradient, as before, and one integer.
-
-# %%
-# %%ranks
+assert (yours_P - single_P).abs().max() < 1e-10
 off = ((naive_P - single_P).norm() / single_P.norm()).item()
-gradient_bytes = 8 * config.num_params()
 if rank == 0:
-    say(f"mean of means: {100 * off:.1f} % of the gradient's length off")
-    say(f"weighted: {seen.payload_bytes():,} bytes of gradients, predicted {gradient_bytes:,}")
-    say(f"and {all_tokens.nbytes} bytes of a count")
+    say("your loss: the gradient of one process, to 1e-10")
+    say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
+    say(f"handed over: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
+metrics.exact(weighted_gradient=fingerprint([yours_P]))
+metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)
 
 # %% [markdown]
-# The same happens *in time*: accumulation over micro-batches with different counts is a mean of means on one GPU. The
-# largest libraries did this for years; in October 2024 it was mended in
-# [transformers#34191](https://github.com/huggingface/transformers/pull/34191) and in
-# [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875), and
-# [torchtune#1917](https://github.com/pytorch/torchtune/pull/1917) shows that ranks and micro-batches are one problem.
-# Exercise 3 has both at once.
+# The mean of means is not noise, which would average out. It is a *bias*: in every step the tokens of short sequences weigh
+# more. The same happens *in time*: accumulation over micro-batches with different counts is a mean of means on one GPU. Large
+# libraries mended it in October 2024 ([transformers#34191](https://github.com/huggingface/transformers/pull/34191),
+# [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875)). Exercise 2 has both at once.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the loss</summary>
 #
 # *Say:* "an average of averages is a weighted average; ask who chose the
-# weights". *Usual mistakes:* dividing by the local count and fixing it with the number of ranks; counting padding. *When
-# late:* skip reading the code, show the three lines of output. *Ask:* "our sequences all have the same length. Are
-# we safe?" (Yes, until somebody masks prompts.)
+# weights". *Usual mistakes:* dividing by the local count and fixing it with the number of ranks; counting padding;
+# forgetting that DDP divides. *When late:* open the solution, show the three lines of output. *Ask:* "our sequences all have
+# the same length. Are we safe?" (Yes, until somebody masks prompts.)
 #
 # </details>
 
 # %% [markdown]
 # ## The same trajectory on 1, 2 and 4 ranks (CORE, 5 min)
 #
-# **Why.** Now all of it together: the same global batch, dealt to n ranks, in micro-batches, weighted by tokens. If
-# everything is right, the losses on one rank and on four are the same numbers. This is the test that a change of your
-# training code must pass before you trust it with a thousand GPU hours.
-#
-# We train on the first rank, the first two, and so on, while the others wait. Plain SGD: Adam divides by the size
-# of the gradient, and so would hide a wrong factor.
+# **Why.** Now all of it together: the same global batch, dealt to n ranks, in micro-batches, weighted by tokens. If all is right,
+# one rank and four get the same losses. Your code must pass this test before you trust it with a thousand GPU hours. We use plain
+# SGD: Adam divides by the size of the gradient, and so would hide a wrong factor.
 #
 # **Predict.** "The same numbers": how many digits, in float64 and in float32? Does the difference stay, or grow
 # from step to step?
 #
 # <details><summary>Answer</summary>
 #
-# Not to the last bit: sums are taken in another order. Float64 carries 16 digits, float32 seven, and each update
-# passes its rounding on to the next, so the difference grows, slowly here and faster with a larger learning rate.
-# 1e-10 in float64 is a limit that only rounding can keep.
+# Not to the last bit: sums are taken in another order. Float64 carries 16 digits, float32 seven, and each update passes its
+# rounding on, so the difference grows slowly. 1e-10 in float64 is a limit that only rounding can keep.
 #
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "uneven_batch", "loss_sum")
 
@@ -680,81 +546,84 @@ catch_up(globals(), "uneven_batch", "loss_sum")
 # %%
 # %%ranks
 def gradient_row(model, x_bT, y_bT, divisor):
-    """Gradients and loss of this rank's share, added up over its micro-batches, in one row [P + 1]."""
-    loss = 0
+    """Gradients of this rank's losses / divisor, added up over its micro-batches, and the sum of its losses: [P + 1]."""
+    total = 0
     for x, y in zip(x_bT.split(micro_batch), y_bT.split(micro_batch), strict=True):
-        part = loss_sum(model, x, y) / divisor
-        part.backward()  # adds up: accumulation
-        loss = loss + part.detach()
-    return torch.cat([flat(p.grad for p in model.parameters()), loss.view(1)])
+        part = loss_sum(model, x, y)
+        (part / divisor).backward()  # adds up: accumulation
+        total = total + part.detach()
+    return torch.cat([flat(p.grad for p in model.parameters()), total.view(1)])
 
 
 # %% [markdown]
-# (Note `/ divisor` with an integer: `1 / divisor` first would be a float32, and float64 training would carry seven
-# digits.)
+# `weigh=False` trains with the mean of the ranks' means. In either case we record the loss per token, so that the curves compare
+# one thing.
 
 
 # %%
 # %%ranks
-def trajectory(n, dtype=torch.float64, count_all=True):
-    """Losses [steps] of SGD on the first n ranks, None on the others. All ranks call it."""
+from torch.nn.utils import vector_to_parameters
+
+
+def trajectory(n, dtype=torch.float64, weigh=True):
+    """Losses per token [steps] of SGD on the first n ranks, None on the others. All ranks call it."""
     group = dist.new_group(range(n))
     if rank >= n:
         return None
     model, losses = new_model(dtype), []
-    sizes = [p.numel() for p in model.parameters()]
     for step in range(steps):
         x_bT, y_bT = (ids_BT.chunk(n)[rank] for ids_BT in uneven_batch(step))
-        tokens = (y_bT != -100).sum()
-        if count_all:
-            dist.all_reduce(tokens, group=group)
-        divisor = tokens if count_all else tokens * n  # the latter makes the mean of the ranks' means
-        row = gradient_row(model, x_bT, y_bT, divisor)
+        mine = (y_bT != -100).sum()
+        tokens = mine.clone()
+        dist.all_reduce(tokens, group=group)
+        row = gradient_row(model, x_bT, y_bT, tokens if weigh else n * mine)
         dist.all_reduce(row, group=group)  # gradients and loss in one call
-        for p, grad in zip(model.parameters(), row.split([*sizes, 1]), strict=False):
-            p.data -= 0.5 * grad.view_as(p)
-            p.grad = None
-        losses.append(row[-1])
+        vector_to_parameters(flat(model.parameters()) - 0.5 * row[:-1], model.parameters())
+        model.zero_grad()
+        losses.append(row[-1] / tokens)
     return torch.stack(losses)
 
 
-# %% [markdown]
-# Three times on each number of ranks: in float64, in float32, and in float64 with the mean of the ranks' means.
-
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks --timeout 120
 sizes = sorted({n for n in (1, 2, 4, world_size) if n <= world_size})
 by_n = {n: trajectory(n) for n in sizes}
-in_float32 = {n: trajectory(n, torch.float32) for n in sizes}
-wrong = {1: by_n[1]} | {n: trajectory(n, count_all=False) for n in sizes[1:]}
-if rank == 0:
-    for n, losses in by_n.items():
-        say(f"n={n}: {global_batch // micro_batch // n:2d} micro-batches each, last loss {losses[-1]:.15f}")
-
-# %% tags=["nbval-check-output"]
-# %%ranks
 if rank == 0:
     for n, losses in by_n.items():
         apart = (losses - by_n[1]).abs().max().item()
         assert apart < 1e-10, f"n={n} is {apart:.1e} off"
         say(f"n={n}: {steps} losses, equal to those of one rank to 1e-10")
-    metrics.exact(trajectory=by_n[world_size], trajectory_fp32=in_float32[world_size])
-    metrics.close(trajectory_close=by_n[world_size])
 
 # %% [markdown]
-# The picture: float64 stays below 1e-13, float32 below 1e-5, and the mean of the ranks' means rises to 0.1 and more. At
-# update 0 it is smaller: all characters then cost nearly ln 65, and weights hardly show. On two ranks float32's
-# rounding would nearly hide it there; in float64 it stands out at every update.
+# What must you tell from rounding? Below, each training on all ranks is compared with one rank in the same precision.
 
 # %%
-# %%ranks
+# %%ranks --timeout 120
+single_fp32, all_fp32 = trajectory(1, torch.float32), trajectory(world_size, torch.float32)
+unweighted = trajectory(world_size, weigh=False)
+metrics.exact(trajectory=by_n[world_size], trajectory_fp32=all_fp32)
+metrics.close(trajectory_close=by_n[world_size])
 if rank == 0 and world_size > 1:
-    kinds = {"mean of the ranks' means": wrong, "float32": in_float32, "float64": by_n}
-    alt = "differences of losses: float64 below 1e-13, float32 below 1e-5, the mean of ranks' means up to 0.2"
-    show(many_ranks.differences(kinds, limit=1e-10), "trajectories", alt)
+    from manyhands.figures import many_ranks
+
+    pairs = {
+        "mean of means": (unweighted, by_n[1]),
+        "float32": (all_fp32, single_fp32),
+        "float64": (by_n[world_size], by_n[1]),
+    }
+    figure = many_ranks.differences(pairs, 1e-10, f"{world_size} ranks against one")
+    show(
+        figure,
+        "trajectories",
+        "differences of losses at each update, float64 lowest, the mean of means highest",
+    )
 
 # %% [markdown]
-# Points that are missing: there the two losses were equal to the last bit.
+# In float64 a mistake stands far above rounding; float32 leaves less room. (No point: equal to the last bit.)
+#
+# **What still betrays n.** BatchNorm takes its statistics over a rank's share (`SyncBatchNorm`: over all). Dropout draws a mask
+# per rank. Clipping needs the norm of the *averaged* gradient. A schedule that counts updates changes with the global batch; let
+# it count tokens.
 
 # %% [markdown]
 # ## Learning rate against batch (CORE, 9 min)
@@ -762,14 +631,147 @@ if rank == 0 and world_size > 1:
 # **Why.** With more ranks you may *want* a larger global batch: fewer updates, less communication per character.
 # What must change with it?
 #
-# First, what a larger batch buys. You may have heard that it "smooths the landscape". It does not: the function
-# that is minimised is the same. The gradient of a batch is a *noisy measurement* of the gradient of everything, and
-# a mean over B sequences has 1/B of the **variance**.
+# A larger batch does not "smooth the landscape": the function that is minimised is the same. The gradient of a batch is a *noisy
+# measurement* of the gradient of everything, and a mean over B sequences has 1/B of the **variance** (measured in MORE).
 #
 # ![Gradients of single batches scatter around the gradient of everything: widely for batches of 1, less for 4, little for
 # 16](../assets/05_noise.svg)
 #
-# Measure it: 256 gradients, each of one sequence; means over groups of B; how far are they from the mean of all?
+# A batch k times as large makes k times fewer updates of the same data. Each must go further:
+#
+# ![Eight short steps along a valley, each from its own gradient, and one step eight times as long, from the mean of eight
+# gradients at the start](../assets/05_one_long_step.svg)
+#
+# - **Linear**, Goyal et al. 2017, for SGD: rate k·η, with [warm-up](../assets/glossary.md#learning-rate-warm-up). k small steps
+#   are about one long step, *if the gradient hardly changes on the way*; early it does, hence the warm-up.
+# - **Square root**, Malladi et al. 2022, for Adam: rate √k·η. Adam divides by the gradient's size. Where that is mostly noise, √k
+#   times less noise makes steps √k times longer already. (Their rule changes β₁, β₂ and ε too; we do not.)
+#
+# ### Build C: the rule, with warm-up
+#
+# Write `learning_rate(kind, base, k, step, updates)`: the rate of update `step` = 0, 1, ... of `updates`. `base` is good for the
+# small batch, ours is `k` times as large; `kind` is "SGD" (linear) or "Adam" (square root). Over the first `updates // 10`
+# updates (at least one) the rate climbs in equal steps from near 0, but not 0, to its full size. There it stays.
+
+
+# %%
+# %%ranks
+def learning_rate(kind, base, k, step, updates):
+    """The learning rate of update number `step` for a batch k times as large as that of `base`."""
+    raise NotImplementedError  # your turn
+
+
+checks.rate_rule(learning_rate, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C
+def learning_rate(kind, base, k, step, updates):
+    """The learning rate of update number `step` for a batch k times as large as that of `base`."""
+    full = base * (k if kind == "SGD" else k**0.5)
+    warm_up = max(1, updates // 10)
+    return full * min(1, (step + 1) / warm_up)
+
+
+checks.rate_rule(learning_rate, ranks, solution=True)
+
+# %% [markdown]
+# Now the rules meet our model: rates a factor √8 apart at batch 4 and at batch 32 (k = 8), three seeds each, every run over as
+# many characters. The square root is one step to the right, the linear rule two.
+#
+# **Predict.** By how many steps does the best rate of SGD move, by how many that of Adam? Does batch 32, at its best rate, reach
+# the loss of batch 4?
+#
+# <details><summary>Answer</summary>
+#
+# The rules say two for SGD and one for Adam. Both are limits for small steps, and the best rate of a short training is not
+# small: expect less where the large rate nearly diverges. And no rate makes up for an eighth of the updates here.
+#
+# </details>
+#
+# Each run is small, so **every rank takes other settings**. On a cluster that is an array job (`jobs/sweep.pbs`).
+
+# %%
+# %%ranks
+import math
+
+
+def train(kind, batch, rate, seed):
+    """Validation loss of one training in this process alone; where it diverged, that of knowing nothing."""
+    model = new_model(seed=seed)
+    optimizer = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind](model.parameters(), lr=rate)
+    updates = sweep_tokens // (batch * T)
+    for step in range(updates):
+        optimizer.param_groups[0]["lr"] = learning_rate(kind, rate, 1, step, updates)
+        x_BT, y_BT = get_batch(corpus.train_ids, step, batch, T, 0, 1, seed=seed)
+        optimizer.zero_grad()
+        model(x_BT.to(device), y_BT.to(device))[1].backward()
+        optimizer.step()
+    with torch.no_grad():
+        x_BT, y_BT = get_batch(corpus.val_ids, 0, 256, T, 0, 1, seed=9)
+        loss = model(x_BT.to(device), y_BT.to(device))[1].item()
+    knowing_nothing = math.log(len(corpus.symbols))
+    return loss if loss < knowing_nothing else knowing_nothing
+
+
+# %%
+# %%ranks --timeout 600
+k, seeds = 8, range(min(3, repeats))
+columns = range(2 + len(seeds))
+rates = {kind: [lowest * k ** (c / 2) for c in columns] for kind, lowest in (("SGD", 0.02), ("Adam", 2e-4))}
+runs = [(kind, batch, rate) for batch in (4, 4 * k) for kind in rates for rate in rates[kind]]
+mine = {
+    run: [train(*run, seed) for seed in seeds] for run in runs[rank::world_size]
+}  # no communication at all
+losses = {run: found for part in everyone(mine) for run, found in part.items()}
+
+# %% [markdown]
+# Points are means of the seeds, whiskers reach from the lowest to the highest. Dashed: where the rule moves batch 4's best rate.
+
+# %%
+# %%ranks
+best = {
+    (kind, batch): min(rates[kind], key=lambda rate: np.mean(losses[kind, batch, rate]))
+    for kind in rates
+    for batch in (4, 4 * k)
+}
+advised = {kind: learning_rate(kind, best[kind, 4], k, 1, 2) for kind in rates}
+if rank == 0:
+    from manyhands.figures import many_ranks
+
+    figure = many_ranks.by_rate(losses, advised, f"{len(seeds)} seeds")
+    show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
+    for kind, batch in best:
+        found = losses[kind, batch, best[kind, batch]]
+        say(
+            f"{kind}, batch {batch}: {np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) at its best rate"
+        )
+    for kind in rates:
+        moved, rule = best[kind, 4 * k] / best[kind, 4], advised[kind] / best[kind, 4]
+        say(f"{kind}: {4 * k} likes {moved:.1f} times the rate of 4, the rule says {rule:.1f}")
+metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch]]) for kind, batch in best])
+
+# %% [markdown]
+# Where whiskers overlap, this run does not tell which rate is better. Two things to take home. A rule starts from a rate that was
+# **tuned** at the small batch; if yours was too small, a larger batch "wins" by any rule. And compare at equal *data*: after
+# equally many updates the larger batch has read k times as much.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: learning rate</summary>
+#
+# The sweep takes about half a minute; collect bets before it. *Say:* "the
+# rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
+# of updates instead of equal data; scaling the rate for accumulation as if it were another batch; a warm-up that begins with
+# rate 0. *When late:* the stored picture. *Ask:* "where is the batch so large that no rule helps?" (The noise scale, in MORE.)
+#
+# </details>
+
+# %% [markdown]
+# ### The noise of a gradient, measured (MORE, 2 min)
+#
+# 256 gradients, each of one sequence; means over groups of B; how far are they from the mean of all? A prediction without a
+# free number: the variance of one sequence, divided by B (less 1/256, as the mean of all contains the group).
 
 
 # %%
@@ -796,10 +798,6 @@ grads_bP = gradients(new_model())
 mean_P = summed(grads_bP.sum(0)) / 256
 variance = (summed(((grads_bP - mean_P) ** 2).sum()) / 255).item()  # of one sequence, all parameters together
 
-# %% [markdown]
-# A prediction without a free number: the variance of one sequence, divided by B (less 1/256, as the mean of all
-# contains the group).
-
 # %%
 # %%ranks
 sizes_B, measured, predicted = (1, 2, 4, 8, 16, 32), [], []
@@ -807,139 +805,26 @@ for size in sizes_B:
     groups = grads_bP[: len(grads_bP) // size * size].unflatten(0, (-1, size)).mean(1)
     total, count = summed(((groups - mean_P) ** 2).sum()), summed(len(groups))
     measured.append((total / count).item())
-    predicted.append(variance * (1 / size - 1 / 256))  # 1/256: the groups are part of the 256
+    predicted.append(variance * (1 / size - 1 / 256))
 if rank == 0:
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
-    axes = figure.subplots()
-    axes.loglog(sizes_B, measured, **MEASURED, ls="none", label="measured")
-    axes.loglog(sizes_B, predicted, **PREDICTED, label="predicted: variance of one x (1/B - 1/256)")
-    axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
-    axes.set_xticks(sizes_B, sizes_B)
-    axes.legend()
-    show(figure, "variance", "the noise falls as 1/B, points on a straight line")
+    from manyhands.figures import many_ranks
+
+    show(
+        many_ranks.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line"
+    )
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
     say(f"measured / predicted: {min(ratios):.2f} to {max(ratios):.2f}")
 
 # %% [markdown]
-# The points lie on the line. The scatter at the right end is that of few groups (eight of 32); it has no trend.
+# The groups of 32 are few (eight in all), so the right end scatters most.
 #
-# Now the rules. Take a batch k times as large, so k times fewer updates for the same data:
-#
-# ![Eight short steps along a valley, each from its own gradient, and one step eight times as long, from the mean of eight
-# gradients at the start](../assets/05_one_long_step.svg)
-#
-# | rule | learning rate | for | argument |
-# |---|---|---|---|
-# | keep | η | | nothing to tune; after the same data the model has moved k times less |
-# | linear | kη, with [warm-up](../assets/glossary.md#learning-rate-warm-up) | SGD, Goyal et al. 2017 | k small steps ≈ one long step, *if the gradient hardly changes on the way*; early it does, hence the warm-up |
-# | square root | √k·η | Adam, Malladi et al. 2022 | Adam divides by the gradient's size; where that is mostly noise, noise √k times smaller makes steps √k times longer already; k times fewer steps need k in all, so √k is left for the rate (the paper's rule moves β₁, β₂ and ε too, we do not) |
-# | per layer | from ‖w‖/‖g‖ | LARS (You et al. 2017), LAMB (You et al. 2020) | each layer moves by the same share of its weights; for batches of tens of thousands |
-#
-# **Warm-up** here means the learning rate: it grows from near 0 over the first tenth of the updates, in all runs but
-# the two called *no warm-up*.
-#
-# **Predict.** Batch 4, then 32 (k = 8), the same 98,304 characters, so 768 updates and 96. Which rule comes closest
-# to the small batch: for SGD, for Adam? Will any reach it?
-#
-# <details><summary>Answer</summary>
-#
-# With these settings: for SGD the linear rule, even better without warm-up; it does not quite reach the small
-# batch. For Adam the square root and the linear rule with warm-up, a tie. Without warm-up Adam's linear rule ends
-# where keeping the rate ends, and that is last: 96 short steps do not lead far.
-#
-# </details>
-#
-# Each run is small, so no run needs two ranks: **every rank takes other settings**. That is the cheapest
-# parallelism there is, and on a cluster it is an array job (`jobs/sweep.pbs`).
-
-
-# %%
-# %%ranks
-def train(kind, batch, lr, warm_up):
-    """(training loss of each update, validation loss) of one training in this process alone."""
-    model = new_model()
-    make = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind]
-    optimizer, losses = make(model.parameters(), lr=lr), []
-    updates = sweep_tokens // (batch * T)
-    for step in range(updates):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / (warm_up * updates + 1e-9))
-        x_BT, y_BT = (ids.to(device) for ids in get_batch(corpus.train_ids, step, batch, T, 0, 1, seed=5))
-        optimizer.zero_grad()
-        loss = model(x_BT, y_BT)[1]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    with torch.no_grad():
-        val = [ids.to(device) for ids in get_batch(corpus.val_ids, 0, 256, T, 0, 1, seed=9)]
-        return torch.stack(losses).tolist(), model(*val)[1].item()
-
-
-# %%
-# %%ranks --timeout 300
-k, base = 8, {"SGD": 0.025, "Adam": 5e-4}
-rules = {"small batch": 1, "keep": 1, "square root": math.sqrt(k), "linear": k, "linear, no warm-up": k}
-# of 4 ranks the last two get two runs, not three: those of the small batch, which are long
-order = ["keep", "small batch", *list(rules)[2:]]
-settings = [(kind, rule) for rule in order for kind in base]
-
-results = {}
-for kind, rule in settings[rank::world_size]:  # no communication at all
-    batch = 4 if rule == "small batch" else 4 * k
-    warm_up = 0.0 if rule == "linear, no warm-up" else 0.1
-    results[kind, rule] = train(kind, batch, rules[rule] * base[kind], warm_up)
-results = {name: result for part in everyone(results) for name, result in part.items()}
-
-# %%
-# %%ranks
-if rank == 0:
-    titles = {kind: f"{kind}: batch 4, and {4 * k} by rule" for kind in base}
-    alt = (
-        "the small batch is lowest; nearest are linear without warm-up for SGD, "
-        "linear and square root for Adam"
-    )
-    show(many_ranks.by_rule(results, titles, list(rules), sweep_tokens), "rules", alt)
-val = {f"{kind}, {rule}": results[kind, rule][1] for kind, rule in settings}
-metrics.close(tolerance=0.1, sweep=[value if math.isfinite(value) else 0.0 for value in val.values()])
-
-# %%
-# %%ranks
-if rank == 0:
-    for kind in base:
-        best = val[f"{kind}, small batch"]
-        say(f"{kind}, batch 4, rate {base[kind]:g}: validation {best:.3f}")
-        for rule in list(rules)[1:]:
-            value = val[f"{kind}, {rule}"]
-            rate = rules[rule] * base[kind]
-            say(f"  batch {4 * k}, {rule:19} rate {rate:.4f}: {value:.3f}, {value - best:+.3f}")
-
-# %% [markdown]
-# **The residual.** No rule reaches the small batch. A rule promises the same curve in the limit of small steps, and
-# k = 8 is not small: the warm-up alone takes a tenth of the 96 updates, and one long step is not eight short ones
-# where the valley bends. Warm-up decides for Adam here; this SGD it only costs updates, because this small model
-# bears a rate of 0.2 from the start. Two more things to take home. The rules say how to change a learning rate that
-# was *good*; if yours was too small, a larger batch "wins" by any rule. And one run per setting has no error bar:
-# differences of some hundredths mean nothing. (The two base rates were picked so that the rules come apart; from
-# others they may end in another order.)
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: learning rate</summary>
-#
-# The sweep takes about ten seconds; collect bets before it. *Say:* "the
-# rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
-# of updates instead of equal data; scaling the rate for accumulation as if it were another batch. *When late:* the
-# stored picture. *Ask:* "where is the batch so large that no rule helps?" (Next section.)
-#
-# </details>
-
-# %% [markdown]
-# ### How large may a batch be? The gradient noise scale (MORE, 6 min)
+# ### How large may a batch be? The gradient noise scale (MORE, 4 min)
 #
 # While noise is larger than the gradient itself, twice the batch is worth nearly two updates. Where the noise is
 # small, the second half of the batch tells what the first half has told. The border is the [**gradient noise
 # scale**](../assets/glossary.md#gradient-noise-scale) (McCandlish et al. 2018): B_noise = (variance of one
-# sequence's gradient) / |mean gradient|². Data parallel training gives it away for nothing: the ranks' own
-# gradients, before the all-reduce, and their mean, after it.
+# sequence's gradient) / |mean gradient|². Data parallel training
+# tells it for free: the ranks' own gradients, before the all-reduce, and their mean, after it.
 #
 # **Predict.** Is it larger at the first step, or after some training?
 #
@@ -949,10 +834,6 @@ if rank == 0:
 # gradient. Later they disagree, the mean shrinks and the noise stays. So the useful batch *grows* during training.
 #
 # </details>
-
-# %%
-# %%ranks
-catch_up(globals(), "gradients", "summed")
 
 
 # %%
@@ -985,23 +866,25 @@ for step in range(1, 5 * steps + 1):
 # %%ranks
 if rank == 0:
     for step, scale in scales.items():
-        say(f"after {step:2d} updates: noise scale {scale:6.1f} sequences, {scale * T:8,.0f} characters")
+        off = 100 * (scale / 256) ** 0.5  # of the mean of 256 gradients, in percent of the true mean's length
+        say(
+            f"after {step:2d} updates: noise scale {scale:.1f} sequences (the mean itself is {off:.0f} % off)"
+        )
     for ratio in (1 / 8, 1 / 2, 1, 2, 8):
         say(f"batch = {ratio:5g} B_noise: {1 + 1 / ratio:4.2f} S_min updates read {1 + ratio:4.2f} E_min")
 metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
 
 # %% [markdown]
-# (Rough numbers: at a noise scale of 136 the mean of 256 gradients is itself off by √(136/256) = 73 % of its
-# length. The formula subtracts that, and what is left is rough.) A batch equal to the noise scale, the **critical
-# batch**, needs twice the minimum of both. Far below it you waste time, far above it data. A batch of 32 would be
-# far above it in the first updates, which is where Adam's linear rule needed its warm-up, and below it soon after.
+# (Rough numbers: where the mean of 256 gradients is itself far off, the formula subtracts that, and what is left is rough.) A
+# batch equal to the noise scale, the **critical batch**, needs twice the minimum of both. Far below it you waste time, far above
+# it data. It is small in the first updates, so a large batch buys least there: one more reason for a warm-up.
+
 
 # %% [markdown]
-# ## Experiment: strong and weak scaling (CORE, 7 min)
+# ## Experiment: strong and weak scaling (CORE, 6 min)
 #
-# **Why.** "How much faster on more ranks?" is two questions. [*Strong
-# scaling*](../assets/glossary.md#strong-scaling): the same global batch, shared by more ranks. [*Weak
-# scaling*](../assets/glossary.md#weak-scaling): the same micro-batch on each, the global batch grows.
+# **Why.** "How much faster on more ranks?" is two questions. [*Strong scaling*](../assets/glossary.md#strong-scaling) shares the
+# same global batch. [*Weak scaling*](../assets/glossary.md#weak-scaling) keeps the micro-batch, so the global batch grows.
 #
 # ![Strong scaling: a block of work is cut into ever thinner slices while a part that cannot be cut stays. Weak scaling: the
 # slices keep their size and their number grows](../assets/05_scaling.svg)
@@ -1011,51 +894,44 @@ metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
 # - **Amdahl 1967**, strong: speed-up = 1 / (s + (1-s)/n). It never exceeds 1/s.
 # - **Gustafson 1988**, weak: n ranks do (1-s)·n + s times the work in the same time. It never stops.
 #
-# **Predict.** s = 5 %, 64 ranks. What do the two say?
-#
-# <details><summary>Answer</summary>
-#
-# Amdahl 1/(0.05 + 0.95/64) = 15.4, Gustafson 64 - 0.05·63 = 60.9. Both are right; they answer different questions.
-# (s is a share of the step on *one* rank for Amdahl, of the step on *n* ranks for Gustafson.)
-#
-# </details>
-#
-# Neither knows about communication, which grows with n. First on the **virtual network**: ranks send real messages,
-# but time is computed, so that runs repeat exactly. A step has 20 ms that can be shared and 1 ms that cannot; then
-# comes a ring all-reduce of our gradient, on links with 50 µs and 1 GB/s.
+# With s = 5 % on 64 ranks Amdahl says 15.4 and Gustafson 60.9. Both are right: they answer different questions. Neither knows about communication, which grows with n. First strong scaling on the **virtual network**: ranks send real
+# messages, but time is computed. A step has 20 ms that can be shared and 1 ms that cannot; then comes a ring all-reduce of our
+# gradient, on links with 50 µs and 1 GB/s.
 
 # %%
 # %%ranks
+import math
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+
 link, work_s, serial_s = Link(latency_s=50e-6, bytes_per_s=1e9), 20e-3, 1e-3
 num_params = config.num_params()
 
 
-def virtual_step(n, strong):
-    """Virtual seconds of a step on the first n ranks, 0 on the others. All ranks call it."""
+def virtual_step(n):
+    """Virtual seconds of a step that the first n ranks share, 0 on the others. All ranks call it."""
     group = dist.new_group(range(n))
     if rank >= n:
         return 0.0
     network = VirtualNetwork(ranks, link, group=group)
-    network.compute(serial_s, "serial")
-    network.compute(work_s / n if strong else work_s, "work")
+    network.compute(serial_s + work_s / n, "work")
     network.all_reduce(torch.ones(num_params))
     return network.clock_s
 
 
-def ring_s(n):
-    return 2 * (n - 1) * link.cost_s(4 * math.ceil(num_params / n))
-
-
-sizes = list(range(1, world_size + 1))
-virtual = {strong: [virtual_step(n, strong) for n in sizes] for strong in (True, False)}
+sizes = sorted({n for n in (1, 2, 4, world_size) if n <= world_size})
+virtual_s = [virtual_step(n) for n in sizes]
+metrics.exact(virtual_strong_s=virtual_s)
 
 # %% [markdown]
-# Fit Amdahl's law, T(n) = a + b/n, to these few points, as people do with a few nodes, and extrapolate to 64.
-# Beside it the formula with the ring in it, which nobody had to fit.
+# Fit Amdahl's law, T(n) = a + b/n, to these few points and extrapolate to 64. Beside it the formula with the ring, not fitted.
 
 
 # %%
 # %%ranks
+def ring_s(n):
+    return 2 * (n - 1) * link.cost_s(4 * math.ceil(num_params / n))
+
+
 def amdahl_fit(sizes, times_s):
     """(a, b) of T(n) = a + b/n by least squares; s = a / (a + b)."""
     columns = np.stack([np.ones(len(sizes)), 1 / np.array(sizes)], axis=1)
@@ -1063,107 +939,106 @@ def amdahl_fit(sizes, times_s):
     return a, b
 
 
-a, b = amdahl_fit(sizes, virtual[True])
+a, b = amdahl_fit(sizes, virtual_s)
 if rank == 0:
-    for n, strong_s, weak_s in zip(sizes, virtual[True], virtual[False], strict=True):
-        exact_s = serial_s + work_s / n + ring_s(n)
-        strong_ms, exact_ms, weak_ms = (1e3 * seconds for seconds in (strong_s, exact_s, weak_s))
-        say(f"n={n}: strong {strong_ms:6.3f} ms, by formula {exact_ms:6.3f}; weak {weak_ms:6.3f} ms")
-    say(f"Amdahl's fit: s = {100 * a / (a + b):.1f} %, on 64 ranks {1e3 * (a + b / 64):.2f} ms")
-    exact_s = serial_s + work_s / 64 + ring_s(64)
-    say(f"with the ring: on 64 ranks {1e3 * exact_s:.2f} ms, {exact_s / (a + b / 64):.1f} times as long")
-metrics.exact(virtual_strong_s=virtual[True], virtual_weak_s=virtual[False])
+    for n, step_s in zip(sizes, virtual_s, strict=True):
+        say(f"n={n}: {1e3 * step_s:.3f} ms, by formula {1e3 * (serial_s + work_s / n + ring_s(n)):.3f}")
+    fitted_ms, formula_ms = 1e3 * (a + b / 64), 1e3 * (serial_s + work_s / 64 + ring_s(64))
+    say(f"64 ranks: Amdahl's fit says {fitted_ms:.2f} ms, the formula {formula_ms:.2f}")
 
 # %% [markdown]
-# Now the same two questions on this machine, with real DDP.
+# Now the same two questions on this machine, with real DDP and a step of the optimizer.
 #
 # **Predict.** Where do the two speed-ups stop rising?
 #
 # <details><summary>Answer</summary>
 #
-# At the number of cores, which the second line of the run tells: beyond it ranks share them, and messages come on
-# top.
+# At the number of cores, which the run's second line tells: beyond it ranks share them, and messages come on top.
 #
 # </details>
 
 
 # %%
 # %%ranks
-def step_of(n, sequences):
-    """A function: one step of the first n ranks with `sequences` on each, averaged. All ranks call both."""
+def step_on(n):
+    """A function: one step of the first n ranks with this many sequences on each. All ranks call both."""
     group = dist.new_group(range(n))
-    model = DDP(new_model(), process_group=group) if rank < n else None
-    x_bT, y_bT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, sequences, T, 0, 1, seed=rank))
+    model = DDP(new_model(), process_group=group) if rank < n else new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x_bT, y_bT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, 96, T, 0, 1, seed=rank))
 
-    def step():
+    def step(sequences):
         if rank < n:
-            model(x_bT, y_bT)[1].backward()
+            model(x_bT[:sequences], y_bT[:sequences])[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 
 
-calls = {("strong", n): step_of(n, 96 // n) for n in sizes} | {("weak", n): step_of(n, 96) for n in sizes}
-
-# %% [markdown]
-# All settings take turns, so that a busy moment of the machine hits each of them, and the median forgets it.
-
 # %%
 # %%ranks --timeout 120
-samples = {key: [] for key in calls}
-for turn in range(2 * repeats + 1):
-    for key, call in calls.items():
-        samples[key].append(median_s(call, 1, ranks, warm_up=int(turn == 0)).slowest_s)
-strong_s = [float(np.median(samples["strong", n])) for n in sizes]
-weak_s = [float(np.median(samples["weak", n])) for n in sizes]
-a, b = amdahl_fit(sizes, strong_s)
+import functools
+from manyhands.measure.timing import take_turns
+
+calls = {}
+for n in sizes:
+    step = step_on(n)
+    calls["strong", n] = functools.partial(step, max(1, 96 // n))
+    calls["weak", n] = functools.partial(step, 96)
+samples = take_turns(calls, repeats, ranks)  # in turns: a busy moment of the machine hits them all
+
+ups = {"strong": {}, "weak": {}}  # how much faster, round by round
+for (kind, n), taken in samples.items():
+    work = n if kind == "weak" else 1
+    ups[kind][n] = sorted(work * one / t for one, t in zip(samples[kind, 1], taken, strict=True))
+metrics.measured(
+    strong_s=[float(np.median(samples["strong", n])) for n in sizes],
+    weak_s=[float(np.median(samples["weak", n])) for n in sizes],
+)
 
 # %%
 # %%ranks
 if rank == 0:
-    many, fit = np.arange(1, 65), amdahl_fit(sizes, virtual[True])
+    from manyhands.figures import many_ranks
+
+    for kind, by_n in ups.items():
+        for n in sizes[1:]:
+            low, middle, high = by_n[n][0], np.median(by_n[n]), by_n[n][-1]
+            say(f"{kind}, n={n}: {middle:.2f} times as fast ({low:.2f} to {high:.2f})")
+    many = range(1, 65)
     curves_s = {
-        "predicted, with the ring": [serial_s + work_s / n + ring_s(n) for n in many],
-        "Amdahl, fitted to the points": fit[0] + fit[1] / many,
-        "ideal": (serial_s + work_s) / many,
-    }
-    speed_ups = {
-        "strong, measured": [strong_s[0] / t for t in strong_s],
-        f"Amdahl, s = {100 * a / (a + b):.0f} %": [(a + b) / (a + b / n) for n in sizes],
-        "weak, measured": [n * weak_s[0] / t for n, t in zip(sizes, weak_s, strict=True)],
+        "with the ring": [serial_s + work_s / n + ring_s(n) for n in many],
+        "Amdahl's fit": [a + b / n for n in many],
     }
     alt = (
-        "left: virtual step time falls, then rises from 14 ranks on, Amdahl's fit goes on falling; "
-        "right: speed-ups here"
+        "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
     )
-    show(many_ranks.scaling(sizes, virtual[True], curves_s, speed_ups), "scaling", alt)
-metrics.measured(strong_s=strong_s, weak_s=weak_s)
+    show(many_ranks.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]
-# **The residual.** Left: the points lie on the formula exactly, because the formula *is* the schedule. Amdahl's line
-# passes within one per cent of the same points and is still wrong at 64 ranks, by the factor printed above: the
-# ring's latency grows with n, and a fit to a few small n cannot know that. It took the ring for a serial share, which
-# is why its s is not the 1/21 = 4.8 % that we put in. Extrapolate from a model of what happens, not from a curve.
+# **The residual.** Left: the points lie on the formula, because the formula *is* the schedule. Amdahl's line passes close to the
+# same points and is still wrong at 64 ranks: the ring's latency grows with n, and a fit to a few small n cannot know that.
+# Extrapolate from a model of what happens, not from a curve.
 #
-# Right: up to as many ranks as you have cores both curves rise; beyond that ranks share cores, weak scaling stays
-# where it was and strong scaling may fall, and the fitted "serial share" is then not serial work at all, but
-# missing hardware (a share above 100 % says that more ranks made it slower). A fit always gives a number. What it *means*
-# you must know from elsewhere.
-#
-# Beside it a GPU run, as soon as one is recorded:
+# Right: whiskers reach over all rounds. Beyond the number of cores nothing is left to compute on, and a fitted "serial share"
+# would be missing hardware. A fit always gives a number; what it *means* you must know from elsewhere.
 
-# %%
-# %%ranks
-if rank == 0:
-    here = {f"strong, n={n}": (strong_s[n - 1], "s", f"strong_s.{n - 1}") for n in sizes}
-    here |= {f"weak, n={n}": (weak_s[n - 1], "s", f"weak_s.{n - 1}") for n in sizes}
-    say(recorded_runs.beside("05", here))
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: scaling</summary>
+#
+# *Say:* "every scaling plot has a denominator; ask for its error bar". *Usual
+# mistakes:* mixing up whose share s is; extrapolating. *When late:* the virtual half only. *Ask:* "your supervisor wants one
+# number. Which?" (Time to the same loss, for a given cost.)
+#
+# </details>
 
 # %% [markdown]
-# ### A published series, read with care
+# ### A scaling table, read with care (MORE, 3 min)
 #
-# Somebody measured weak scaling, images per second on 1, 2, 4, 8 and 16 GPUs: **281, 382, 689, 1341, 3627**. Each
-# is a mean of 10 steps; at one GPU it says ± 76. The table, a published one, gives no more. From such a table people
-# quote 136 %, 60 % and 81 %.
+# Here is a weak-scaling table of the kind that slides show, images per second on 1, 2, 4, 8 and 16 GPUs: **281, 382, 689, 1341,
+# 3627**. Each is a mean of 10 steps; beside the one-GPU number stands ± 76, and nothing beside the others. From such a table
+# people quote 136 %, 60 % and 81 %. (We know no paper behind it, so take it as an exercise, not as a result.)
 #
 # **Predict.** Where do these three percentages come from? Which of them is an efficiency?
 #
@@ -1197,19 +1072,10 @@ if rank == 0:
 # shifts all efficiencies together, and cancels in their ratio, 1.35. What would decide is the error of the other
 # numbers, and none is given. Look at the last line: 16 GPUs are 2.7 times as fast as 8. More than twice is no
 # scaling law. Something else was different: a cold start inside the ten steps, another node, another batch. **± 27
-# % over ten steps says: warm up, measure longer, repeat, and give every point its error bar.**
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: scaling</summary>
-#
-# *Say:* "every scaling plot has a denominator; ask for its error bar". *Usual
-# mistakes:* 136 % "superlinear!"; mixing up whose share s is; extrapolating. *When late:* the published series
-# only. *Ask:* "your supervisor wants one number. Which?" (Time to the same loss, for a given cost.)
-#
-# </details>
+# % over ten steps says: warm up, measure longer, repeat, and give every point its error bar**, as above.
 
 # %% [markdown]
-# ### One slow rank (MORE, 4 min)
+# ### One slow rank (MORE, 2 min)
 #
 # An all-reduce ends when the last rank has come. One rank that computes 3 times as slowly, a
 # [**straggler**](../assets/glossary.md#straggler), slows down *all*.
@@ -1217,11 +1083,11 @@ if rank == 0:
 # ![Four ranks: one computes three times as long, and the three others wait for it](../assets/05_straggler.svg)
 #
 # **Predict.** Rank 1 is 3 times as slow in updates 3 to 5 (without a rank 1: rank 0). In the map of *waiting*
-# times, who is dark?
+# times, which rows are dark?
 #
 # <details><summary>Answer</summary>
 #
-# All others. The culprit is the one that never waits: look for the *light* row.
+# All others. The culprit never waits: look for the *light* row.
 #
 # </details>
 
@@ -1239,6 +1105,8 @@ for step in range(8):
         network.all_reduce(torch.ones(config.num_params()))
 spent = network.gather_steps()  # all ranks
 if rank == 0:
+    from manyhands.figures.heat_map import heat_map
+
     figure = heat_map(spent["waiting"], "time spent waiting", "s", virtual=True)
     show(figure, "straggler", "waiting by rank and step: in steps 3 to 5 all ranks but the slow one wait")
     total = sum(spent["total"][0])
@@ -1246,7 +1114,7 @@ if rank == 0:
     metrics.exact(straggler_waiting_s=spent["waiting"])
 
 # %% [markdown]
-# ## Feed the ranks (MORE, 10 min)
+# ## Feed the ranks (MORE, 7 min)
 #
 # **Why.** A GPU that waits for a file computes nothing, and 500 ranks that open one file at the same moment are
 # what file systems fear. Four ways to bring its share of a file to each rank:
@@ -1263,6 +1131,10 @@ if rank == 0:
 
 # %%
 # %%ranks
+from pathlib import Path
+from manyhands.data import file_shares, token_file
+from manyhands.runs.run_folder import run_folder
+
 where = [str(run_folder(ranks) / "tokens")] if rank == 0 else [None]
 dist.broadcast_object_list(where, src=0)  # all ranks must name one folder
 folder, tokens = Path(where[0]), corpus.train_ids.repeat(8)
@@ -1288,6 +1160,9 @@ say(f"my share: tokens {mine.start:,} to {mine.stop - 1:,}")
 
 # %%
 # %%ranks
+from manyhands import mpi_world
+from manyhands.measure.timing import take_turns
+
 ways = {
     "memory map": lambda: token_file.memory_map(folder / "all.bin")[mine].clone(),
     "own file": lambda: file_shares.read_own_file(folder, rank, world_size),
@@ -1298,15 +1173,18 @@ if comm is not None:
     ways["MPI-IO"] = lambda: file_shares.read_mpi_io(folder / "all.bin", comm)
 elif rank == 0:
     say("MPI-IO needs an MPI world: mpiexec -n 4 python scripts/05_same_science.py")
-for name, read in ways.items():
-    assert torch.equal(read().long(), tokens[mine]), name
-    took_s = median_s(read, repeats, ranks).slowest_s
-    if rank == 0:
-        say(f"{name:18} {1e3 * took_s:7.2f} ms, {2 * len(tokens) / took_s / 1e9:6.2f} GB/s all together")
-    metrics.measured(**{f"read {name}": took_s})
+assert all(torch.equal(read().long(), tokens[mine]) for read in ways.values())
+read_s = take_turns(ways, repeats, ranks)
+if rank == 0:
+    for name, taken in read_s.items():
+        middle, low, high = (1e3 * pick(taken) for pick in (np.median, min, max))
+        say(f"{name:18} {middle:.2f} ms ({low:.2f} to {high:.2f}), {2 * len(tokens) / middle / 1e6:.2f} GB/s")
+metrics.measured(**{f"read {name}": float(np.median(taken)) for name, taken in read_s.items()})
 
 # %%
 # %%ranks
+import shutil
+
 dist.barrier()
 if rank == 0:
     shutil.rmtree(folder)
@@ -1345,6 +1223,10 @@ if rank == 0:
 
 # %%
 # %%ranks
+import time
+from manyhands.data.prefetch import Prefetch
+
+
 def slow_batches(read_s, num=20):
     for step in range(num):
         time.sleep(read_s)  # a disk of `read_s` per batch; a sleeping thread leaves the core to the others
@@ -1380,42 +1262,71 @@ for read_s in (8e-3, 20e-3):
 # adds to both.
 
 # %% [markdown]
-# ## Exercises (MORE, 15 min)
+# ## Exercises (MORE, 13 min)
 #
-# Exercise 1 was `diagnose`. Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a process group of its own: you cannot break anything.
 #
-# ### Exercise 2: a sharded order that loses and repeats nothing
+# ### Exercise 1: find the `set_epoch` bug
 #
-# An epoch's order is dealt like cards: of n ranks, rank r reads numbers r, r+n, r+2n, ... of it. Write
-# `remaining(length, epoch, done, rank, n)`: the list of the sequences that rank `rank` of `n` still has to read in
-# this epoch, in order, after *all ranks together* have read the first `done` of that order. For any `n`, also another
-# one than before the stop: nothing lost, nothing read twice, shuffled anew in each epoch, shares that differ by at
-# most one. No messages.
+# Below are three recorded runs of eight epochs over 240 sequences on four ranks. In one the loop is right, in one `set_epoch` was
+# forgotten, in one a rank called it with another number than the rest.
+
+# %%
+# %%ranks
+runs = checks.three_runs()  # {"A": read, "B": read, "C": read}; read[epoch][rank] lists indices
+
+
+def who_read(read, i):
+    """The rank that read sequence i, for each time that it was read."""
+    return [r for epoch in read for r, mine in enumerate(epoch) if i in mine]
+
+
+if rank == 0:
+    from manyhands.figures import many_ranks
+
+    found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
+    alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
+    show(many_ranks.times_read(found), "three_runs", alt)
+
+# %% [markdown]
+# **Predict.** Which run is which? In a right run, by how many of four ranks is a sequence read in eight epochs?
+#
+# <details><summary>Answer</summary>
+#
+# A forgot: every sequence stays with one rank for ever. In B some sequences were read less often than eight times,
+# others more: one rank deals from another deck. C is right: a sequence misses a given rank with probability (3/4)⁸
+# = 10 %, so it meets 4·0.9 = 3.6 ranks on average.
+#
+# </details>
+#
+# Write `diagnose(read, length)`, which returns `"fine"`, `"same order"` or `"ranks disagree"`. `read[epoch][rank]`
+# is the list of indices that the rank read; there are `length` sequences. Careful: one rank alone reads everything
+# in every epoch, and the library doubles a few where the deal does not come out even.
 
 
 # %%
 # %%ranks
-def remaining(length, epoch, done, rank, n):
+def diagnose(read, length):
     raise NotImplementedError  # your turn
 
 
-checks.sharded_order(remaining, ranks)
+checks.diagnose(diagnose, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 2
-def remaining(length, epoch, done, rank, n):
-    # a generator of its own, that no other code in the process can move
-    generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))
-    order = generator.permutation(length)  # the same on every rank ...
-    return order[done:][rank::n].tolist()  # ... dealt like cards, so that what was read is its beginning
+# solution 1
+def diagnose(read, length):
+    for epoch in read:
+        if len({i for mine in epoch for i in mine}) < length:
+            return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
+    return "same order" if all(epoch == read[0] for epoch in read) else "fine"
 
 
-checks.sharded_order(remaining, ranks, solution=True)
+checks.diagnose(diagnose, ranks, solution=True)
 
 # %% [markdown]
-# ### Exercise 3: token-weighted loss, with accumulation
+# ### Exercise 2: token-weighted loss, with accumulation
 #
 # `ddp` is a classifier in the library's DDP, `micro_batches` a list of `(x, y)`; targets of -100 do not count. Write
 # `weighted_backward(ddp, micro_batches)`, so that in the end each gradient is that of the mean over *all tokens of
@@ -1434,7 +1345,7 @@ checks.token_weighted(weighted_backward, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 3
+# solution 2
 def weighted_backward(ddp, micro_batches):
     tokens = sum((y != -100).sum() for _, y in micro_batches)
     dist.all_reduce(tokens)  # all ranks: one integer, before the first backward
@@ -1452,17 +1363,16 @@ def weighted_backward(ddp, micro_batches):
 checks.token_weighted(weighted_backward, ranks, solution=True)
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 4 min)
+# ## A bug from the zoo (CORE, 3 min)
 #
-# Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per
-# update, on every rank, so an update on n ranks should read n times as many sequences. Below are the relevant lines
-# in our words; in the original they lie a page apart. It runs, the loss falls. **Look at the reported speed-up.
-# What is wrong, and what do you measure to find out?**
+# Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per update on every
+# rank, so an update on n ranks should read n times as many. Here are the relevant lines in our words; in the original they lie a
+# page apart. It runs, the loss falls. **Look at the reported speed-up. What is wrong, and what do you measure to find out?**
 
 
 # %%
 # %%ranks
-def update_of(n, accumulate=8):
+def update_on(n, accumulate=8):
     """(a function: one update on the first n ranks; a list: what this rank read in it). All ranks call it."""
     group = dist.new_group(range(n))
     model = DDP(new_model(), process_group=group) if rank < n else None
@@ -1480,23 +1390,20 @@ def update_of(n, accumulate=8):
     return update, read
 
 
-updates = {n: update_of(n) for n in sorted({n for n in (1, 2, 4, world_size) if n <= world_size})}
-
 # %%
 # %%ranks --timeout 120
-samples = {n: [] for n in updates}
-for turn in range(2 * repeats + 1):  # they take turns
-    for n, (update, _) in updates.items():
-        samples[n].append(median_s(update, 1, ranks, warm_up=int(turn == 0)).slowest_s)
-update_s = {n: float(np.median(times)) for n, times in samples.items()}
+from manyhands.measure.timing import take_turns
+
+updates = {n: update_on(n) for n in (1, 2, 4) if n <= world_size}
+update_s = take_turns({n: update for n, (update, _) in updates.items()}, repeats, ranks)
 if rank == 0:
-    for n, seconds in update_s.items():
-        reported = 8 * 12 * n / seconds  # what was asked for, divided by the time
-        say(f"n={n}: {reported:6,.0f} sequences/s, speed-up {n * update_s[1] / seconds:.1f}")
+    for n, taken in update_s.items():
+        ups = sorted(n * one / t for one, t in zip(update_s[1], taken, strict=True))
+        say(f"n={n}: reported speed-up {np.median(ups):.1f} ({ups[0]:.1f} to {ups[-1]:.1f})")
 
 # %% [markdown]
-# A speed-up above the number of ranks, or of cores (the run's second line tells how many), is too good to be true.
-# The rate divides what was *asked for* by the time. Count what was *read*:
+# A speed-up above the number of ranks, or of cores, is too good to be true. The rate divides what was *asked for* by the time.
+# Count what was *read*:
 
 # %%
 # %%ranks
@@ -1505,40 +1412,21 @@ for n, (_, read) in updates.items():
     dist.all_reduce(counted)
     if rank == 0:
         say(f"n={n}: asked for {8 * 12 * n} sequences per update, read {counted}")
-        say(f"  so the speed-up is {counted / 96 * update_s[1] / update_s[n]:.1f}")
-if rank == 0:
-    say(f"n=16: each rank would read {8 // 16} micro-batches")
+        ups = [counted / 96 * one / t for one, t in zip(update_s[1], update_s[n], strict=True)]
+        say(f"  so the speed-up is {np.median(ups):.1f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. That keeps
-# the global batch constant, which is a good idea; but who believes to have asked for 8 per rank gets another batch
-# than that, and a scaling curve of updates that shrink. On 3 ranks 8 // 3 = 2 loses a quarter, on 16 nothing is
-# left. It is [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it
-# comes out even): somebody wants to measure scaling, finds the line, sets 5 times the number of GPUs, and still
-# wonders about the times.
+# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. That keeps the global
+# batch constant, which is a good idea. But whoever believes that they asked for 8 per rank gets a scaling curve of updates that
+# shrink. On 3 ranks 8 // 3 = 2 loses a quarter, on 16 nothing is left. It is
+# [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it comes out even).
 #
 # </details>
 #
-# **Mend it:** let the *global batch* be what one asks for, compute the rest, and say it.
-# `accumulation(global_batch, micro_batch, n)` from the beginning of this lesson refuses what does not come out
-# even; and log the sequences that were counted, not those that were configured.
-
-# %%
-# %%ranks
-catch_up(globals(), "accumulation")
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-for n in (1, 2, 4, 16):
-    try:
-        count = accumulation(16, 2, n)
-        line = f"global batch 16, n={n}: {count} micro-batches of 2 each, together {n * count * 2}"
-    except ValueError as error:
-        line = f"global batch 16, n={n}: refused, {error}"
-    if rank == 0:
-        say(line)
+# **Mend it:** let the *global batch* be what one asks for, compute the rest, and refuse what does not come out even, as
+# `accumulation` does at the beginning of this lesson. And log the sequences that were counted, not those that were configured.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1563,10 +1451,8 @@ for n in (1, 2, 4, 16):
 # NPROC_PER_NODE=2 bash jobs/train.pbs --train.steps 20  # no scheduler: the same on this machine
 # ```
 #
-# **What changes on GPUs.** The micro-batch is as large as memory allows; below some size a GPU is not busy, so
-# strong scaling ends sooner than here. In bf16 rounding alone moves the third digit: test in float64, on a small
-# model, on two GPUs, before the long run. Reading matters more: a GPU eats far more tokens per second than this
-# machine.
+# **What changes on GPUs.** Below some micro-batch a GPU is not busy, and there strong scaling ends. In bf16 rounding alone moves
+# the third digit, so test in float64, on a small model, on two GPUs, before the long run.
 #
 # **What to look for:** the same `trajectory_close` in the run's `metrics.json` from `mpiexec -n 8` as on your
 # laptop, to 1e-10; the sequences that were counted beside those that were asked for; a time per step whose *spread*
@@ -1578,24 +1464,21 @@ for n in (1, 2, 4, 16):
 # 1. Global batch = micro-batch × ranks × accumulation; ask for the global batch, and let the rest follow or refuse.
 # 2. Deal one deck with equal seeds and `set_epoch`, or throw dice with streams of their own; count what was read.
 # 3. Add up sums and counts over ranks and micro-batches, divide once: equal to one process to 1e-10 in float64.
-# 4. A larger batch has less noise, not another landscape: linear with warm-up for SGD, square root for Adam, up to the noise
-#    scale.
+# 4. A larger batch has less noise, not another landscape. Papers advise k times the tuned rate with warm-up for SGD, √k for
+#    Adam: a place to start tuning from.
 # 5. Amdahl asks about the same work, Gustafson about more; neither knows the network, and no efficiency is better than its
 #    error bar.
 #
 # ## Further reading
 #
-# - Goyal et al. 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677): the linear rule, warm-up, and a list
-#   of subtle mistakes.
+# - Goyal et al. 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), with a list of subtle mistakes.
 # - McCandlish et al. 2018, [An empirical model of large-batch training](https://arxiv.org/abs/1812.06162): the noise scale.
-# - Malladi et al. 2022, [On the SDEs and scaling rules for adaptive gradient algorithms](https://arxiv.org/abs/2205.10287):
-#   the square root for Adam.
-# - You et al. 2017, [LARS](https://arxiv.org/abs/1708.03888); You et al. 2020, [LAMB](https://arxiv.org/abs/1904.00962);
-#   Yamazaki et al. 2019, [Yet another accelerated SGD](https://arxiv.org/abs/1903.12650): 81,920 images per update.
+# - Malladi et al. 2022, [On the SDEs and scaling rules for adaptive gradient algorithms](https://arxiv.org/abs/2205.10287).
+# - For batches of tens of thousands, a rate per layer: You et al. 2017, [LARS](https://arxiv.org/abs/1708.03888); You et al.
+#   2020, [LAMB](https://arxiv.org/abs/1904.00962); Yamazaki et al. 2019, [81,920 images per
+#   update](https://arxiv.org/abs/1903.12650).
 # - Amdahl 1967, *Validity of the single processor approach*; Gustafson 1988, *Reevaluating Amdahl's law*.
-# - PyTorch,
-#   [`DistributedSampler`](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler),
-#   and for unequal numbers of batches [`Join`](https://docs.pytorch.org/tutorials/advanced/generic_join.html).
+# - PyTorch: for unequal numbers of batches [`Join`](https://docs.pytorch.org/tutorials/advanced/generic_join.html).
 
 # %%
 # %%ranks

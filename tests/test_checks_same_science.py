@@ -105,7 +105,7 @@ def compares_neighbouring_epochs(read, length):  # right as well
     return "same order" if read[0] == read[1] else "fine"
 
 
-# ---- exercise 2: answers list what a rank still has to read ----
+# ---- build A: answers list what a rank still has to read ----
 
 
 def order(length, epoch):
@@ -291,7 +291,154 @@ def as_a_generator(length, epoch, done, rank, n):  # right
     yield from order(length, epoch)[done:][rank::n]
 
 
-# ---- exercise 3: answers run backward on micro-batches ----
+# ---- build B: answers turn the sum of a rank's losses into what it calls backward on ----
+
+
+def count(y):
+    return (y != -100).sum()
+
+
+def count_of_all(y):
+    tokens = count(y)
+    dist.all_reduce(tokens)
+    return tokens
+
+
+def own_mean(total, y):
+    return total / count(y)
+
+
+def own_mean_without_nan(total, y):
+    return total / count(y).clamp(min=1)
+
+
+def trusts_ddp(total, y):
+    return total / count_of_all(y)
+
+
+def counts_rows(total, y):
+    rows = torch.tensor(len(y))
+    dist.all_reduce(rows)
+    return dist.get_world_size() * total / rows
+
+
+def multiplies_by_own_count(total, y):
+    return dist.get_world_size() * total * count(y) / count_of_all(y)
+
+
+def forgets_to_divide(total, y):
+    count_of_all(y)
+    return dist.get_world_size() * total
+
+
+def cuts_the_graph(total, y):
+    return torch.tensor(dist.get_world_size() * total.item() / count_of_all(y).item())
+
+
+def returns_a_number(total, y):
+    return dist.get_world_size() * total.item() / count_of_all(y).item()
+
+
+def returns_no_loss(total, y):
+    count_of_all(y)
+
+
+def returns_a_row(total, y):
+    return (dist.get_world_size() * total / count_of_all(y)).repeat(2)
+
+
+def gathers_all_targets(total, y):
+    rows = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, y)
+    return dist.get_world_size() * total / sum(map(count, rows))
+
+
+def marks_the_targets(total, y):
+    tokens = count_of_all(y)
+    y.fill_(-100)
+    return dist.get_world_size() * total / tokens
+
+
+def adds_up_losses_too(total, y):  # right: the value is that of all ranks, the gradient this rank's
+    both = torch.stack([total.detach(), count(y).double()])
+    dist.all_reduce(both)
+    return dist.get_world_size() * total / both[1]
+
+
+def gathers_small_counts(total, y):  # right
+    counts = [torch.zeros((), dtype=torch.long) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count(y))
+    return total * (dist.get_world_size() / sum(counts))
+
+
+# ---- build C: answers say the learning rate of an update ----
+
+
+def rate_after(warm_up, kind, base, k, step, updates):
+    return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / max(1, warm_up))
+
+
+def keeps_the_rate(kind, base, k, step, updates):
+    return rate_after(updates // 10, kind, base, 1, step, updates)
+
+
+def linear_for_all(kind, base, k, step, updates):
+    return rate_after(updates // 10, "SGD", base, k, step, updates)
+
+
+def swaps_the_rules(kind, base, k, step, updates):
+    return rate_after(updates // 10, "Adam" if kind == "SGD" else "SGD", base, k, step, updates)
+
+
+def no_warm_up(kind, base, k, step, updates):
+    return rate_after(1, kind, base, k, step, updates)
+
+
+def begins_with_nothing(kind, base, k, step, updates):
+    return base * (k if kind == "SGD" else k**0.5) * min(1, step / max(1, updates // 10))
+
+
+def always_ten_updates(kind, base, k, step, updates):
+    return rate_after(10, kind, base, k, step, updates)
+
+
+def half_of_the_training(kind, base, k, step, updates):
+    return rate_after(updates // 2, kind, base, k, step, updates)
+
+
+def begins_at_the_base(kind, base, k, step, updates):  # as Goyal et al. do
+    full = base * (k if kind == "SGD" else k**0.5)
+    return base + (full - base) * min(1, (step + 1) / max(1, updates // 10))
+
+
+def climbs_in_a_curve(kind, base, k, step, updates):
+    return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / max(1, updates // 10)) ** 2
+
+
+def divides_by_a_tenth_of_nothing(kind, base, k, step, updates):
+    return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / (updates // 10))
+
+
+def says_no_rate(kind, base, k, step, updates):
+    pass
+
+
+def says_a_list(kind, base, k, step, updates):
+    return [base]
+
+
+def asks_for_the_rate(kind, base, k, step, updates):
+    rate = torch.tensor(rate_after(updates // 10, kind, base, k, step, updates), dtype=torch.float64)
+    dist.broadcast(rate, src=0)
+    return rate
+
+
+def in_numpy(kind, base, k, step, updates):  # right, as an array
+    warm_up = max(updates / 10, 1)
+    return np.float64(base) * {"SGD": k, "Adam": np.sqrt(k)}[kind] * np.clip((step + 1) / warm_up, 0, 1)
+
+
+# ---- exercise 2: answers run backward on micro-batches ----
 
 
 def total(ddp, x, y, reduction="sum"):
@@ -456,8 +603,8 @@ REJECTED = {
         compares_rank_0_with_the_last_epoch: "rank 0 reads the same in every epoch by chance, and the others do not",
     },
     "sharded_order": {
-        pads_like_the_library: "are read twice",
-        drops_the_tail: "are never read",
+        pads_like_the_library: "read twice",
+        drops_the_tail: "never read",
         deals_blocks: "deal it like cards",
         forgets_the_epoch: "epochs 0 and 1 have the same order",
         uses_the_global_numpy_state: "all ranks must cut one and the same order",
@@ -465,10 +612,10 @@ REJECTED = {
         seeds_with_the_rank: "all ranks must cut one and the same order",
         starts_the_epoch_again: "after the stop all 64 are read again",
         takes_done_for_this_ranks: "never read",
-        takes_its_part_of_done: "are read twice",
+        takes_its_part_of_done: "read twice",
         leaves_what_is_left_to_rank_0: "so some wait for others; sizes may differ by one",
         turns_the_first_order: "the order of epoch 0, begun elsewhere",
-        loses_one_in_odd_epochs: "1 are never read",
+        loses_one_in_odd_epochs: "1 is never read",
         does_not_shuffle: "in the order of the file; shuffle",
         shuffles_after_dealing: "after the stop all 64 are read again",
         counts_from_one: "is no sequence; they are 0 to",
@@ -491,6 +638,35 @@ REJECTED = {
         lists_a_number: "return a list of indices, not 3",
         asks_rank_0: "every rank can compute it by itself",
     },
+    "token_mean": {
+        own_mean: "the mean of the ranks' means",
+        own_mean_without_nan: "the mean of the ranks' means",
+        trusts_ddp: "3 times too small: DDP takes the mean over the ranks",
+        counts_rows: "targets were counted, and",
+        multiplies_by_own_count: "the gradients are off by",
+        forgets_to_divide: "the number of tokens divides the sum of the losses",
+        cuts_the_graph: "the loss was cut off from `total`",
+        returns_a_number: "return the loss as a tensor, not",
+        returns_no_loss: "return the loss as a tensor, not None",
+        returns_a_row: "return one number; yours has the shape [2]",
+        gathers_all_targets: "bytes were handed over (calls: 1)",
+        marks_the_targets: "the targets were changed",
+    },
+    "rate_rule": {
+        keeps_the_rate: "the last rate is 0.1 (the base itself); the rule is linear: k times, 0.4",
+        linear_for_all: "the last rate is 0.004 (k times the base); the rule is the square root",
+        swaps_the_rules: "the last rate is 0.2 (the square root of k times); the rule is linear",
+        no_warm_up: "update 0 has the full rate 0.4 already; climb to it over 10 updates",
+        begins_with_nothing: "update 0 has the rate 0, so it learns nothing; begin with step + 1",
+        always_ten_updates: "the warm-up lasts 4 updates, and update 5 has the rate",
+        half_of_the_training: "the warm-up lasts 10 updates, and update 11 has the rate",
+        begins_at_the_base: "begin near 0, at about 0.04",
+        climbs_in_a_curve: "climb in equal steps of 0.04",
+        divides_by_a_tenth_of_nothing: "division by zero in learning_rate(",
+        says_no_rate: "return a learning rate from learning_rate(",
+        says_a_list: "return a learning rate from learning_rate(",
+        asks_for_the_rate: "every rank can compute them by itself",
+    },
     "token_weighted": {
         mean_of_means: "the mean of the micro-batches' means",
         mean_of_means_without_nan: "the mean of the micro-batches' means",
@@ -511,7 +687,13 @@ REJECTED = {
         only_counts: "run a backward pass for each micro-batch",
     },
 }
-SOLUTIONS = {"diagnose": "diagnose", "sharded_order": "remaining", "token_weighted": "weighted_backward"}
+SOLUTIONS = {
+    "sharded_order": "remaining",
+    "token_mean": "token_mean",
+    "rate_rule": "learning_rate",
+    "diagnose": "diagnose",
+    "token_weighted": "weighted_backward",
+}
 MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
 
 
@@ -535,6 +717,9 @@ RIGHT = [
     ("sharded_order", tensor_of_indices),
     ("sharded_order", goes_round_from_where_it_stood),
     ("sharded_order", as_a_generator),
+    ("token_mean", adds_up_losses_too),
+    ("token_mean", gathers_small_counts),
+    ("rate_rule", in_numpy),
     ("token_weighted", gathers_the_counts),
 ]
 

@@ -45,7 +45,7 @@ def trajectories(ranks):
     """Losses by n, for every n up to the number of ranks: of the lesson, in float32, and of the mean of means."""
     ours = lesson("trajectory")
     n = ranks.world_size
-    kinds = {"float64": {}, "float32": {"dtype": torch.float32}, "mean of means": {"count_all": False}}
+    kinds = {"float64": {}, "float32": {"dtype": torch.float32}, "mean of means": {"weigh": False}}
     return {kind: ours.trajectory(n, **how) for kind, how in kinds.items()}
 
 
@@ -64,8 +64,15 @@ def measurements(ranks):
     )  # fmt: skip
     torch.manual_seed(0)
     n = ranks.world_size
-    steps = [ours.virtual_step(n, strong) for strong in (True, False)]
-    return ours.noise_scale(GPT(CONFIG), num=24), steps, ours.ring_s(n)
+    return ours.noise_scale(GPT(CONFIG), num=24), ours.virtual_step(n), ours.ring_s(n)
+
+
+def in_turns(ranks):
+    from manyhands.measure.timing import take_turns
+
+    called = []
+    taken = take_turns({name: lambda name=name: called.append(name) for name in "ab"}, 2, ranks)
+    return called, {name: len(seconds) for name, seconds in taken.items()}
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +132,13 @@ def test_noise_scale_and_virtual_steps_are_those_of_the_formulas_on_any_number_o
     rows = gradients(GPT(CONFIG), 24).double()
     noise = rows.var(0).sum()
     assert scale == pytest.approx((noise / ((rows.mean(0) ** 2).sum() - noise / 24)).item(), rel=1e-3)
-    for n, (other, (strong_s, weak_s), ring_s) in found.items():
+    for n, (other, step_s, ring_s) in found.items():
         assert other == pytest.approx(scale, rel=1e-3)
-        assert strong_s == pytest.approx(1e-3 + 20e-3 / n + ring_s, rel=1e-12)
-        assert weak_s == pytest.approx(21e-3 + ring_s, rel=1e-12)
+        assert step_s == pytest.approx(1e-3 + 20e-3 / n + ring_s, rel=1e-12)
+
+
+def test_calls_take_turns_and_only_the_rounds_after_the_first_count(pool):
+    assert pool.run(2, in_turns) == [(["a", "b"] * 3, {"a": 2, "b": 2})] * 2
 
 
 # ---- figures of the lesson ----
@@ -149,11 +159,28 @@ def test_streams_of_ranks_epochs_and_seeds_differ():
     assert len(draws) == 64 * 4 * 4
 
 
-def test_the_lessons_order_is_that_of_the_package():
-    order_of = lesson("order_of").order_of
-    sampler = PartitionedSampler(100, 0, 1, seed=5)
-    sampler.set_epoch(3)
-    assert order_of(100, 3, seed=5).tolist() == list(sampler)
+def test_the_lessons_order_is_that_of_the_package_also_where_another_number_of_ranks_goes_on():
+    remaining = lesson("remaining").remaining
+    for rank in range(3):
+        sampler = PartitionedSampler(100, rank, 3, seed=0)
+        sampler.load_state_dict({"epoch": 3, "position": 40, "length": 100, "seed": 0, "shuffle": True})
+        assert remaining(100, 3, 40, rank, 3) == list(sampler)
+
+
+def test_the_rate_of_sgd_grows_with_the_batch_and_adams_with_its_root_after_a_tenth_of_the_updates():
+    learning_rate = lesson("learning_rate").learning_rate
+    assert learning_rate("SGD", 0.1, 8, 99, 100) == pytest.approx(0.8)
+    assert learning_rate("Adam", 0.1, 4, 99, 100) == pytest.approx(0.2)
+    climb = [learning_rate("SGD", 1.0, 1, step, 100) for step in range(12)]
+    assert climb == pytest.approx([0.1 * (step + 1) for step in range(10)] + [1, 1])
+
+
+def test_a_training_that_diverges_counts_as_one_that_knows_nothing():
+    import math
+
+    corpus = SimpleNamespace(train_ids=IDS, val_ids=IDS, symbols="abcdefghijk")
+    train = lesson("learning_rate", "train", corpus=corpus, sweep_tokens=10 * 4 * T).train
+    assert train("SGD", 4, 1e9, seed=0) == math.log(11) > train("SGD", 4, 0.5, seed=0)
 
 
 def test_accumulation_comes_out_even_or_is_refused_with_the_numbers():
@@ -161,11 +188,6 @@ def test_accumulation_comes_out_even_or_is_refused_with_the_numbers():
     assert [accumulation(48, 2, n) for n in (1, 2, 3, 4, 8)] == [24, 12, 8, 6, 3]
     with pytest.raises(ValueError, match="48 is no multiple of 2 x 5; use a multiple of 10"):
         accumulation(48, 2, 5)
-
-
-def test_updates_per_epoch_are_those_of_the_table():
-    updates = lesson("updates_per_epoch").updates_per_epoch
-    assert [updates(15_685, 12, n) for n in (1, 4, 64, 1024)] == [1307, 326, 20, 1]
 
 
 def test_amdahls_fit_finds_the_serial_part_of_times_that_obey_the_law():
@@ -187,10 +209,26 @@ def test_losses_that_are_equal_to_the_last_bit_have_no_point():
     from manyhands.figures.many_ranks import differences
 
     one, two = torch.tensor([3.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 2.5], dtype=torch.float64)
-    axes = differences({"float64": {1: one, 2: two}}, limit=1e-10).axes[0]
+    axes = differences({"float64": (two, one), "same": (one, one)}, 1e-10, "two ranks").axes[0]
     first, second = axes.lines[0].get_ydata()
     assert first != first and second == 0.5, "the first is not a number"
     assert axes.get_yscale() == "log"
+    assert "float64" in {text.get_text() for text in axes.texts}
+
+
+def test_whiskers_of_a_rate_and_of_a_speed_up_reach_from_the_least_to_the_most():
+    from manyhands.figures.many_ranks import by_rate, scaling
+
+    losses = {("SGD", 4, 0.1): [2.0, 2.5, 3.0], ("SGD", 4, 0.3): [2.0, 2.0], ("SGD", 32, 0.1): [4.0]}
+    ups = {"strong": {1: [1.0], 2: [1.5, 1.7, 1.9]}, "weak": {1: [1.0], 2: [1.8]}}
+    curves = {"formula": [0.1] * 64, "fit": [0.1] * 64}
+    panels = [
+        by_rate(losses, {"SGD": 0.3}, "3 seeds").axes[0],
+        scaling([1, 2], [0.1, 0.1], curves, ups).axes[1],
+    ]
+    reach = [axes.collections[0].get_segments() for axes in panels]
+    assert [point.tolist() for point in reach[0][0]] == [[0.1, 2.0], [0.1, 3.0]]
+    assert [point.tolist() for point in reach[1][1]] == [[2, 1.5], [2, 1.9]]
 
 
 def test_histograms_count_how_often_a_sequence_was_read_and_by_how_many_ranks():
@@ -239,8 +277,7 @@ def test_lesson_has_the_sections_that_every_lesson_has(cells):
     ):
         assert any(heading.startswith(words) for heading in headings), words
     assert "you can" in text and text.count("**Predict.**") >= 10
-    core = [int(m) for m in re.findall(r"\(CORE, (\d+) min\)", text)]
-    assert sum(core) == 55
+    assert re.findall(r"^### Build (\w)", text, re.M) == ["A", "B", "C"]
     recap = text.split("## Recap")[1].split("## Further")[0]
     assert len(re.findall(r"^\d\. ", recap, re.M)) == 5
 

@@ -25,7 +25,7 @@ SHORTEST = {
     "02_collectives": "--largest-mib 0.1 --repeats 1 --wait-s 0.5 --points 1000",
     "03_data_parallel": "--steps 2 --repeats 1",
     "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",
-    "05_same_science": "--steps 2 --sweep-tokens 4096 --repeats 1",
+    "05_same_science": "--steps 2 --sweep-tokens 1024 --repeats 1",
     "06_zero_fsdp": "--layers 2 --steps 1",
     "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
 }

@@ -1,6 +1,7 @@
-"""Checks of lesson 05: who read what, an order that survives a change of ranks, and a loss that counts every token once.
+"""Checks of lesson 05: an order that survives a change of ranks, a loss that counts every token once, a learning rate, and
+who read what.
 
-The first two need no message between ranks, and the checks say so. The third computes the right gradients without
+Orders and rates need no message between ranks, and the checks say so. Those of a loss compute the right gradients without
 communicating, as the data of rank r is drawn from a seed that says r.
 """
 
@@ -20,13 +21,311 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.values import plain
+from manyhands.checks.values import number, plain
 from manyhands.measure import wire
 
 CLOSE = 1e-6  # of the largest: a number divided by a count is a float32, and right all the same
 FINE, SAME, DISAGREE = "fine", "same order", "ranks disagree"
 LUCKY = 880  # a seed of which rank 0 of 4 reads the same one of 4 sequences in 4 epochs
 IGNORED = -100  # a target that is padding: F.cross_entropy leaves it out
+
+
+# ---- build A ----
+
+
+@exercise("A", "your share of what is left")
+def sharded_order(answer, ranks=None):
+    """`answer(length, epoch, done, rank, n)` lists what this rank still reads after `done` sequences of the epoch."""
+    with wire.watch() as seen:
+        for length in (1, 2, 7, 12, 13, 64, 101):
+            for n in (1, 2, 3, 4, 8):
+                _one_epoch(answer, length, n)
+        for length, first_n, then_n in [(64, 4, 3), (101, 4, 5), (101, 3, 8), (13, 8, 1), (24, 1, 4)]:
+            _resumed(answer, length, first_n, then_n)
+        for epoch, done, n in [(3, 16, 4), (4, 17, 3), (1, 63, 2), (2, 64, 4), (7, 1, 5)]:
+            _in_order(answer, 64, epoch, done, n)
+        orders = _fresh(answer)
+    if seen.calls:
+        raise Wrong(
+            f"the order is right, but it took {len(seen.calls)} messages; every rank can compute it by itself"
+        )
+    if ranks is not None:
+        _same_everywhere(orders[0], ranks)
+
+
+def _shares(answer, length, epoch, done, n):
+    """Every rank's list, each as if in a process of its own: with other random numbers, another number and clock."""
+    shares = []
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        for rank in range(n):
+            torch.manual_seed(rank)
+            np.random.seed(rank)
+            random.seed(rank)
+            number, clock = mock.Mock(return_value=100 + rank), mock.Mock(return_value=1e9 + rank)
+            with mock.patch("os.getpid", number), mock.patch("time.time", clock):
+                shares.append(_indices(answer(length, epoch, done, rank, n)))
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+    return shares
+
+
+def _indices(given):
+    """What came back as a list of whole numbers; raises Wrong if it is something else."""
+    if given is None:
+        raise Wrong("nothing came back; return a list of indices, also if it is empty")
+    if isinstance(given, (str, bytes, dict, set, frozenset)) or not isinstance(given, Iterable):
+        raise Wrong(f"return a list of indices, not {plain(given)}")
+    if isinstance(given, (torch.Tensor, np.ndarray)):
+        given = given.tolist()
+    try:
+        given = list(given)
+    except TypeError:  # a single number, as a tensor may be
+        raise Wrong(f"return a list of indices, not {plain(given)}") from None
+    indices = []
+    for one in given:
+        try:
+            indices.append(operator.index(one))
+        except TypeError:
+            raise Wrong(f"the list holds {plain(one)}; return indices, which are whole numbers") from None
+    return indices
+
+
+def _one_epoch(answer, length, n, epoch=0):
+    shares = _shares(answer, length, epoch, 0, n)
+    case = f"{length} sequence{'s' * (length > 1)} on {n} rank{'s' * (n > 1)}"
+    _each_once(shares, range(length), case)
+    _evenly(shares, case)
+    return shares
+
+
+def _evenly(shares, case):
+    sizes = [len(share) for share in shares]
+    if max(sizes) - min(sizes) > 1:
+        raise Wrong(f"{case}: the ranks read {sizes}, so some wait for others; sizes may differ by one")
+
+
+def _resumed(answer, length, first_n, then_n):
+    """Some steps on first_n ranks, a stop, the rest on then_n."""
+    epoch, steps = 3, max(1, length // first_n // 2)
+    before = [share[:steps] for share in _shares(answer, length, epoch, 0, first_n)]
+    done = sum(len(share) for share in before)
+    after = _shares(answer, length, epoch, done, then_n)
+    case = f"{length} sequences, {done} of them read by {first_n} ranks and the rest by {then_n}"
+    if sum(len(share) for share in after) == length:
+        raise Wrong(
+            f"{case}: after the stop all {length} are read again; leave out the {done} that were read"
+        )
+    _each_once(before + after, range(length), case)
+    _evenly(after, case)
+
+
+def _in_order(answer, length, epoch, done, n):
+    """What n ranks read together, step by step, goes on in the epoch's one order: then one may stop as often as one likes."""
+    (order,) = _shares(answer, length, epoch, 0, 1)
+    shares = _shares(answer, length, epoch, done, n)
+    for step in range(-(-(length - done) // n)):
+        mine = sorted(share[step] for share in shares if step < len(share))
+        wanted = sorted(order[done + step * n :][:n])
+        if mine != wanted:
+            raise Wrong(
+                f"{length} sequences, {done} of them read: in step {step} {n} ranks read {mine}, and in the order of this "
+                f"epoch come {wanted}. After a second stop some are read twice: deal what is left as it lies, on any n"
+            )
+
+
+def _fresh(answer):
+    """The orders of many epochs on 64 sequences, all of them shuffled."""
+    first, second = (_one_epoch(answer, 64, 4, epoch) for epoch in (0, 1))
+    if first == second:
+        raise Wrong("epochs 0 and 1 have the same order; the epoch belongs into the seed")
+    if sum(first, []) == sorted(sum(first, [])) or all(share == sorted(share) for share in first):
+        raise Wrong("the sequences come in the order of the file; shuffle them")
+    moved = sum(a != b for a, b in zip(map(set, first), map(set, second), strict=True))
+    if not moved:
+        raise Wrong("every rank reads the same sequences in every epoch; shuffle before you share out")
+    epochs = [*range(16), 25, 32, 50, 64, 100, 128, 256, 1000, 1024]
+    orders = [_shares(answer, 64, epoch, 0, 1)[0] for epoch in epochs]
+    for i, (epoch, order) in enumerate(zip(epochs, orders, strict=True)):
+        _each_once([order], range(64), f"epoch {epoch}, 64 sequences on 1 rank")
+        if (step := _stride(order)) is not None:
+            raise Wrong(
+                f"in epoch {epoch} most sequences come {step} of 64 places after the one before; shuffle them"
+            )
+        for earlier, other in zip(epochs[:i], orders, strict=False):
+            place = {sequence: at for at, sequence in enumerate(other)}
+            if order == other:
+                raise Wrong(f"epochs {earlier} and {epoch} have the same order; shuffle anew in every epoch")
+            if _stride([place[sequence] for sequence in order]) is not None:
+                raise Wrong(
+                    f"epoch {epoch} has the order of epoch {earlier}, begun elsewhere; shuffle anew in every epoch"
+                )
+    return orders
+
+
+def _stride(order):
+    """By how much an order goes on, cyclically, if it does so at every fourth place or more; None if it is shuffled."""
+    steps = Counter((b - a) % len(order) for a, b in itertools.pairwise(order))
+    step, times = steps.most_common(1)[0]
+    return step if 4 * times >= len(order) else None
+
+
+def _same_everywhere(order, ranks):
+    """Raises Wrong where another rank's process computes another order from the same arguments."""
+    orders = [None] * ranks.world_size
+    dist.all_gather_object(orders, order)
+    for r, other in enumerate(orders):
+        if other != orders[0]:
+            raise Wrong(
+                f"for the same arguments rank 0 computes an order that begins with {orders[0][:3]}, and rank {r} one that "
+                f"begins with {other[:3]}: take nothing into the seed that differs between processes"
+            )
+
+
+def _are(found):
+    return f"{len(found)} {'are' if len(found) > 1 else 'is'}"
+
+
+def _each_once(shares, wanted, case):
+    counts = Counter(i for share in shares for i in share)
+    lost = [i for i in wanted if not counts[i]]
+    repeated = [i for i, times in counts.items() if times > 1]
+    foreign = [i for i in counts if i not in wanted]
+    if foreign:
+        raise Wrong(f"{case}: {foreign[0]} is no sequence; they are 0 to {len(wanted) - 1}")
+    if lost and repeated:
+        raise Wrong(
+            f"{case}: {_are(lost)} lost (the first is {lost[0]}) and {len(repeated)} read twice; all ranks must cut "
+            "one and the same order, and deal it like cards, so that what was read is the beginning of it"
+        )
+    if repeated:
+        raise Wrong(f"{case}: {_are(repeated)} read twice (the first is {repeated[0]})")
+    if lost:
+        raise Wrong(f"{case}: {_are(lost)} never read (the first is {lost[0]})")
+
+
+# ---- build B ----
+
+
+@exercise("B", "the token-weighted loss")
+def token_mean(answer, ranks):
+    """`answer(total, y)` returns the loss of which DDP's mean gradient is that of the mean over all tokens of all ranks."""
+    n = ranks.world_size
+    for step in range(3):  # in the last one rank has no token
+        empty = n - 1 if step == 2 and n > 1 else None
+        batches = [_micro_batches(r, step, 1, empty == r, count=1, rows=64) for r in range(n)]
+        expected = _token_mean_gradient([batch for part in batches for batch in part])
+        x, y = batches[ranks.rank][0]
+        ddp, targets = DistributedDataParallel(_classifier()), y.clone()
+        total = F.cross_entropy(ddp(x), y, ignore_index=IGNORED, reduction="sum")
+        with wire.watch() as seen:
+            loss = _scalar(answer(total, targets))
+        if not torch.equal(targets, y):
+            raise Wrong("the targets were changed; count them, and leave them as they are")
+        loss.backward()
+        _judge_gradient(_numbers(p.grad for p in ddp.parameters()), expected, batches, n)
+        if seen.payload_bytes() >= y.nbytes or len(seen.calls) > 2:
+            raise Wrong(
+                f"the gradients are right, but {seen.payload_bytes()} bytes were handed over (calls: {len(seen.calls)}); a count "
+                "is one integer of 8"
+            )
+
+
+def _scalar(given):
+    """What came back as a loss that backward can start from; raises Wrong if it is something else."""
+    if not isinstance(given, torch.Tensor):
+        raise Wrong(f"return the loss as a tensor, not {plain(given)}")
+    if given.numel() != 1:
+        raise Wrong(f"return one number; yours has the shape {list(given.shape)}")
+    if not given.requires_grad:
+        raise Wrong(
+            "backward has nothing to go back to: the loss was cut off from `total`, by item(), float() or detach()"
+        )
+    return given.sum()
+
+
+# ---- build C ----
+
+
+@exercise("C", "the rule, with warm-up")
+def rate_rule(answer, ranks=None):
+    """`answer(kind, base, k, step, updates)` is the learning rate of an update: linear or square root, with warm-up."""
+    cases = [
+        ("SGD", 0.1, 4, 100),
+        ("Adam", 0.001, 4, 100),
+        ("SGD", 0.02, 9, 40),
+        ("Adam", 0.3, 9, 250),
+        ("SGD", 1.0, 1, 100),
+    ]
+    with wire.watch() as seen:
+        for kind, base, k, updates in cases:
+            _one_schedule(answer, kind, base, k, updates)
+        for updates in (1, 5):  # a tenth of it is less than one
+            _rate(answer, "SGD", 0.1, 4, 0, updates)
+    if seen.calls:
+        raise Wrong(
+            f"the rates are right, but it took {len(seen.calls)} messages; every rank can compute them by itself"
+        )
+
+
+def _rate(answer, kind, base, k, step, updates):
+    case = f'learning_rate("{kind}", {base:g}, {k}, {step}, {updates})'
+    try:
+        given = answer(kind, base, k, step, updates)
+    except ZeroDivisionError:
+        raise Wrong(
+            f"a division by zero in {case}: a tenth of {updates} is less than one update; warm up for at least 1"
+        ) from None
+    return number(given, f"a learning rate from {case}")
+
+
+def _one_schedule(answer, kind, base, k, updates):
+    """The rates of all updates of one training: those after the warm-up first, then how they climb."""
+    rates = [_rate(answer, kind, base, k, step, updates) for step in range(updates)]
+    warm_up, full = updates // 10, base * (k if kind == "SGD" else k**0.5)
+    case = f"{kind}, base {base:g}, k = {k}, {updates} updates"
+    last = rates[-1]
+    if not _near(last, full):
+        rule = "linear: k times" if kind == "SGD" else "the square root: k**0.5 times"
+        others = {
+            "the base itself": base,
+            "k times the base": base * k,
+            "the square root of k times": base * k**0.5,
+        }
+        others |= {"the base divided by k": base / k}
+        found = next((f" ({name})" for name, rate in others.items() if _near(last, rate)), "")
+        raise Wrong(f"{case}: the last rate is {last:.4g}{found}; the rule is {rule}, {full:.4g}")
+    late = next((step for step in range(warm_up + 1, updates) if not _near(rates[step], full)), None)
+    if late is not None:
+        raise Wrong(
+            f"{case}: the warm-up lasts {warm_up} updates, and update {late} has the rate {rates[late]:.4g} and not {full:.4g}"
+        )
+    if rates[0] <= 0:
+        raise Wrong(f"{case}: update 0 has the rate {rates[0]:g}, so it learns nothing; begin with step + 1")
+    if _near(rates[0], full):
+        raise Wrong(
+            f"{case}: update 0 has the full rate {full:.4g} already; climb to it over {warm_up} updates"
+        )
+    if rates[0] > 2 * full / warm_up:
+        raise Wrong(
+            f"{case}: update 0 has the rate {rates[0]:.4g}; begin near 0, at about {full / warm_up:.4g}, and climb from there"
+        )
+    climbs = [b - a for a, b in itertools.pairwise(rates[:warm_up])]
+    if max(climbs) - min(climbs) > 0.01 * full:
+        raise Wrong(
+            f"{case}: the first rates are {', '.join(f'{rate:.3g}' for rate in rates[:4])}, ...; climb in equal steps of "
+            f"{full / warm_up:.3g}"
+        )
+    if rates[warm_up - 1] < 0.85 * full:
+        raise Wrong(
+            f"{case}: update {warm_up - 1} has the rate {rates[warm_up - 1]:.4g}; by then it should be {full:.4g}"
+        )
+
+
+def _near(a, b):
+    return abs(a - b) <= 1e-6 * abs(b)
 
 
 # ---- exercise 1 ----
@@ -121,179 +420,7 @@ def three_runs():
 # ---- exercise 2 ----
 
 
-@exercise(2, "a sharded order that loses and repeats nothing")
-def sharded_order(answer, ranks=None):
-    """`answer(length, epoch, done, rank, n)` lists what this rank still reads after `done` sequences of the epoch."""
-    with wire.watch() as seen:
-        for length in (1, 2, 7, 12, 13, 64, 101):
-            for n in (1, 2, 3, 4, 8):
-                _one_epoch(answer, length, n)
-        for length, first_n, then_n in [(64, 4, 3), (101, 4, 5), (101, 3, 8), (13, 8, 1), (24, 1, 4)]:
-            _resumed(answer, length, first_n, then_n)
-        for epoch, done, n in [(3, 16, 4), (4, 17, 3), (1, 63, 2), (2, 64, 4), (7, 1, 5)]:
-            _in_order(answer, 64, epoch, done, n)
-        orders = _fresh(answer)
-    if seen.calls:
-        raise Wrong(
-            f"the order is right, but it took {len(seen.calls)} messages; every rank can compute it by itself"
-        )
-    if ranks is not None:
-        _same_everywhere(orders[0], ranks)
-
-
-def _shares(answer, length, epoch, done, n):
-    """Every rank's list, each as if in a process of its own: with other random numbers, another number and clock."""
-    shares = []
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        for rank in range(n):
-            torch.manual_seed(rank)
-            np.random.seed(rank)
-            random.seed(rank)
-            number, clock = mock.Mock(return_value=100 + rank), mock.Mock(return_value=1e9 + rank)
-            with mock.patch("os.getpid", number), mock.patch("time.time", clock):
-                shares.append(_indices(answer(length, epoch, done, rank, n)))
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-    return shares
-
-
-def _indices(given):
-    """What came back as a list of whole numbers; raises Wrong if it is something else."""
-    if given is None:
-        raise Wrong("nothing came back; return a list of indices, also if it is empty")
-    if isinstance(given, (str, bytes, dict, set, frozenset)) or not isinstance(given, Iterable):
-        raise Wrong(f"return a list of indices, not {plain(given)}")
-    if isinstance(given, (torch.Tensor, np.ndarray)):
-        given = given.tolist()
-    try:
-        given = list(given)
-    except TypeError:  # a single number, as a tensor may be
-        raise Wrong(f"return a list of indices, not {plain(given)}") from None
-    indices = []
-    for one in given:
-        try:
-            indices.append(operator.index(one))
-        except TypeError:
-            raise Wrong(f"the list holds {plain(one)}; return indices, which are whole numbers") from None
-    return indices
-
-
-def _one_epoch(answer, length, n, epoch=0):
-    shares = _shares(answer, length, epoch, 0, n)
-    case = f"{length} sequences on {n} rank{'s' * (n > 1)}"
-    _each_once(shares, range(length), case)
-    _evenly(shares, case)
-    return shares
-
-
-def _evenly(shares, case):
-    sizes = [len(share) for share in shares]
-    if max(sizes) - min(sizes) > 1:
-        raise Wrong(f"{case}: the ranks read {sizes}, so some wait for others; sizes may differ by one")
-
-
-def _resumed(answer, length, first_n, then_n):
-    """Some steps on first_n ranks, a stop, the rest on then_n."""
-    epoch, steps = 3, max(1, length // first_n // 2)
-    before = [share[:steps] for share in _shares(answer, length, epoch, 0, first_n)]
-    done = sum(len(share) for share in before)
-    after = _shares(answer, length, epoch, done, then_n)
-    case = f"{length} sequences, {done} of them read by {first_n} ranks and the rest by {then_n}"
-    if sum(len(share) for share in after) == length:
-        raise Wrong(
-            f"{case}: after the stop all {length} are read again; leave out the {done} that were read"
-        )
-    _each_once(before + after, range(length), case)
-    _evenly(after, case)
-
-
-def _in_order(answer, length, epoch, done, n):
-    """What n ranks read together, step by step, goes on in the epoch's one order: then one may stop as often as one likes."""
-    (order,) = _shares(answer, length, epoch, 0, 1)
-    shares = _shares(answer, length, epoch, done, n)
-    for step in range(-(-(length - done) // n)):
-        mine = sorted(share[step] for share in shares if step < len(share))
-        wanted = sorted(order[done + step * n :][:n])
-        if mine != wanted:
-            raise Wrong(
-                f"{length} sequences, {done} of them read: in step {step} {n} ranks read {mine}, and in the order of this "
-                f"epoch come {wanted}. After a second stop some are read twice: deal what is left as it lies, on any n"
-            )
-
-
-def _fresh(answer):
-    """The orders of many epochs on 64 sequences, all of them shuffled."""
-    first, second = (_one_epoch(answer, 64, 4, epoch) for epoch in (0, 1))
-    if first == second:
-        raise Wrong("epochs 0 and 1 have the same order; the epoch belongs into the seed")
-    if sum(first, []) == sorted(sum(first, [])) or all(share == sorted(share) for share in first):
-        raise Wrong("the sequences come in the order of the file; shuffle them")
-    moved = sum(a != b for a, b in zip(map(set, first), map(set, second), strict=True))
-    if not moved:
-        raise Wrong("every rank reads the same sequences in every epoch; shuffle before you share out")
-    epochs = [*range(16), 25, 32, 50, 64, 100, 128, 256, 1000, 1024]
-    orders = [_shares(answer, 64, epoch, 0, 1)[0] for epoch in epochs]
-    for i, (epoch, order) in enumerate(zip(epochs, orders, strict=True)):
-        _each_once([order], range(64), f"epoch {epoch}, 64 sequences on 1 rank")
-        if (step := _stride(order)) is not None:
-            raise Wrong(
-                f"in epoch {epoch} most sequences come {step} of 64 places after the one before; shuffle them"
-            )
-        for earlier, other in zip(epochs[:i], orders, strict=False):
-            place = {sequence: at for at, sequence in enumerate(other)}
-            if order == other:
-                raise Wrong(f"epochs {earlier} and {epoch} have the same order; shuffle anew in every epoch")
-            if _stride([place[sequence] for sequence in order]) is not None:
-                raise Wrong(
-                    f"epoch {epoch} has the order of epoch {earlier}, begun elsewhere; shuffle anew in every epoch"
-                )
-    return orders
-
-
-def _stride(order):
-    """By how much an order goes on, cyclically, if it does so at every fourth place or more; None if it is shuffled."""
-    steps = Counter((b - a) % len(order) for a, b in itertools.pairwise(order))
-    step, times = steps.most_common(1)[0]
-    return step if 4 * times >= len(order) else None
-
-
-def _same_everywhere(order, ranks):
-    """Raises Wrong where another rank's process computes another order from the same arguments."""
-    orders = [None] * ranks.world_size
-    dist.all_gather_object(orders, order)
-    for r, other in enumerate(orders):
-        if other != orders[0]:
-            raise Wrong(
-                f"for the same arguments rank 0 computes an order that begins with {orders[0][:3]}, and rank {r} one that "
-                f"begins with {other[:3]}: take nothing into the seed that differs between processes"
-            )
-
-
-def _each_once(shares, wanted, case):
-    counts = Counter(i for share in shares for i in share)
-    lost = [i for i in wanted if not counts[i]]
-    repeated = [i for i, times in counts.items() if times > 1]
-    foreign = [i for i in counts if i not in wanted]
-    if foreign:
-        raise Wrong(f"{case}: {foreign[0]} is no sequence; they are 0 to {len(wanted) - 1}")
-    if lost and repeated:
-        raise Wrong(
-            f"{case}: {len(lost)} are lost (the first is {lost[0]}) and {len(repeated)} read twice; all ranks must cut "
-            "one and the same order, and deal it like cards, so that what was read is the beginning of it"
-        )
-    if repeated:
-        raise Wrong(f"{case}: {len(repeated)} are read twice (the first is {repeated[0]})")
-    if lost:
-        raise Wrong(f"{case}: {len(lost)} are never read (the first is {lost[0]})")
-
-
-# ---- exercise 3 ----
-
-
-@exercise(3, "token-weighted loss")
+@exercise(2, "token-weighted loss, with accumulation")
 def token_weighted(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the gradient of the mean over all tokens of all ranks and micro-batches."""
     n = ranks.world_size
@@ -334,8 +461,8 @@ def _judge_gradient(given, expected, batches, n):
         return
     if not given.isfinite().all():
         raise Wrong(
-            "the gradients became nan: where a micro-batch has no token, its mean is 0/0; divide its sum by the number of "
-            "tokens of all ranks"
+            f"the gradients became nan: where a {'micro-batch' if len(batches[0]) > 1 else 'rank'} has no token, its mean is "
+            "0/0; divide its sum by the number of tokens of all ranks"
         )
     parts = [part for part in batches if any((y != IGNORED).any() for _, y in part)]
     counts = [sum(int((y != IGNORED).sum()) for _, y in part) for part in batches]
@@ -390,14 +517,14 @@ def _classifier():
         return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double()
 
 
-def _micro_batches(rank, step, fewest, empty, count):
-    """`count` micro-batches (x [8, 6], y [8]) of a rank, with `fewest` to 8 targets each; all padding if `empty`."""
+def _micro_batches(rank, step, fewest, empty, count, rows=8):
+    """`count` micro-batches (x [rows, 6], y [rows]) of a rank, with `fewest` or more targets each; all padding if `empty`."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     batches = []
     for i in range(count):
-        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-        y = torch.randint(5, (8,), generator=generator)
-        kept = fewest if i == 1 else int(torch.randint(1, 9, (), generator=generator))
+        x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(5, (rows,), generator=generator)
+        kept = fewest if i == 1 else int(torch.randint(1, rows + 1, (), generator=generator))
         y[0 if empty else kept :] = IGNORED
         batches.append((x, y))
     return batches

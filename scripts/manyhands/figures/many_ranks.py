@@ -1,13 +1,12 @@
-"""Plots of lesson 05: who read what, how far apart trainings are, rules for the learning rate, and scaling.
+"""Plots of lesson 05: who read what, how far apart trainings are, learning rates, the noise of a gradient, and scaling.
 
-Series have shades and markers, not the ranks' colours: a curve here is a run, a rule or a formula.
+Series have shades and markers, not the ranks' colours: a curve here is a run, a batch or a formula. Whiskers reach from the
+least to the most.
 """
 
 import math
 
-from manyhands.figures.looks import EDGE, GREY, INK, MEASURED, PAPER, QUIET
-
-RULES = ({"ls": "-"}, {"ls": ":"}, {"ls": "--"}, {"ls": "-."}, {"color": EDGE})
+from manyhands.figures.looks import ALTERNATIVES, GREY, INK, LIMIT, MEASURED, PREDICTED, WHISKERS
 
 
 def times_read(readers):
@@ -30,75 +29,127 @@ def times_read(readers):
     return figure
 
 
-def differences(kinds, limit):
-    """|loss - loss of n=1| at each update, on a logarithmic axis, and a line at `limit`.
+def differences(pairs, limit, title):
+    """|losses - those of one rank| at each update, on a logarithmic axis, and a line at `limit`.
 
-    kinds: {name: {n: losses [steps]}} with n=1 among them, three kinds at most. Where two losses are equal to the last bit
-    there is no point.
+    pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last bit there
+    is no point.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     axes = figure.subplots()
-    for (name, runs), face in zip(kinds.items(), (PAPER, GREY, INK), strict=False):
-        for n, marker in zip(sorted(runs)[1:], "os^", strict=False):
-            apart = (runs[n] - runs[1]).abs().cpu().double()
-            apart[apart == 0] = math.nan
-            axes.semilogy(apart, marker, color=INK, mfc=face, ms=6, label=f"{name}, n={n}")
-    axes.axhline(limit, color=EDGE, lw=1)
-    axes.text(0, 1.4 * limit, f"{limit:g}", color=QUIET)
-    axes.set(xlabel="update", ylabel="|loss - loss of n=1|", title="the same training on n ranks")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for (name, (losses, of_one)), look in zip(pairs.items(), ALTERNATIVES, strict=False):
+        apart = (losses - of_one).abs().cpu().double()
+        apart[apart == 0] = math.nan
+        axes.semilogy(apart, ms=5, **look)
+        if last := [step for step, there in enumerate(apart.isfinite().tolist()) if there][-1:]:
+            _label(axes, last[0], apart[last[0]], name, look["color"])
+    end = len(losses) - 1
+    axes.axhline(limit, **LIMIT)
+    axes.annotate(f"{limit:g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
+    axes.set(xlabel="update", ylabel="|loss - loss of one rank|", title=title, xlim=(-0.3, 1.35 * end + 0.3))
+    axes.set_xticks(range(0, end + 1, max(1, end // 5)))
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def by_rule(results, titles, rules, tokens):
-    """Smoothed training losses over characters read: a panel for each optimizer, a curve for each of five rules.
+def by_rate(losses, advised, title):
+    """Validation loss against learning rate: a panel for each optimizer, a curve for each batch.
 
-    results: {(optimizer, rule): (losses of the updates, validation loss)}; titles: {optimizer: title};
-    tokens: characters that each run read.
+    losses: {(optimizer, batch, rate): losses of its seeds}; advised: {optimizer: the rate at which a dashed line stands}.
     """
-    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(titles), sharey=True)
-    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
-        for i, (rule, style) in enumerate(zip(rules, RULES, strict=True)):
-            losses, val = results[kind, rule]
-            window = max(1, len(losses) // 16)
-            smooth = np.convolve(losses, np.ones(window) / window, "valid")
-            x = (np.arange(len(smooth)) + window) * tokens / len(losses)
-            axes.plot(x, smooth, **{"color": INK, **style}, lw=1.3 if i else 2, label=f"{rule}: {val:.2f}")
-        axes.set(xlabel="characters read", ylabel="training loss", title=title)
-        axes.legend(title="validation loss")
+    panels = figure.subplots(1, len(advised), sharey=True)
+    for axes, kind in zip(panels, advised, strict=True):
+        batches = list(dict.fromkeys(batch for optimizer, batch, _ in losses if optimizer == kind))
+        for batch, look in zip(batches, ALTERNATIVES, strict=False):
+            runs = sorted((rate, found) for (o, b, rate), found in losses.items() if (o, b) == (kind, batch))
+            middles = [sum(found) / len(found) for _, found in runs]
+            below = [middle - min(found) for middle, (_, found) in zip(middles, runs, strict=True)]
+            above = [max(found) - middle for middle, (_, found) in zip(middles, runs, strict=True)]
+            x = [rate for rate, _ in runs]
+            axes.errorbar(x, middles, yerr=[below, above], **{**WHISKERS, **look, "ms": 5})
+            up = (
+                8
+                if middles[0] == max(sum(losses[kind, b, x[0]]) / len(losses[kind, b, x[0]]) for b in batches)
+                else -18
+            )
+            axes.annotate(
+                f"batch {batch}", (x[0], middles[0]), (0, up), textcoords="offset points", color=look["color"]
+            )
+        axes.axvline(advised[kind], **PREDICTED)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate("the rule", (advised[kind], 1), (4, -10), color=PREDICTED["color"], **place)
+        axes.set(xscale="log", xlabel="learning rate", title=f"{kind}, {title}")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("validation loss")
+    return figure
+
+
+def noise(sizes, measured, predicted):
+    """Squared distance of a batch's gradient from that of everything, against the batch's size: points and a line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    axes.loglog(sizes, predicted, **PREDICTED)
+    axes.loglog(sizes, measured, **MEASURED, ls="none")
+    _label(axes, sizes[0], predicted[0], "predicted: variance of one × (1/B - 1/256)", PREDICTED["color"])
+    axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
+    axes.set_xticks(sizes, sizes)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def scaling(sizes, virtual_s, curves_s, speed_ups):
-    """Left virtual step times on `sizes` ranks and three curves up to many ranks, right speed-ups of this machine.
+    """Left virtual step times on `sizes` ranks and curves up to many ranks, right speed-ups of this machine with whiskers.
 
-    curves_s: {name: seconds on 1, 2, 3, ... ranks}; speed_ups: {name: speed-up on each of `sizes`}, measured, fitted,
-    measured.
+    curves_s: {name: seconds on 1, 2, 3, ... ranks}, the predicted one first; speed_ups: {name: {n: of each round}}.
     """
-    import numpy as np
+    from statistics import median
+
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    grey = {"color": EDGE, "ls": ":"}
-    left.loglog(sizes, 1e3 * np.array(virtual_s), **MEASURED, ls="none", label="measured (virtual)")
-    looks = ({"color": INK, "lw": 1}, {"color": INK, "ls": "--", "lw": 1}, grey)
+    looks = (PREDICTED, {"color": ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})
     for (name, seconds), look in zip(curves_s.items(), looks, strict=True):
-        left.loglog(range(1, len(seconds) + 1), 1e3 * np.array(seconds), label=name, **look)
+        left.loglog(range(1, len(seconds) + 1), [1e3 * s for s in seconds], **look)
+        _label(left, len(seconds), 1e3 * seconds[-1], name, look["color"])
+    left.loglog(sizes, [1e3 * s for s in virtual_s], **MEASURED, ls="none")
     ticks = [1, 2, 4, 8, 16, 32, 64]
     left.set_xticks(ticks, ticks)
-    left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)")
-    looks = ({"marker": "o"}, {"ls": "--", "lw": 1}, {"marker": "s", "mfc": PAPER})
-    for (name, values), look in zip(speed_ups.items(), looks, strict=True):
-        right.plot(sizes, values, color=INK, label=name, **look)
-    right.plot(sizes, sizes, label="ideal", **grey)
-    right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes, ylim=0)
+    left.set_yticks([2, 5, 10, 20], [2, 5, 10, 20])
+    left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)", xlim=(0.9, 400))
+    left.minorticks_off()
+    right.plot(sizes, sizes, **PREDICTED)
+    _label(right, sizes[-1], sizes[-1], "ideal", PREDICTED["color"])
+    ends = {name: median(by_n[sizes[-1]]) for name, by_n in speed_ups.items()}
+    for (name, by_n), look in zip(speed_ups.items(), ALTERNATIVES, strict=False):
+        middles = [median(by_n[n]) for n in sizes]
+        below = [middle - min(by_n[n]) for middle, n in zip(middles, sizes, strict=True)]
+        above = [max(by_n[n]) - middle for middle, n in zip(middles, sizes, strict=True)]
+        right.errorbar(sizes, middles, yerr=[below, above], **{**WHISKERS, **look, "ms": 5})
+        _label(
+            right,
+            sizes[-1],
+            ends[name],
+            name,
+            look["color"],
+            up=1 if ends[name] == max(ends.values()) else -1,
+        )
+    right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes)
+    right.set(ylim=(0, None), xlim=(0.8, 1.25 * sizes[-1] + 0.2))
     for axes in (left, right):
-        axes.legend(fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _label(axes, x, y, text, colour, up=0):
+    """`text` at the end of a line, a little above (up=1) or below (-1) its last point."""
+    va = {1: "bottom", 0: "center", -1: "top"}[up]
+    axes.annotate(text, (x, float(y)), (9, 2 * up), textcoords="offset points", va=va, color=colour)

@@ -41,6 +41,20 @@ def median_s(call, repeats, ranks, warm_up=1):
     return Timing(median, max_over_ranks(median, ranks), samples)
 
 
+def take_turns(calls, rounds, ranks):
+    """{name: [seconds of the slowest rank in each of `rounds` rounds]}; each round makes every call of {name: call} once.
+
+    So a busy moment of the machine hits all of them, and they can be compared round by round. A first round warms up. All
+    ranks must call it, with the same names and numbers.
+    """
+    taken = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            seconds = median_s(call, 1, ranks, warm_up=0).slowest_s
+            taken[name] += [seconds] if turn else []
+    return taken
+
+
 def synchronise(device):
     """Wait until `device` has done what it was given; on a CPU it has."""
     if device.type != "cpu":

@@ -217,7 +217,7 @@ def prefetch():
                     8,
                     3.2,
                     f"read {step}",
-                    hatch=HATCH,
+                    hatch=READING,
                     size=10,
                 )
                 box(axes, 25 + 12 * step, y, 12, 3.2, f"compute {step}", face=GREY, size=10)
