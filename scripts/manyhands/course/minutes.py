@@ -15,7 +15,16 @@ from manyhands.course.pairs import PairError, read
 
 WORDS, LINES = 200, 20  # per minute
 PREDICTION, BUILD, EXERCISE = 0.75, 3, 5  # minutes each
-BUDGETS = {"00": 25, "01": 40, "02": 50, "03": 55, "04": 30, "05": 45, "06": 50, "11": 45}  # minutes of an agenda
+BUDGETS = {
+    "00": 25,
+    "01": 40,
+    "02": 50,
+    "03": 55,
+    "04": 30,
+    "05": 45,
+    "06": 50,
+    "11": 45,
+}  # minutes of an agenda
 
 
 @dataclass
