@@ -1290,11 +1290,11 @@ from manyhands.measure.memory_timeline import MemoryTimeline
 
 steps = dict.fromkeys(("plain", "4 micro-batches", "checkpointing"))
 for case in steps:
-    model = new_model()
+    model, (x_BT, y_BT) = new_model(), batch()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
         with MemoryTimeline(model, optimizer) as steps[case]:
-            step_of(case, model, optimizer, *batch(), steps[case])
+            step_of(case, model, optimizer, x_BT, y_BT, steps[case])
 
 # %% [markdown]
 # **Predict.** Which kinds of bytes differ between the cases? When in a plain step is the sum largest?
