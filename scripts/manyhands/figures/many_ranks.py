@@ -62,7 +62,7 @@ def by_rate(losses, advised, title):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(advised), sharey=True)
+    (panels,) = figure.subplots(1, len(advised), sharey=True, squeeze=False)
     for axes, kind in zip(panels, advised, strict=True):
         batches = list(dict.fromkeys(batch for optimizer, batch, _ in losses if optimizer == kind))
         for batch, look in zip(batches, ALTERNATIVES, strict=False):
