@@ -14,7 +14,7 @@ SHORT = {
     "00_start": {"iterations": 20},
     "01_one_device": {"repeats": 2, "peak_s": 0.05},
     "02_collectives": {"largest_mib": 1.0, "repeats": 2, "wait_s": 2.0, "points": 100_000},
-    "03_data_parallel": {"steps": 20, "repeats": 2},
+    "03_data_parallel": {"steps": 10, "repeats": 1},
     "04_first_job": {"steps": 10, "job_flags": "--steps 4 --repeats 1"},
     "05_same_science": {"steps": 4, "sweep_tokens": 8192, "repeats": 1},
     "06_zero_fsdp": {"layers": 2, "steps": 2},
