@@ -126,7 +126,9 @@ def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_scri
     before = lesson.script.read_text("utf-8")
     notebook.save()
     above, name, below = before.partition("def all_reduce_any_length")
-    assert lesson.script.read_text("utf-8") == above + name + below.replace(f"    {STUB}", "\n".join(answer), 1)
+    assert lesson.script.read_text("utf-8") == above + name + below.replace(
+        f"    {STUB}", "\n".join(answer), 1
+    )
     assert pairs.difference(lesson) is None
 
 

@@ -5,7 +5,9 @@ copy, in which nobody has written a line yet.
 """
 
 import ast
+import html
 import os
+import re
 import subprocess
 import sys
 
@@ -153,3 +155,44 @@ def test_the_instructors_notes_are_folded(lesson):
         assert note.source.startswith("<details><summary>For the instructor: ") and note.source.endswith(
             "</details>"
         )
+
+
+DEBRIS = (
+    "No GPU run", "fall-back", "object at 0x", r"defaultdict\(", r"\{'\w+':", r"Warning:", r"<bound method",
+    r"(?<![\d.,])1 (?:ranks|times|nodes|calls|messages|updates|steps|buckets|hops|copies|losses|lines|processes)\b",
+    r"\bnode\(s\)", r"\x1b\[",
+)  # fmt: skip
+
+
+def text_of(outputs):
+    """What a reader sees of a cell's outputs, without markup."""
+    shown = []
+    for output in outputs:
+        data = output.get("data", {})
+        shown.append(
+            html.unescape(re.sub(r"<[^>]+>", "\n", data.get("text/html", ""))) or output.get("text", "")
+        )
+        shown.append(data.get("text/plain", ""))
+    return "\n".join(shown)
+
+
+@named
+def test_no_stored_output_holds_debris(lesson):
+    cells = [cell for cell in nbformat.read(lesson.notebook, 4).cells if cell.cell_type == "code"]
+    found = [
+        (pattern, line) for cell in cells for line in text_of(cell.outputs).splitlines()
+        for pattern in DEBRIS if re.search(pattern, line)
+    ]  # fmt: skip
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line", ["1 ranks, launcher alone", "{'all_reduce': 3}", "No GPU run is recorded yet", "1 times"]
+)
+def test_debris_is_found(line):
+    assert any(re.search(pattern, line) for pattern in DEBRIS)
+
+
+@pytest.mark.parametrize("line", ["1.1 times as fast", "11 ranks", "4,001 steps", "1 rank"])
+def test_a_decent_line_is_none(line):
+    assert not any(re.search(pattern, line) for pattern in DEBRIS)
