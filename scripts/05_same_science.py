@@ -1410,10 +1410,9 @@ if rank == 0:
 for n, (_, read) in updates.items():
     counted = torch.tensor(sum(read), device=device)
     dist.all_reduce(counted)
-    counted = counted.item()
     if rank == 0:
         say(f"n={n}: asked for {8 * 12 * n} sequences per update, read {counted}")
-        ups = [counted / 96 * one / t for one, t in zip(update_s[1], update_s[n], strict=True)]
+        ups = [counted.item() / 96 * one / t for one, t in zip(update_s[1], update_s[n], strict=True)]
         say(f"  so the speed-up is {np.median(ups):.1f}")
 
 # %% [markdown]
