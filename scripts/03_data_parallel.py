@@ -635,17 +635,7 @@ class BucketedDDP(torch.nn.Module):
 
 # %%
 # %%ranks
-from manyhands.measure.timing import median_s
-
-
-def take_turns(calls, rounds):
-    """{name: seconds [rounds] of the slowest rank}; each round makes every call once. All ranks call it."""
-    taken = {name: [] for name in calls}
-    for turn in range(rounds + 1):  # the first round warms up
-        for name, call in calls.items():
-            seconds = median_s(call, 1, ranks, warm_up=0).slowest_s
-            taken[name] += [seconds] if turn else []
-    return taken
+from manyhands.measure.timing import take_turns
 
 
 def step_of(model, finish=lambda: None):
@@ -671,7 +661,7 @@ calls = {
     "buckets": step_of(buckets, buckets.finish),
     "buckets, overlap": step_of(overlapping, overlapping.finish),
 }
-step_s = take_turns(calls, repeats)
+step_s = take_turns(calls, repeats, ranks)
 metrics.measured(step_s=step_s)
 
 # %% [markdown]
@@ -744,7 +734,7 @@ if rank == 0:
 catch_up(
     globals(),
     *("broadcast_state", "start_all_reduce", "pack", "Bucket", "start_in_order", "BucketedDDP"),
-    *("average_gradients", "take_turns"),
+    "average_gradients",
 )
 
 
@@ -839,7 +829,7 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
 # %%
 # %%ranks --timeout 120
 import statistics
-from manyhands.measure.timing import median_s, tok_per_s
+from manyhands.measure.timing import take_turns, tok_per_s
 
 rivals = {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model(), bucket_cap_mb=bucket_mib)}
 
@@ -857,7 +847,7 @@ calls = {
     )
     for name, model in rivals.items()
 }
-samples = take_turns(calls, 2 * repeats)
+samples = take_turns(calls, 2 * repeats, ranks)
 
 # %%
 # %%ranks
@@ -1118,12 +1108,12 @@ metrics.measured(training_tok_per_s=rate)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "validation_loss", "evaluate", "take_turns")
+catch_up(globals(), "validation_loss", "evaluate")
 
 # %%
 # %%ranks
 import statistics
-from manyhands.measure.timing import median_s
+from manyhands.measure.timing import take_turns
 
 model, num_batches = new_model(), 3 * repeats
 
@@ -1134,7 +1124,7 @@ def rank_0_evaluates():
     dist.barrier()  # the others wait here
 
 
-eval_s = take_turns({"alone": rank_0_evaluates, "all": lambda: evaluate(model, num_batches)}, repeats)
+eval_s = take_turns({"alone": rank_0_evaluates, "all": lambda: evaluate(model, num_batches)}, repeats, ranks)
 faster = [alone / together for alone, together in zip(eval_s["alone"], eval_s["all"], strict=True)]
 if rank == 0:
     alone_ms, all_ms = (1e3 * statistics.median(eval_s[name]) for name in ("alone", "all"))
@@ -1166,7 +1156,7 @@ metrics.measured(evaluation_s=eval_s)
 catch_up(
     globals(),
     *("broadcast_state", "start_all_reduce", "pack", "Bucket", "start_in_order", "BucketedDDP"),
-    *("take_turns", "step_of", "in_ms"),
+    *("step_of", "in_ms"),
 )
 
 # %%
@@ -1213,13 +1203,13 @@ metrics.exact(virtual_step_s=virtual_s)
 # %%ranks --timeout 200
 import functools
 import statistics
-from manyhands.measure.timing import median_s
+from manyhands.measure.timing import take_turns
 
 sizes_mib = [4.0, 1.0, 0.3, 0.1]
 keys = [(size_mib, overlap) for size_mib in sizes_mib for overlap in (False, True)]
 models = {key: BucketedDDP(new_model(), *key) for key in keys}
 calls = {key: step_of(model, model.finish) for key, model in models.items()}
-step_s = take_turns({"no averaging": step_of(new_model()), **calls}, repeats)
+step_s = take_turns({"no averaging": step_of(new_model()), **calls}, repeats, ranks)
 bucket_counts = [len(models[size_mib, True].buckets) for size_mib in sizes_mib]
 plain, overlapped = ([step_s[size_mib, overlap] for size_mib in sizes_mib] for overlap in (False, True))
 if rank == 0:
@@ -1288,14 +1278,10 @@ for k in (8, 32):
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "take_turns")
-
 # %%
 # %%ranks --timeout 120
 import functools
-from manyhands.measure.timing import median_s
+from manyhands.measure.timing import take_turns
 
 three = get_batch(corpus.train_ids, 0, 3, 64, 0, 1, seed=rank)  # sequences for each rank, however many ranks
 three = [ids_bT.to(device) for ids_bT in three]
@@ -1314,7 +1300,7 @@ for n in sizes:
     if rank < n:
         model = DDP(new_model(), process_group=group)
         calls[n] = functools.partial(training_step, model, torch.optim.AdamW(model.parameters()))
-step_s = take_turns(calls, repeats)
+step_s = take_turns(calls, repeats, ranks)
 
 # %%
 # %%ranks

@@ -1,7 +1,6 @@
 """Checks of lesson 02: ordered sends, pi by a reduce, speed-up; those of the ring are in `rings`."""
 
 import math
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from manyhands.checks.rings import ring_reduce_scatter as ring_reduce_scatter
 from manyhands.checks.rings import ring_seconds as ring_seconds
 from manyhands.checks.tensors import count, same
 from manyhands.checks.values import number, shown
+from manyhands.checks.waits import Waits
 from manyhands.measure import wire
 
 
@@ -25,8 +25,7 @@ def pass_right(answer, ranks):
     for shape, dtype in (((1,), torch.float32), ((5, 2), torch.int32), ((250_000,), torch.float32)):
         everyone = [_belongings(rank, shape, dtype) for rank in range(n)]
         mine = everyone[ranks.rank].clone()
-        with _Waits() as waits, wire.watch() as seen:
-            waits.calls = seen.calls
+        with wire.watch() as seen, Waits(seen.calls) as waits:
             theirs = answer(mine)
         runs.append((everyone, mine, theirs, seen))
         programs.append(([call.op for call in seen.calls], 1 in waits.after))
@@ -66,24 +65,6 @@ def _belongings(rank, shape, dtype):
     """What a rank gives away: numbers that nobody can guess who knows the rank alone."""
     generator = torch.Generator().manual_seed(1_000_003 * (rank + 1))
     return torch.randint(1, 2**20, shape, generator=generator).to(dtype)
-
-
-class _Waits:
-    """After how many of `calls` this process waited for one, while the block runs."""
-
-    def __enter__(self):
-        self.calls, self.after, wait = (), [], dist.Work.wait
-
-        def noted(work, *args, **kwargs):
-            self.after.append(len(self.calls))
-            return wait(work, *args, **kwargs)
-
-        self.patch = mock.patch.object(dist.Work, "wait", noted)
-        self.patch.start()
-        return self
-
-    def __exit__(self, *_):
-        self.patch.stop()
 
 
 def _rounds(programs):

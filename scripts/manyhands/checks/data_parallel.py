@@ -6,7 +6,6 @@ rank computes the gradients of all. Models are tiny, in float64, and live on the
 
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.one_device import LiveGraphs
 from manyhands.checks.values import number, shown
+from manyhands.checks.waits import Waits
 from manyhands.measure import wire
 
 CLOSE = 1e-10
@@ -119,7 +119,7 @@ def bucket_start(answer, ranks):
         bucket = _bucket(ranks.rank, step)
         flat_P, first = bucket.flat_P, bucket.flat_P.clone()
         expected = _mean(_bucket(rank, step).flat_P for rank in range(ranks.world_size))
-        with _Waits() as waits, _OnItsWay(flat_P) as sent, wire.watch() as seen:
+        with wire.watch() as seen, Waits(seen.calls) as waits, _OnItsWay(flat_P) as sent:
             answer(bucket)
         if not seen.calls:
             raise Wrong("nothing was sent: start an all-reduce of bucket.flat_P")
@@ -132,7 +132,7 @@ def bucket_start(answer, ranks):
             raise Wrong(
                 "bucket.flat_P is another tensor now, and every p.grad is a view of the old one: divide in place, with /="
             )
-        if waits.waited:
+        if waits.after:
             raise Wrong(
                 "your function waited for the other ranks, so backward stands still: start with async_op=True, and leave "
                 "the waiting to finish()"
@@ -154,24 +154,6 @@ def bucket_start(answer, ranks):
             )
         _compare(flat_P, expected, ranks.world_size)
         _enough(seen.payload_bytes(), flat_P.nbytes, "the bucket needs one all-reduce")
-
-
-class _Waits:
-    """Notes in `waited` whether this process waits for a message while the block runs, itself or in a call that does so."""
-
-    def __enter__(self):
-        self.waited, real = False, dist.Work.wait
-
-        def wait(work, *args, **kwargs):
-            self.waited = True
-            return real(work, *args, **kwargs)
-
-        self._patch = mock.patch.object(dist.Work, "wait", wait)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error):
-        self._patch.stop()
 
 
 class _OnItsWay(TorchDispatchMode):
