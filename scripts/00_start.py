@@ -146,7 +146,7 @@ say(f"the sum is {total.item():g}")
 metrics.exact(sum=total.item())
 
 # %% [markdown]
-# `say` prints whole lines. What all ranks say alike, the notebook shows once.
+# `say` prints whole lines. The notebook shows once what all ranks say.
 
 # %% [markdown]
 # ## Rank and local rank (CORE, 2 min)
@@ -717,7 +717,7 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# The zoo collects real mistakes from published code. A [published
+# The [zoo](../assets/glossary.md#zoo) collects real mistakes from published code. A [published
 # transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
 # of this very smoke test goes on with a GPT that reports 14 samples per second on four GPUs. In our words:
 

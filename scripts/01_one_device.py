@@ -69,7 +69,7 @@ peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 # %% [markdown]
 # ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks behind this notebook. What all of them say alike is shown once.
+# The first cell starts four ranks behind this notebook. What all of them say is shown once.
 #
 # In a **Build** the key lines are yours, and the check below them tells you what is wrong. Short of time? Run the folded
 # solution and go on.
@@ -1337,7 +1337,7 @@ metrics.measured(worst_residual=worst)
 # %% [markdown]
 # **The residual.** What no formula here predicts is the part called "other": results that live for one operator, and the
 # gradients of activations on their way down. It lifts the peak above the highest dashed line, and an allocator adds its
-# own on top: leave room. Against the bytes that are counted per parameter nothing in this lesson helps. That is where
+# own on top: leave room. Nothing in this lesson cuts the bytes that are counted per parameter. That is where
 # lesson 06 begins.
 
 # %% [markdown] tags=["notes"]
@@ -1525,7 +1525,7 @@ if rank == 0:
     train("bf16", 2, head_times=1e6)
 
 # %% [markdown]
-# From nan no run comes back. **Print what is used, not what was asked for**, and assert it once, on a real tensor.
+# No run comes back from nan. **Print what is used, not what was asked for**, and assert it once, on a real tensor.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1550,7 +1550,7 @@ if rank == 0:
 # **What to look for.** `torch.cuda.max_memory_allocated()` is the most that your tensors had. `nvidia-smi` shows more: what
 # PyTorch's allocator keeps for later, and CUDA itself. If a run ends with "out of memory" while much is "reserved but
 # unallocated", `PYTORCH_ALLOC_CONF=expandable_segments:True` may help. Where `torch.get_float32_matmul_precision()` is
-# "highest", float32 products do not use TF32, and MFU has another peak.
+# "highest", float32 products do not use TF32, and MFU has a different peak.
 
 # %% [markdown]
 # ## Recap

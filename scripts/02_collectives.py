@@ -74,7 +74,7 @@ points = 1_000_000  # random points in the estimate of pi, at least 1
 # The first cell starts four ranks behind this notebook. From then on, a cell that begins with `%%ranks` runs on all of
 # them. (In the script that line is a comment: there, a launcher has started the ranks.)
 #
-# Two habits of this course: a name such as `x_N` carries its shape, here N numbers. And a folded cell with `catch_up`
+# Two habits of this course: a name such as `x_N` carries its [shape](../assets/glossary.md#shape-suffix), here N numbers. And a folded cell with `catch_up`
 # defines what a section needs from earlier ones, so you can begin at any section.
 
 # %% tags=["active-ipynb"]
@@ -1061,7 +1061,7 @@ if rank == 0 and world_size > 1:
 # ### Algorithm bandwidth and bus bandwidth
 #
 # "All-reduce at 100 GB/s" can mean two things. *Algorithm bandwidth* is the bytes of the tensor divided by the time:
-# what you feel. *Bus bandwidth* multiplies that by 2(n-1)/n, the bytes that each rank of a ring sends: what the link
+# what you feel. [*Bus bandwidth*](../assets/glossary.md#bus-bandwidth) multiplies that by 2(n-1)/n, the bytes that each rank of a ring sends: what the link
 # feels. Only bus bandwidth can be compared with a data sheet, or between numbers of ranks. nccl-tests prints both
 # (`algbw`, `busbw`).
 
@@ -1092,8 +1092,8 @@ if rank == 0:
 # ## Other shapes, on a virtual network (MORE, 11 min)
 #
 # **Why.** The ring has the fewest bytes and the most hops: with 1,000 ranks 1,998 latencies in a row. Other shapes
-# trade bytes for hops. Whether that pays depends on the network, and one machine has only one. So we take a **virtual
-# network**: the messages are real, the sums are real, and a wrong algorithm hangs or gives wrong numbers as ever. Only
+# trade bytes for hops. Whether that pays depends on the network, and one machine has only one. So we take a [**virtual
+# network**](../assets/glossary.md#virtual-network): the messages are real, the sums are real, and a wrong algorithm hangs or gives wrong numbers as ever. Only
 # *time* is computed. Every rank has a logical clock, and a message moves it by α + bytes/β of the link that it takes. No
 # real clock is read, so each run gives the same times to the last digit.
 #
@@ -1355,7 +1355,7 @@ for name in ("ring", "hierarchical"):
 #
 # Throw points at random into the unit square; the share that falls into the quarter circle is π/4. Points do not depend
 # on each other, so the ranks can share them. `count_hits(points, seed)` throws and counts. Write what is around it:
-# **split** the points over the ranks (1,003 points on 4 ranks: none may be lost), give every rank **other random
+# **split** the points over the ranks (1,003 points on 4 ranks: none may be lost), give every rank **different random
 # numbers**, and bring the hits to rank 0 with **one reduce**.
 
 
@@ -1574,7 +1574,7 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # ```
 #
 # **What changes on GPUs.** `join()` puts each rank on its GPU and the tensors of this lesson with it; NCCL carries
-# them. α and β are other numbers there, so look for the knee. What the data sheets say of a current node's links, and
+# them. α and β are different there, so look for the knee. What the data sheets say of a current node's links, and
 # what that means for our 40 MB gradient on a flat ring of four:
 #
 # | link | per direction | 60 MB per rank take at least |

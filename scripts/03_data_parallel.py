@@ -53,7 +53,7 @@
 #
 # *When late:* open the solutions of builds A and B at once, start the training run before you explain it, keep the zoo.
 #
-# *Ask the room:* "Rank 2 drew other first weights than the rest. After a thousand steps of perfect averaging, what is
+# *Ask the room:* "Rank 2 drew different first weights. After a thousand steps of perfect averaging, what is
 # different on rank 2?" Let them vote before the section on the same start.
 #
 # </details>
@@ -142,7 +142,7 @@ x_bT, y_bT = batch(0)
 say(f"my share of {global_batch} sequences: {list(x_bT.shape)}, beginning {corpus.decode(x_bT[0, :24])!r}")
 
 # %% [markdown]
-# Every rank reads *other* text. Two instruments before we begin. `flat` lays tensors end to end in one row. `spread`
+# Every rank reads *different* text. Two instruments before we begin. `flat` lays tensors end to end in one row. `spread`
 # measures how far the ranks have drifted apart. **0.0 means that all copies are identical, to the last bit.**
 
 
@@ -373,8 +373,8 @@ checks.mean_gradient(average_gradients, ranks, solution=True)
 #
 # <details><summary>Answer</summary>
 #
-# 4·11 + 2 + 2 + 2 = 50 all-reduces of 3.27 MB together. (With another corpus than Shakespeare the alphabet, and so the
-# embedding and the head, have another size.)
+# 4·11 + 2 + 2 + 2 = 50 all-reduces of 3.27 MB together. (With a corpus other than Shakespeare the alphabet,
+# and so the embedding and the head, have a different size.)
 #
 # </details>
 
@@ -1138,7 +1138,7 @@ metrics.measured(evaluation_s=eval_s)
 # Small buckets start early and pay the price of a call many times. One large bucket pays once and starts when backward is over.
 # In between lies the best size. Where?
 #
-# First a machine in which sending costs no core: the **virtual network**. The ranks and the messages are real, the *time* is
+# First a machine in which sending costs no core: the [**virtual network**](../assets/glossary.md#virtual-network). The ranks and the messages are real, the *time* is
 # computed: backward takes 20 ms, a message 0.1 ms plus its bytes at 0.4 GB/s, and communication runs beside compute.
 #
 # **Predict.** Let c be the time of one bucket's ring, and k the number of buckets. Backward takes B. When is all averaged?
@@ -1517,7 +1517,7 @@ if rank == 0:
 # Without a scaler nothing trains, and nothing says so. One line would have: assert that the first step changes the weights.
 #
 # In the second, rank 0 draws a sample between two steps. Which rank trains with dropout afterwards? A model with dropout gives
-# another loss each time it reads the same batch:
+# a different loss each time it reads the same batch:
 
 # %% tags=["nbval-check-output"]
 # %%ranks

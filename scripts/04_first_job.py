@@ -56,7 +56,7 @@
 #
 # *Say:* "You do not start programs on a cluster. You ask for nodes, and say what to run on them."
 #
-# *Three usual mistakes:* submitting from another folder than the course's; reading the last error of a log instead of the
+# *Three usual mistakes:* submitting from a folder that is not the course's; reading the last error of a log instead of the
 # first; asking for a day "to be safe" and then waiting for a day.
 #
 # *When late:* submit (everybody), build B, exercise 2. The rest reads well alone.

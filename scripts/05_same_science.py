@@ -368,7 +368,7 @@ if rank == 0:
 #
 # *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
 # room will have a training script in which one of them is wrong; let them look. *Usual mistakes:* dealing first and
-# shuffling then (each rank keeps its cards for ever); `set_epoch` on rank 0 only; `[done:]` after the deal instead of
+# shuffling afterwards (each rank keeps its cards forever); `set_epoch` on rank 0 only; `[done:]` after the deal instead of
 # before it. *When late:* drop the dice. *Ask:* "which of these mistakes would you see in the loss?"
 #
 # </details>
@@ -413,10 +413,10 @@ if rank == 0:
 # %% [markdown]
 # ## A loss that counts every token once (CORE, 7 min)
 #
-# **Why.** Sentences differ in length. A batch is padded, and the padding does not count, so every rank has *another
+# **Why.** Sentences differ in length. A batch is padded, and the padding does not count, so every rank has *a different
 # number of tokens*. If each rank takes its own mean, averaging gradients, as DDP does, is the warm-up's mean of means.
 #
-# Here is such a batch: each sequence ends after 4 to 32 characters. Beyond, the target is -100, which `F.cross_entropy` leaves out.
+# Here is such a batch: each sequence ends after 4 to 32 characters. Beyond its end the target is -100, which `F.cross_entropy` leaves out.
 
 
 # %%
@@ -533,7 +533,7 @@ metrics.measured(mean_of_means_off=off)
 #
 # <details><summary>Answer</summary>
 #
-# Not to the last bit: sums are taken in another order. Float64 carries 16 digits, float32 seven, and each update passes its
+# Not to the last bit: sums are taken in a different order. Float64 carries 16 digits, float32 seven, and each update passes its
 # rounding on, so the difference grows slowly. 1e-10 in float64 is a limit that only rounding can keep.
 #
 # </details>
@@ -690,7 +690,7 @@ checks.rate_rule(learning_rate, ranks, solution=True)
 #
 # </details>
 #
-# Each run is small, so **every rank takes other settings**. On a cluster that is an array job (`jobs/sweep.pbs`).
+# Each run is small, so **every rank takes different settings**. On a cluster that is an array job (`jobs/sweep.pbs`).
 
 # %%
 # %%ranks
@@ -762,7 +762,7 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 #
 # The sweep takes about half a minute; collect bets before it. *Say:* "the
 # rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
-# of updates instead of equal data; scaling the rate for accumulation as if it were another batch; a warm-up that begins with
+# of updates instead of equal data; scaling the rate for accumulation as if it were a larger batch; a warm-up that begins with
 # rate 0. *When late:* the stored picture. *Ask:* "where is the batch so large that no rule helps?" (The noise scale, in MORE.)
 #
 # </details>
@@ -1205,7 +1205,7 @@ if rank == 0:
 #
 # ### Read ahead
 #
-# "Computation stalls during communication", says many a profile, and likewise during reading. The cure is the same
+# "Computation stalls during communication", say many profiles, and so it does during reading. The cure is the same
 # as for gradients: begin earlier. `Prefetch` lets a thread read the next batches while this one is computed.
 #
 # ![Reading and computing one after the other; below, each read under the computation before](../assets/05_prefetch.svg)
@@ -1269,7 +1269,7 @@ for read_s in (8e-3, 20e-3):
 # ### Exercise 1: find the `set_epoch` bug
 #
 # Below are three recorded runs of eight epochs over 240 sequences on four ranks. In one the loop is right, in one `set_epoch` was
-# forgotten, in one a rank called it with another number than the rest.
+# forgotten, in one one rank called it with a different number from the rest.
 
 # %%
 # %%ranks
@@ -1293,7 +1293,7 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# A forgot: every sequence stays with one rank for ever. In B some sequences were read less often than eight times,
+# A forgot: every sequence stays with one rank forever. In B some sequences were read less often than eight times,
 # others more: one rank deals from another deck. C is right: a sequence misses a given rank with probability (3/4)⁸
 # = 10 %, so it meets 4·0.9 = 3.6 ranks on average.
 #

@@ -1147,7 +1147,7 @@ assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 # %% [markdown]
 # ### Memory over a step (MORE, 4 min)
 #
-# At rest all wrappings are alike. The difference is what is whole *during* the step. Record one, event by event.
+# At rest all wrappings are the same. The difference is what is whole *during* the step. Record one, event by event.
 #
 # **Predict.** By block, how many MB does the gathered part reach? Under `grad_op`?
 #

@@ -22,14 +22,14 @@
 # - find the rank that hangs, and the call that it did not make;
 # - tell a slow rank from the ranks that wait for it, and a rank that makes NaN from the ranks that receive it;
 # - write a checkpoint that is whole or not there;
-# - resume a killed run bit for bit, and on another number of ranks;
+# - resume a killed run bit for bit, and on a different number of ranks;
 # - survive pre-emption and a dead node, and say how often to save.
 #
 # **You need** the [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)) and [data
 # parallel](../assets/glossary.md#data-parallel) training ([lesson 03](03_data_parallel.ipynb)). From lesson 06: under
 # *ZeRO* a rank keeps 1/n of the optimizer's memory and updates 1/n of the weights.
 #
-# **New here:** [time-out](../assets/glossary.md#time-out), [flight recorder](../assets/glossary.md#flight-recorder),
+# **New here:** [flight recorder](../assets/glossary.md#flight-recorder),
 # [straggler](../assets/glossary.md#straggler), [checkpoint](../assets/glossary.md#checkpoint),
 # [manifest](../assets/glossary.md#manifest), [resharding](../assets/glossary.md#resharding),
 # [pre-emption](../assets/glossary.md#pre-emption), [MTBF](../assets/glossary.md#mtbf).
@@ -142,7 +142,7 @@ if rank == 0:
 # %% [markdown]
 # ## A hang, and the call that was not made (CORE, 7 min)
 #
-# **Why.** A crash tells you a line. A hang tells you nothing: one rank takes another turn, and all others wait in
+# **Why.** A crash tells you a line. A hang tells you nothing: one rank takes a different branch, and all others wait in
 # the next collective until their group's [**time-out**](../assets/glossary.md#time-out), 30 minutes with gloo and 10 with
 # NCCL. Here it is short. One rank leaves the loop one step early (a classic: files that do not split evenly).
 
@@ -206,7 +206,7 @@ if rank == 0:
         say(f"rank {r} called: {' '.join(f'{call} {number}' for _, number, call, _ in record[-2:])}")
 
 # %% [markdown]
-# An entry has a `state`, too, but on gloo it says "scheduled" for ever. So one rank's record cannot tell you what hangs. The
+# An entry has a `state`, too, but on gloo it says "scheduled" forever. So one rank's record cannot tell you what hangs. The
 # comparison can: **same group, same number, every member.**
 
 
@@ -229,7 +229,7 @@ def usual(made):
 # the first number at which the ranks differ, and the list of those that did not make the call that most of them made. Return
 # None if they never differ.
 #
-# A rank may be missing, or may have made *another* call. And a buffer keeps only the last calls, so begin where **every**
+# A rank may be missing, or may have made a *different* call. And a buffer keeps only the last calls, so begin where **every**
 # buffer has begun. (Of a rank that called nothing, `{}`, all calls are missing.)
 
 
@@ -283,7 +283,7 @@ if rank == 0:
 # ### Exercise 1: three hangs, find the culprit (MORE, 7 min)
 #
 # With several groups, a rank that is missing in one may itself be waiting in another. Three hangs were recorded on four
-# ranks, each with another mistake. You get `records`, for each rank a list of `(group, number, call, length)`, and
+# ranks, each with a different mistake. You get `records`, for each rank a list of `(group, number, call, length)`, and
 # `members`, the ranks of each group. Write `culprit(records, members)`, which returns `(rank, group, number)`: who did not
 # make which call.
 #
@@ -292,7 +292,7 @@ if rank == 0:
 # first. (In each of these hangs exactly one rank is at fault.)
 #
 # `missing_call` solves hangs 0 and 1, which have one group. The check begins with the three; then it tries hangs of its own,
-# with other groups, some on five ranks.
+# with different groups, some on five ranks.
 
 # %%
 # %%ranks
@@ -812,7 +812,7 @@ checks.save_whole(save_whole, ranks, solution=True, folder=folder)
 # ![Each rank writes its shard into a folder step-0006.partial and syncs it; when all have told rank 0 size and sha256, rank 0 writes the
 # manifest and renames the folder to step-0006](../assets/11_save.svg)
 #
-# Now the two ends. `save` hands your lines what they need. `restore` fills a trainee, and refuses another number of ranks.
+# Now the two ends. `save` hands your lines what they need. `restore` fills a trainee, and refuses a different number of ranks.
 
 # %%
 # %%ranks
@@ -945,10 +945,10 @@ if rank == 0:
     say(f"{later.name} is newer, {trusted.name} is the one to go on from")
 
 # %% [markdown]
-# ## The library's way: DCP, and another number of ranks (CORE, 3 min)
+# ## The library's way: DCP, and a different number of ranks (CORE, 3 min)
 #
 # **Why.** Tomorrow you get three nodes instead of four, and our checkpoint fits as many ranks as wrote it.
-# [**Resharding**](../assets/glossary.md#resharding) is reading it with other cuts.
+# [**Resharding**](../assets/glossary.md#resharding) is reading it with different cuts.
 #
 # ![One row of numbers, cut for four ranks, for two and for three; each reader takes the pieces that overlap with its own
 # part](../assets/11_reshard.svg)
@@ -1031,7 +1031,7 @@ if rank < sizes[-1]:
 #
 # <details><summary>Answer</summary>
 #
-# Not zero: three ranks add their gradients in another order than four, and float64 rounds at 10⁻¹⁶. "Bit for bit" holds
+# Not zero: three ranks add their gradients in a different order from four, and float64 rounds at 10⁻¹⁶. "Bit for bit" holds
 # **on the same number of ranks**.
 #
 # </details>
@@ -1327,7 +1327,7 @@ metrics.exact(undisturbed=undisturbed if rank == 0 else None)
 # | a node dies | the job is ended; with `--requeue` it is queued again | the job's first node: queued again (`-r y`). Another node: your ranks fail, and the job with them |
 # | the next start | the same number, the script from its first line | the same |
 # | a warning before the end | `--signal=B:USR1@120` | none: `jobs/train.pbs` sets a clock of its own |
-# | the job asks for another turn | `scontrol requeue $SLURM_JOB_ID` | `qrerun`, mostly for operators; else `qsub` again, with the same folder |
+# | the job asks to run again | `scontrol requeue $SLURM_JOB_ID` | `qrerun`, mostly for operators; else `qsub` again, with the same folder |
 # | keep a bad node out | `sbatch --exclude=node17` | tell the operators; meanwhile ask for one node more, and start on those that pass your test |
 #
 # So have ready: a job that may be queued again, checkpoints in a folder that all nodes see, and a script that resumes without
@@ -1510,7 +1510,7 @@ checks.resume((all_of, put_back), ranks, solution=True)
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# A workshop's trainer (ours is a copy in spirit) shards the optimizer over the ranks, and saves as one always did. It prints
+# A workshop's trainer (ours is a copy in spirit) shards the optimizer over the ranks, and saves as it did before. It prints
 # "saved", it resumes. **What is wrong, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}
