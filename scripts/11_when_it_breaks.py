@@ -1268,25 +1268,15 @@ dist.barrier()
 
 # %%
 # %%ranks
-from manyhands.figures.looks import ALTERNATIVES, FAINT
-from matplotlib.figure import Figure
-
 lines = heard_so_far(where) if rank == 0 else []
-lives = list(dict.fromkeys(tuple(line["processes"]) for line in lines))
+processes = list(dict.fromkeys(tuple(line["processes"]) for line in lines))  # of each life
+lives = [
+    {line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes
+]
 if lives:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    above.plot(list(undisturbed), list(undisturbed.values()), color=FAINT, lw=8)
-    above.annotate("undisturbed", (1, undisturbed[1]), (12, -2), textcoords="offset points")
-    for i, life in enumerate(lives):
-        own = {line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life}
-        style = ALTERNATIVES[i % len(ALTERNATIVES)] | {"ms": (11, 8, 5, 5)[i % 4], "mfc": "none"}
-        above.plot(list(own), list(own.values()), **style)
-        middle = list(own)[len(own) // 2]
-        above.annotate(f"life {i + 1}", (middle, own[middle]), (0, 14), textcoords="offset points")
-        below.plot(list(own), [loss - undisturbed[step] for step, loss in own.items()], **style)
-    above.set(ylabel="loss", title=f"killed and resumed, {n_children} ranks")
-    below.set(xlabel="step", ylabel="residual", ylim=(-1e-6, 1e-6))
+    from manyhands.figures.lives import killed_and_resumed
+
+    figure = killed_and_resumed(undisturbed, lives, f"killed and resumed, {n_children} ranks")
     show(figure, "killed_run", "the losses of all lives lie on the undisturbed curve; the residual is zero")
 
 # %%
