@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 05 The same science: the same training on more ranks
 #
-# **45 minutes** for the sections marked CORE, 78 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 86 with those marked MORE.
 #
 # After this lesson **you can**
 # - give each rank its own data, so that nothing is lost, repeated, or read by two ranks by accident;
@@ -1262,7 +1262,7 @@ for read_s in (8e-3, 20e-3):
 # adds to both.
 
 # %% [markdown]
-# ## Exercises (MORE, 13 min)
+# ## Exercises (MORE, 21 min)
 #
 # Each check runs your answer in a process group of its own: you cannot break anything.
 #
@@ -1361,6 +1361,78 @@ def weighted_backward(ddp, micro_batches):
 
 
 checks.token_weighted(weighted_backward, ranks, solution=True)
+
+# %% [markdown]
+# ### Exercise 3: spot the rank count
+#
+# Somebody trained three small classifiers, A, B and C, each once on one rank and once on four. Does any of them depend on the
+# number of ranks?
+
+# %%
+# %%ranks
+trainings = checks.three_trainings()  # {"A": (losses on one rank, losses on four, dtype), ...}
+if rank == 0:
+    for name, (one, many, dtype) in trainings.items():
+        ends = " ".join(f"{loss:.2f}" for loss in (*one[::4], one[-1], *many[::4], many[-1]))
+        say(f"{name}, {dtype}: {ends}")
+
+# %% [markdown]
+# **Predict.** To two digits they all agree. One of them weighs its ranks wrongly, as the naive version above did. What does the
+# difference of two losses look like if it is rounding, in float32 and in float64, and if it is not?
+#
+# <details><summary>Answer</summary>
+#
+# Rounding is *relative*: a multiple of the loss times eps, 10⁻⁷ in float32 and 2·10⁻¹⁶ in float64. It starts with the first sums
+# and grows slowly. A mistake has a size of its own, far above that, in either precision. (It may be absent at update 0: that loss
+# is computed before anything was updated.)
+#
+# </details>
+
+# %%
+# %%ranks
+if rank == 0:
+    from manyhands.figures import many_ranks
+
+    pairs = {
+        f"{name}, {str(dtype).removeprefix('torch.')}": [torch.tensor(of, dtype=dtype) for of in (many, one)]
+        for name, (one, many, dtype) in trainings.items()
+    }
+    limit = 1000 * torch.finfo(torch.float32).eps
+    show(
+        many_ranks.differences(pairs, limit, "four ranks against one"),
+        "three_trainings",
+        "differences of losses",
+    )
+
+# %% [markdown]
+# Write `betrays(one, many, dtype)` for a test of your own code. Given are the losses of a training on one rank and on many, two
+# lists of floats. Return the number of the first update at which they differ by more than **1,000 eps of the loss**
+# (`torch.finfo(dtype).eps`), or None if they never do. Losses may be large, and one of them may be nan.
+
+
+# %%
+# %%ranks
+def betrays(one, many, dtype):
+    raise NotImplementedError  # your turn
+
+
+checks.betrays(betrays, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution 3
+def betrays(one, many, dtype):
+    eps = torch.finfo(dtype).eps
+    for update, (a, b) in enumerate(zip(one, many, strict=True)):
+        if not abs(a - b) <= 1000 * eps * abs(
+            a
+        ):  # "not <=" and not ">": a comparison with nan is always False
+            return update
+    return None
+
+
+checks.betrays(betrays, ranks, solution=True)
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

@@ -586,6 +586,70 @@ def only_counts(ddp, micro_batches):
     all_tokens_of(micro_batches)
 
 
+# ---- exercise 3: answers say the first update that betrays the number of ranks ----
+
+
+def first_beyond(limit_of):
+    """An answer: the first update whose losses are not within limit_of(loss on one rank, eps) of each other."""
+
+    def answer(one, many, dtype):
+        eps = torch.finfo(dtype).eps
+        apart = (
+            i for i, (a, b) in enumerate(zip(one, many, strict=True)) if not abs(a - b) <= limit_of(a, eps)
+        )
+        return next(apart, None)
+
+    return answer
+
+
+def named(name, answer):
+    answer.__name__ = name
+    return answer
+
+
+asks_for_equality = named("asks_for_equality", first_beyond(lambda loss, eps: 0))
+one_limit_for_both = named("one_limit_for_both", first_beyond(lambda loss, eps: 1e-10))
+float32s_eps_for_both = named("float32s_eps_for_both", first_beyond(lambda loss, eps: 1.2e-4 * loss))
+forgets_the_loss = named("forgets_the_loss", first_beyond(lambda loss, eps: 1000 * eps))
+never_says_so = named("never_says_so", first_beyond(lambda loss, eps: float("inf")))
+to_the_right = named("to_the_right", first_beyond(lambda loss, eps: 2000 * eps * abs(loss)))
+
+
+def takes_nan_for_equal(one, many, dtype):
+    limit = 1000 * torch.finfo(dtype).eps
+    return next((i for i, (a, b) in enumerate(zip(one, many, strict=True)) if abs(a - b) > limit * a), None)
+
+
+def looks_for_larger_losses(one, many, dtype):
+    limit = 1000 * torch.finfo(dtype).eps
+    pairs = enumerate(zip(one, many, strict=True))
+    return next((i for i, (a, b) in pairs if not b - a <= limit * a), None)
+
+
+def where_it_is_largest(one, many, dtype):
+    apart = [abs(a - b) / a for a, b in zip(one, many, strict=True)]
+    return None if max(apart) <= 1000 * torch.finfo(dtype).eps else apart.index(max(apart))
+
+
+def takes_update_0_for_none(one, many, dtype):
+    return to_the_right(one, many, dtype) or None
+
+
+def counts_updates_from_one(one, many, dtype):
+    found = to_the_right(one, many, dtype)
+    return None if found is None else found + 1
+
+
+def says_that_it_betrays(one, many, dtype):
+    return to_the_right(one, many, dtype) is not None
+
+
+def in_arrays(one, many, dtype):  # right
+    one, many = np.array(one), np.array(many)
+    apart = np.flatnonzero(~(np.abs(one - many) <= 1000 * torch.finfo(dtype).eps * one))
+    return apart[0] if len(apart) else None
+
+
 REJECTED = {
     "diagnose": {
         says_fine: 'is "same order", not "fine": every rank reads the same list in every epoch',
@@ -686,6 +750,19 @@ REJECTED = {
         skips_empty_micro_batches: "also where a micro-batch has no token",
         only_counts: "run a backward pass for each micro-batch",
     },
+    "betrays": {
+        asks_for_equality: "training A is right, in float32: None, not update 1",
+        one_limit_for_both: "training A is right, in float32: None, not update 1",
+        never_says_so: "training B is wrong, in float32: update 1, not None",
+        counts_updates_from_one: "training B is wrong, in float32: update 1, not update 2",
+        float32s_eps_for_both: "in float64 one loss is off by 10000 eps, and later ones are not: update 7, not None",
+        forgets_the_loss: "in float32 a loss of 4,000 rounds a thousand times as far as one of 4: None, not update",
+        takes_nan_for_equal: "nan is no rounding: update 5, not None",
+        looks_for_larger_losses: "training B is wrong, in float32: update 1, not",
+        where_it_is_largest: "the very first losses differ: they did not start alike: update 0, not update",
+        takes_update_0_for_none: "the very first losses differ: they did not start alike: update 0, not None",
+        says_that_it_betrays: "return the number of an update, or None, not the bool False",
+    },
 }
 SOLUTIONS = {
     "sharded_order": "remaining",
@@ -693,6 +770,7 @@ SOLUTIONS = {
     "rate_rule": "learning_rate",
     "diagnose": "diagnose",
     "token_weighted": "weighted_backward",
+    "betrays": "betrays",
 }
 MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
 
@@ -721,6 +799,8 @@ RIGHT = [
     ("token_mean", gathers_small_counts),
     ("rate_rule", in_numpy),
     ("token_weighted", gathers_the_counts),
+    ("betrays", in_arrays),
+    ("betrays", to_the_right),
 ]
 
 

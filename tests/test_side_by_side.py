@@ -67,7 +67,7 @@ def test_a_read_only_course_runs_and_its_outputs_go_to_the_users_own_place(tmp_p
             env=environ,
             capture_output=True,
             text=True,
-            timeout=140,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -1,5 +1,5 @@
 """Checks of lesson 05: an order that survives a change of ranks, a loss that counts every token once, a learning rate, and
-who read what.
+who read what; whether losses betray the number of ranks is in `rank_count`.
 
 Orders and rates need no message between ranks, and the checks say so. Those of a loss compute the right gradients without
 communicating, as the data of rank r is drawn from a seed that says r.
@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.rank_count import betrays as betrays
+from manyhands.checks.rank_count import three_trainings as three_trainings
 from manyhands.checks.values import number, plain
 from manyhands.measure import wire
 

@@ -1,6 +1,7 @@
-"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has forgotten.
+"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has forgotten;
+that of a wrong copy is in `wrong_copy`.
 
-One of them communicates, the one of a save by all ranks; in the others every rank judges the answer on the same cases,
+One of them communicates here, the one of a save by all ranks; in the others every rank judges the answer on the same cases,
 drawn from fixed seeds.
 """
 
@@ -25,6 +26,7 @@ from torch import nn
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.values import plain
+from manyhands.checks.wrong_copy import odd_one_out as odd_one_out
 from manyhands.runs import recorded_runs
 
 LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
