@@ -20,7 +20,7 @@
 #
 # After this lesson **you can**
 # - split linear layers by columns and by rows, and attention by heads;
-# - write the two movements f and g, and say why one belongs to forward and the other to backward;
+# - write the two movements f and g, one for forward and one for backward, and say why;
 # - add sequence parallelism, and name the gradients that it leaves unfinished;
 # - do the same with `parallelize_module`, and count its collectives;
 # - say why a tensor-parallel group stays within a node.
@@ -171,7 +171,7 @@ if rank == 0:
 x = torch.tensor([[1.0, 2, 3], [4, 5, 6]], device=device)
 W = torch.tensor([[1.0, 2], [3, 4], [5, 6]], device=device)
 
-mine = x @ W.tensor_split(world_size, dim=1)[rank]  # by columns: 4 ranks have more than there are
+mine = x @ W.tensor_split(world_size, dim=1)[rank]  # with 4 ranks, two get no column
 say(f"by columns {mine.tolist()}")
 
 # %% tags=["nbval-check-output"]
@@ -372,7 +372,7 @@ class Row(nn.Module):
 #
 # <details><summary>Answer</summary>
 #
-# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. Backward hands over the
+# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. On four ranks it is 11. Backward hands over the
 # gradient of the inputs: 6 numbers. The 4 hidden units appear nowhere.
 #
 # </details>
@@ -455,8 +455,8 @@ assert numbers == [B * T * D] * 4 * layers
 # ![A layer on two ranks: under tensor parallelism the norms see all positions on both ranks; with sequence parallelism each rank
 # has half of the positions there, an all-gather leads into attention and MLP, a reduce-scatter out of them](../assets/07_sequence.svg)
 #
-# The all-reduce after a row-parallel layer falls into its halves. A reduce-scatter sums, and leaves each rank its own
-# positions. After the norm, an all-gather makes them whole for the next columns. The bytes are the same.
+# The all-reduce after a row-parallel layer is cut into its two halves. A reduce-scatter sums, and leaves each rank its
+# own positions. After the norm, an all-gather makes them whole for the next columns.
 #
 # The raw movements, along dim 1, the positions:
 
@@ -566,11 +566,14 @@ with wire.watch() as seen:
     model(*batch())[1].backward()
 found = {op: seen.count(op) for op in ("all_gather", "reduce_scatter", "all_reduce")}
 if rank == 0:
+    volume = sum(call.bytes for call in seen.calls) / (4 * B * T * D)
     say(f"{layers} layers: {found}")
+    say(f"volume {volume:g} B·T·D; before, {4 * layers} all-reduces of two halves each: {8 * layers}")
 assert [seen.count(op) for op in found] == [4 * layers + 2, 4 * layers, 0]
 
 # %% [markdown]
-# Four of each per layer, and one all-gather at each end. But backward is not finished.
+# Four of each per layer: the same volume as before. At both ends of the model there is one more all-gather. But backward
+# is not finished.
 #
 # **Predict.** A norm's weight is whole on every rank, and each rank's norm has seen T/t positions. What is its gradient
 # on each rank? Which other parameters are in the same situation?
@@ -759,8 +762,8 @@ metrics.close(float64_loss=loss_1.detach())
 # virtual network a layer of a 7 B model (D = 4,096) computes 2,048 tokens in bf16 at 400 TFLOP/s. Ranks of a node
 # are linked by 150 GB/s, nodes by 50 GB/s.
 #
-# In the figure expect bars of saved bytes on dashed lines of the formula. On the right, the hatched part should stay
-# small as long as the group lies within a node.
+# In the figure expect bars of saved bytes on dashed lines of the formula. On the right, the hatched part should grow
+# as soon as the group leaves the node.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -820,11 +823,12 @@ def by_formula(per_node):
     return layer_s / t + 4 * 2 * (t - 1) * link.cost_s(stream.nbytes / t)
 
 
-times = {
-    f"{t // per_node} of {per_node}": (*layer_on(per_node), by_formula(per_node))
-    for per_node in (4, 2, 1)
-    if t % per_node == 0
-}
+times = {}
+for per_node in (4, 2, 1):
+    if t % per_node == 0:
+        nodes = t // per_node
+        name = f"{nodes} node{'' if nodes == 1 else 's'} of {per_node}"
+        times[name] = (*layer_on(per_node), by_formula(per_node))
 metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 
 # %%
@@ -833,25 +837,19 @@ from manyhands.figures.kept_and_timed import kept_and_timed
 
 if rank == 0:
     figure = kept_and_timed(kept, times, layer_s, f"one of {t} ranks, {layers} layers")
-    show(
-        figure,
-        "kept_and_timed",
-        "bars of bytes kept for backward, and of a layer's virtual time by placement",
-    )
+    show(figure, "kept_and_timed", "bars of bytes kept for backward, and of a layer's virtual time")
     for name, (measured, *formula) in kept.items():
         say(f"{name:14} keeps {measured / 1e6:6.2f} MB, measured / formula {measured / sum(formula):.4f}")
     for name, (total, communication, _) in times.items():
-        speed_up, shared = layer_s / total, communication / total
-        say(
-            f"nodes x ranks {name}: {1e3 * total:.2f} virtual ms, {speed_up:.1f} times one rank; {shared:.0%} communication"
-        )
+        faster, share_of_it = layer_s / total, communication / total
+        say(f"{name}: {faster:.1f} times as fast as one rank; {share_of_it:.0%} is communication")
 assert all(abs(measured / sum(formula) - 1) < 0.02 for measured, *formula in kept.values())
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
 # **So tensor parallelism stays within a node.** One hop over the slow network, and the ring runs at its pace. Data
-# parallelism and FSDP cross nodes better: they send weights or gradients, once or a few times per step, and can hide that
-# behind computation. Here the next product waits.
+# parallelism and FSDP cross nodes better: they send weights or gradients, once or a few times per step, and can hide
+# that behind computation. Here the next product waits.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
@@ -866,7 +864,7 @@ assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values
 # ## A vocabulary in parts (MORE, 9 min)
 #
 # **Why.** Embedding and head have V·D weights each, and the logits B·T·V numbers. With V = 128,000 the logits are larger
-# than any other activation. So split the vocabulary too: [vocabulary
+# than any other single activation. So split the vocabulary too: [vocabulary
 # parallel](../assets/glossary.md#vocabulary-parallel). Our V of 65 does not divide evenly: pieces are as equal as `chunk`
 # makes them.
 #
@@ -1118,7 +1116,7 @@ for title, model in (("theirs", wrong), ("mended", mended)):
             f"{title}: {len(names)} parameters have drifted apart, by up to {max(names.values(), default=0):.4f}"
         )
         for name, apart in list(names.items())[:6]:
-            say(f"    {name:26} {apart:.4f}")
+            say(f"    {name:28} {apart:.4f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -1129,7 +1127,8 @@ for title, model in (("theirs", wrong), ("mended", mended)):
 #
 # The last norm, with ranks' gradients printed side by side:
 # [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446). Norms in general:
-# [Megatron-LM#443](https://github.com/NVIDIA/Megatron-LM/issues/443).
+# [Megatron-LM#443](https://github.com/NVIDIA/Megatron-LM/issues/443). A library that leaves this sum to its caller:
+# [TransformerEngine#435](https://github.com/NVIDIA/TransformerEngine/issues/435).
 #
 # </details>
 #
@@ -1153,7 +1152,7 @@ for title, model in (("theirs", wrong), ("mended", mended)):
 # ```bash
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 4 --parallel.sequence-parallel
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.tensor 2
-# python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.tensor 2 --parallel.loss-parallel
+# python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.tensor 2
 # ```
 #
 # **What changes on GPUs.** The group must be ranks of one node, so t is at most the number of its GPUs, and a launcher that

@@ -14,7 +14,7 @@ def kept_and_timed(kept, times, alone_s, title):
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(9.5, 2.9), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     colour, hatch = BYTES["activations"]
     for i, (measured, whole, share) in enumerate(kept.values()):
@@ -37,19 +37,18 @@ def kept_and_timed(kept, times, alone_s, title):
         right.text(1e3 * total, i, f"  {1e3 * total:.2f} ms", va="center")
     right.set(xlabel="virtual time of a layer, ms", title="forward and backward, by placement")
     right.set_xlim(0, 1.3e3 * max(row[0] for row in rows.values()))
-    right.set_yticks(
-        range(len(rows)), [name if i == 0 else f"nodes x ranks: {name}" for i, name in enumerate(rows)]
-    )
+    right.set_yticks(range(len(rows)), list(rows))
     keys = [
-        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=face, ec=INK, hatch=hatch, label="a share"),
+        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=face, ec=INK, hatch=hatch, label="divided among ranks"),
         Patch(fc=GREY, ec=INK, label="compute"), Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
         Line2D([], [], **PREDICTED, label="by formula"),
     ]  # fmt: skip
     for axes in (left, right):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
-    left.legend(handles=keys[:2], loc="lower right", frameon=False, handleheight=1.3)
-    right.legend(handles=keys[2:], loc="lower right", frameon=False, handleheight=1.3)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "frameon": False, "handleheight": 1.3}
+    left.legend(handles=keys[:2], ncols=2, **below)
+    right.legend(handles=keys[2:], ncols=3, **below)
     return figure
 
 
