@@ -567,13 +567,13 @@ with wire.watch() as seen:
 found = {op: seen.count(op) for op in ("all_gather", "reduce_scatter", "all_reduce")}
 if rank == 0:
     volume = sum(call.bytes for call in seen.calls) / (4 * B * T * D)
-    say(f"{layers} layers: {found}")
-    say(f"volume {volume:g} B·T·D; before, {4 * layers} all-reduces of two halves each: {8 * layers}")
+    say(", ".join(f"{count} of {op}" for op, count in found.items()))
+    say(f"volume {volume:g} B·T·D; before, {4 * layers} all-reduces of two halves each, {8 * layers}")
 assert [seen.count(op) for op in found] == [4 * layers + 2, 4 * layers, 0]
 
 # %% [markdown]
-# Four of each per layer: the same volume as before. At both ends of the model there is one more all-gather. But backward
-# is not finished.
+# Four of each per layer: the volume of before. The two ends of the model add one all-gather each. But backward is not
+# finished.
 #
 # **Predict.** A norm's weight is whole on every rank, and each rank's norm has seen T/t positions. What is its gradient
 # on each rank? Which other parameters are in the same situation?
@@ -679,6 +679,13 @@ if rank == 0:
     held = list(weight.to_local().shape)
     say(f"mlp.down.weight: {list(weight.shape)}, {weight.placements[0]}, I hold {held}")
     say(f"collectives of an MLP: {forward_calls} forward, {counted.get_total_counts()} with backward")
+
+# %% [markdown]
+# One all-reduce each way, as yours. `CommDebugMode` of torch 2.13 fails on a module that is called twice in a forward, as
+# our dropout is. So it sees an MLP, and `wire` the whole model:
+
+# %%
+# %%ranks
 library.zero_grad()
 with wire.watch() as seen:
     loss = library(*batch())[1]
@@ -688,9 +695,9 @@ if rank == 0:
 metrics.exact(library_calls=len(seen.calls))
 
 # %% [markdown]
-# (`src_data_rank=None`: every rank has the full weights already, so none needs to send them. `CommDebugMode` of torch 2.13
-# fails on a module that is called twice in a forward, as our dropout is, so it sees an MLP, and `wire` the rest.) Now the proof, in float64:
-# one process, ours and the library's, without and with sequence parallelism. For the latter take what `train.py` uses,
+# (`src_data_rank=None`: every rank has the full weights already, so none needs to send them.)
+#
+# Now the proof, in float64: one process, ours and the library's, without and with sequence parallelism. For the latter take what `train.py` uses,
 # `manyhands.parallel.tensor_parallel`, which also splits embedding and head. Compare the loss and **every gradient**.
 
 
@@ -748,13 +755,14 @@ metrics.close(float64_loss=loss_1.detach())
 # **What a rank keeps for backward.** In numbers per token and layer (lesson 01 counts them: 16 D + H + 4 in all): norms
 # 2 D + 4, inputs of the two column layers 2 D, and what lies inside the split layers, 12 D + H.
 #
-# **Predict.** With t = 4, which of these are divided by 4 under tensor parallelism, which with sequence parallelism?
+# **Predict.** With D = 128 and H = 4 that is 2,056 numbers. How many does each of four ranks keep under tensor
+# parallelism? With sequence parallelism?
 #
 # <details><summary>Answer</summary>
 #
-# Tensor parallelism: the last. 4 D stay whole, however many ranks you take. Sequence parallelism divides the norms' part
-# too, so 2 D stay: our gathered inputs. Korthikanti et al. keep only a share of these as well, and gather it again in
-# backward.
+# Tensor parallelism divides what lies inside: 260 + 256 + 1,540/4 = 901. The 516 stay, however many ranks you take. Sequence
+# parallelism divides the norms' part too: 256 + (260 + 1,540)/4 = 706. What stays are our gathered inputs. Korthikanti et
+# al. keep only a share of these as well, and gather them again in backward.
 #
 # </details>
 #
@@ -800,7 +808,7 @@ metrics.exact(kept_bytes={name: row[0] for name, row in kept.items()})
 # And a layer on three machines that differ in nothing but how many of the group's ranks share a node:
 
 # %%
-# %%ranks --timeout 120
+# %%ranks
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 INSIDE, BETWEEN = Link(2e-6, 150e9), Link(5e-6, 50e9)
@@ -817,6 +825,12 @@ def layer_on(per_node):
     return net.clock_s, net.clock_s - layer_s / t
 
 
+# %% [markdown]
+# By formula, and for each number of ranks on a node:
+
+
+# %%
+# %%ranks --timeout 120
 def by_formula(per_node):
     """The ring's 2 (t-1) messages of a t-th each, four times; its slowest link sets the pace."""
     link = INSIDE if per_node == t else BETWEEN
@@ -1107,6 +1121,8 @@ def drifted(model, group):
     return {name: apart for name, apart in found.items() if apart > 0}
 
 
+# %%
+# %%ranks
 mended = split_stream(new_model(), group)
 train(mended, of_own_positions)
 for title, model in (("theirs", wrong), ("mended", mended)):
