@@ -47,7 +47,7 @@
 # <details><summary>For the instructor: the whole lesson</summary>
 #
 # Minutes of the CORE: start 2, warm-up 3, f and g 7, linears 7, attention 3, sequence parallel 11, three ways 4,
-# experiment 4, zoo 3. Builds A to D take about three minutes each and are in these numbers.
+# experiment 5, zoo 3. Builds A to D take about three minutes each and are in these numbers.
 #
 # *Say:* one question carries the lesson: "do all ranks hold the same here, or terms of a sum?" Every movement changes
 # one into the other, and its backward follows from the answer.
@@ -697,8 +697,9 @@ metrics.exact(library_calls=len(seen.calls))
 # %% [markdown]
 # (`src_data_rank=None`: every rank has the full weights already, so none needs to send them.)
 #
-# Now the proof, in float64: one process, ours and the library's, without and with sequence parallelism. For the latter take what `train.py` uses,
-# `manyhands.parallel.tensor_parallel`, which also splits embedding and head. Compare the loss and **every gradient**.
+# Now the proof, in float64: one process, ours and the library's, without and with sequence parallelism. For
+# the latter take what `train.py` uses, `manyhands.parallel.tensor_parallel`, which also splits embedding and head. Compare
+# the loss and **every gradient**.
 
 
 # %%
@@ -750,7 +751,7 @@ metrics.close(float64_loss=loss_1.detach())
 # </details>
 
 # %% [markdown]
-# ## Experiment: what it saves, and where it hurts (CORE, 4 min)
+# ## Experiment: what it saves, and where it hurts (CORE, 5 min)
 #
 # **What a rank keeps for backward.** In numbers per token and layer (lesson 01 counts them: 16 D + H + 4 in all): norms
 # 2 D + 4, inputs of the two column layers 2 D, and what lies inside the split layers, 12 D + H.
