@@ -19,11 +19,13 @@ def plans(rows, memory_bytes, title):
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.8 + 0.36 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(12, 2.6 + 0.36 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
+    longest = max(sum(seconds.values()) for _, _, seconds in rows)
     for row, (_, held, seconds) in enumerate(rows):
         _stack(left, row, [(kind, size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
-        _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in seconds.items()])
+        shown = [(part, value) for part, value in seconds.items() if value > longest / 500]
+        _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in shown])
     left.axvline(memory_bytes / GB, **LIMIT, label="memory")
     left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
@@ -31,10 +33,10 @@ def plans(rows, memory_bytes, title):
     left.set_ylim(len(rows) - 0.4, -0.6)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(
-            handles.values(), handles, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18), ncols=4
-        )
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
+        axes.legend(once.values(), once, frameon=False, ncols=3, fontsize=9, **below)
     return figure
 
 
@@ -75,8 +77,8 @@ def published(rows):
     axes.plot(ends, ends, **PREDICTED)
     for off in (0.9, 1.1):
         axes.plot(ends, [end * off for end in ends], color=GREY, lw=1)
-    axes.annotate("10 % more", (ends[1], ends[1] * 1.1), ha="right", va="bottom")
-    axes.annotate("10 % less", (ends[1], ends[1] * 0.9), ha="right", va="top")
+    axes.annotate("10 % more", (ends[0] * 1.02, ends[0] * 1.14), rotation=45, fontsize=9)
+    axes.annotate("10 % less", (ends[0] * 1.1, ends[0] * 0.93), rotation=45, fontsize=9)
     for i, source in enumerate(dict.fromkeys(one[0] for one in rows)):
         look = ALTERNATIVES[i % len(ALTERNATIVES)] | {"ls": "none"}
         for fitted in (False, True):

@@ -65,7 +65,7 @@ def _gpt_numbers(config):
 
 
 def _llama_numbers(config):
-    """The same of a Llama (see `planned_model`): RMSNorm keeps one statistic, grouped queries shrink K and V.
+    """The same of a Llama (see `planned_model`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V.
 
     SwiGLU, down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is
     the norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.

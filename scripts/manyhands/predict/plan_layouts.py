@@ -135,7 +135,7 @@ def _family(question, base, tensor, pipeline, sharing, recompute, most_micro_bat
     if sharing == "hybrid":
         shard = min(question.machine.gpus_per_node, question.gpus) // tensor
     name = name_of(sharing, Layout(pipeline, data // shard, shard, tensor))
-    if model.n_kv_head % tensor:
+    if model.n_kv_head != model.n_head and model.n_kv_head % tensor:
         sentence = f"{model.n_kv_head} key-value heads do not split over {tensor} tensor ranks"
         return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
     variants, refused = [], ""

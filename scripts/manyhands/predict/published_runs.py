@@ -44,7 +44,7 @@ class PublishedRun:
 NARAYANAN = "Narayanan et al. 2021, arXiv:2104.04473, table 1"
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, table 5"
 SMITH = "Smith et al. 2022, arXiv:2201.11990, section 2.4"
-BLOOM = "https://huggingface.co/bigscience/bloom and https://huggingface.co/blog/bloom-megatron-deepspeed"
+BLOOM = "BigScience 2022, https://huggingface.co/bigscience/bloom and https://huggingface.co/blog/bloom-megatron-deepspeed"
 LLAMA = "Grattafiori et al. 2024, arXiv:2407.21783, table 4"
 
 
@@ -62,7 +62,8 @@ def _narayanan(billions, n_head, n_embd, n_layer, tensor, pipeline, gpus, batch,
     return PublishedRun(
         f"GPT {billions}B", NARAYANAN, _gpt(f"{billions}B", n_layer, n_embd, n_head), gpus, tensor, pipeline, batch,
         tflops, "hardware",
-        "parameters by their formula, and TFLOP/s against the table's own last columns, percent of peak and PFLOP/s together",
+        "parameters by their formula; TFLOP/s against the table's last columns, percent of peak and PFLOP/s together; sizes to 310 B"
+        " against github.com/aws-samples/awsome-distributed-training, 3.test_cases/megatron, which lists them from the table",
         "micro-batch 1; v the least above 1 that splits a stage's layers: the table names neither",
         stages_per_rank=_interleaved(n_layer // pipeline) if pipeline > 1 else 1,
     )  # fmt: skip
@@ -96,7 +97,8 @@ def _korthikanti(billions, n_layer, n_embd, n_head, pipeline, gpus, batch, micro
     tflops = model.flops_per_token() * batch * model.block_size / seconds / gpus / 1e12
     return PublishedRun(
         f"GPT {billions}B, selective", KORTHIKANTI, model, gpus, 8, pipeline, batch, tflops, "model",
-        "seconds per iteration, by arithmetic, against the table's MFU", "nothing", micro_batch=micro_batch,
+        "seconds per iteration, by arithmetic, against the table's MFU, and against calculon/llm/validation.py of"
+        " github.com/calculon-ai/calculon, which quotes the table", "nothing", micro_batch=micro_batch,
         stages_per_rank=v, recompute="attention", sequence_parallel=True,
     )  # fmt: skip
 
@@ -112,7 +114,8 @@ def _smith(gpus, _, tflops):
     """MT-NLG: DeepSpeed's pipeline, 1F1B; 126 TFLOP/s count the recomputation, as the seconds show."""
     return PublishedRun(
         f"MT-NLG 530B, {gpus} GPUs", SMITH, _gpt("530B", 105, 20480, 128), gpus, 8, 35, 1920, tflops, "hardware",
-        "seconds per iteration, by arithmetic with the recomputation, against the TFLOP/s",
+        "seconds per iteration, by arithmetic with the recomputation, against the TFLOP/s; both against"
+        " github.com/cli99/llm-analysis, examples/megatron-turing-nlg, which quotes the section",
         "micro-batch 1, one stage per rank: section 2.4 names neither",
     )  # fmt: skip
 

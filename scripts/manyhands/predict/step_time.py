@@ -137,7 +137,7 @@ def step_time(work, machine, assumed=None):
     # the bubble is made of layers: the head stands on the last stage alone
     idle = (work.pipeline - 1) / work.stages_per_rank
     bubble_s = idle * (forward_s + backward_s - around_s + late_s + tensor_s + stream_s)
-    data_s = _data(work, machine, a, messages, forward_s, backward_s)
+    data_s = _data(work, machine, a, messages, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
     owned = work.parameters / (1 if work.sharing == "copies" else work.data)
     owned = work.parameters / work.shard if work.sharing == "hybrid" else owned
     optimizer_s, host_s = owned * OPTIMIZER_BYTES / machine.memory_bytes_per_s, 0.0
