@@ -1,7 +1,6 @@
 """The planner: bytes equal to the course's formulas and to real ranks, nothing recommended that does not fit, honest refusals."""
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.layout import resolve_layout
 from manyhands.config.options import read_options
 from manyhands.config.presets import PRESETS
 from manyhands.gpt.model import GPTConfig
@@ -18,7 +17,7 @@ from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
 from manyhands.predict import flops
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.link_time import LINK_SHARE, Group
-from manyhands.predict.machines import MACHINES, Machine, machine_from_file, machine_named
+from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
 from manyhands.predict.plan_layouts import Question, families
 from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes, stages_of_ranks
 from manyhands.predict.plan_work import planned_work
@@ -515,6 +514,4 @@ def test_a_layout_has_one_name():
         "copies 2 x pipeline 4",
         "tensor 2 x pipeline 4",
     } <= names
-    assert str(one(ODD, 1, "one GPU").layout) == "one rank" == str(Layout())
-    assert all(a != b for a, b in itertools.pairwise(sorted(names)))
-    assert isinstance(Machine.__dataclass_fields__, dict)
+    assert str(one(ODD, 1, "one GPU").layout) == "one rank"
