@@ -44,9 +44,7 @@ def lines_of_solutions(lesson, open_text):
     solutions = [cell.source for cell in pairs.read(lesson.script).cells if is_solution(cell)]
     lines = {line.strip() for source in solutions for line in source.splitlines()}
     general = ("def ", "#", "checks.", "return {")
-    return {
-        line for line in lines if len(line) > 24 and not line.startswith(general) and line not in open_text
-    }
+    return {line for line in lines if len(line) > 24 and not line.startswith(general) and line not in open_text}
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
