@@ -23,6 +23,7 @@ the smallest number of GPUs that would; status 2: the question makes no sense, w
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -187,4 +188,5 @@ def _show_published(args):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

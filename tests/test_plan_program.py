@@ -52,6 +52,10 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
     rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|copies|tensor|pipeline)", out, re.MULTILINE)
     assert [int(number) for number, _ in rows][:3] == [1, 2, 3] and "slower ones (--all shows them)" in out
+    table = [
+        line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line
+    ]
+    assert len(table) == 4 and len({len(line) for line in table}) == 1, "columns stand below each other"
     assert re.search(r"GB per GPU: parameters [\d.]+, gradients", out)
     assert re.search(
         r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others", out

@@ -13,8 +13,6 @@ from manyhands.predict.planner import CLOSE, GB, smallest_fit, weakest_assumptio
 from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
 from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
 
-HEADER = f"{'':4}{'layout':34}{'micro':>6}{'recompute':>10}{'GB/GPU':>8}{'in GB':>7}{'out GB':>7}{'bubble':>7}{'step s':>9}{'MFU':>6}"
-
 
 def as_text(answer, top=8, show_all=False):
     """The whole answer, as lines. `top` rows of the ranking; show_all: every one, and every refusal."""
@@ -27,8 +25,7 @@ def as_text(answer, top=8, show_all=False):
         f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the others by"
         " time, each at its best.",
         "",
-        HEADER,
-        *(_row(i, one) for i, one in enumerate(rows)),
+        *_table(rows),
     ]
     if len(rows) < len(answer.ranked):
         lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
@@ -50,23 +47,39 @@ def _question(question):
     ]
 
 
-def _row(i, one):
-    layout, sent = one.candidate.layout, one.time.sent()
-    bubble = one.time.bubble_s / one.step_s
-    micro = f"{layout.micro_batches}x{one.candidate.micro_batch}"
-    name = one.name + (" interleaved" if layout.stages_per_rank > 1 else "")
+def _table(plans):
+    """A header and a line per plan, in columns."""
+    names = [one.name + " interleaved" * (one.candidate.layout.stages_per_rank > 1) for one in plans]
+    wide = max(len(name) for name in names) + 1
+    columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
+    return [f"{'':4}{'layout':{wide}}{columns}"] + [
+        f"{i + 1:2}. {name:{wide}}{_columns(one)}"
+        for i, (name, one) in enumerate(zip(names, plans, strict=True))
+    ]
+
+
+def _columns(one):
+    sent, bubble = one.time.sent(), one.time.bubble_s / one.step_s
+    micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
     return (
-        f"{i + 1:2}. {name:34}{micro:>6}{one.candidate.options.parallel.recompute:>10}{one.held.on_gpu / GB:8.1f}"
-        f"{sent.inside / GB:7.1f}{sent.between / GB:7.1f}{bubble:7.0%}{one.step_s:9.2f}{one.mfu:6.0%}"
+        f"{micro:>7}{one.candidate.options.parallel.recompute:>11}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
+        f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
     )
+
+
+def _gb(size):
+    """Bytes in GB, with more digits below one."""
+    return f"{size / GB:.1f}" if size >= GB else f"{size / GB:.2g}"
 
 
 def _best(answer):
     question, best = answer.question, answer.best
     held = {kind: size for kind, size in best.held.by_kind().items() if size}
-    kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in held.items())
+    kinds = ", ".join(f"{kind} {_gb(size)}" for kind, size in held.items())
     parts = ", ".join(
-        f"{part} {seconds:.2f}" for part, seconds in best.time.by_part().items() if seconds > 0.005
+        f"{part} {seconds:.2g}"
+        for part, seconds in best.time.by_part().items()
+        if seconds > best.step_s / 500
     )
     host = f", of which {best.held.on_host / GB:.1f} rest in the host's memory" if best.held.offload else ""
     lines = [
@@ -76,8 +89,8 @@ def _best(answer):
     ]
     for message in best.time.messages:
         lines.append(
-            f"   {message.axis}: {message.calls:,} {message.operation} of {message.payload_bytes / GB:.1f} GB; a GPU sends"
-            f" {message.sent.inside / GB:.1f} GB inside its node, {message.sent.between / GB:.1f} GB to others"
+            f"   {message.axis}: {message.calls:,} {message.operation} of {_gb(message.payload_bytes)} GB; a GPU sends"
+            f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
         )
     lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
     if best.held.offload:
