@@ -54,7 +54,7 @@ def one(model, gpus, name, batch=24, machine=H100, **kwargs):
 
 @pytest.mark.parametrize(
     "model, gpus",
-    [(ODD, 1), (ODD, 6), (ODD, 8), (dataclasses.replace(ODD, tie=True, qkv_bias=True), 8)],
+    [(ODD, 1), (ODD, 4), (ODD, 6), (dataclasses.replace(ODD, tie=True, qkv_bias=True), 8)],
 )
 def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byte(model, gpus):
     machine = dataclasses.replace(H100, gpus_per_node=gpus if gpus == 6 else 8)
