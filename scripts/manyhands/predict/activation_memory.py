@@ -154,7 +154,8 @@ def _kept(config, layout, options, a_layer):
     if kind == "none":
         return a_layer, 0
     numbers = sequences_at_once(layout, options) * config.block_size * config.n_embd
-    kept = numbers * weight_bytes(options)  # the layer's input
+    # the layer's input, of which sequence parallelism leaves each tensor rank a share
+    kept = numbers * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave: 3 D + D + 4 D, D and D
         kept += (8 / layout.tensor + 2) * numbers * PRECISION_BYTES[options.train.precision]
     return kept, a_layer
