@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from manyhands.config.presets import PRESETS
-from manyhands.gpt.model import GPTConfig
 
 Strategy = Literal["ddp", "zero1", "fsdp", "tp", "pp", "deepspeed"]
 Schedule = Literal[
@@ -356,6 +355,8 @@ def validate(options):
         )
     if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
         raise OptionError(f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB")
+    from manyhands.gpt.model import GPTConfig  # late: it brings torch, and who plans a run needs none
+
     try:
         GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
     except ValueError as error:
@@ -364,6 +365,8 @@ def validate(options):
 
 def model_config(options, num_symbols):
     """The GPTConfig of a run on a corpus of `num_symbols` symbols. Raises OptionError if it does not fit."""
+    from manyhands.gpt.model import GPTConfig  # late: see `validate`
+
     wanted = options.model.vocab_size
     if wanted is not None and wanted < num_symbols:
         raise OptionError(

@@ -14,7 +14,7 @@ Shapes: B sequences, T positions, V symbols, D width, H heads, N layers.
 
 from dataclasses import replace
 
-from manyhands.predict.rank_memory import PRECISION_BYTES, weight_bytes
+from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
 
 AROUND = ("final norm", "head", "loss", "ids")  # the layers
 FULL = ("norms", "final norm", "loss")  # what autocast leaves in the weights' precision
@@ -37,9 +37,20 @@ def saved_bytes(config, sequences, itemsize=4):
     """
     if config.dropout:
         raise ValueError(f"dropout={config.dropout} keeps masks that are not counted here; use dropout=0")
-    N, D, H, V, T = config.n_layer, config.n_embd, config.n_head, config.vocab_size, config.block_size
+    N, H, V, T = config.n_layer, config.n_head, config.vocab_size, config.block_size
     tokens = sequences * T
-    per_token = {
+    per_token = _llama_numbers(config) if getattr(config, "style", "gpt") == "llama" else _gpt_numbers(config)
+    terms = {term: count * tokens * itemsize for term, count in per_token.items()}
+    terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
+    terms["loss"] = V * tokens * max(itemsize, 4)
+    # of each token its id and its target, and each position once; the number of targets, as a float, is the loss's
+    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + max(itemsize, 4)}
+
+
+def _gpt_numbers(config):
+    """{term: numbers per token} of all layers and what is around them."""
+    N, D = config.n_layer, config.n_embd
+    return {
         "norms": N * 2 * (D + 2),
         "qkv": N * D,
         "attention": N * 3 * D,
@@ -49,13 +60,29 @@ def saved_bytes(config, sequences, itemsize=4):
         "mlp down": N * 4 * D,
         "final norm": D + 2,
         "head": D,
-        "loss": V,
+        "loss": config.vocab_size,
     }
-    terms = {term: count * tokens * itemsize for term, count in per_token.items()}
-    terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
-    terms["loss"] = V * tokens * max(itemsize, 4)
-    # of each token its id and its target, and each position once; the number of targets, as a float, is the loss's
-    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + max(itemsize, 4)}
+
+
+def _llama_numbers(config):
+    """The same of a Llama (see `planned_model`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V.
+
+    SwiGLU, down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is
+    the norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
+    """
+    N, D, M, kv_width = config.n_layer, config.n_embd, config.n_hidden, config.kv_width
+    return {
+        "norms": N * 2 * (D + 1),
+        "qkv": N * D,
+        "attention": N * (D + 2 * kv_width),
+        "attention out": N * D,
+        "mlp up": N * D,
+        "gelu": N * 3 * M,
+        "mlp down": N * M,
+        "final norm": D + 1,
+        "head": D,
+        "loss": config.vocab_size,
+    }
 
 
 def published_bytes(config, sequences):
@@ -92,7 +119,7 @@ def sequences_at_once(layout, options):
 
 def activation_bytes(config, layout, options):
     """Bytes of all micro-batches between their forward and their backward on a rank; with a pipeline at most."""
-    terms = _terms(config, layout, options)
+    terms = rank_terms(config, layout, options)
     a_layer = sum(size for term, size in terms.items() if term not in AROUND) / config.n_layer
     around = sum(terms[term] for term in AROUND)
     kept, again = _kept(config, layout, options, a_layer)
@@ -106,8 +133,8 @@ def activation_bytes(config, layout, options):
     return int(max(min(layout.micro_batches, stages) * layers, layers + around) + again)
 
 
-def _terms(config, layout, options):
-    """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks."""
+def rank_terms(config, layout, options):
+    """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
     config, sequences = replace(config, dropout=0.0), sequences_at_once(layout, options)
     full = saved_bytes(config, sequences, weight_bytes(options))
     low = saved_bytes(config, sequences, PRECISION_BYTES[options.train.precision])
@@ -127,7 +154,8 @@ def _kept(config, layout, options, a_layer):
     if kind == "none":
         return a_layer, 0
     numbers = sequences_at_once(layout, options) * config.block_size * config.n_embd
-    kept = numbers * weight_bytes(options)  # the layer's input
+    # the layer's input, of which sequence parallelism leaves each tensor rank a share
+    kept = numbers * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave: 3 D + D + 4 D, D and D
         kept += (8 / layout.tensor + 2) * numbers * PRECISION_BYTES[options.train.precision]
     return kept, a_layer

@@ -8,8 +8,6 @@ What a device does, `timing.gemm_peak` measures.
 
 import re
 
-import torch
-
 # Vendors' peaks in TFLOP/s, dense: where a data sheet gives only "with sparsity", half of it. Matrix units where the type
 # has them. Columns: name as torch says it, compute units (a slice of a device, or another cut of the chip, has others),
 # fp64, fp32, tf32, fp16, bf16.
@@ -50,6 +48,8 @@ def dense_peak(device, precision):
     """
     if device.type == "cpu":
         return None
+    import torch  # late: who asks by name needs none
+
     properties = torch.get_device_module(device).get_device_properties(device)
     units = getattr(properties, "multi_processor_count", None) or getattr(
         properties, "max_compute_units", None
@@ -76,4 +76,6 @@ def device_name(device):
     """What torch calls the device: "NVIDIA H200", "cpu"."""
     if device.type == "cpu":
         return "cpu"
+    import torch
+
     return torch.get_device_module(device).get_device_name(device)

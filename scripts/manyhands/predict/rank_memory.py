@@ -19,9 +19,8 @@ from manyhands.measure.tensor_bytes import Bytes
 from manyhands.parallel.deepspeed_engine import LIVE_NUMEL
 from manyhands.parallel.fsdp import parameters_by_unit, units
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
+from manyhands.predict.precision import MOMENTS, PRECISION_BYTES, weight_bytes
 
-PRECISION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is multiplied
-MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer keeps per parameter; SGD has no momentum here
 # which dim of a weight the tensor ranks split (see `tensor_parallel`); they hold all others whole
 TENSOR_DIM = {
     "attention.qkv.weight": 0,
@@ -64,11 +63,6 @@ def bytes_per_rank(config, layout, options):
 def checkpoint_bytes(config, options):
     """What a checkpoint holds under every strategy: weights and optimizer, whole, in their own precision."""
     return config.num_params() * weight_bytes(options) * (1 + MOMENTS[options.optimizer.name])
-
-
-def weight_bytes(options):
-    """Bytes of a number that the optimizer updates: bf16 and fp16 keep theirs in fp32."""
-    return max(PRECISION_BYTES[options.train.precision], PRECISION_BYTES["fp32"])
 
 
 def _of_rank(config, layout, options, pipeline_rank):

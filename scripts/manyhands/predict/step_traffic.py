@@ -15,7 +15,7 @@ import torch
 
 from manyhands.gpt.model import GPT
 from manyhands.parallel.fsdp import parameters_by_unit
-from manyhands.predict.rank_memory import PRECISION_BYTES, weight_bytes
+from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
 
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
 

@@ -1,0 +1,220 @@
+"""What a plan says: plain text for people, a dict for programs.
+
+    print(as_text(answer, top=8))
+    json.dumps(as_dict(answer))
+
+Sizes are in decimal GB, as vendors state memories.
+"""
+
+from collections import Counter
+
+from manyhands.predict.plan_command import start_lines, train_flags
+from manyhands.predict.planner import CLOSE, GB, smallest_fit, weakest_assumption
+from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
+from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
+
+
+def as_text(answer, top=8, show_all=False):
+    """The whole answer, as lines. `top` rows of the ranking; show_all: every one, and every refusal."""
+    lines = [*_question(answer.question), ""]
+    if answer.best is None:
+        return "\n".join([*lines, *_nothing_fits(answer), *_refusals(answer, show_all)])
+    rows = answer.ranked if show_all else answer.ranked[:top]
+    lines += [
+        f"{answer.tried:,} layouts tried; {len(answer.ranked)} ways to split the GPUs fit, {len(answer.refused)} are refused.",
+        f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the others by"
+        " time, each at its best.",
+        "",
+        *_table(rows),
+    ]
+    if len(rows) < len(answer.ranked):
+        lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
+    lines += ["", *_best(answer), "", *_refusals(answer, show_all)]
+    return "\n".join(lines)
+
+
+def _question(question):
+    model, machine = question.model, question.machine
+    tokens = question.global_batch * model.block_size
+    nodes = max(1, question.gpus // machine.gpus_per_node)
+    return [
+        f"{model.name}: {model.num_params():,} parameters, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
+        f" heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
+        f"{question.gpus} GPUs {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
+        f" {machine.memory_bytes / GB:.0f} GB, {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
+        f" {machine.between_bytes_per_s / GB:g} GB/s between nodes",
+        f"a step: {question.global_batch} sequences = {tokens:,} tokens",
+    ]
+
+
+def _table(plans):
+    """A header and a line per plan, in columns."""
+    names = [one.name + " interleaved" * (one.candidate.layout.stages_per_rank > 1) for one in plans]
+    wide = max(len(name) for name in names) + 1
+    columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
+    return [f"{'':4}{'layout':{wide}}{columns}"] + [
+        f"{i + 1:2}. {name:{wide}}{_columns(one)}"
+        for i, (name, one) in enumerate(zip(names, plans, strict=True))
+    ]
+
+
+def _columns(one):
+    sent, bubble = one.time.sent(), one.time.bubble_s / one.step_s
+    micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
+    return (
+        f"{micro:>7}{one.candidate.options.parallel.recompute:>11}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
+        f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
+    )
+
+
+def _gb(size):
+    """Bytes in GB, with more digits below one."""
+    return f"{size / GB:.1f}" if size >= GB else f"{size / GB:.2g}"
+
+
+def _best(answer):
+    question, best = answer.question, answer.best
+    held = {kind: size for kind, size in best.held.by_kind().items() if size}
+    kinds = ", ".join(f"{kind} {_gb(size)}" for kind, size in held.items())
+    parts = ", ".join(
+        f"{part} {seconds:.2g}"
+        for part, seconds in best.time.by_part().items()
+        if seconds > best.step_s / 500
+    )
+    host = f", of which {best.held.on_host / GB:.1f} rest in the host's memory" if best.held.offload else ""
+    lines = [
+        f"1. {best.name}: {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / question.gpus:,.0f} per GPU",
+        f"   GB per GPU: {kinds}{host}",
+        f"   seconds: {parts}",
+    ]
+    for message in best.time.messages:
+        lines.append(
+            f"   {message.axis}: {message.calls:,} {message.operation} of {_gb(message.payload_bytes)} GB; a GPU sends"
+            f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
+        )
+    lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
+    if best.held.offload:
+        lines.append(
+            f"   not checked: {best.held.on_host / GB:.1f} GB per GPU, and as fast an Adam, in the host's memory"
+        )
+    if question.machine.name not in ("a100-40", "a100-80", "h100"):
+        lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
+    starts = start_lines(question, best.candidate)
+    if not starts:
+        return [*lines, "   train.py trains the course's GPT alone: there is no command for this model"]
+    return [*lines, *(f"   {what}: {line}" for what, line in starts)]
+
+
+def _nothing_fits(answer):
+    question = answer.question
+    reasons = [sentence for _, sentence in answer.refused]
+    if not any("GB per GPU" in sentence for sentence in reasons):
+        return ["No layout is possible.", ""]
+    number = smallest_fit(question)
+    said = (
+        f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
+    )
+    return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
+
+
+def _refusals(answer, show_all):
+    """Refused ways to split the GPUs: all, or each reason with how often, and the largest that do not fit by least."""
+    if not answer.refused:
+        return []
+    if show_all:
+        return ["Refused:", *(f"    {name}: {sentence}" for name, sentence in answer.refused)]
+    reasons, first = Counter(), {}
+    too_large = [pair for pair in answer.refused if "GB per GPU" in pair[1]]
+    for name, sentence in answer.refused:
+        if "GB per GPU" not in sentence:
+            reasons[sentence] += 1
+            first.setdefault(sentence, name)
+    lines = ["Refused:"]
+    for name, sentence in sorted(too_large, key=lambda pair: float(pair[1].split()[1]))[:4]:
+        lines.append(f"    {name}: {sentence}")
+    if len(too_large) > 4:
+        lines.append(f"    ... and {len(too_large) - 4} that need more memory (--all shows them)")
+    for sentence, count in reasons.most_common(4):
+        lines.append(f"    {first[sentence]}{f' and {count - 1} more' * (count > 1)}: {sentence}")
+    if len(reasons) > 4:
+        lines.append(f"    ... and {len(reasons) - 4} other reasons (--all shows them)")
+    return lines
+
+
+def as_dict(answer):
+    """The answer as plain values: bytes, seconds, counts. The same keys for every plan."""
+    question = answer.question
+    found = {
+        "question": {
+            "model": question.model.name,
+            "parameters": question.model.num_params(),
+            "machine": question.machine.name,
+            "gpus": question.gpus,
+            "global_batch": question.global_batch,
+            "memory_bytes": question.machine.memory_bytes,
+        },
+        "tried": answer.tried,
+        "plans": [_plan_dict(question, one) for one in answer.ranked],
+        "refused": [{"layout": name, "reason": sentence} for name, sentence in answer.refused],
+        "weakest_assumption": weakest_assumption(question, answer.best)[0] if answer.best else None,
+        "start": [line for _, line in start_lines(question, answer.best.candidate)] if answer.best else [],
+        "smallest_fit": question.gpus if answer.best else smallest_fit(question),
+    }
+    return found
+
+
+def _plan_dict(question, one):
+    layout, options = one.candidate.layout, one.candidate.options
+    return {
+        "layout": one.name,
+        "axes": {axis: getattr(layout, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
+        "sharing": one.candidate.sharing,
+        "schedule": options.parallel.schedule if layout.pipeline > 1 else None,
+        "micro_batches": layout.micro_batches,
+        "micro_batch": one.candidate.micro_batch,
+        "recompute": options.parallel.recompute,
+        "bytes": one.held.by_kind() | {"on_gpu": one.held.on_gpu, "on_host": one.held.on_host},
+        "seconds": one.time.by_part() | {"total": one.step_s},
+        "messages": [
+            {
+                "axis": message.axis,
+                "operation": message.operation,
+                "calls": message.calls,
+                "payload_bytes": message.payload_bytes,
+                "sent_inside_bytes": message.sent.inside,
+                "sent_between_bytes": message.sent.between,
+            }
+            for message in one.time.messages
+        ],
+        "bubble": one.time.bubble_s / one.step_s,
+        "mfu": one.mfu,
+        "tokens_per_s": one.tokens_per_s,
+        "train_flags": train_flags(question, one.candidate),
+    }
+
+
+def published_text():
+    """The tables of published runs: predicted, published, residual, and what each rests on."""
+    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
+    lines = [
+        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the peak, kept"
+        f" bytes pass {MEMORY_PASSES:.2f} times through memory.",
+        "TFLOP/s per GPU, counted as the source counts them.",
+    ]
+    for source in dict.fromkeys(run.source for run in RUNS):
+        runs = [run for run in RUNS if run.source == source]
+        lines += ["", source, head, *(_published_row(run) for run in runs)]
+        middle, worst = summary(runs)
+        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
+        lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
+        lines += [
+            f"  assumed, as the source leaves it open: {said}"
+            for said in dict.fromkeys(run.assumed for run in runs)
+        ]
+    return "\n".join(lines)
+
+
+def _published_row(run):
+    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
+    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
+    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"

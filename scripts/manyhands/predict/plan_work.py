@@ -1,0 +1,90 @@
+"""What a GPU does in a step under a layout of the trainer: the `Work` that `step_time` needs, from the course's formulas.
+
+work = planned_work(model, layout, options, sharing="zero3")
+"""
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+from manyhands.predict.activation_memory import AROUND, rank_terms, sequences_at_once
+from manyhands.predict.plan_memory import rank_parameters, stages_of_ranks
+from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
+from manyhands.predict.step_time import Work
+
+CHEAP = ("norms", "gelu", "mlp down")  # what selective recomputation repeats: norms, GELU and its output
+
+
+def planned_work(model, layout, options, sharing):
+    """The Work of the busiest GPU: of a pipeline the rank whose layers, with the head if it is the last, take longest.
+
+    Without a pipeline a rank runs all layers. In low precision are the products and what tensor ranks send; sums of
+    gradients and what stages send are in fp32, as the trainer has them.
+    """
+    parallel, low = options.parallel, PRECISION_BYTES[options.train.precision]
+    sequences = sequences_at_once(layout, options)
+    tokens = sequences * model.block_size
+    layers, has_head = busiest_rank(model, layout.pipeline, layout.stages_per_rank)
+    terms = _terms(
+        model,
+        sequences,
+        options.train.precision,
+        layout.tensor,
+        parallel.sequence_parallel,
+        parallel.loss_parallel,
+    )
+    a_layer = sum(size for term, size in terms.items() if term not in AROUND) / model.n_layer
+    cheap = sum(terms[term] for term in CHEAP) / model.n_layer
+    flops = layers * tokens * model.layer_flops() / layout.tensor
+    again = {"none": 0.0, "selective": cheap, "block": a_layer}[parallel.recompute]
+    parameters = rank_parameters(model, layout.tensor, layout.pipeline, layout.stages_per_rank)
+    whole = sharing in ("copies", "zero1")
+    return Work(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        replicate=layout.replicate,
+        shard=layout.shard,
+        micro_batches=layout.micro_batches,
+        stages_per_rank=layout.stages_per_rank,
+        sharing=sharing,
+        layers=layers,
+        layers_flops=flops,
+        head_flops=tokens * model.head_flops() / layout.tensor if has_head else 0.0,
+        again_flops=flops if parallel.recompute == "block" else 0.0,
+        layers_bytes=layers * a_layer,
+        again_bytes=layers * again,
+        around_bytes=sum(terms[term] for term in AROUND) if has_head else 0.0,
+        # two in the forward, two in the backward; recomputed layers send theirs again
+        tensor_calls=layers * (6 if parallel.recompute == "block" else 4) if layout.tensor > 1 else 0,
+        tensor_payload=tokens * model.n_embd * low,
+        stream_bytes=tokens * model.n_embd * weight_bytes(options),
+        stream_scattered=False,
+        parameters=parameters,
+        units=model.n_layer // layout.pipeline + 1,
+        gather_bytes=low,
+        gradient_bytes=weight_bytes(options),
+        # autocast reads the weights in fp32 and writes them in low precision, once per forward
+        cast_bytes=parameters * (weight_bytes(options) + low) if whole else 0.0,
+        # gradients of a pipeline's copies are averaged when all micro-batches are done
+        overlap=not (layout.pipeline > 1 and whole),
+    )
+
+
+@lru_cache(maxsize=4096)
+def busiest_rank(model, pipeline, stages_per_rank):
+    """(layers, whether the head is there) of the pipeline rank with the most operations per micro-batch."""
+    ranks = [
+        (sum(layers for layers, _, _ in stages), any(is_last for _, _, is_last in stages))
+        for stages in stages_of_ranks(model.n_layer, pipeline, stages_per_rank)
+    ]
+    return max(ranks, key=lambda rank: rank[0] * model.layer_flops() + rank[1] * model.head_flops())
+
+
+@lru_cache(maxsize=4096)
+def _terms(model, sequences, precision, tensor, sequence_parallel, loss_parallel):
+    """`rank_terms` for a micro-batch of so many sequences: what else a layout says does not matter to it."""
+    layout = SimpleNamespace(tensor=tensor, data=1, micro_batches=1)
+    options = SimpleNamespace(
+        train=SimpleNamespace(global_batch=sequences, precision=precision),
+        parallel=SimpleNamespace(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel),
+    )
+    return rank_terms(model, layout, options)

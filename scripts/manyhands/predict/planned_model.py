@@ -1,0 +1,162 @@
+"""The sizes of a model that is planned and not built: the course's GPT, or one of Llama's kind. Needs no torch.
+
+    model = preset_model("olmo-7b")                          # a preset of the trainer
+    model = PlannedModel("mine", vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
+    model.num_params(), model.flops_per_token()
+
+`style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et al.
+2024): it can be planned, and `train.py` does not train it. Mixtures of experts are not here: see `refuse_experts`.
+
+Shapes: V symbols, T positions, D width, H heads, K key-value heads, M hidden, N layers.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from manyhands.config.presets import PRESETS
+
+SHAKESPEARE_SYMBOLS = 65  # what a preset without a vocabulary gets from the corpus
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the model: its shape, the dim that tensor ranks split (none: each holds it whole), and its use."""
+
+    shape: tuple[int, ...]
+    split: int | None = None
+    linear: bool = False  # of a linear layer: autocast keeps a copy in low precision
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Sizes, under the names that GPTConfig has for them. Raises ValueError, with the numbers, for what makes no model."""
+
+    name: str
+    vocab_size: int  # V
+    block_size: int  # T
+    n_layer: int  # N
+    n_head: int  # H
+    n_embd: int  # D
+    n_kv_head: int | None = None  # K; none: as many as heads
+    n_hidden: int | None = None  # M; none: 4 D
+    style: str = "gpt"  # or llama
+    tie: bool = False
+    qkv_bias: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
+        object.__setattr__(self, "n_hidden", 4 * self.n_embd if self.n_hidden is None else self.n_hidden)
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
+        if self.style not in ("gpt", "llama"):
+            raise ValueError(f"style={self.style!r} is unknown; use gpt or llama")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"{self.n_head} heads do not split over {self.n_kv_head} key-value heads; use a divisor of {self.n_head}"
+            )
+        if self.style == "gpt" and (self.n_kv_head != self.n_head or self.n_hidden != 4 * self.n_embd):
+            raise ValueError(
+                f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is 4 x {self.n_embd}"
+                f" wide in its MLP (not {self.n_hidden}); use style=llama"
+            )
+
+    @property
+    def kv_width(self):
+        """Numbers of a token's key, over all key-value heads."""
+        return self.n_embd // self.n_head * self.n_kv_head
+
+    def layer_weights(self):
+        """[Weight] of one layer."""
+        D, M = self.n_embd, self.n_hidden
+        if self.style == "llama":
+            linears = [(D, D, 0), (self.kv_width, D, 0), (self.kv_width, D, 0), (D, D, 1)]
+            linears += [(M, D, 0), (M, D, 0), (D, M, 1)]
+            return [Weight((D,))] * 2 + [Weight((o, i), split, True) for o, i, split in linears]
+        biases = [Weight((3 * D,), 0, True)] if self.qkv_bias else []
+        return [
+            *[Weight((D,))] * 4,  # two norms
+            Weight((3 * D, D), 0, True), *biases,
+            Weight((D, D), 1, True), Weight((D,), None, True),
+            Weight((4 * D, D), 0, True), Weight((4 * D,), 0, True),
+            Weight((D, 4 * D), 1, True), Weight((D,), None, True),
+        ]  # fmt: skip
+
+    def front_weights(self):
+        """[Weight] before the layers. A tied embedding is the head's weight, too."""
+        positions = [] if self.style == "llama" else [Weight((self.block_size, self.n_embd))]
+        return [Weight((self.vocab_size, self.n_embd), 0, self.tie), *positions]
+
+    def back_weights(self):
+        """[Weight] behind the layers: the last norm and, unless it is tied, the head."""
+        D, V = self.n_embd, self.vocab_size
+        norm = [Weight((D,))] * (1 if self.style == "llama" else 2)
+        head = [] if self.tie else [Weight((V, D), 0, True)]
+        bias = [Weight((V,), 0, True)] if head and self.style == "gpt" else []
+        return [*norm, *head, *bias]
+
+    def num_params(self):
+        """Parameters, by the shapes; of a gpt as `GPTConfig.num_params` has them."""
+        once = self.front_weights() + self.back_weights()
+        return self.n_layer * sum(prod(w.shape) for w in self.layer_weights()) + sum(
+            prod(w.shape) for w in once
+        )
+
+    def layer_flops(self):
+        """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of attention.
+
+        As in `flops.flops_per_token`: the causal mask saves nothing.
+        """
+        products = sum(prod(w.shape) for w in self.layer_weights() if len(w.shape) == 2)
+        return 2 * products + self.attention_flops()
+
+    def attention_flops(self):
+        """Of them, what attention multiplies beside its linear layers: scores, and their product with V."""
+        return 4 * self.n_embd * self.block_size
+
+    def head_flops(self):
+        """Of the head per token, forward."""
+        return 2 * self.vocab_size * self.n_embd
+
+    def flops_per_token(self):
+        """Model FLOPs of forward and backward: what MFU counts, recomputation left out."""
+        return 3 * (self.n_layer * self.layer_flops() + self.head_flops())
+
+
+# Grattafiori et al. 2024 (arXiv:2407.21783), table 3; positions as in the first stage of pre-training
+LLAMAS = {
+    "llama3-8b": (32, 32, 4096, 14336),
+    "llama3-70b": (80, 64, 8192, 28672),
+    "llama3-405b": (126, 128, 16384, 53248),
+}
+MODELS = (*PRESETS, *LLAMAS)
+
+
+def preset_model(name):
+    """The PlannedModel of a preset of the trainer, or of one of LLAMAS. Raises ValueError for an unknown name."""
+    if name in LLAMAS:
+        n_layer, n_head, n_embd, n_hidden = LLAMAS[name]
+        return PlannedModel(name, 128256, 8192, n_layer, n_head, n_embd, 8, n_hidden, "llama")
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(MODELS)}")
+    from manyhands.config.options import from_preset
+
+    sizes = from_preset(name).model
+    return PlannedModel(
+        name, sizes.vocab_size or SHAKESPEARE_SYMBOLS, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,
+        tie=sizes.tie, qkv_bias=sizes.qkv_bias, dropout=sizes.dropout,
+    )  # fmt: skip
+
+
+def refuse_experts(experts):
+    """Mixtures of experts cannot be planned here. Raises ValueError for more than one."""
+    if experts is not None and experts != 1:
+        raise ValueError(
+            f"experts={experts}: there is no formula here for routing, capacity and all-to-all, and train.py has no experts;"
+            " plan the dense model with the hidden width that a token really passes through, and trust no byte of it"
+        )

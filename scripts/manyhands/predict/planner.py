@@ -1,0 +1,181 @@
+"""Which layout to train with: every family of layouts is refused with its numbers, or ranked by predicted step time.
+
+    answer = plan(Question(preset_model("olmo-7b"), machine_named("h100"), gpus=64, global_batch=512))
+    answer.best, answer.ranked, answer.refused     # Plan or None, [Plan], [(name of a family, sentence)]
+    smallest_fit(question)                         # where nothing fits: on how many GPUs something would
+
+What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are right,
+the simplest is best: fewer axes, then the simpler way to share, then less recomputation, then less memory.
+"""
+
+from dataclasses import dataclass, replace
+
+from manyhands.predict.plan_layouts import RECOMPUTE, SHARINGS, Candidate, Question, families
+from manyhands.predict.plan_memory import AT_REST, PlannedBytes, bytes_at_rest, planned_bytes
+from manyhands.predict.plan_work import planned_work
+from manyhands.predict.step_time import Assumptions, StepTime, step_time
+
+CLOSE = 1.05
+MOST_NODES = 65_536  # where the search for a machine that is large enough ends
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits, and what it is predicted to take."""
+
+    candidate: Candidate
+    held: PlannedBytes
+    time: StepTime
+    mfu: float  # model FLOPs per second over the peak of all GPUs
+    tokens_per_s: float  # of all GPUs together
+
+    @property
+    def name(self):
+        return str(self.candidate)
+
+    @property
+    def step_s(self):
+        return self.time.total_s
+
+    def complexity(self):
+        """For `sorted`: the simplest plan first."""
+        layout, parallel = self.candidate.layout, self.candidate.options.parallel
+        axes = (layout.tensor > 1) + (layout.pipeline > 1) + (layout.data > 1)
+        kind = list(SHARINGS).index(self.candidate.sharing)
+        again = RECOMPUTE.index(parallel.recompute)
+        return axes, kind, again, layout.stages_per_rank, self.held.on_gpu, self.step_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `plan` found."""
+
+    question: Question
+    ranked: tuple[
+        Plan, ...
+    ]  # one of each family that fits: the recommended plan, then the others, the fastest first
+    fastest_s: float  # a step of the fastest plan of all: `best` may take up to CLOSE times as long
+    refused: tuple[tuple[str, str], ...]
+    tried: int  # layouts, variants of families included
+
+    @property
+    def best(self):
+        return self.ranked[0] if self.ranked else None
+
+
+def plan(question, assumed=None):
+    """The Answer to a Question."""
+    plans, refused, tried = {}, [], 0
+    for family in families(question):
+        tried += len(family.variants)
+        fitting = [
+            _timed(question, candidate, held, assumed)
+            for candidate, held in _measured(question, family.variants)
+            if held
+        ]
+        if fitting:
+            plans[family.name] = fitting
+        else:
+            refused.append((family.name, family.refused or _does_not_fit(question, family)))
+    if not plans:
+        return Answer(question, (), float("inf"), tuple(refused), tried)
+    best, fastest_s = _simplest([one for fitting in plans.values() for one in fitting])
+    others = [
+        min(fitting, key=lambda one: one.step_s) for name, fitting in plans.items() if name != best.name
+    ]
+    ranked = (best, *sorted(others, key=lambda one: one.step_s))
+    return Answer(question, ranked, fastest_s, tuple(refused), tried)
+
+
+def _measured(question, variants):
+    """[(candidate, its PlannedBytes, or None where they do not fit)]."""
+    for candidate in variants:
+        held = planned_bytes(question.model, candidate.layout, candidate.options)
+        yield candidate, held if held.on_gpu <= question.machine.memory_bytes else None
+
+
+def _timed(question, candidate, held, assumed=None):
+    model, machine = question.model, question.machine
+    work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+    time = step_time(work, machine, assumed)
+    tokens = question.global_batch * model.block_size
+    flops_per_s = model.flops_per_token() * tokens / time.total_s
+    return Plan(
+        candidate, held, time, flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s
+    )
+
+
+def _simplest(plans):
+    """(of the plans that are nearly as fast as the fastest the simplest, seconds of the fastest)."""
+    fastest_s = min(one.step_s for one in plans)
+    return min((one for one in plans if one.step_s <= fastest_s * CLOSE), key=Plan.complexity), fastest_s
+
+
+def _does_not_fit(question, family):
+    """Why a family is refused whose smallest variant is too large: the sentence with its bytes."""
+    held, candidate = min(
+        ((planned_bytes(question.model, one.layout, one.options), one) for one in family.variants),
+        key=lambda pair: pair[0].on_gpu,
+    )
+    kinds = sorted(held.by_kind().items(), key=lambda kind: -kind[1])
+    if held.offload:
+        kinds = [kind for kind in kinds if kind[0] not in AT_REST]
+    largest = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in kinds[:3])
+    room = question.machine.memory_bytes
+    return (
+        f"needs {held.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"
+        f" {candidate.micro_batch} and recompute {candidate.options.parallel.recompute}"
+    )
+
+
+def smallest_fit(question, start=1):
+    """The smallest number of GPUs, whole nodes if more than one, on which something fits; None up to MOST_NODES nodes.
+
+    The batch stays as it is, so that a number that does not split it may fail where a smaller one fits.
+    """
+    per_node = int(question.machine.gpus_per_node)
+    counts = [n for n in range(1, per_node + 1) if per_node % n == 0]
+    nodes = 2
+    while nodes <= min(MOST_NODES, question.global_batch * question.model.n_layer):
+        counts.append(nodes * per_node)
+        nodes += 1
+        if len(counts) > 600:
+            break
+    for gpus in counts:
+        if gpus >= start and _something_fits(replace(question, gpus=gpus)):
+            return gpus
+    return None
+
+
+def _something_fits(question):
+    """Whether any layout fits: with micro-batches of one sequence and the most recomputation, which need the least."""
+    model, room = question.model, question.machine.memory_bytes
+    for family in families(question, recompute=("block", "none"), most_micro_batch=1):
+        for candidate in family.variants:
+            options = candidate.options
+            if not options.parallel.offload and sum(bytes_at_rest(model, candidate.layout, options)) > room:
+                continue
+            if planned_bytes(model, candidate.layout, options).on_gpu <= room:
+                return True
+    return False
+
+
+def weakest_assumption(question, best):
+    """(sentence, seconds of a step if it is wrong): the assumption on which the recommended plan hangs most."""
+    a = Assumptions()
+    doubts = {
+        f"matrix products attain {a.matmul_share:.0%} of the peak, as fitted on A100 with Megatron-LM; at"
+        f" {0.7 * a.matmul_share:.0%}": replace(a, matmul_share=0.7 * a.matmul_share),
+        f"collectives attain {a.link_share:.0%} of the links' stated bandwidth; at {a.link_share / 2:.0%}": replace(
+            a, link_share=a.link_share / 2
+        ),
+        f"kept bytes pass {a.memory_passes:.1f} times through memory, as fitted with Megatron-LM's fused kernels; at twice"
+        " that": replace(a, memory_passes=2 * a.memory_passes),
+        "messages of data parallelism hide behind compute; if none does": replace(a, overlap=False),
+    }
+    seconds = {
+        said: _timed(question, best.candidate, best.held, changed).step_s for said, changed in doubts.items()
+    }
+    worst = max(seconds, key=seconds.get)
+    return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Which layout should this model train with, on these GPUs?
+
+    python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64                      # ranked, with the command
+    python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64 --plot plan.png      # and a picture
+    python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
+        --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
+    python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
+    python scripts/plan.py --published --plot published.png                               # held against published runs
+    python scripts/plan.py --machines                                                     # the table, with its sources
+
+You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes ("in",
+"out"), the pipeline's bubble, predicted time of a step and MFU; why the others are refused, with the numbers; the assumption
+that the first row hangs on most; and the `train.py` command and job lines for it. "micro 8x4" is 8 micro-batches of 4
+sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered
+for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload (zero3, at rest in the host's memory).
+
+Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests; times
+are a model with two constants fitted on published runs: `--published` shows how far off it is. Not planned: context
+parallelism, mixtures of experts, zero-bubble schedules, CPUs. Nothing here needs torch or a GPU. Status 1: nothing fits, and
+the smallest number of GPUs that would; status 2: the question makes no sense, with the cure.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
+
+from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
+from manyhands.predict.plan_layouts import Question
+from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model, refuse_experts
+from manyhands.predict.planner import plan
+
+NOTHING_FITS, SENSELESS = 1, 2
+SIZES = {
+    "vocab": "vocab_size",
+    "positions": "block_size",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+}
+MORE_SIZES = {"kv_heads": "n_kv_head", "hidden": "n_hidden"}
+# {flag: (field of a Machine, what one of its unit is)}
+MACHINE_FLAGS = {
+    "peak_tflops": ("peak_flops", 1e12),
+    "memory_gb": ("memory_bytes", 1e9),
+    "memory_gbs": ("memory_bytes_per_s", 1e9),
+    "inside_gbs": ("inside_bytes_per_s", 1e9),
+    "between_gbs": ("between_bytes_per_s", 1e9),
+    "host_gbs": ("host_bytes_per_s", 1e9),
+    "gpus_per_node": ("gpus_per_node", 1),
+}
+
+
+def read(argv):
+    parser = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_argument_group("the model: a preset, or sizes")
+    model.add_argument("--preset", help=", ".join(MODELS))
+    for flag in (*SIZES, *MORE_SIZES):
+        model.add_argument(f"--{flag.replace('_', '-')}", type=int)
+    model.add_argument(
+        "--style", choices=("gpt", "llama"), default="gpt", help="llama: SwiGLU, RMSNorm, grouped queries"
+    )
+    model.add_argument("--tie", action="store_true", help="one matrix for token embedding and head")
+    model.add_argument("--experts", type=int, help="refused: there is no formula for them here")
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument(
+        "--machine", default="h100", help=f"{', '.join(MACHINES)}, or a .toml file (default: h100)"
+    )
+    for flag in MACHINE_FLAGS:
+        machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
+    machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
+    machine.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
+    parser.add_argument("--global-batch", type=int, help="sequences per step (default: the preset's)")
+    out = parser.add_argument_group("what to show")
+    out.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
+    out.add_argument("--all", action="store_true", help="every row, and every refusal")
+    out.add_argument("--json", action="store_true", help="one JSON object: bytes, seconds, counts")
+    out.add_argument("--plot", help="also draw it, into this file (.png, .svg, .pdf)")
+    out.add_argument("--published", action="store_true", help="published runs, predicted")
+    out.add_argument("--machines", action="store_true", help="the table of machines")
+    return parser.parse_args(argv)
+
+
+def question_of(args):
+    """The Question of the flags. Raises ValueError with the cure."""
+    refuse_experts(args.experts)
+    machine = (
+        machine_from_file(args.machine) if args.machine.endswith(".toml") else machine_named(args.machine)
+    )
+    changed = {
+        field: getattr(args, flag) * unit
+        for flag, (field, unit) in MACHINE_FLAGS.items()
+        if getattr(args, flag) is not None
+    }
+    machine = replace(machine, name=f"{machine.name}, changed", **changed) if changed else machine
+    model, batch = _model(args), args.global_batch
+    if batch is None:
+        from manyhands.config.options import from_preset
+        from manyhands.config.presets import PRESETS
+
+        if model.name not in PRESETS:
+            raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")
+        batch = from_preset(model.name).train.global_batch
+    return Question(model, machine, args.gpus, batch, offload=not args.no_offload)
+
+
+def _model(args):
+    given = {flag: getattr(args, flag) for flag in (*SIZES, *MORE_SIZES) if getattr(args, flag) is not None}
+    if args.preset is not None:
+        if given or args.tie or args.style != "gpt":
+            names = ", ".join(f"--{flag.replace('_', '-')}" for flag in given) or "--style or --tie"
+            raise ValueError(f"--preset {args.preset} has sizes of its own; leave {names} out")
+        return preset_model(args.preset)
+    if missing := [f"--{flag}" for flag in SIZES if flag not in given]:
+        raise ValueError(f"no model: name --preset, or {', '.join(missing)}")
+    sizes = {(SIZES | MORE_SIZES)[flag]: value for flag, value in given.items()}
+    return PlannedModel("your model", style=args.style, tie=args.tie, **sizes)
+
+
+def main(argv=None):
+    args = read(argv)
+    if args.machines:
+        return _show_machines()
+    if args.published:
+        return _show_published(args)
+    try:
+        if args.top < 1:
+            raise ValueError(f"top={args.top} shows nothing; use at least 1")
+        answer = plan(question_of(args))
+    except ValueError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return SENSELESS
+    from manyhands.predict.plan_report import as_dict, as_text
+
+    print(json.dumps(as_dict(answer), indent=1) if args.json else as_text(answer, args.top, args.all))
+    if args.plot and answer.best:
+        _draw(answer, args)
+    return 0 if answer.best else NOTHING_FITS
+
+
+def _draw(answer, args):
+    from manyhands.figures.plans import plans
+
+    rows = []
+    for one in answer.ranked[: args.top]:
+        held = {kind: size for kind, size in one.held.by_kind().items() if size}
+        if one.held.offload:
+            held = {
+                kind: size
+                for kind, size in held.items()
+                if kind not in ("parameters", "gradients", "optimizer")
+            }
+        rows.append((one.name, held, one.time.by_part()))
+    question = answer.question
+    title = f"{question.model.name} on {question.gpus} {question.machine.name}"
+    plans(rows, question.machine.memory_bytes, title).savefig(args.plot)
+
+
+def _show_machines():
+    for machine in MACHINES.values():
+        print(
+            f"{machine.name:8} {machine.peak_flops / 1e12:6.1f} TFLOP/s bf16  {machine.memory_bytes / 1e9:4.0f} GB at"
+            f" {machine.memory_bytes_per_s / 1e9:5.0f} GB/s  {machine.gpus_per_node:2} per node  inside"
+            f" {machine.inside_bytes_per_s / 1e9:4.0f} GB/s  between {machine.between_bytes_per_s / 1e9:4.1f} GB/s per GPU"
+        )
+        print("         " + " ".join(machine.sources))
+    return 0
+
+
+def _show_published(args):
+    from manyhands.predict.plan_report import published_text
+    from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops
+
+    print(published_text())
+    if args.plot:
+        from manyhands.figures.plans import published
+
+        rows = [(r.source.split(",")[0], r.published, predicted_tflops(r), r.name in FITTED_ON) for r in RUNS]
+        published(rows).savefig(args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    sys.exit(main())

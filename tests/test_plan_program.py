@@ -1,0 +1,260 @@
+"""scripts/plan.py as its user meets it: what it prints, that its commands run, what it refuses, and that it needs no torch."""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import model_config, read_options
+from manyhands.predict.machines import machine_named
+from manyhands.predict.plan_command import start_lines, train_flags
+from manyhands.predict.plan_layouts import Question
+from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.planner import plan
+
+
+@pytest.fixture(scope="module")
+def program(root):
+    spec = importlib.util.spec_from_file_location("plan", root / "scripts" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(program, capsys):
+    """run("--gpus 8") -> (status, stdout, stderr)."""
+
+    def call(flags):
+        status = program.main(shlex.split(flags))
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return call
+
+
+def answer(preset, gpus, batch=None, machine="h100"):
+    batch = batch or read_options(["--preset", preset]).train.global_batch
+    return plan(Question(preset_model(preset), machine_named(machine), gpus, batch))
+
+
+# ------------------------------------------------------------------ what it prints
+
+
+def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
+    status, out, _ = run("--preset olmo-7b --machine h100 --gpus 64 --top 3")
+    assert status == 0
+    assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
+    rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|copies|tensor|pipeline)", out, re.MULTILINE)
+    assert [int(number) for number, _ in rows][:3] == [1, 2, 3] and "slower ones (--all shows them)" in out
+    table = [
+        line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line
+    ]
+    assert len(table) == 4 and len({len(line) for line in table}) == 1, "columns stand below each other"
+    assert re.search(r"GB per GPU: parameters [\d.]+, gradients", out)
+    assert re.search(
+        r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others", out
+    )
+    assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset olmo-7b" in out
+    assert "copies 64: needs 122.8 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
+
+
+def test_all_shows_every_plan_and_every_refusal(run):
+    _, out, _ = run("--preset gpt2-xl --gpus 16 --all")
+    found = answer("gpt2-xl", 16)
+    assert len(re.findall(r"^ *\d+\. .*%$", out, re.MULTILINE)) == len(found.ranked)
+    for name, sentence in found.refused:
+        assert f"    {name}: {sentence}" in out
+
+
+PLAN_KEYS = {
+    "layout": str, "axes": dict, "sharing": str, "micro_batches": int, "micro_batch": int, "recompute": str,
+    "bytes": dict, "seconds": dict, "messages": list, "bubble": float, "mfu": float, "tokens_per_s": float,
+    "train_flags": list,
+}  # fmt: skip
+
+
+def test_json_has_one_form(run):
+    status, out, _ = run("--preset gpt2 --gpus 8 --json")
+    told = json.loads(out)
+    assert status == 0
+    assert set(told) == {
+        "question", "tried", "plans", "refused", "weakest_assumption", "start", "smallest_fit",
+    }  # fmt: skip
+    for one in told["plans"]:
+        assert set(one) == {*PLAN_KEYS, "schedule"}
+        assert all(isinstance(one[key], kind) for key, kind in PLAN_KEYS.items())
+        sizes, seconds = dict(one["bytes"]), dict(one["seconds"])
+        on_gpu, on_host = sizes.pop("on_gpu"), sizes.pop("on_host")
+        assert sum(sizes.values()) == on_gpu + on_host <= told["question"]["memory_bytes"] + on_host
+        assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+    assert all(set(one) == {"layout", "reason"} for one in told["refused"])
+
+
+def test_where_nothing_fits_the_status_is_1_and_the_smallest_number_is_named(run):
+    flags = "--preset gpt2-xl --no-offload --memory-gb 16 --gpus-per-node 4"
+    status, out, _ = run(f"{flags} --gpus 1")
+    assert status == 1 and "Nothing fits into 16.0 GB per GPU: something fits on 4 of these GPUs" in out
+    assert "sbatch" not in out and "one GPU: needs " in out
+    status, out, _ = run(f"{flags} --gpus 1 --json")
+    assert status == 1 and json.loads(out)["smallest_fit"] == 4 and json.loads(out)["plans"] == []
+    assert run(f"{flags} --gpus 4")[0] == 0
+
+
+def test_pictures_are_written(run, tmp_path):
+    assert run(f"--preset gpt2 --gpus 8 --plot {tmp_path}/plan.svg")[0] == 0
+    assert run(f"--published --plot {tmp_path}/published.svg")[0] == 0
+    for name, words in (("plan", "copies 8"), ("published", "Published runs, predicted")):
+        assert "<svg" in (text := (tmp_path / f"{name}.svg").read_text()) and words in text
+
+
+def test_the_published_table_shows_residuals_and_which_runs_were_fitted(run):
+    status, out, _ = run("--published")
+    assert status == 0 and out.count("(fitted)") == 2
+    assert len(re.findall(r"[+-]\d+\.\d%", out)) == 20
+    assert out.count("  checked: ") >= 5 and out.count("  assumed, as the source leaves it open: ") >= 5
+
+
+def test_the_machines_are_shown_with_their_sources(run):
+    _, out, _ = run("--machines")
+    assert len(re.findall("TFLOP/s bf16", out)) == 6 and out.count("https://") >= 6
+
+
+# ------------------------------------------------------------------ its commands
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpus", "machine"),
+    [
+        ("nano", 2, "a100-40"),
+        ("gpt2", 8, "h100"),
+        ("gpt2-xl", 24, "pvc"),
+        ("olmo-1b", 16, "mi250x"),
+        ("olmo-7b", 64, "h100"),
+    ],
+)
+def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine):
+    found = answer(preset, gpus, machine=machine, batch=512 if gpus != 24 else 480)
+    assert found.ranked
+    for one in found.ranked[:30]:
+        options = read_options(train_flags(found.question, one.candidate))
+        layout = resolve_layout(
+            options, model_config(options, 65), gpus, found.question.machine.gpus_per_node
+        )
+        assert layout == one.candidate.layout
+        assert (
+            options.parallel == one.candidate.options.parallel
+            and options.train == one.candidate.options.train
+        )
+
+
+def test_sizes_of_your_own_become_flags():
+    model = PlannedModel("your model", 50257, 1024, 24, 16, 2048, tie=True)
+    found = plan(Question(model, machine_named("h100"), 8, 64))
+    options = read_options(train_flags(found.question, found.best.candidate))
+    assert model_config(options, 65).num_params() == model.num_params()
+
+
+@pytest.mark.parametrize(("preset", "gpus"), [("gpt2-xl", 8), ("olmo-7b", 64), ("olmo-7b", 1024)])
+def test_the_dry_run_agrees_with_the_plan(preset, gpus):
+    """On 8, 64 and 1,024 ranks: no process group, the model on torch's meta device."""
+    from manyhands.trainer.dry_run import describe
+
+    found = answer(preset, gpus, batch=1024)
+    best = found.best
+    _, line = start_lines(found.question, best.candidate)[0]
+    words = shlex.split(line)
+    assert words[:2] == ["python", "scripts/train.py"] and "--dry-run" in words
+    text = describe(read_options(words[2:]), gpus)
+    assert "it fits: " in text
+    held = best.held
+    for kind in ("parameters", "gradients", "optimizer", "activations"):
+        shown = re.search(rf"{kind} +([\d,.]+) ([GM])iB", text)
+        size = float(shown[1].replace(",", "")) * (2**30 if shown[2] == "G" else 2**20)
+        assert size == pytest.approx(getattr(held, kind), rel=0.01, abs=2**20), kind
+
+
+def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypatch):
+    from manyhands.jobs import stamp
+
+    found = answer("olmo-7b", 64)
+    lines = dict(start_lines(found.question, found.best.candidate))
+    shutil.copytree(root / "jobs", tmp_path / "jobs")
+    words = shlex.split(lines["a job, once"])
+    assert words[:4] == ["python", "-m", "manyhands.jobs.stamp", "stamp"]
+    site, nodes, gpus = (words[words.index(flag) + 1] for flag in ("--site", "--nodes", "--gpus"))
+    written = stamp.stamp(site, nodes=int(nodes), gpus=int(gpus), folder=tmp_path / "jobs")
+    for scheduler, directive in (("Slurm", "#SBATCH --nodes=8"), ("PBS", "#PBS -l select=8:")):
+        name = re.search(r"jobs/(train\.\w+)", lines[scheduler])[1]
+        assert tmp_path / "jobs" / name in written
+        assert directive in (tmp_path / "jobs" / name).read_text()
+    flags = shlex.split(lines["Slurm"])[2:]
+    assert flags == train_flags(found.question, found.best.candidate)
+    assert shlex.split(shlex.split(lines["PBS"])[2].removeprefix("TRAIN_ARGS=")) == flags
+
+
+def test_a_model_that_train_py_does_not_train_gets_no_command(run):
+    status, out, _ = run("--preset llama3-8b --gpus 16 --global-batch 128")
+    assert status == 0 and "there is no command for this model" in out and "sbatch" not in out
+
+
+# ------------------------------------------------------------------ what it refuses
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--preset olmo-7b --machine h900", "machine 'h900' is unknown; use one of a100-40, a100-80, h100"),
+        ("--preset olmo-7b --machine nowhere.toml", "nowhere.toml cannot be read"),
+        ("--preset olmo-7b --gpus 0", "gpus=0 is too small; use at least 1"),
+        ("--preset olmo-7b --gpus 12", "12 GPUs do not fill nodes of 8; use a multiple of 8"),
+        ("--preset olmo-7b --global-batch 0", "global_batch=0 is too small"),
+        ("--preset gpt9", "preset 'gpt9' is unknown; use one of nano"),
+        ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
+        ("--preset olmo-7b --memory-gb 0", "memory_bytes=0.0; use a number above 0"),
+        ("--preset olmo-7b --experts 8", "experts=8: there is no formula here"),
+        ("--preset olmo-7b --top 0", "top=0 shows nothing"),
+        ("--preset llama3-8b", "comes without a batch; name --global-batch"),
+        ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),
+        (
+            "--layers 4 --width 130 --heads 4 --vocab 65 --positions 64 --global-batch 8",
+            "n_embd=130 does not split over 4 heads",
+        ),
+    ],
+)
+def test_a_question_that_makes_no_sense_has_status_2_and_one_line(run, flags, words):
+    status, out, err = run(flags)
+    assert status == 2 and out == "" and err.startswith("plan.py: ") and err.count("\n") == 1
+    assert words in err
+
+
+def test_a_batch_that_splits_over_nothing_is_refused_with_the_numbers(run):
+    status, out, _ = run(
+        "--layers 3 --width 128 --heads 1 --vocab 65 --positions 64 --gpus 8 --global-batch 7"
+    )
+    assert status == 1 and "No layout is possible" in out
+    assert "train.global_batch=7 does not split over 8 data-parallel ranks; use a multiple of 8" in out
+
+
+# ------------------------------------------------------------------ what it needs
+
+
+def test_it_runs_without_torch(root):
+    """Importing torch takes seconds, and a login node may have none."""
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None;"  # whoever imports it now fails
+        "sys.argv = ['plan.py', '--preset', 'gpt2', '--gpus', '8'];"
+        "runpy.run_path('scripts/plan.py', run_name='__main__')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert "1. copies 8" in ran.stdout
+
+
+def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():
+    assert answer("olmo-7b", 4096, batch=4096).tried < 10_000

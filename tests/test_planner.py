@@ -1,0 +1,554 @@
+"""The planner: bytes equal to the course's formulas and to real ranks, nothing recommended that does not fit, honest refusals."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import read_options
+from manyhands.config.presets import PRESETS
+from manyhands.gpt.model import GPTConfig
+from manyhands.measure.saved_activations import count_saved
+from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
+from manyhands.predict import flops
+from manyhands.predict.activation_memory import activation_bytes, saved_bytes
+from manyhands.predict.link_time import LINK_SHARE, Group
+from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
+from manyhands.predict.plan_layouts import Question, families
+from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes, stages_of_ranks
+from manyhands.predict.plan_work import planned_work
+from manyhands.predict.planned_model import PlannedModel, preset_model, refuse_experts
+from manyhands.predict.planner import CLOSE, plan, smallest_fit, weakest_assumption
+from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.predict.step_time import step_time
+from manyhands.predict.step_traffic import per_step
+
+ODD = PlannedModel(
+    "odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42
+)  # splits where it must
+TINY = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=2, n_embd=16)
+H100 = machine_named("h100")
+
+
+def config_of(model):
+    names = [f.name for f in dataclasses.fields(GPTConfig)]
+    return GPTConfig(**{name: getattr(model, name) for name in names})
+
+
+def candidates(model, gpus, batch=24, machine=H100, **kwargs):
+    question = Question(model, machine, gpus, batch)
+    return [c for family in families(question, **kwargs) for c in family.variants]
+
+
+def one(model, gpus, name, batch=24, machine=H100, **kwargs):
+    """The candidate of that name with the smallest micro-batch."""
+    return next(c for c in candidates(model, gpus, batch, machine, **kwargs) if str(c) == name)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize(
+    "model, gpus",
+    [(ODD, 1), (ODD, 4), (ODD, 6), (dataclasses.replace(ODD, tie=True, qkv_bias=True), 8)],
+)
+def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byte(model, gpus):
+    machine = dataclasses.replace(H100, gpus_per_node=gpus if gpus == 6 else 8)
+    seen = 0
+    for candidate in candidates(model, gpus, machine=machine, recompute=("none",), most_micro_batch=1):
+        expected = bytes_per_rank(config_of(model), candidate.layout, candidate.options)
+        assert bytes_at_rest(model, candidate.layout, candidate.options) == dataclasses.astuple(expected), (
+            candidate
+        )
+        seen += 1
+    assert seen >= (2 if gpus == 1 else 5)
+
+
+def test_activations_are_those_of_the_course():
+    for candidate in candidates(ODD, 6, machine=dataclasses.replace(H100, gpus_per_node=6)):
+        held = planned_bytes(ODD, candidate.layout, candidate.options)
+        assert held.activations == activation_bytes(config_of(ODD), candidate.layout, candidate.options)
+
+
+def held_by_ranks(ranks, jobs):
+    """Per (model, options) the bytes of this rank after a step: (parameters, gradients, optimizer), and the most of whole
+    gradients that FSDP added up between micro-batches."""
+    from manyhands.data.corpus import get_batch
+    from manyhands.measure.tensor_bytes import tensor_bytes
+    from manyhands.parallel.optimizer import build_optimizer
+    from manyhands.parallel.parallelize import parallelize
+
+    found = []
+    for config, options in jobs:
+        layout = resolve_layout(options, config, ranks.world_size, 2)
+        parallel = parallelize(config, layout, options, ranks)
+        optimizer = build_optimizer(parallel, options)
+        batch = options.train.global_batch
+        share = get_batch(
+            torch.arange(500) % 65, 0, batch, config.block_size, parallel.data_rank, parallel.data_size, 1
+        )
+        whole = most_whole_gradients(parallel, share)
+        optimizer.step()
+        held = tensor_bytes(torch.nn.ModuleList(parallel.modules), optimizer)
+        steps = sum(4 for state in getattr(optimizer, "optim", optimizer).state.values() if "step" in state)
+        found.append((held.parameters, held.gradients, held.optimizer - steps, whole))
+    return found
+
+
+def most_whole_gradients(parallel, share):
+    """Runs a step; the bytes of gradients that are whole at once behind a backward of a unit of FSDP."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    modules = [m for part in parallel.modules for m in part.modules() if isinstance(m, FSDPModule)]
+    groups = [group for m in modules if (group := m._get_fsdp_state()._fsdp_param_group)]
+    most, real = [0], FSDPParamGroup.post_backward
+
+    def watched(self, *args, **kwargs):
+        result = real(self, *args, **kwargs)
+        gradients = [p.unsharded_accumulated_grad for group in groups for p in group.fsdp_params]
+        gradients += [
+            p._unsharded_param.grad for group in groups for p in group.fsdp_params
+            if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None
+        ]  # fmt: skip
+        most[0] = max(most[0], sum(g.numel() * g.element_size() for g in gradients if g is not None))
+        return result
+
+    FSDPParamGroup.post_backward = watched
+    try:
+        parallel.forward_backward(*share)
+    finally:
+        FSDPParamGroup.post_backward = real
+    return most[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "names"),
+    [
+        (2, ["copies 2", "zero1 2", "zero2 2", "zero3 2", "tensor 2", "pipeline 2"]),
+        (4, ["hybrid 2 x 2", "zero3 2 x tensor 2", "copies 2 x pipeline 2", "tensor 2 x pipeline 2"]),
+    ],
+)
+def test_real_ranks_hold_what_is_planned_within_two_percent(pool, gpus, names):
+    machine = dataclasses.replace(H100, gpus_per_node=2)
+    chosen = [one(TINY, gpus, name, 8, machine, recompute=("none",), most_micro_batch=2) for name in names]
+    jobs = [(config_of(TINY), c.options) for c in chosen]
+    measured = pool.run(gpus, held_by_ranks, jobs, timeout_s=120)
+    for i, candidate in enumerate(chosen):
+        held = planned_bytes(TINY, candidate.layout, candidate.options)
+        fullest = max(sum(rank[i][:3]) for rank in measured)
+        assert held.parameters + held.gradients + held.optimizer == pytest.approx(fullest, rel=0.02), (
+            candidate
+        )
+
+
+def test_fsdp_really_adds_up_whole_gradients_between_micro_batches(pool):
+    several = one(TINY, 2, "zero3 2", 8, recompute=("none",), most_micro_batch=1)
+    planned = planned_bytes(TINY, several.layout, several.options)
+    measured = pool.run(2, held_by_ranks, [(config_of(TINY), several.options)], timeout_s=120)
+    assert several.layout.micro_batches == 4
+    assert planned.accumulated == 4 * TINY.num_params() == max(rank[0][3] for rank in measured)
+    at_once = [c for c in candidates(TINY, 2, 8) if str(c) == "zero3 2" and c.layout.micro_batches == 1]
+    assert planned_bytes(TINY, at_once[0].layout, at_once[0].options).accumulated == 0
+
+
+@pytest.mark.parametrize("n_layer, pipeline, v", [(5, 1, 1), (5, 2, 2), (7, 3, 2), (8, 4, 1), (9, 4, 2)])
+def test_the_depth_is_cut_as_the_pipeline_cuts_it(n_layer, pipeline, v):
+    owners = stage_owners("Interleaved1F1B", pipeline, v)
+    ranges = layers_of_stages(n_layer, len(owners))
+    expected = [
+        tuple(
+            (len(ranges[s]), s == 0, s == len(owners) - 1) for s, owner in enumerate(owners) if owner == rank
+        )
+        for rank in range(pipeline)
+    ]
+    assert stages_of_ranks(n_layer, pipeline, v) == expected
+
+
+def test_offload_counts_on_the_host_what_is_not_on_the_gpu():
+    zero3, offload = (one(ODD, 2, name) for name in ("zero3 2", "offload 2"))
+    there, here = (planned_bytes(ODD, c.layout, c.options) for c in (zero3, offload))
+    assert here.on_host == here.parameters + here.gradients + here.optimizer and there.on_host == 0
+    assert here.on_gpu == there.on_gpu - here.on_host
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_more_recomputation_never_needs_more_bytes(gpus):
+    model = PlannedModel("deep", 65, 16, 16, 8, 64)
+    by_kind = {
+        kind: candidates(model, gpus, 16, recompute=(kind,)) for kind in ("none", "selective", "block")
+    }
+    for row in zip(*by_kind.values(), strict=True):
+        none, selective, block = (planned_bytes(model, c.layout, c.options).on_gpu for c in row)
+        assert block <= selective <= none, row[0]
+
+
+def kept_by_ranks(ranks, all_flags):
+    """Per command line (bytes that this rank's forward keeps for its backward, what `activation_bytes` says)."""
+    from manyhands.config.options import model_config
+    from manyhands.parallel.parallelize import parallelize
+    from torch.distributed.tensor import DTensor
+
+    def storage(tensor):
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+    found = []
+    for flags in all_flags:
+        options = read_options(flags.split())
+        config = model_config(options, 64)
+        layout = resolve_layout(options, config, ranks.world_size)
+        model = parallelize(config, layout, options, ranks).modules[0]
+        weights, kept = {storage(p).data_ptr() for p in model.parameters()}, {}
+
+        def pack(tensor, weights=weights, kept=kept):
+            if (place := storage(tensor).data_ptr()) not in weights:
+                kept[place] = storage(tensor).nbytes(), tensor  # held, so that no other one gets its place
+            return tensor
+
+        ids = torch.zeros(8, 64, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(ids, ids)
+        sizes = sum(size for size, _ in kept.values())
+        found.append((sizes, activation_bytes(config, layout, options)))
+    return found
+
+
+def test_tensor_ranks_keep_what_is_planned_and_of_a_recomputed_layer_a_share_of_its_input(pool):
+    sizes = "--model.n-layer 8 --model.n-embd 64 --model.vocab-size 64 --train.global-batch 8"
+    flags = f"{sizes} --parallel.strategy tp --parallel.sequence-parallel --parallel.recompute"
+    (kept, planned), (kept_block, planned_block) = pool.run(
+        2, kept_by_ranks, [f"{flags} none", f"{flags} block"]
+    )[0]
+    assert planned == pytest.approx(kept, rel=0.005)
+    # the formula counts one layer more: it is there again while its backward runs
+    assert planned_block - kept_block == pytest.approx(kept / 8, rel=0.06)
+
+
+# ------------------------------------------------------------------ models
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_parameters_and_operations_that_the_trainer_counts(preset):
+    model = preset_model(preset)
+    assert model.num_params() == config_of(model).num_params()
+    assert model.flops_per_token() == flops.flops_per_token(config_of(model))
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
+)
+def test_llamas_have_the_parameters_that_are_published(name, count):
+    assert preset_model(name).num_params() == count
+
+
+class Llama(torch.nn.Module):
+    """Layers of Llama's kind without positions, from norms to loss: what `saved_bytes` counts of one."""
+
+    def __init__(self, model):
+        super().__init__()
+        D, M, kv = model.n_embd, model.n_hidden, model.kv_width
+        linear = torch.nn.Linear
+        self.model, norm = model, lambda: torch.nn.RMSNorm(D)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList(
+                [norm(), *(linear(i, o, bias=False) for i, o in ((D, D), (D, kv), (D, kv), (D, D))), norm(),
+                 *(linear(i, o, bias=False) for i, o in ((D, M), (D, M), (M, D)))]
+            )
+            for _ in range(model.n_layer)
+        )  # fmt: skip
+        self.tokens, self.norm = torch.nn.Embedding(model.vocab_size, D), norm()
+        self.head = linear(D, model.vocab_size, bias=False)
+
+    def forward(self, ids, targets):
+        B, T = ids.shape
+        E = self.model.n_embd // self.model.n_head
+        x = self.tokens(ids)
+        for norm, q, k, v, out, norm2, gate, up, down in self.layers:
+            h = norm(x)
+            parts = (f(h).view(B, T, -1, E).transpose(1, 2) for f in (q, k, v))
+            y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            x = x + out(y.transpose(1, 2).flatten(2))
+            h = norm2(x)
+            x = x + down(F.silu(gate(h)) * up(h))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def test_activations_of_a_llama_are_what_autograd_keeps():
+    """Not what this CPU does without a kernel of its own: grouped queries, and RMSNorm, which keeps its product too."""
+    model = PlannedModel("l", 50, 32, 3, 4, 64, 4, 160, "llama")
+    built = Llama(model)
+    assert sum(p.numel() for p in built.parameters()) == model.num_params()
+    ids, targets = torch.randint(50, (2, 4, 32))
+    seen = count_saved(lambda: built(ids, targets), built).bytes
+    norms_in_parts = 7 * 4 * 32 * 64 * 4  # of 3 layers, and the last one
+    assert sum(saved_bytes(model, 4).values()) == pytest.approx(seen - norms_in_parts, rel=0.002)
+    grouped = saved_bytes(dataclasses.replace(model, n_kv_head=1), 4)
+    assert saved_bytes(model, 4)["attention"] - grouped["attention"] == 4 * 32 * 3 * 2 * 48 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_head": 5}, "n_embd=42 does not split over 5 heads"),
+        ({"n_kv_head": 4, "style": "llama"}, "6 heads do not split over 4 key-value heads"),
+        ({"n_kv_head": 2}, "use style=llama"),
+        ({"n_layer": 0}, "n_layer=0 is too small"),
+        ({"style": "moe"}, "style='moe' is unknown"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(ODD, **changes)
+
+
+def test_experts_are_refused():
+    refuse_experts(None)
+    with pytest.raises(ValueError, match="experts=8: there is no formula here"):
+        refuse_experts(8)
+
+
+# ------------------------------------------------------------------ messages and time
+
+
+@pytest.mark.parametrize(
+    "name, flags", [("copies 8", "ddp --parallel.copies ddp"), ("zero3 8", "fsdp"), ("zero1 8", "zero1")]
+)
+def test_messages_of_data_parallelism_are_those_that_the_course_counts(name, flags):
+    model = preset_model("gpt2")
+    candidate = next(c for c in candidates(model, 8, 512) if str(c) == name and c.micro_batch == 64)
+    options = read_options(f"--preset gpt2 --train.micro-batch 64 --parallel.strategy {flags}".split())
+    expected = per_step(config_of(model), resolve_layout(options, config_of(model), 8), options)
+    work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+    found = {}
+    for message in step_time(work, H100).messages:
+        found[message.operation] = found.get(message.operation, 0) + message.payload_bytes
+    assert set(found) == set(expected)
+    for operation, payload in found.items():
+        # the root is gathered once per step, and what it holds is padded
+        slack = model.vocab_size * model.n_embd * 2 * 1.05 if operation == "all_gather" else 1e-3 * payload
+        assert payload == pytest.approx(expected[operation].payload_bytes, abs=slack)
+
+
+def test_a_ring_sends_its_factor_and_crosses_nodes_once_per_node():
+    inside, spread = Group(H100, 8), Group(H100, 64, 1)
+    assert inside.sent("all_reduce", 8e9).inside == 14e9 and inside.sent("all_reduce", 8e9).between == 0
+    sent = spread.sent("all_gather", 64e9)
+    assert sent.inside + sent.between == pytest.approx(63e9) and sent.between == pytest.approx(63e9 / 8)
+    assert (Group(H100, 16, 8).on_a_node, Group(H100, 16, 8).nodes) == (1, 16)
+    # one rank per node has one card; eight of them together have the node's eight, and no more than NVLink
+    assert Group(H100, 16, 8).bytes_per_s == pytest.approx(50e9 * LINK_SHARE)
+    assert spread.bytes_per_s == pytest.approx(400e9 * LINK_SHARE)
+    assert Group(H100, 1).seconds("all_reduce", 1e9) == 0
+
+
+@pytest.mark.parametrize("v, schedule", [(1, "1F1B"), (2, "Interleaved1F1B")])
+def test_the_bubble_is_p_minus_1_over_v_m_of_what_the_layers_take(v, schedule):
+    model = PlannedModel("wide", 1024, 2048, 16, 16, 2048)
+    candidate = next(
+        c
+        for c in candidates(model, 4, 32)
+        if str(c) == "pipeline 4" and c.options.parallel.schedule == schedule
+    )
+    work = dataclasses.replace(
+        planned_work(model, candidate.layout, candidate.options, "copies"), head_flops=0.0, around_bytes=0.0,
+        cast_bytes=0.0,
+    )  # fmt: skip
+    time = step_time(work, H100)
+    busy = time.compute_s + time.memory_s + time.pipeline_s + time.launch_s
+    assert time.bubble_s / busy == pytest.approx(3 / (v * candidate.layout.micro_batches))
+
+
+@pytest.mark.parametrize(
+    "field", ["inside_bytes_per_s", "between_bytes_per_s", "memory_bytes_per_s", "peak_flops"]
+)
+def test_a_faster_machine_never_makes_a_plan_slower(field):
+    model = preset_model("gpt2-xl")
+    faster = dataclasses.replace(H100, **{field: 2 * getattr(H100, field)})
+    slower_here = 0
+    for candidate in candidates(model, 32, 512):
+        work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+        before, after = (step_time(work, machine).total_s for machine in (H100, faster))
+        assert after <= before * (1 + 1e-12), candidate
+        slower_here += after < before
+    assert slower_here > 0, "it makes some faster"
+
+
+def test_what_overlaps_is_hidden_and_what_does_not_is_not():
+    model = preset_model("olmo-7b")
+    slow = dataclasses.replace(H100, between_bytes_per_s=1e9, inside_bytes_per_s=1e9)
+    candidate = one(model, 16, "zero3 16", 512)
+    work = planned_work(model, candidate.layout, candidate.options, "zero3")
+    quick, late = step_time(work, H100), step_time(work, slow)
+    sent = sum(m.payload_bytes for m in late.messages) * 15 / 16 / (1e9 * LINK_SHARE)
+    assert quick.data_s < 0.05 * quick.total_s and late.data_s > 0.5 * sent
+
+
+# ------------------------------------------------------------------ the plan
+
+
+models = st.builds(
+    lambda layers, heads, size, vocab, positions, tie: PlannedModel(
+        "any", vocab, positions, layers, heads, heads * size, tie=tie
+    ),
+    st.integers(1, 48), st.sampled_from([1, 3, 4, 8, 12, 25]), st.sampled_from([16, 64, 128]),
+    st.integers(65, 60_000), st.sampled_from([64, 1000, 2048]), st.booleans(),
+)  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(
+    model=models,
+    memory_gb=st.floats(0.05, 100),
+    gpus=st.sampled_from([1, 2, 4, 8, 16, 48]),
+    batch=st.integers(1, 128),
+)
+def test_what_does_not_fit_is_never_recommended(model, memory_gb, gpus, batch):
+    machine = dataclasses.replace(H100, memory_bytes=memory_gb * 1e9)
+    answer = plan(Question(model, machine, gpus, batch))
+    config = config_of(model)
+    for found in answer.ranked:
+        assert found.held.on_gpu <= machine.memory_bytes
+        assert found.candidate.layout.world_size == gpus
+        layout, options = found.candidate.layout, found.candidate.options
+        assert resolve_layout(options, config, gpus, 8) == layout, "the trainer takes it"
+    if answer.best:
+        layout, options = answer.best.candidate.layout, answer.best.candidate.options
+        needed = activation_bytes(config, layout, options)
+        held = bytes_per_rank(config, layout, options)
+        needed += held.copies + held.gathered if options.parallel.offload else held.total
+        assert needed <= machine.memory_bytes, "by the formulas that know nothing of the planner"
+        assert answer.best.step_s <= answer.fastest_s * CLOSE
+        assert all(0 < found.mfu < 1 for found in answer.ranked)
+    for _, sentence in answer.refused:
+        assert sentence and any(c.isdigit() for c in sentence) or "tie" in sentence
+
+
+def test_every_way_to_split_is_either_ranked_or_refused():
+    question = Question(preset_model("gpt2-xl"), H100, 64, 512)
+    answer = plan(question)
+    names = [family.name for family in families(question)]
+    assert sorted(names) == sorted([p.name for p in answer.ranked] + [name for name, _ in answer.refused])
+
+
+def refusals(model, gpus, batch, machine=H100):
+    return dict(plan(Question(model, machine, gpus, batch)).refused)
+
+
+def test_refusals_name_the_numbers():
+    heads = refusals(preset_model("gpt2-xl"), 8, 512)
+    assert "model.n_head=25 does not split over 2 tensor ranks" in heads["zero3 4 x tensor 2"]
+    stages = refusals(TINY, 8, 64)
+    assert "8 stages (8 ranks x 1) are more than model.n_layer=4" in stages["pipeline 8"]
+    batch = refusals(TINY, 8, 12)
+    assert "train.global_batch=12 does not split over 8 data-parallel ranks" in batch["copies 8"]
+    large = refusals(preset_model("olmo-7b"), 8, 512)
+    assert (
+        "needs 122." in large["copies 8"]
+        and "of 80.0 GB per GPU at least (optimizer 53.7" in large["copies 8"]
+    )
+    groups = refusals(dataclasses.replace(preset_model("llama3-8b"), n_kv_head=2), 8, 8)
+    assert "2 key-value heads do not split over 4 tensor ranks" in groups["zero3 2 x tensor 4"]
+    assert (
+        "does not fill" in refusals(TINY, 4, 6)["pipeline 4"]
+        or "do not fill" in refusals(TINY, 4, 6)["pipeline 4"]
+    )
+
+
+def test_where_nothing_fits_it_names_the_smallest_number_of_gpus_and_that_is_right():
+    model, small = preset_model("gpt2-xl"), dataclasses.replace(H100, memory_bytes=16e9, gpus_per_node=4)
+    question = Question(model, small, 1, 512, offload=False)
+    assert plan(question).best is None
+    number = smallest_fit(question)
+    assert number == 4
+    for gpus in (1, 2, 4, 8):
+        fits = plan(dataclasses.replace(question, gpus=gpus)).best is not None
+        assert fits == (gpus >= number)
+
+
+def test_a_large_model_is_not_left_to_copies_and_a_small_one_is():
+    assert plan(Question(preset_model("gpt2"), H100, 8, 512)).best.name == "copies 8"
+    best = plan(Question(preset_model("olmo-7b"), H100, 64, 512)).best
+    assert best.candidate.sharing in ("zero2", "zero3") and best.candidate.layout.tensor == 1
+
+
+def test_slow_links_between_nodes_move_the_plan_to_less_traffic_between_nodes():
+    question = Question(preset_model("olmo-7b"), H100, 64, 512)
+    slow = dataclasses.replace(question, machine=dataclasses.replace(H100, between_bytes_per_s=0.2e9))
+    before, after = plan(question), plan(slow)
+    unchanged = next(p for p in after.ranked if p.name == before.best.name)
+    assert after.best.time.sent().between < unchanged.time.sent().between
+    assert after.best.step_s < unchanged.step_s
+
+
+def test_the_weakest_assumption_is_the_one_that_costs_most():
+    question = Question(preset_model("olmo-7b"), H100, 64, 512)
+    best = plan(question).best
+    sentence, seconds = weakest_assumption(question, best)
+    assert sentence.startswith("matrix products attain 67% of the peak") and seconds > 1.2 * best.step_s
+    slow = dataclasses.replace(
+        question, machine=dataclasses.replace(H100, inside_bytes_per_s=2e9, between_bytes_per_s=1e9)
+    )
+    assert (
+        "messages" in weakest_assumption(slow, plan(slow).best)[0]
+        or "collectives" in weakest_assumption(slow, plan(slow).best)[0]
+    )
+
+
+# ------------------------------------------------------------------ machines
+
+
+def test_every_machine_names_sources_and_a_site_that_there_is():
+    from manyhands.jobs.sites import sites
+
+    for machine in MACHINES.values():
+        assert machine.sources and all(source.startswith("https://") for source in machine.sources)
+        assert machine.site in sites()
+    assert math.isclose(MACHINES["a100-80"].peak_flops, 312e12) and math.isclose(H100.peak_flops, 989.4e12)
+
+
+def test_a_machine_comes_from_a_file_alone_or_over_one_of_the_table(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "h100"\nbetween_bytes_per_s = 12.5e9\n')
+    assert machine_from_file(mine) == dataclasses.replace(
+        H100, name="mine", between_bytes_per_s=12.5e9, sources=(str(mine),)
+    )
+    for text, words in (
+        ("between = 3", "'between' is no field of a machine"),
+        ("peak_flops = 1e15", "leaves out memory_bytes, "),
+        ('base = "h100"\ngpus_per_node = 0', "gpus_per_node=0; use a number above 0"),
+        ('base = "h900"', "machine 'h900' is unknown; use one of a100-40"),
+        ("= 3", "cannot be read"),
+    ):
+        mine.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            machine_from_file(mine)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "words"),
+    [
+        (0, 8, "gpus=0 is too small"),
+        (8, 0, "global_batch=0 is too small"),
+        (12, 24, "12 GPUs do not fill nodes of 8"),
+    ],
+)
+def test_questions_that_make_no_sense_are_refused(gpus, batch, words):
+    with pytest.raises(ValueError, match=words):
+        Question(TINY, H100, gpus, batch)
+
+
+def test_a_layout_has_one_name():
+    names = {str(c) for c in candidates(ODD, 8)}
+    assert {
+        "copies 8",
+        "zero1 8",
+        "zero3 4 x tensor 2",
+        "copies 2 x pipeline 4",
+        "tensor 2 x pipeline 4",
+    } <= names
+    assert str(one(ODD, 1, "one GPU").layout) == "one rank"
