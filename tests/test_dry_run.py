@@ -144,6 +144,16 @@ def test_it_says_what_activations_take_and_with_which_recomputation():
     assert "without the masks of dropout" in comments(described("--preset shakespeare"))
 
 
+def test_gradients_that_fsdp_holds_whole_between_micro_batches_are_in_the_peak():
+    """Measured on ranks in test_planner: 4 bytes for each parameter of the rank, from the first micro-batch to the last."""
+    several = comments(described("--preset olmo-7b --train.micro-batch 1", 64))
+    assert re.search(r"gradients +25\.02 GiB  whole, until the last of 8 micro-batches", several)
+    kinds = ("total", "activations", "gradients  ", "at its peak")
+    total, activations, _, peak = (float(re.search(rf"  {kind} +([\d.]+) GiB", several)[1]) for kind in kinds)
+    assert peak == pytest.approx(total + activations + 25.02, abs=0.03)
+    assert "whole, until" not in comments(described("--preset olmo-7b --train.micro-batch 8", 64))
+
+
 def test_hybrid_sharding_is_laid_out_as_on_usual_nodes_or_on_those_of_the_allocation(monkeypatch, tmp_path):
     flags = "--preset olmo-7b --parallel.sharding hybrid --train.micro-batch 1"
     assert "shard 8 (on nodes of 8 ranks)" in comments(described(flags, 64))

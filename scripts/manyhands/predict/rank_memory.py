@@ -65,18 +65,29 @@ def checkpoint_bytes(config, options):
     return config.num_params() * weight_bytes(options) * (1 + MOMENTS[options.optimizer.name])
 
 
+def accumulated_bytes(config, layout, options):
+    """Gradients that FSDP holds whole from one micro-batch to the next, as it sums them over the ranks after the last; else 0."""
+    if layout.data_by(options) != "fsdp" or layout.micro_batches == 1 or layout.data == 1:
+        return 0
+    models = (_models(config, layout, options, i) for i in range(layout.pipeline))
+    return max(_numel(_shapes(parts, layout)) for parts in models) * weight_bytes(options)
+
+
 def _of_rank(config, layout, options, pipeline_rank):
     models = _models(config, layout, options, pipeline_rank)
-    # {weight: shape of this rank's tensor share}; DTensor gives the first ranks the larger parts
-    shapes = {
+    kinds = {"copies": _whole, "fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
+    return kinds[layout.data_by(options)](models, _shapes(models, layout), layout, options)
+
+
+def _shapes(models, layout):
+    """{weight: shape of this rank's tensor share}; DTensor gives the first ranks the larger parts."""
+    return {
         weight: tuple(
             ceil(n / layout.tensor) if d == _tensor_dim(name) else n for d, n in enumerate(weight.shape)
         )
         for model in models
         for name, weight in model.named_parameters()
     }
-    kinds = {"copies": _whole, "fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
-    return kinds[layout.data_by(options)](models, shapes, layout, options)
 
 
 def _models(config, layout, options, pipeline_rank):

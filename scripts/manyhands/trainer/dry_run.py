@@ -24,7 +24,7 @@ from manyhands.launching.launchers import LaunchError, resolve
 from manyhands.machine.limits import available_memory_bytes
 from manyhands.measure.tensor_bytes import Bytes
 from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
-from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes
+from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank, checkpoint_bytes
 from manyhands.runs.screen import write
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
@@ -66,6 +66,8 @@ def describe(options, world_size, per_node=None):
     held = bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
     activations, at_once = activation_bytes(config, layout, options), sequences_at_once(layout, options)
+    accumulated = accumulated_bytes(config, layout, options)
+    peak = held.total + activations + accumulated
     facts = [
         f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
         f" {config.n_head} heads; {config.vocab_size:,} symbols, {config.block_size:,} positions",
@@ -88,8 +90,15 @@ def describe(options, world_size, per_node=None):
         "and within a step",
         f"  {'activations':<11}{gib(activations):>14}  of micro-batches of {at_once} sequence{'s' * (at_once > 1)},"
         f" recompute {options.parallel.recompute}{', without the masks of dropout' * (config.dropout > 0)}",
-        f"  {'at its peak':<11}{gib(held.total + activations):>14}  and what single operations need for the moment",
-        fits(held.total + activations, options.gpu_gib, min(per_node, world_size)),
+        *(
+            [
+                f"  {'gradients':<11}{gib(accumulated):>14}  whole, until the last of {layout.micro_batches} micro-batches"
+            ]
+            if accumulated
+            else []
+        ),
+        f"  {'at its peak':<11}{gib(peak):>14}  and what single operations need for the moment",
+        fits(peak, options.gpu_gib, min(per_node, world_size)),
         "",
         "start it with",
         *(f"  {line}" for line in launch_lines(world_size, sys.argv[1:])),
