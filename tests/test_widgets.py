@@ -17,6 +17,7 @@ from manyhands.widgets import display as display_module
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.floats import FloatControls, in_words, show_floats
 from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
+from manyhands.widgets.pipeline import show_pipeline
 from manyhands.widgets.sizes import show_sizes, sizes_figure
 
 # ------------------------------------------------------------------ bits
@@ -146,7 +147,7 @@ def shown(monkeypatch):
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-SHOWS = [show_floats, show_memory, show_sizes]
+SHOWS = [show_floats, show_memory, show_sizes, show_pipeline]
 
 
 @pytest.mark.parametrize("show", SHOWS)
