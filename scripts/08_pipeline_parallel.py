@@ -104,7 +104,7 @@ for name, number in (("layers", layers), ("micro_batches", m)):
         refuse(f"{name}={number} is less than one for each of {p} ranks; use {p} or more")
 
 # %% [markdown]
-# The model is **ShakespeareGPT** again, in float64, because we will compare gradients to ten digits. All ranks know the
+# The model is **ShakespeareGPT** again, in float64, so that gradients can be compared to ten digits. All ranks know the
 # whole batch, so that each can check its part of the answer.
 #
 # Letters at the end of a name are its shape: `b` sequences in a micro-batch, `T` positions, `D` numbers per position.
@@ -136,7 +136,7 @@ def batch(step):
 say(f"stage {s} of {p}; {m} micro-batches of {list(batch(0)[0][0].shape)}")
 
 # %% [markdown]
-# ## Warm-up: the chain rule by mail (CORE, 9 min)
+# ## Warm-up: the chain rule over ranks (CORE, 9 min)
 #
 # **Why.** A model may be too large for one GPU even when nothing else is on it. Sharding (lesson 06) gathers its
 # weights layer by layer. The older idea moves no weights at all: give each GPU some of the *layers*, and send what
@@ -474,8 +474,8 @@ metrics.exact(gpipe_messages=seen.messages, gpipe_bytes=seen.sent_bytes)
 say(f"loss {loss.item():.4f}; in flight at most {most}")
 
 # %% [markdown]
-# Only the last rank has a loss (the others return 0). Every rank holds the activations of **all m** micro-batches at the
-# end of the forwards. More micro-batches mean a smaller bubble and, under GPipe, more memory. Must that be?
+# Only the last stage has a loss; the others return 0. Every rank holds the activations of **all m** micro-batches at the
+# end of the forwards. More micro-batches mean a smaller bubble and, under GPipe, more memory. Does it have to be so?
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GPipe</summary>
@@ -679,7 +679,7 @@ catch_up(globals(), "gpipe", "one_f_one_b")
 # %%
 # %%ranks
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, orders_of, simulate, slots_of
+from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, slots_of
 
 network = VirtualNetwork(ranks, inside=Link(5e-6, 50e9))
 TOOK_S = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3}
@@ -730,7 +730,7 @@ if rank == 0:
     from manyhands.figures.schedule import chart
 
     figure = chart(charts, "ms", virtual=True, scale=1e3)
-    show(figure, "what_ran", f"what {p} ranks ran under GPipe and 1F1B: equally long, other orders")
+    show(figure, "what_ran", f"what {p} ranks ran under GPipe and 1F1B: equally long, in different orders")
 
 # %% [markdown]
 # Now the bubble against the number of micro-batches. The points should lie on the dashed line, a little above it: the
@@ -751,11 +751,11 @@ if rank == 0:
     show(
         figure,
         "bubbles",
-        "bubble against micro-batches: measured points on the line of the formula, both schedules",
+        "idle time against micro-batches: both schedules on the line of the formula",
     )
     off = max(abs(a - b) for found in measured.values() for a, b in zip(found, formula, strict=True))
     assert off < 0.03
-    say(f"measured and formula differ by {100 * off:.2f} points of a per cent at most")
+    say(f"measured and formula differ by {100 * off:.2f} percentage points at most")
 metrics.exact(bubbles=measured)
 
 # %% [markdown]
@@ -829,7 +829,7 @@ if rank == 0:
     )
 
 # %% [markdown]
-# What is held is counted in stages: on four ranks interleaved holds 11 halves on rank 0, where 1F1B holds 4 wholes. With
+# (A number with a ′ belongs to the rank's second stage.) What is held is counted in stages: on four ranks interleaved holds 11 halves on rank 0, where 1F1B holds 4 wholes. With
 # one stage per rank torch's interleaved order holds 7, because it begins with 2(p - 1 - s) forwards and one more.
 # ZB-H1 holds p = 4 on *every* rank: what rank 3 has saved in 1F1B it now keeps for its late `W`s.
 #
@@ -988,7 +988,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 stage = my_stage(new_model())
 schedule = by_library(Schedule1F1B, stage)
-optimizer, seen_losses = torch.optim.AdamW(stage.parameters(), lr=1e-3), []
+optimizer, seen_losses = torch.optim.AdamW(stage.parameters(), lr=3e-4), []
 for step in range(6):
     loss = sum(library_step(schedule, *batch(2 * step + k)) for k in range(2)) / 2
     for w in stage.parameters():
@@ -1001,7 +1001,7 @@ if rank == 0:
     say(f"loss: {' '.join(seen_losses)}")
 
 # %% [markdown]
-# Now measure. One accumulated gradient of each batch alone, and of both; on the last rank, in the head's bias:
+# Now measure. Gradients of each batch alone, and of both accumulated; each rank looks at its last weight:
 
 
 # %%
@@ -1065,8 +1065,11 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, men
 # ```bash
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy pp --parallel.schedule 1F1B
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.strategy fsdp --parallel.pipeline 4
-# sbatch jobs/train.slurm --preset gpt2 --parallel.strategy fsdp --parallel.pipeline 4 --parallel.schedule Interleaved1F1B
+# sbatch jobs/train.slurm --preset gpt2 --model.no-tie --parallel.strategy fsdp --parallel.pipeline 4
 # ```
+#
+# `--parallel.schedule` takes the names of this lesson. A tied matrix, embedding and head at once, would be on the first
+# and the last stage: hence `--model.no-tie`.
 #
 # **What changes on GPUs.** NCCL sends and receives GPU to GPU. Two ranks that send to each other outside a batch can
 # wait forever there, also for small messages. Messages overlap with computing, so put pipeline neighbours on

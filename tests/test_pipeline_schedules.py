@@ -63,14 +63,16 @@ def test_1f1b_alternates_from_its_first_backward_until_the_forwards_run_out():
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_interleaved_and_zero_bubble_end_and_where_p_divides_m_idle_as_their_formulas_say(schedule):
-    divided = 0
+def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_as_their_formulas_say(
+    schedule,
+):
+    enough = 0
     for p, m, v in chunked(schedule):
         run = simulate(orders_of(schedule, p, m, v))
-        if m % p == 0:
-            divided += 1
+        if m >= p:
+            enough += 1
             assert run.bubble == bubble_formula(schedule, p, m, v), (p, m, v)
-    assert divided > 40
+    assert enough > 60
 
 
 def test_the_formulas_are_those_of_the_papers():

@@ -28,14 +28,13 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
     kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
     for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
-        p = n
         for slot in slots:
             start, width = slot.start * scale, (slot.end - slot.start) * scale
             kind, stage, micro = slot.action
             axes.broken_barh(
                 [(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=INK, lw=0.6
             )
-            text = str(micro) if stage < p else f"{micro}{'′' * (stage // p)}"
+            text = f"{micro}{'′' * (stage // n)}"  # 3′ is micro-batch 3 on the rank's second stage
             if width / end * 9 * 72 > 6.5 * len(text):
                 axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center")
         for rank, note in enumerate(notes):
@@ -44,12 +43,15 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
         axes.set(ylim=(n - 0.4, -0.6), xlim=(0, end * (1.16 if any(any(c[2]) for c in charts) else 1.01)))
         axes.set_title(f"{title} (virtual)" if virtual else title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
-    everything[-1, 0].set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
+        axes.spines["bottom"].set_bounds(0, end)
+    last = everything[-1, 0]
+    last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
+    last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
     keys = [
         Patch(fc=tint(EDGE, 1.2 * SHADES[k]) if k != "F" else GREY, ec=INK, lw=0.6, label=MEANING[k])
         for k in kinds
     ]
-    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -72,7 +74,7 @@ def bubbles(series):
     ticks = sorted({m for ms, *_ in series.values() for m in ms})
     axes.set_xticks(ticks, [str(m) for m in ticks])
     axes.set(xlabel="micro-batches m", ylabel="idle, % of the ranks' time", ylim=(0, None))
-    axes.set_title("bubble on real ranks with virtual compute (virtual)")
+    axes.set_title("the bubble on real ranks (virtual)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return figure

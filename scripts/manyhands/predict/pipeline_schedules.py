@@ -140,7 +140,7 @@ def orders_of(schedule, p, m, v=1):
 def bubble_formula(schedule, p, m, v=1):
     """The idle share of a schedule's time by its formula, a Fraction: messages take no time, B takes as long as I and W.
 
-    For the last two where p divides m; zero-bubble's is for F, I and W of equal length.
+    For the last two where m >= p; zero-bubble's is for F, I and W of equal length.
     """
     work = {"Interleaved1F1B": v * m, "InterleavedZeroBubble": 3 * v * m}.get(schedule, m)
     return Fraction(p - 1, work + p - 1)

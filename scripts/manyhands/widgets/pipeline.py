@@ -61,9 +61,7 @@ def _title(schedule, p, m, v, run):
     chunks = f", v = {v}" if schedule in CHUNKED else ""
     formula = bubble_formula(schedule, p, m, v)
     exact = (
-        ""
-        if run.bubble == formula
-        else f" (the formula is for m that p divides: {100 * float(formula):.0f} %)"
+        "" if run.bubble == formula else f" (the formula is for m of p or more: {100 * float(formula):.0f} %)"
     )
     return f"{schedule}, p = {p}, m = {m}{chunks}: idle {100 * float(run.bubble):.0f} %{exact}"
 
