@@ -332,7 +332,7 @@ from manyhands.predict.pipeline_schedules import simulate
 if rank == 0:
     for n in (1, 2, 4, 8, 16):
         run = simulate([gpipe(stage, 4, n) for stage in range(4)], needs=needs)
-        say(f"4 stages, m = {n:2}: length {run.length:2}, bubble {run.bubble}, formula {3}/{n + 3}")
+        say(f"4 stages, m = {n:2}: length {run.length:2}, bubble {run.bubble}, formula 3/{n + 3}")
 
 # %% [markdown]
 # The formula *is* the schedule: nothing was fitted. (`simulate` reduces its fractions.)
@@ -474,8 +474,9 @@ metrics.exact(gpipe_messages=seen.messages, gpipe_bytes=seen.sent_bytes)
 say(f"loss {loss.item():.4f}; in flight at most {most}")
 
 # %% [markdown]
-# Only the last stage has a loss; the others return 0. Every rank holds the activations of **all m** micro-batches at the
-# end of the forwards. More micro-batches mean a smaller bubble and, under GPipe, more memory. Does it have to be so?
+# Only the last stage has a loss; the others return 0. At the end of the forwards every rank holds the activations of **all
+# m** micro-batches, the whole batch. Micro-batches must not become too small for a GPU, so a smaller bubble takes a larger
+# batch, and under GPipe that takes more memory. Does it have to be so?
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GPipe</summary>
@@ -559,7 +560,9 @@ x = batch(0)[0][0] if s == 0 else torch.zeros(rows, T, D, dtype=torch.float64, d
 one_mb = count_saved(lambda: stage(x), stage).bytes / 1e6  # what autograd keeps of one micro-batch
 for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items():
     _, most = train_step(stage, order, *batch(0))
-    say(f"{name:5}: in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations")
+    say(
+        f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations"
+    )
     metrics.exact(**{f"in_flight_{name}": most})
 
 # %% [markdown]
@@ -1023,7 +1026,7 @@ first, second, both = (gradient_after(steps) for steps in ((0,), (1,), (0, 1)))
 share = ((both - second).norm() / first.norm()).item()
 mended = gradient_after((0, 1), divided, scale_grads=False)
 wrong, right = ((found - first - second).norm().item() for found in (both, mended))
-say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, mended by {right:.0e}")
+say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, cured by {right:.0e}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -1071,7 +1074,7 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, men
 # `--parallel.schedule` takes the names of this lesson. A tied matrix, embedding and head at once, would be on the first
 # and the last stage: hence `--model.no-tie`.
 #
-# **What changes on GPUs.** NCCL sends and receives GPU to GPU. Two ranks that send to each other outside a batch can
+# **What changes on GPUs.** NCCL sends and receives GPU to GPU. Two ranks that send to each other outside a batch may
 # wait forever there, also for small messages. Messages overlap with computing, so put pipeline neighbours on
 # *different* nodes, and what talks most (tensor parallelism) inside a node.
 #
@@ -1084,7 +1087,7 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, men
 #
 # 1. Each rank has some layers. Activations go right, their gradients come back; weights stay where they are.
 # 2. The bubble is (p - 1)/(m + p - 1) of the time. Micro-batches shrink it; 1F1B has the same bubble as GPipe.
-# 3. GPipe holds m micro-batches, 1F1B min(m, p - s) on stage s. That is why 1F1B is the default.
+# 3. GPipe holds m micro-batches, 1F1B min(m, p - s) on stage s. That is why 1F1B is the trainer's default.
 # 4. Interleaving divides the bubble by about v and sends v times as much; zero bubble fills it with weight gradients.
 # 5. A schedule never changes the result. Compare gradients with one process: wrong factors hide in a falling loss.
 #
