@@ -17,6 +17,7 @@ from manyhands.widgets import display as display_module
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.floats import FloatControls, in_words, show_floats
 from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
+from manyhands.widgets.pipeline import pipeline_figure, show_pipeline
 from manyhands.widgets.sizes import show_sizes, sizes_figure
 
 # ------------------------------------------------------------------ bits
@@ -129,6 +130,28 @@ def test_the_sizes_figure_counts_devices_by_both_units():
     assert "25,000" in texts(sizes_figure(1e6, 40)), "too many boxes to draw"
 
 
+def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
+    found = texts(pipeline_figure("1F1B", 4, 8, v=3))
+    assert "1F1B, p = 4, m = 8: idle 27 %" in found, "v counts for interleaved schedules only"
+    assert [text for text in found if text.startswith("holds")] == [
+        "holds 4",
+        "holds 3",
+        "holds 2",
+        "holds 1",
+    ]
+    found = texts(pipeline_figure("Interleaved1F1B", 4, 8, 2))
+    assert (
+        "Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %" in found and "holds 11/2" in found and "7′" in found
+    )
+    assert any(
+        "the formula is for m of p or more: 43 %" in text
+        for text in texts(pipeline_figure("Interleaved1F1B", 4, 2, 2))
+    )
+    assert "11 micro-batches do not split into 2 equal rounds; use a multiple of p=4" in texts(
+        pipeline_figure("Interleaved1F1B", 4, 11, 2)
+    )
+
+
 # ------------------------------------------------------------------ where a picture goes
 
 
@@ -146,7 +169,7 @@ def shown(monkeypatch):
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-SHOWS = [show_floats, show_memory, show_sizes]
+SHOWS = [show_floats, show_memory, show_sizes, show_pipeline]
 
 
 @pytest.mark.parametrize("show", SHOWS)
@@ -192,6 +215,17 @@ def test_every_control_says_what_it_is_and_a_new_value_draws_anew(shown, monkeyp
     before = page.picture.value
     controls["model"].value, controls["ranks"].value, controls["unit"].value = "1B", 1024, "GiB"
     assert page.picture.value != before and "GiB on each of 1,024 ranks for 1B" in page.picture.value
+
+
+def test_the_pipelines_controls_draw_anew_also_where_a_schedule_refuses_the_numbers(shown, monkeypatch):
+    pages = []
+    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
+    show_pipeline(p=2)
+    controls = {c.description: c for row in pages[0].box.children[:-1] for c in row.children}
+    assert list(controls) == ["schedule", "ranks p", "micro-batches m", "stages per rank v"]
+    assert "ranks hold 2, 1 micro-batches at most" in pages[0].alt
+    controls["schedule"].value, controls["micro-batches m"].value = "InterleavedZeroBubble", 7
+    assert pages[0].alt.startswith("7 micro-batches do not split into 3 equal rounds")
 
 
 def test_a_number_its_bits_and_its_picture_follow_each_other(shown):

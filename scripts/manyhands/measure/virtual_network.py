@@ -139,10 +139,13 @@ class VirtualNetwork:
         stamped_messages.post(tensor, dst, start, self.group).wait()
         self._communicate(f"to {dst}", start, start + self._cost_s(tensor, dst))
 
-    def recv(self, tensor, src):
-        """Receive into `tensor`, waiting (virtually) until the message was sent, then for its cost."""
+    def recv(self, tensor, src, tag=0):
+        """Receive into `tensor`, waiting (virtually) until the message was sent, then for its cost.
+
+        Messages of one tag arrive in the order in which they were sent; `isend` gives them their tag.
+        """
         start = self._now
-        ready = max(start, stamped_messages.take(tensor, src, self.group))
+        ready = max(start, stamped_messages.take(tensor, src, self.group, tag))
         self._communicate(f"from {src}", start, ready + self._cost_s(tensor, src), late_s=ready - start)
 
     def exchange(self, send_tensor, dst, recv_tensor, src):
@@ -172,10 +175,10 @@ class VirtualNetwork:
             work.end_s = self.communication_clock_s
             self._span("communication", name, start, work.end_s)
 
-    def isend(self, tensor, dst, name=None):
+    def isend(self, tensor, dst, name=None, tag=0):
         """Send on the communication clock without waiting for the receiver; returns a Work that must be waited for."""
         with self.asynchronous(name or f"to {dst}") as work:
-            work.sending = stamped_messages.post(tensor, dst, self._now, self.group)
+            work.sending = stamped_messages.post(tensor, dst, self._now, self.group, tag)
             self._communicate(work.name, self._now, self._now + self._cost_s(tensor, dst))
         return work
 

@@ -1,0 +1,255 @@
+"""Pipeline schedules as lists of actions, and a simulation of their dependencies: bubble, activations in flight, chart.
+
+    orders = orders_of("1F1B", p=4, m=8)                   # orders[rank]: the rank's actions, in the order in which it runs them
+    run = simulate(orders)                                 # raises ValueError for a schedule that waits in a circle
+    run.bubble, run.in_flight                              # 3/11, [4, 3, 2, 1]
+    run.slots                                              # what each rank did when, for `figures.schedule`
+
+p ranks, m micro-batches, v stages per rank; stage s is on rank s % p. An action is a tuple (kind, stage, micro-batch):
+
+    F  forward                                             needs F of the stage before
+    B  backward                                            needs F of its own stage, and B of the stage after
+    I  the first half of B: the input's gradient           needs what B needs
+    W  the second half: the gradient of the weights        needs I of its own stage, and nobody waits for it
+
+Sources: GPipe, Huang et al. 2019 (arXiv:1811.06965); 1F1B (there PipeDream-Flush) and interleaved, Narayanan et al. 2021
+(arXiv:2104.04473); zero-bubble, here ZB-H1, Qi et al. 2024 (arXiv:2401.10241), who call I and W B and W. Interleaved and
+zero-bubble order their actions as torch.distributed.pipelining does, so m need be no multiple of p.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+)  # names of torch.distributed.pipelining
+TIMES = {
+    "F": 1,
+    "B": 2,
+    "I": 1,
+    "W": 1,
+}  # backward multiplies twice as much as forward, one half each for I and W
+
+
+class Action(NamedTuple):
+    """What a rank does at a time: `kind` F, B, I or W, for micro-batch `micro` of stage `stage`."""
+
+    kind: str
+    stage: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rank `rank` did `action` from `start` to `end`, in the units of the times."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a simulation showed: the slots of all ranks, and how many micro-batches each held at most."""
+
+    slots: list
+    in_flight: list
+    p: int
+
+    @property
+    def length(self):
+        """From the first action's start to the last one's end."""
+        return max((slot.end for slot in self.slots), default=0)
+
+    @property
+    def bubble(self):
+        """The idle share of all ranks' time, 0 to 1: a Fraction where the times are whole numbers."""
+        busy, whole = sum(slot.end - slot.start for slot in self.slots), self.p * self.length
+        if isinstance(busy, int) and isinstance(whole, int):
+            return 1 - Fraction(busy, whole)
+        return 1 - busy / whole
+
+
+def gpipe(rank, p, m):
+    """All forwards, then all backwards."""
+    return [Action(kind, rank, i) for kind in "FB" for i in range(m)]
+
+
+def one_f_one_b(rank, p, m):
+    """p - rank forwards to begin with (m, if there are fewer), then a backward for each forward."""
+    ahead = min(m, p - rank)
+    order = [Action("F", rank, i) for i in range(ahead)]
+    for i in range(m):
+        order.append(Action("B", rank, i))
+        if i + ahead < m:
+            order.append(Action("F", rank, i + ahead))
+    return order
+
+
+def interleaved(rank, p, m, v=2):
+    """1F1B over v stages per rank: a round of micro-batches through one stage, then through the next.
+
+    Raises ValueError where m does not split into rounds of equal size, of which there are max(1, m // p).
+    """
+    size = _round_size(p, m)
+    ahead = min(m * v, (v - 1) * size + 2 * (p - 1 - rank))
+    forwards, backwards = _chunked(rank, p, m, v, size)
+    order = forwards[:ahead]
+    for k in range(m * v):
+        order += [*forwards[ahead + k : ahead + k + 1], backwards[k]]
+    return order
+
+
+def zero_bubble(rank, p, m, v=1):
+    """ZB-H1: interleaved with each backward in two halves; the second fills what would be idle. Raises as `interleaved`."""
+    size = _round_size(p, m)
+    ahead = min(m * v, (v - 1) * size + (p - 1 - rank))
+    forwards, backwards = _chunked(rank, p, m, v, size)
+    order, weights = forwards[:ahead], [Action("W", *action[1:]) for action in backwards]
+    for k in range(m * v):
+        order += [*forwards[ahead + k : ahead + k + 1], Action("I", *backwards[k][1:])]
+        if k >= rank:
+            order.append(weights[k - rank])
+    return order + weights[max(m * v - rank, 0) :]
+
+
+def orders_of(schedule, p, m, v=1):
+    """[each rank's actions] of a schedule in SCHEDULES; v counts for the last two only.
+
+    Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and as `interleaved`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+    if min(p, m, v) < 1:
+        raise ValueError(f"p={p}, m={m}, v={v}: ranks, micro-batches and stages per rank are at least 1")
+    if schedule in ("GPipe", "1F1B"):
+        if v > 1:
+            raise ValueError(f"{schedule} has one stage per rank, not v={v}; use Interleaved1F1B")
+        make = gpipe if schedule == "GPipe" else one_f_one_b
+        return [make(rank, p, m) for rank in range(p)]
+    make = interleaved if schedule == "Interleaved1F1B" else zero_bubble
+    return [make(rank, p, m, v) for rank in range(p)]
+
+
+def bubble_formula(schedule, p, m, v=1):
+    """The idle share of a schedule's time by its formula, a Fraction: messages take no time, B takes as long as I and W.
+
+    For the last two where m >= p; zero-bubble's is for F, I and W of equal length.
+    """
+    work = {"Interleaved1F1B": v * m, "InterleavedZeroBubble": 3 * v * m}.get(schedule, m)
+    return Fraction(p - 1, work + p - 1)
+
+
+def needs(action, num_stages):
+    """The actions, of this and other ranks, that must be done before `action` may begin."""
+    kind, s, i = action
+    if kind == "F":
+        return [Action("F", s - 1, i)] if s else []
+    if kind == "W":
+        return [Action("I", s, i)]
+    after = [Action(kind, s + 1, i)] if s + 1 < num_stages else []
+    return [Action("F", s, i), *after]
+
+
+def in_flight(order):
+    """The most micro-batches (times stages) whose activations a rank holds at once: from F to B, or to W."""
+    held = most = 0
+    for kind, *_ in order:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+        most = max(most, held)
+    return most
+
+
+def simulate(orders, times=TIMES, message=0, needs=needs):
+    """Run the orders of all ranks on a clock: each rank does its actions one after the other, as soon as it can.
+
+    `times` gives the length of each kind, or of (kind, stage) where stages differ. What comes from another rank costs its
+    receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is missing or twice there, and where ranks wait
+    for each other in a circle.
+    """
+    orders = [[Action(*action) for action in order] for order in orders]
+    num_stages = _refuse_incomplete(orders)
+    owner = {action: rank for rank, order in enumerate(orders) for action in order}
+    slots, ended, next_up, free = [], {}, [0] * len(orders), [0] * len(orders)
+    while any(at < len(order) for at, order in zip(next_up, orders, strict=True)):
+        moved = False
+        for rank, order in enumerate(orders):
+            while next_up[rank] < len(order):
+                action = order[next_up[rank]]
+                before = needs(action, num_stages)
+                if any(other not in ended for other in before):
+                    break
+                ready = max([free[rank], *(ended[other] for other in before)])
+                start = ready + message * any(owner[other] != rank for other in before)
+                took = times[action[:2]] if action[:2] in times else times[action.kind]
+                free[rank] = ended[action] = start + took
+                slots.append(Slot(rank, action, start, free[rank]))
+                next_up[rank] += 1
+                moved = True
+        if not moved:
+            raise ValueError(_circle(orders, next_up, ended, lambda action: needs(action, num_stages)))
+    return Run(slots, [in_flight(order) for order in orders], len(orders))
+
+
+def _round_size(p, m):
+    rounds = max(1, m // p)
+    if m % rounds:
+        raise ValueError(
+            f"{m} micro-batches do not split into {rounds} equal rounds; use a multiple of p={p}"
+        )
+    return m // rounds
+
+
+def _chunked(rank, p, m, v, size):
+    """All forwards and all backwards of a rank's v stages, a round of `size` micro-batches in each stage at a time."""
+    forwards, backwards = [], []
+    for first in range(0, m, size):
+        micros = range(first, first + size)
+        forwards += [Action("F", chunk * p + rank, i) for chunk in range(v) for i in micros]
+        backwards += [Action("B", chunk * p + rank, i) for chunk in reversed(range(v)) for i in micros]
+    return forwards, backwards
+
+
+def _refuse_incomplete(orders):
+    """The number of stages, where every micro-batch goes once forward and once backward through each on one rank."""
+    count = Counter(action for order in orders for action in order)
+    if twice := [action for action, times in count.items() if times > 1]:
+        raise ValueError(f"{named(min(twice))} is there more than once")
+    stages, micros = {a.stage for a in count}, {a.micro for a in count}
+    for s in sorted(stages):
+        for i in sorted(micros):
+            kinds = {kind for kind in "FBIW" if (kind, s, i) in count}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                missing = "F" if "F" not in kinds else "B" if kinds == {"F"} else "the other half of B"
+                raise ValueError(f"micro-batch {i} of stage {s} has {sorted(kinds)}: {missing} is missing")
+    return max(stages, default=-1) + 1
+
+
+def _circle(orders, next_up, ended, needs):
+    waits = []
+    for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)):
+        if at < len(order):
+            other = next(b for b in needs(order[at]) if b not in ended)
+            waits.append(f"rank {rank} with {named(order[at])} for {named(other)}")
+    return f"the schedule never ends: {', '.join(waits)}"
+
+
+def slots_of(spans):
+    """The slots among the spans of a virtual network: its computing, where a span's name is "kind stage micro-batch"."""
+    found = []
+    for span in spans:
+        if span.lane == "compute":
+            kind, stage, micro = span.name.split()
+            found.append(Slot(span.rank, Action(kind, int(stage), int(micro)), span.start_s, span.end_s))
+    return found
+
+
+def named(action):
+    """An action in words: F of micro-batch 3 on stage 0."""
+    return f"{action[0]} of micro-batch {action[2]} on stage {action[1]}"

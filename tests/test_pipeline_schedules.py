@@ -1,0 +1,239 @@
+"""Pipeline schedules: every action once and nobody waits in a circle, bubbles and memory as in their papers, torch's own order."""
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from manyhands.measure.timeline import Span
+from manyhands.predict.pipeline_schedules import (
+    SCHEDULES,
+    Action,
+    bubble_formula,
+    in_flight,
+    needs,
+    one_f_one_b,
+    orders_of,
+    simulate,
+    slots_of,
+)
+from torch import nn
+from torch.distributed.pipelining import schedules as torchs
+
+P, M = range(2, 9), range(1, 33)
+ONE_STAGE = ("GPipe", "1F1B")
+
+
+def chunked(schedule):
+    """(p, m, v) that an interleaved schedule accepts."""
+    for p, m, v in itertools.product(P, (1, 2, 3, 5, 8, 9, 16, 24, 32), (1, 2, 3)):
+        if m % max(1, m // p) == 0:
+            yield p, m, v
+
+
+# ------------------------------------------------------------------ the schedules of one stage per rank
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+def test_every_schedule_ends_and_idles_as_its_formula_says_for_any_p_and_m(schedule):
+    for p, m in itertools.product(P, M):
+        run = simulate(orders_of(schedule, p, m))
+        assert run.bubble == bubble_formula(schedule, p, m) == Fraction(p - 1, m + p - 1)
+        assert run.length == 3 * (m + p - 1)
+
+
+@pytest.mark.parametrize("backward", [1, 2, 5])
+def test_the_bubble_does_not_depend_on_how_long_a_backward_is(backward):
+    for schedule in ONE_STAGE:
+        run = simulate(orders_of(schedule, 4, 8), {"F": 1, "B": backward})
+        assert run.bubble == Fraction(3, 11)
+
+
+def test_gpipe_holds_all_micro_batches_and_1f1b_no_more_than_stages_are_left():
+    for p, m in itertools.product(P, M):
+        assert simulate(orders_of("GPipe", p, m)).in_flight == [m] * p
+        assert simulate(orders_of("1F1B", p, m)).in_flight == [min(m, p - s) for s in range(p)]
+
+
+def test_1f1b_alternates_from_its_first_backward_until_the_forwards_run_out():
+    order = "".join(action.kind for action in one_f_one_b(1, 4, 8))
+    assert order == "FFF" + "BF" * 5 + "BBB"
+
+
+# ------------------------------------------------------------------ several stages per rank, and split backwards
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_as_their_formulas_say(
+    schedule,
+):
+    enough = 0
+    for p, m, v in chunked(schedule):
+        run = simulate(orders_of(schedule, p, m, v))
+        if m >= p:
+            enough += 1
+            assert run.bubble == bubble_formula(schedule, p, m, v), (p, m, v)
+    assert enough > 60
+
+
+def test_the_formulas_are_those_of_the_papers():
+    assert bubble_formula("Interleaved1F1B", 4, 8, 2) == Fraction(3, 19)
+    assert bubble_formula("InterleavedZeroBubble", 4, 8) == Fraction(3, 27)
+    assert bubble_formula("GPipe", 1, 8) == 0
+
+
+def test_on_four_ranks_interleaved_holds_7_stages_and_with_two_per_rank_11_halves():
+    assert simulate(orders_of("Interleaved1F1B", 4, 8, 1)).in_flight == [7, 5, 3, 1]
+    assert simulate(orders_of("Interleaved1F1B", 4, 8, 2)).in_flight == [11, 9, 7, 5]
+    assert simulate(orders_of("InterleavedZeroBubble", 4, 8, 1)).in_flight == [4, 4, 4, 4]
+
+
+# ------------------------------------------------------------------ what torch's runtime executes
+
+
+class Recorder:
+    """What a schedule of torch's asks a stage to do, without messages and without computing."""
+
+    submod = nn.Identity()
+
+    def __init__(self, index, p, num_stages, seen):
+        self.stage_index, self.num_stages, self.seen = index, num_stages, seen
+        self.group_size, self.group_rank = p, index % p
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.get_fwd_recv_ops = self.get_fwd_send_ops = self.get_bwd_recv_ops = self.get_bwd_send_ops = (
+            lambda i: []
+        )
+        self.set_local_fwd_input = self.set_local_bwd_input = self.perform_reduce_grad = lambda *_: None
+        self.get_local_bwd_output = lambda i: None
+
+    def forward_one_chunk(self, i, *_, **__):
+        self.seen.append(Action("F", self.stage_index, i))
+
+    def backward_one_chunk(self, i, full_backward=True, **_):
+        self.seen.append(Action("B" if full_backward else "I", self.stage_index, i))
+
+    def backward_weight_one_chunk(self, i, **_):
+        self.seen.append(Action("W", self.stage_index, i))
+
+
+def executed(name, p, m, v=1):
+    """[what torch's schedule does on each rank]."""
+    kind, orders = torchs.get_schedule_class(name), []
+    schedule = None
+    for rank in range(p):
+        seen = []
+        stages = [Recorder(chunk * p + rank, p, p * v, seen) for chunk in range(v)]
+        if name in ONE_STAGE:
+            schedule = kind(stages[0], n_microbatches=m)
+        else:
+            schedule = schedule or kind(stages, n_microbatches=m)
+            schedule.rank, schedule._stages = rank, stages
+        schedule._initialize_stage = schedule._initialize_stages = lambda *_: None
+        schedule._step_microbatches()
+        orders.append(seen)
+    return orders
+
+
+@pytest.mark.parametrize("schedule", ONE_STAGE)
+def test_one_stage_per_rank_is_what_torch_executes_where_torch_accepts_it(schedule):
+    for p, m in itertools.product(P, M):
+        if schedule == "1F1B" and m < p:
+            with pytest.raises(ValueError, match="must be greater than or equal to the number of stages"):
+                executed(schedule, p, m)
+        else:
+            assert executed(schedule, p, m) == orders_of(schedule, p, m), (p, m)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "p, m, v", [(2, 5, 2), (3, 3, 2), (4, 8, 1), (4, 8, 2), (4, 10, 2), (5, 2, 1), (4, 12, 3)]
+)
+def test_several_stages_per_rank_are_what_torch_executes(schedule, p, m, v):
+    if m % max(1, m // p):
+        with pytest.raises(ValueError, match="multiple of the number of rounds"):
+            executed(schedule, p, m, v)
+        with pytest.raises(ValueError, match="do not split into"):
+            orders_of(schedule, p, m, v)
+    else:
+        assert executed(schedule, p, m, v) == orders_of(schedule, p, m, v)
+
+
+def test_torch_prints_another_order_for_the_last_stage_of_1f1b_than_it_executes():
+    """Should this fail, torch has mended it, and the lesson's sentence goes."""
+    seen = []
+    schedule = torchs.Schedule1F1B(Recorder(3, 4, 4, seen), n_microbatches=8)
+    printed = [a.microbatch_index for a in schedule.pipeline_order[3] if a.computation_type == torchs.FORWARD]
+    assert printed == [*range(1, 9)]
+    assert [i for kind, _, i in executed("1F1B", 4, 8)[3] if kind == "F"] == [*range(8)]
+
+
+# ------------------------------------------------------------------ the simulation
+
+
+def test_what_comes_from_another_rank_costs_a_message_and_what_is_here_does_not():
+    run = simulate(orders_of("GPipe", 2, 1), message=Fraction(1, 4))
+    assert [(slot.rank, slot.action.kind, slot.start) for slot in run.slots] == [
+        (0, "F", 0), (1, "F", Fraction(5, 4)), (1, "B", Fraction(9, 4)), (0, "B", Fraction(9, 2)),
+    ]  # fmt: skip
+    assert simulate(orders_of("Interleaved1F1B", 1, 4, 2), message=5).bubble == 0
+
+
+def test_stages_may_take_unequal_times():
+    times = {("F", 0): 1, ("B", 0): 2, ("F", 1): 3, ("B", 1): 6}
+    assert simulate(orders_of("1F1B", 2, 4), times).length == 1 + 4 * 9 + 2
+
+
+def test_a_schedule_that_waits_in_a_circle_is_refused_with_who_waits_for_what():
+    backward_first = [[("F", 0, 0), ("B", 0, 0)], [("B", 1, 0), ("F", 1, 0)]]
+    with pytest.raises(ValueError) as refused:
+        simulate(backward_first)
+    assert "rank 0 with B of micro-batch 0 on stage 0 for B of micro-batch 0 on stage 1" in str(refused.value)
+    assert "rank 1 with B of micro-batch 0 on stage 1 for F of micro-batch 0 on stage 1" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda order: order[:-1], "B is missing"),
+        (lambda order: order[1:], "F is missing"),
+        (lambda order: [*order, order[0]], "F of micro-batch 0 on stage 1 is there more than once"),
+        (
+            lambda order: [a if a.kind == "F" else Action("I", *a[1:]) for a in order],
+            "the other half of B is missing",
+        ),
+    ],
+)
+def test_a_schedule_that_leaves_something_out_or_does_it_twice_is_refused(change, said):
+    orders = orders_of("1F1B", 2, 3)
+    with pytest.raises(ValueError, match=said):
+        simulate([orders[0], change(orders[1])])
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("1f1b", 4, 8), "'1f1b' is unknown; use one of GPipe, 1F1B, Interleaved1F1B"),
+        (("1F1B", 4, 0), "are at least 1"),
+        (("GPipe", 4, 8, 2), "has one stage per rank, not v=2"),
+        (("Interleaved1F1B", 4, 11, 2), "11 micro-batches do not split into 2 equal rounds"),
+    ],
+)
+def test_numbers_that_fit_no_schedule_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        orders_of(*given)
+
+
+def test_what_an_action_needs_and_what_a_split_backward_lets_go():
+    assert needs(Action("F", 0, 2), 3) == []
+    assert needs(Action("B", 1, 2), 3) == [("F", 1, 2), ("B", 2, 2)]
+    assert needs(Action("I", 2, 2), 3) == [("F", 2, 2)] and needs(Action("W", 0, 1), 3) == [("I", 0, 1)]
+    assert in_flight([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)]) == 2
+
+
+def test_the_computing_of_a_network_becomes_slots():
+    spans = [Span(1, "compute", "W 5 12", 0.5, 1.0), Span(1, "waiting", "wait", 0, 0.5)]
+    (slot,) = slots_of(spans)
+    assert (slot.rank, slot.action, slot.start, slot.end) == (1, ("W", 5, 12), 0.5, 1.0)
+
+
+def test_the_names_are_torchs():
+    assert all(torchs.get_schedule_class(name) for name in SCHEDULES)
