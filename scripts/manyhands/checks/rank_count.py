@@ -30,14 +30,12 @@ def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
     generator = torch.Generator().manual_seed(5)
     truth_DC = torch.randn(width, classes, generator=generator, dtype=torch.float64)
     w_DC = torch.zeros(width, classes, dtype=dtype)
-    often_B, losses = torch.linspace(1.0, 0.5, rows), []
+    often_B, losses = torch.linspace(1.0, 0.2, rows), []
     for _ in range(updates):
         x_BD = torch.randn(rows, width, generator=generator, dtype=torch.float64)
         noise_BC = torch.randn(rows, classes, generator=generator, dtype=torch.float64)
         y_B = (x_BD @ truth_DC + noise_BC).argmax(1)
-        counts_B = (
-            torch.rand(rows, generator=generator) < often_B
-        )  # fewer on the last share than on the first
+        counts_B = torch.rand(rows, generator=generator) < often_B  # fewer and fewer from the first share on
         gradient_DC, total = torch.zeros_like(w_DC), torch.zeros((), dtype=dtype)
         for x_bD, y_b, counts_b in zip(x_BD.chunk(n), y_B.chunk(n), counts_B.chunk(n), strict=True):
             x_bD, y_b = x_bD[counts_b].to(dtype), y_b[counts_b]

@@ -29,7 +29,7 @@ def times_read(readers):
     return figure
 
 
-def differences(pairs, limit, title):
+def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     """|losses - those of one rank| at each update, on a logarithmic axis, and a line at `limit`.
 
     pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last bit there
@@ -47,8 +47,8 @@ def differences(pairs, limit, title):
             _label(axes, last[0], apart[last[0]], name, look["color"])
     end = len(losses) - 1
     axes.axhline(limit, **LIMIT)
-    axes.annotate(f"{limit:g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
-    axes.set(xlabel="update", ylabel="|loss - loss of one rank|", title=title, xlim=(-0.3, 1.35 * end + 0.3))
+    axes.annotate(f"{limit:,g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
+    axes.set(xlabel="update", ylabel=ylabel, title=title, xlim=(-0.3, 1.35 * end + 0.3))
     axes.set_xticks(range(0, end + 1, max(1, end // 5)))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
