@@ -14,7 +14,7 @@ from manyhands.checks import CORRECT, NOT_ATTEMPTED
 from manyhands.checks import pipeline_parallel as checks
 
 LESSON = "08_pipeline_parallel"
-SOLUTIONS = {name: name for name in exercises_of(checks)}
+SOLUTIONS = {name: name for name in sorted(exercises_of(checks))}
 
 # ---- build A ----
 
