@@ -24,6 +24,10 @@ CONTROLS = {  # in the order of the key Tab: their roles and accessible names
         ("spinbutton", "memory of a device"), ("combobox", "unit"),
     ],
     "show_sizes": [("spinbutton", "GB to hold"), ("combobox", "device"), ("combobox", "whose unit is")],
+    "show_pipeline": [
+        ("combobox", "schedule"), ("spinbutton", "ranks p"), ("spinbutton", "micro-batches m"),
+        ("spinbutton", "stages per rank v"),
+    ],
 }  # fmt: skip
 WHAT_TAKES_KEYS = "input, select, textarea, button, [tabindex], [role=slider], [contenteditable=true]"
 
@@ -194,3 +198,16 @@ def test_gb_or_gib_changes_how_many_devices_it_takes(notebook):
         f"1,718 GB = 1,600 GiB: .* {ceil(1718 / 64)} of 64 GB and {ceil(1718e9 / (64 * 2**30))} of .*"
     )
     assert widget.shows(sizes_figure(1718, 64, "GB"))
+
+
+def test_more_micro_batches_or_another_schedule_leave_less_idle(notebook):
+    pipeline = Widget(notebook, "show_pipeline")
+    pipeline.says(r"1F1B, p = 4, m = 8: idle 27 %; ranks hold 4, 3, 2, 1 micro-batches at most")
+    pipeline.type("micro-batches m", "16")
+    pipeline.says(r"1F1B, p = 4, m = 16: idle 16 %; ranks hold 4, 3, 2, 1 micro-batches at most")
+    pipeline.choose("schedule", "InterleavedZeroBubble")
+    pipeline.says(
+        r"InterleavedZeroBubble, p = 4, m = 16, v = 1: idle 6 %; ranks hold 4, 4, 4, 4 micro-batches at most"
+    )
+    pipeline.type("ranks p", "1")
+    pipeline.says(r"InterleavedZeroBubble, p = 1, m = 16, v = 1: idle 0 %.*")
