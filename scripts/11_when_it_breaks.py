@@ -1525,7 +1525,7 @@ def trained(hit, num_steps=6):
 
 healthy, hit = trained(None), trained(guilty)
 if rank == guilty:
-    batch = [ids_BT.to(device) for ids_BT in get_batch(corpus.train_ids, 9, 24, 32, 0, 1, seed=1)]
+    batch = get_batch(corpus.train_ids, 9, 24, 32, 0, 1, seed=1)
     with torch.no_grad():
         say(f"loss without the flip {healthy(*batch)[1].item():.6f}, with it {hit(*batch)[1].item():.6f}")
 
