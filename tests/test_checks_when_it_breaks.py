@@ -772,7 +772,7 @@ SAVES = {
     saves_under_the_final_name: "step-0006 was there, under its final name, before rank 0 had its shard on the disk",
     saves_before_all_have_written: "before rank 2 had its shard on the disk",
     saves_the_manifest_last: "before rank 0 had the manifest on the disk",
-    saves_and_does_not_wait: "step-0006 was not there when rank 1 returned",
+    saves_and_does_not_wait: "a rank that is done must not find it missing",
     saves_into_a_cache: "rank 0 forced 0 of its 2 files onto the disk",
     saves_all_on_rank_0: "each rank writes its own shard of 20,000 bytes, and only names and sums travel",
     saves_a_manifest_of_one: "the manifest lists 1 of 3 shards; rank-1.safetensors is not in it",
