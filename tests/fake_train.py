@@ -81,7 +81,7 @@ def misbehave(fault):
         time.sleep(1000)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)  # it is continued in order to be aborted, and its stack should show where it stood
+        time.sleep(1000)  # it is continued, and its stack should show where it stood
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "exit":

@@ -32,8 +32,9 @@ import psutil
 from manyhands.trainer.stall_messages import Talk
 from manyhands.trainer.stall_rules import Heard, place_of
 
-ABORT_S = 20  # on a busy node the stack of a process that is aborted takes a while
-FORWARD_S = 1  # for its launcher to hand that on, before it hears of our end and throws the rest away
+SHOW = signal.SIGURG  # makes a rank print its stack and go on; a program that knows nothing of it ignores it
+FORWARD_S = 2  # for its launcher to hand that on: once a rank has ended, it throws the rest away
+ABORT_S = 20  # for the end of a process on a busy node
 
 
 class StallWatch:
@@ -58,8 +59,9 @@ class StallWatch:
     def __enter__(self):
         if self.stall_s > 0:
             self._main = threading.get_ident()
-            if not faulthandler.is_enabled():
-                faulthandler.enable()  # a stopped process can still be made to say where it was
+            faulthandler.register(
+                SHOW, file=sys.__stderr__
+            )  # a stopped process can be made to say where it was
             self._talk = Talk(self.ranks, self.stall_s, self.beat_s)
             self.at(None, "start")
             self._talk.tell(self._here())
@@ -145,27 +147,35 @@ class StallWatch:
             # a launcher ends all ranks with the first one, and rank 0 may serve the store: first everybody prints
             _bounded(lambda: talk.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
         here = [one for one in silent if one.host == self.ranks.host]
-        for one in here:
-            _end_stopped(one.pid, one.born)
-        if here:
-            time.sleep(FORWARD_S)
+        for action, then_s in ((_show, FORWARD_S), (_abort, 0)):
+            for one in here:
+                _with_process(one, action)
+            time.sleep(then_s if here else 0)
         _bounded(sys.stdout.flush)
         os._exit(1)
 
 
-def _end_stopped(pid, born):
-    """End a process of this node that was stopped: it is continued into an abort, which prints its stack."""
+def _with_process(one, action):
+    """Do it to the process of a rank of this node, if it still lives."""
     with suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        if process.create_time() != born:  # the number is another's by now
-            return
-        if hasattr(process, "rlimit"):
-            process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # its stack is wanted, no core file
-        process.send_signal(signal.SIGABRT)
-        process.resume()
-        _, alive = psutil.wait_procs([process], timeout=ABORT_S)
-        for one in alive:
-            one.kill()
+        process = psutil.Process(one.pid)
+        if process.create_time() == one.born:  # else the number is another's by now
+            action(process)
+
+
+def _show(process):
+    """Continue a process that was stopped; the first thing that it does is to print its stack."""
+    process.send_signal(SHOW)
+    process.resume()
+
+
+def _abort(process):
+    if hasattr(process, "rlimit"):
+        process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # no core file
+    process.send_signal(signal.SIGABRT)
+    _, alive = psutil.wait_procs([process], timeout=ABORT_S)
+    for one in alive:
+        one.kill()
 
 
 def _print(text):
