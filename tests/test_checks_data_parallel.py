@@ -761,7 +761,7 @@ def judge_all(ranks):
 
 @pytest.fixture(scope="module")
 def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
 
 
 @pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.__name__ for _, mutant in MUTANTS])

@@ -806,7 +806,7 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
 
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])

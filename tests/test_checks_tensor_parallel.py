@@ -447,7 +447,7 @@ def judge_solutions(ranks):
 
 @pytest.fixture(scope="module")
 def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
 
 
 @pytest.mark.parametrize(("check", "name"), CASES, ids=lambda value: value.replace(" ", "_"))

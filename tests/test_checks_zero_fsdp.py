@@ -864,7 +864,7 @@ def _stub(shares, max_norm):
 
 @pytest.fixture(scope="module")
 def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
+    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
 
 
 @pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[name for _, name in MUTANTS])
