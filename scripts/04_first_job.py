@@ -607,6 +607,8 @@ def train(num_steps):
     return losses / world_size, seconds
 
 
+# %%
+# %%ranks
 losses, measured_s = train(steps)
 if rank == 0:
     say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps; the first took {measured_s[0]:.2f} s")

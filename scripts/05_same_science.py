@@ -1373,11 +1373,11 @@ checks.token_weighted(weighted_backward, ranks, solution=True)
 trainings = checks.three_trainings()  # {"A": (losses on one rank, losses on four, dtype), ...}
 if rank == 0:
     for name, (one, many, dtype) in trainings.items():
-        ends = " ".join(f"{loss:.2f}" for loss in (*one[::4], one[-1], *many[::4], many[-1]))
-        say(f"{name}, {dtype}: {ends}")
+        ends = [" ".join(f"{loss:.2f}" for loss in (*losses[::4], losses[-1])) for losses in (one, many)]
+        say(f"{name}, {dtype}: on one rank {ends[0]}, on four {ends[1]}")
 
 # %% [markdown]
-# **Predict.** To two digits they all agree. One of them weighs its ranks wrongly, as the naive version above did. What does the
+# **Predict.** To two decimals they all agree. One of them weighs its ranks wrongly, as the naive version above did. What does the
 # difference of two losses look like if it is rounding, in float32 and in float64, and if it is not?
 #
 # <details><summary>Answer</summary>
@@ -1424,9 +1424,8 @@ checks.betrays(betrays, ranks)
 def betrays(one, many, dtype):
     eps = torch.finfo(dtype).eps
     for update, (a, b) in enumerate(zip(one, many, strict=True)):
-        if not abs(a - b) <= 1000 * eps * abs(
-            a
-        ):  # "not <=" and not ">": a comparison with nan is always False
+        # "not <=" and not ">": a comparison with nan is always False
+        if not abs(a - b) <= 1000 * eps * abs(a):
             return update
     return None
 

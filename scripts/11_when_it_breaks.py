@@ -812,7 +812,7 @@ checks.save_whole(save_whole, ranks, solution=True, folder=folder)
 # ![Each rank writes its shard into a folder step-0006.partial and syncs it; when all have told rank 0 size and sha256, rank 0 writes the
 # manifest and renames the folder to step-0006](../assets/11_save.svg)
 #
-# Now the two ends. `save` hands your lines what they need. `restore` fills a trainee, and refuses a different number of ranks.
+# Now the two ends. `save` hands your lines what they need:
 
 # %%
 # %%ranks
@@ -836,6 +836,12 @@ def save(folder, trainee):
     return path
 
 
+# %% [markdown]
+# `restore` fills a trainee, and refuses a different number of ranks:
+
+
+# %%
+# %%ranks
 def restore(path, trainee):
     """Fill the trainee from a checkpoint of as many ranks. All ranks of it call this. Raises ValueError."""
     wrote = len(json.loads((path / "manifest.json").read_text())["files"])
@@ -1589,7 +1595,7 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# A workshop's trainer (ours is a copy in spirit) shards the optimizer over the ranks, and saves as it did before. It prints
+# A workshop's trainer (ours is a copy in spirit) shards the optimizer over the ranks, and saves like one that shards nothing. It prints
 # "saved", it resumes. **What is wrong, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}

@@ -125,3 +125,19 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
         "exercise 3 (parameters): correct",
         "exercise 3 (parameters): not yet. 6-4-2 has 38 parameters, not 36.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("p.grad is off", "p.grad is off."),
+        ("add_up: 4 calls", "add_up: 4 calls."),
+        ("for 7 it is off", "For 7 it is off."),
+    ],
+)
+def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
+    @exercise(9, "names")
+    def names(answer, ranks=None):
+        raise Wrong(said)
+
+    assert names(lambda: None) == heard

@@ -23,7 +23,7 @@ from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes, stages_o
 from manyhands.predict.plan_work import planned_work
 from manyhands.predict.planned_model import PlannedModel, preset_model, refuse_experts
 from manyhands.predict.planner import CLOSE, plan, smallest_fit, weakest_assumption
-from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank
 from manyhands.predict.step_time import step_time
 from manyhands.predict.step_traffic import per_step
 
@@ -68,10 +68,12 @@ def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byt
     assert seen >= (2 if gpus == 1 else 5)
 
 
-def test_activations_are_those_of_the_course():
+def test_activations_and_accumulated_gradients_are_those_of_the_course():
     for candidate in candidates(ODD, 6, machine=dataclasses.replace(H100, gpus_per_node=6)):
         held = planned_bytes(ODD, candidate.layout, candidate.options)
-        assert held.activations == activation_bytes(config_of(ODD), candidate.layout, candidate.options)
+        given = config_of(ODD), candidate.layout, candidate.options
+        assert held.activations == activation_bytes(*given)
+        assert held.accumulated == accumulated_bytes(*given)
 
 
 def held_by_ranks(ranks, jobs):

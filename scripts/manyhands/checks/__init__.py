@@ -29,6 +29,7 @@ from manyhands.runs.screen import say
 TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
+_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\()")
 # The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
 _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
@@ -127,7 +128,10 @@ def _verdict(trial, witness, timeout_s):
 
 def _sentence(text):
     text = text.strip().split("\n")[0]
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
+    begins = (
+        text[:1] if _CODE.match(text) else text[:1].upper()
+    )  # a name of the learner's code stays as it is
+    return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def _agree(verdict, ranks):

@@ -257,7 +257,9 @@ def _judge_leaf(x, arrived):
     if not isinstance(x, torch.Tensor) or not torch.equal(x.detach(), arrived):
         raise Wrong(f"x should be what has arrived, not {shown(x)}")
     if not x.requires_grad:
-        raise Wrong("x does not require a gradient, so backward will find none to send to the stage before")
+        raise Wrong(
+            "your x does not require a gradient, so backward will find none to send to the stage before"
+        )
     if not x.is_leaf:
         raise Wrong("x is not a leaf, so its gradient will not be kept: the graph of this stage begins at x")
 

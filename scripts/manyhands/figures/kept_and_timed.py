@@ -1,6 +1,6 @@
 """Bars of what a rank keeps for backward under tensor parallelism, and of a layer's virtual time by where its ranks lie."""
 
-from manyhands.figures.looks import ACTIVITIES, BYTES, GREY, INK, PREDICTED, tint
+from manyhands.figures.looks import ACTIVITIES, BYTES, GREY, INK, PREDICTED
 
 
 def kept_and_timed(kept, times, alone_s, title):
@@ -27,7 +27,6 @@ def kept_and_timed(kept, times, alone_s, title):
     left.set_yticks(range(len(kept)), list(kept))
 
     rows = {"one rank alone": (alone_s, 0.0, alone_s)} | times
-    face = tint(colour, 1)
     for i, (total, communication, formula) in enumerate(rows.values()):
         right.barh(i, 1e3 * (total - communication), 0.6, fc=GREY, ec=INK)
         if communication:
@@ -39,7 +38,7 @@ def kept_and_timed(kept, times, alone_s, title):
     right.set_xlim(0, 1.3e3 * max(row[0] for row in rows.values()))
     right.set_yticks(range(len(rows)), list(rows))
     keys = [
-        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=face, ec=INK, hatch=hatch, label="divided among ranks"),
+        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=colour, ec=INK, hatch=hatch, label="divided among ranks"),
         Patch(fc=GREY, ec=INK, label="compute"), Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
         Line2D([], [], **PREDICTED, label="by formula"),
     ]  # fmt: skip
