@@ -31,8 +31,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
-from manyhands.predict.plan_layouts import Question
-from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model, refuse_experts
+from manyhands.predict.plan_layouts import LONG, SCHEDULES, Question
+from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model
 from manyhands.predict.planner import plan
 
 NOTHING_FITS, SENSELESS = 1, 2
@@ -68,7 +68,13 @@ def read(argv):
         "--style", choices=("gpt", "llama"), default="gpt", help="llama: SwiGLU, RMSNorm, grouped queries"
     )
     model.add_argument("--tie", action="store_true", help="one matrix for token embedding and head")
-    model.add_argument("--experts", type=int, help="refused: there is no formula for them here")
+    model.add_argument(
+        "--experts", type=int, help="MLPs per layer, of which each token passes through --top-k"
+    )
+    model.add_argument("--top-k", type=int, help="experts per token (default: 2)")
+    model.add_argument(
+        "--capacity-factor", type=float, help="an expert's buffer over its mean share; left out: no padding"
+    )
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
         "--machine", default="h100", help=f"{', '.join(MACHINES)}, or a .toml file (default: h100)"
@@ -77,6 +83,12 @@ def read(argv):
         machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
     machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
     machine.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
+    machine.add_argument(
+        "--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried"
+    )
+    machine.add_argument(
+        "--context", type=int, help=f"ranks that share a sequence; left out: tried from {LONG:,} positions on"
+    )
     parser.add_argument("--global-batch", type=int, help="sequences per step (default: the preset's)")
     out = parser.add_argument_group("what to show")
     out.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
@@ -90,7 +102,6 @@ def read(argv):
 
 def question_of(args):
     """The Question of the flags. Raises ValueError with the cure."""
-    refuse_experts(args.experts)
     machine = (
         machine_from_file(args.machine) if args.machine.endswith(".toml") else machine_named(args.machine)
     )
@@ -100,15 +111,15 @@ def question_of(args):
         if getattr(args, flag) is not None
     }
     machine = replace(machine, name=f"{machine.name}, changed", **changed) if changed else machine
-    model, batch = _model(args), args.global_batch
+    model, batch = _with_experts(_model(args), args), args.global_batch
     if batch is None:
         from manyhands.config.options import from_preset
         from manyhands.config.presets import PRESETS
 
-        if model.name not in PRESETS:
+        if args.preset not in PRESETS:
             raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")
-        batch = from_preset(model.name).train.global_batch
-    return Question(model, machine, args.gpus, batch, offload=not args.no_offload)
+        batch = from_preset(args.preset).train.global_batch
+    return Question(model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context)
 
 
 def _model(args):
@@ -122,6 +133,18 @@ def _model(args):
         raise ValueError(f"no model: name --preset, or {', '.join(missing)}")
     sizes = {(SIZES | MORE_SIZES)[flag]: value for flag, value in given.items()}
     return PlannedModel("your model", style=args.style, tie=args.tie, **sizes)
+
+
+def _with_experts(model, args):
+    """The model with the experts of the flags; of a preset that has some, other ones. Raises ValueError."""
+    if args.experts is None and model.n_expert == 1:
+        if args.top_k is not None or args.capacity_factor is not None:
+            raise ValueError("--top-k and --capacity-factor are about experts; name --experts, too")
+        return model
+    experts = model.n_expert if args.experts is None else args.experts
+    top_k = args.top_k or (model.top_k if model.n_expert > 1 else min(2, experts))
+    name = model.name if experts == model.n_expert else f"{model.name} with {experts} experts"
+    return replace(model, name=name, n_expert=experts, top_k=top_k, capacity=args.capacity_factor)
 
 
 def main(argv=None):

@@ -8,10 +8,13 @@ Sizes are in decimal GB, as vendors state memories.
 
 from collections import Counter
 
-from manyhands.predict.plan_command import start_lines, train_flags
+from manyhands.predict.plan_command import not_trained, start_lines, train_flags
 from manyhands.predict.planner import CLOSE, GB, smallest_fit, weakest_assumption
 from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
 from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
+
+# replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
+AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 
 
 def as_text(answer, top=8, show_all=False):
@@ -29,16 +32,19 @@ def as_text(answer, top=8, show_all=False):
     ]
     if len(rows) < len(answer.ranked):
         lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
-    lines += ["", *_best(answer), "", *_refusals(answer, show_all)]
+    lines += ["", *_best(answer), "", *_schedules(answer), *_refusals(answer, show_all)]
     return "\n".join(lines)
 
 
 def _question(question):
     model, machine = question.model, question.machine
     tokens = question.global_batch * model.block_size
+    active = ""
+    if model.n_expert > 1:
+        active = f" ({model.active_params():,} active: {model.top_k} of {model.n_expert} experts)"
     nodes = max(1, question.gpus // machine.gpus_per_node)
     return [
-        f"{model.name}: {model.num_params():,} parameters, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
+        f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
         f" heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
         f"{question.gpus} GPUs {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
         f" {machine.memory_bytes / GB:.0f} GB, {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
@@ -49,13 +55,19 @@ def _question(question):
 
 def _table(plans):
     """A header and a line per plan, in columns."""
-    names = [one.name + " interleaved" * (one.candidate.layout.stages_per_rank > 1) for one in plans]
+    names = [one.name + _scheduled(one.candidate) for one in plans]
     wide = max(len(name) for name in names) + 1
     columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
     return [f"{'':4}{'layout':{wide}}{columns}"] + [
         f"{i + 1:2}. {name:{wide}}{_columns(one)}"
         for i, (name, one) in enumerate(zip(names, plans, strict=True))
     ]
+
+
+def _scheduled(candidate):
+    """What a name leaves out of a pipeline: its schedule, where it is not 1F1B."""
+    known = {"GPipe": " GPipe", "Interleaved1F1B": " interleaved", "InterleavedZeroBubble": " zero bubble"}
+    return known.get(candidate.options.parallel.schedule, "") if candidate.layout.pipeline > 1 else ""
 
 
 def _columns(one):
@@ -65,6 +77,21 @@ def _columns(one):
         f"{micro:>7}{one.candidate.options.parallel.recompute:>11}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
         f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
     )
+
+
+def _schedules(answer):
+    """What the schedules make of the first way to split that has a pipeline: the best of each that fits."""
+    if not answer.schedules:
+        return []
+    lines = [f"Schedules of {answer.schedules[0].name}, each at its best:"]
+    for one in answer.schedules:
+        micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
+        again = f"recompute {one.candidate.options.parallel.recompute}"
+        lines.append(
+            f"    {one.candidate.options.parallel.schedule:22}{one.step_s:8.3g} s, bubble {one.time.bubble_s / one.step_s:4.0%},"
+            f" {one.held.on_gpu / GB:6.1f} GB of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
+        )
+    return [*lines, ""]
 
 
 def _gb(size):
@@ -90,7 +117,11 @@ def _best(answer):
     for message in best.time.messages:
         lines.append(
             f"   {message.axis}: {message.calls:,} {message.operation} of {_gb(message.payload_bytes)} GB; a GPU sends"
-            f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
+            + (
+                f" {_gb(message.sent.host)} GB over the link to its host"
+                if message.sent.host
+                else f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
+            )
         )
     lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
     if best.held.offload:
@@ -99,10 +130,38 @@ def _best(answer):
         )
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
         lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
-    starts = start_lines(question, best.candidate)
-    if not starts:
-        return [*lines, "   train.py trains the course's GPT alone: there is no command for this model"]
-    return [*lines, *(f"   {what}: {line}" for what, line in starts)]
+    return [*lines, *_routing(question, best), *_start(answer)]
+
+
+def _routing(question, best):
+    """What is assumed of experts, beside what `weakest_assumption` says."""
+    model, expert = question.model, best.candidate.layout.expert
+    if model.n_expert == 1:
+        return []
+    if expert == 1:
+        return [
+            "   assumed of the experts: a rank has all of a layer's, so that only its own tokens matter, however they spread"
+        ]
+    if model.capacity is not None:
+        return [
+            f"   assumed of the experts: balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
+        ]
+    return [
+        "   assumed of the experts: balanced routing, in time and in memory; there is no capacity that would limit a rank's share"
+    ]
+
+
+def _start(answer):
+    """How to start the best plan that train.py can run, and why that is not the first one, where it is not."""
+    question, runs = answer.question, answer.best_trained
+    why = not_trained(question, answer.best.candidate)
+    lines = [f"   {why}"] if why else []
+    if runs is None:
+        return lines
+    if runs is not answer.best:
+        place = answer.ranked.index(runs) + 1
+        lines.append(f"   the first that it runs is {place}. {runs.name}, with {runs.step_s:.3g} s per step:")
+    return [*lines, *(f"   {what}: {line}" for what, line in start_lines(question, runs.candidate))]
 
 
 def _nothing_fits(answer):
@@ -143,7 +202,7 @@ def _refusals(answer, show_all):
 
 def as_dict(answer):
     """The answer as plain values: bytes, seconds, counts. The same keys for every plan."""
-    question = answer.question
+    question, runs = answer.question, answer.best_trained
     found = {
         "question": {
             "model": question.model.name,
@@ -157,7 +216,8 @@ def as_dict(answer):
         "plans": [_plan_dict(question, one) for one in answer.ranked],
         "refused": [{"layout": name, "reason": sentence} for name, sentence in answer.refused],
         "weakest_assumption": weakest_assumption(question, answer.best)[0] if answer.best else None,
-        "start": [line for _, line in start_lines(question, answer.best.candidate)] if answer.best else [],
+        "start_layout": runs.name if runs else None,
+        "start": [line for _, line in start_lines(question, runs.candidate)] if runs else [],
         "smallest_fit": question.gpus if answer.best else smallest_fit(question),
     }
     return found
@@ -167,7 +227,7 @@ def _plan_dict(question, one):
     layout, options = one.candidate.layout, one.candidate.options
     return {
         "layout": one.name,
-        "axes": {axis: getattr(layout, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
+        "axes": {axis: getattr(layout, axis) for axis in AXES},
         "sharing": one.candidate.sharing,
         "schedule": options.parallel.schedule if layout.pipeline > 1 else None,
         "micro_batches": layout.micro_batches,
@@ -183,6 +243,7 @@ def _plan_dict(question, one):
                 "payload_bytes": message.payload_bytes,
                 "sent_inside_bytes": message.sent.inside,
                 "sent_between_bytes": message.sent.between,
+                "host_bytes": message.sent.host,
             }
             for message in one.time.messages
         ],
