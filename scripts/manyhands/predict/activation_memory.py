@@ -13,6 +13,7 @@ Shapes: B sequences, T positions, V symbols, D width, H heads, N layers.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 from manyhands.predict.in_flight import held_at_once
 from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
@@ -158,17 +159,23 @@ def activation_bytes(config, layout, options):
 
 def rank_terms(config, layout, options):
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
-    config, sequences = replace(config, dropout=0.0), sequences_at_once(layout, options)
-    full = saved_bytes(config, sequences, weight_bytes(options))
-    low = saved_bytes(config, sequences, PRECISION_BYTES[options.train.precision])
+    parallel = options.parallel
+    return _terms(
+        config, sequences_at_once(layout, options), PRECISION_BYTES[options.train.precision], weight_bytes(options),
+        layout.tensor, parallel.sequence_parallel, parallel.loss_parallel,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _terms(config, sequences, low_bytes, full_bytes, tensor, sequence_parallel, loss_parallel):
+    config = replace(config, dropout=0.0)
+    full, low = (saved_bytes(config, sequences, size) for size in (full_bytes, low_bytes))
     whole = set(WHOLE)
-    if options.parallel.sequence_parallel:
+    if sequence_parallel:
         whole -= {"norms", "final norm"}
-    if options.parallel.loss_parallel:
+    if loss_parallel:
         whole -= {"loss"}
-    return {
-        term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low
-    }
+    return {term: (full if term in FULL else low)[term] / (1 if term in whole else tensor) for term in low}
 
 
 def _kept(config, layout, options, a_layer):

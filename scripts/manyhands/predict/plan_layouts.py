@@ -20,7 +20,7 @@ from manyhands.predict.machines import Machine
 from manyhands.predict.planned_layout import planned_layout
 from manyhands.predict.planned_model import PlannedModel, share_of
 
-LARGEST_MICRO_BATCH = 64
+LARGEST_MICRO_BATCH, MOST_TOKENS = 64, 131_072  # what is larger saves no time
 LONG, SHORTEST = (
     8192,
     4096,
@@ -169,10 +169,12 @@ def all_axes(question):
         for tensor in divisors(question.gpus // context):
             if tensor > per_node or per_node % tensor:
                 continue
+            if question.context is None and context > 1 and context * tensor > per_node:
+                continue  # a ring between nodes is for those who ask for it
             for pipeline in divisors(question.gpus // context // tensor):
                 group = question.gpus // tensor // pipeline
                 for sharing in _sharings(question, context, tensor, pipeline, group):
-                    for expert in _experts(question.model, sharing, group):
+                    for expert in _experts(question.model, sharing, tensor, group, per_node):
                         yield Axes(context, tensor, pipeline, group, sharing, expert)
 
 
@@ -191,11 +193,12 @@ def _sharings(question, context, tensor, pipeline, group):
     return names + ["offload"] * question.offload
 
 
-def _experts(model, sharing, group):
-    """Over how many ranks the experts are spread."""
+def _experts(model, sharing, tensor, group, per_node):
+    """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
     if sharing in ("zero1", "hybrid"):
         return [1]
-    return [degree for degree in divisors(model.n_expert) if group % degree == 0]
+    degrees = [degree for degree in divisors(model.n_expert) if group % degree == 0]
+    return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= per_node), degrees[-1]})
 
 
 def base_options(model):
@@ -221,11 +224,14 @@ def _family(question, base, axes, recompute, most_micro_batch):
     if model.n_kv_head != model.n_head and model.n_kv_head % tensor:
         sentence = f"{model.n_kv_head} key-value heads do not split over {tensor} tensor ranks"
         return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
-    schedules = SCHEDULES if pipeline > 1 else ("1F1B",)
+    schedules = tuple(SCHEDULES) if pipeline > 1 else ("1F1B",)
     if pipeline > 1 and question.schedule is not None:
         schedules = (question.schedule,)
     variants, refused, share = [], "", share_of(model, axes.context)
-    for micro_batch in micro_batches(question.global_batch, axes.data, most_micro_batch):
+    most = max(1, min(most_micro_batch, MOST_TOKENS // share.block_size))
+    if pipeline > model.n_layer:  # refused anyway: once is enough
+        schedules, most = schedules[:1], 1
+    for micro_batch in micro_batches(question.global_batch, axes.data, most):
         for schedule in schedules:
             options = _options(base, question, axes, whole.shard, micro_batch, schedule)
             try:
@@ -237,13 +243,15 @@ def _family(question, base, axes, recompute, most_micro_batch):
             for kind in recompute:
                 if kind == "selective" and pipeline > 1 and schedule in SPLIT_BACKWARD:
                     continue  # the trainer refuses it
-                changed = replace(options, parallel=replace(options.parallel, recompute=kind))
+                changed = options
+                if kind != "none":
+                    changed = replace(options, parallel=replace(options.parallel, recompute=kind))
                 variants.append(Candidate(axes.sharing, layout, changed))
     return Family(name, tuple(variants), "" if variants else refused)
 
 
 def micro_batches(global_batch, data, most):
-    """Powers of two that divide a data rank's share, the smallest first; [1] where the share is no whole number."""
+    """Powers of two up to `most` that divide a data rank's share, the smallest first; [1] where that is no whole number."""
     share = global_batch // data
     if global_batch % data:
         return [1]

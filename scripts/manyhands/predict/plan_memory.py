@@ -223,5 +223,10 @@ def momentary_bytes(model, layout, options):
         found += ceil(2 * tokens * model.routed * model.n_embd * low)
     if layout.data_by(options) != "fsdp":
         return found
-    layer, around = _shares(model, layout.tensor, layout.expert, True, layout.pipeline == 1)
-    return found + max(_numel(layer), _numel(around)) * (low + size)
+    return found + _largest_unit(model, layout.tensor, layout.expert, layout.pipeline == 1) * (low + size)
+
+
+@cache
+def _largest_unit(model, tensor, expert, is_last):
+    """Parameters of the largest unit of FSDP: a layer, or all that is around the layers."""
+    return max(_numel(shares) for shares in _shares(model, tensor, expert, True, is_last))

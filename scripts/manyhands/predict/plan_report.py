@@ -8,8 +8,9 @@ Sizes are in decimal GB, as vendors state memories.
 
 from collections import Counter
 
+from manyhands.predict.link_time import Sent
 from manyhands.predict.plan_command import not_trained, start_lines, train_flags
-from manyhands.predict.planner import CLOSE, GB, smallest_fit, weakest_assumption
+from manyhands.predict.planner import CLOSE, GB, smallest_fit, unbalanced_s, weakest_assumption
 from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
 from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
 
@@ -114,15 +115,7 @@ def _best(answer):
         f"   GB per GPU: {kinds}{host}",
         f"   seconds: {parts}",
     ]
-    for message in best.time.messages:
-        lines.append(
-            f"   {message.axis}: {message.calls:,} {message.operation} of {_gb(message.payload_bytes)} GB; a GPU sends"
-            + (
-                f" {_gb(message.sent.host)} GB over the link to its host"
-                if message.sent.host
-                else f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
-            )
-        )
+    lines += [f"   {line}" for line in _messages(best.time)]
     lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
     if best.held.offload:
         lines.append(
@@ -131,6 +124,20 @@ def _best(answer):
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
         lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
     return [*lines, *_routing(question, best), *_start(answer)]
+
+
+def _messages(time):
+    """A line per axis and operation of a step."""
+    lines = []
+    for axis, operation in dict.fromkeys((m.axis, m.operation) for m in time.messages):
+        alike = [m for m in time.messages if (m.axis, m.operation) == (axis, operation)]
+        sent, payload = sum((m.sent for m in alike), Sent()), sum(m.payload_bytes for m in alike)
+        where = f"{_gb(sent.inside)} GB inside its node, {_gb(sent.between)} GB to others"
+        if sent.host:
+            where = f"{_gb(sent.host)} GB over the link to its host"
+        calls = sum(m.calls for m in alike)
+        lines.append(f"{axis}: {calls:,} {operation} of {_gb(payload)} GB; a GPU sends {where}")
+    return lines
 
 
 def _routing(question, best):
@@ -147,7 +154,8 @@ def _routing(question, best):
             f"   assumed of the experts: balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
         ]
     return [
-        "   assumed of the experts: balanced routing, in time and in memory; there is no capacity that would limit a rank's share"
+        "   assumed of the experts: balanced routing, in time and in memory; if the busiest rank's experts get twice as many"
+        f" tokens, a step takes {unbalanced_s(question, best):.2f} s"
     ]
 
 

@@ -4,7 +4,6 @@ work = planned_work(model, layout, options, sharing="zero3")
 """
 
 from functools import lru_cache
-from types import SimpleNamespace
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.predict.activation_memory import AROUND, rank_terms, sequences_at_once
@@ -28,14 +27,7 @@ def planned_work(model, layout, options, sharing):
     sequences = sequences_at_once(layout, options)
     tokens = sequences * model.block_size // layout.context
     layers, has_head = busiest_rank(model, layout.pipeline, layout.stages_per_rank)
-    terms = _terms(
-        share_of(model, layout.context),
-        sequences,
-        options.train.precision,
-        tensor,
-        parallel.sequence_parallel,
-        parallel.loss_parallel,
-    )
+    terms = rank_terms(share_of(model, layout.context), layout, options)
     a_layer = sum(kept for term, kept in terms.items() if term not in AROUND) / model.n_layer
     cheap = sum(terms[term] for term in CHEAP) / model.n_layer
     flops = layers * tokens * model.computed_flops() / tensor
@@ -109,14 +101,3 @@ def busiest_rank(model, pipeline, stages_per_rank):
         for stages in stages_of_ranks(model.n_layer, pipeline, stages_per_rank)
     ]
     return max(ranks, key=lambda rank: rank[0] * model.layer_flops() + rank[1] * model.head_flops())
-
-
-@lru_cache(maxsize=4096)
-def _terms(model, sequences, precision, tensor, sequence_parallel, loss_parallel):
-    """`rank_terms` for a micro-batch of so many sequences: what else a layout says does not matter to it."""
-    layout = SimpleNamespace(tensor=tensor, data=1, micro_batches=1)
-    options = SimpleNamespace(
-        train=SimpleNamespace(global_batch=sequences, precision=precision),
-        parallel=SimpleNamespace(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel),
-    )
-    return rank_terms(model, layout, options)

@@ -9,7 +9,7 @@ and `shard` count them. Experts are spread over `expert` neighbours among these,
 From the inside: tensor, context, shard, replicate, pipeline.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from manyhands.config.layout import Layout
 
@@ -31,5 +31,5 @@ def planned_layout(layout, axis, context, expert):
     """`layout`, which leaves the context axis out, with it: on `axis`, which is "shard" or "replicate"."""
     if context == expert == 1:
         return layout
-    sizes = asdict(layout)
+    sizes = {field.name: getattr(layout, field.name) for field in fields(Layout)}
     return PlannedLayout(**sizes | {axis: sizes[axis] * context}, context=context, expert=expert)

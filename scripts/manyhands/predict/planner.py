@@ -210,3 +210,8 @@ def weakest_assumption(question, best):
     }
     worst = max(seconds, key=seconds.get)
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
+
+
+def unbalanced_s(question, best):
+    """Seconds of a step if the busiest rank's experts get twice the mean of tokens."""
+    return _timed(question, best.candidate, best.held, Assumptions(routing=2.0)).step_s
