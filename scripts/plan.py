@@ -6,19 +6,25 @@
     python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
         --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
     python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
+    python scripts/plan.py --preset mixtral-8x7b --gpus 64 --global-batch 64                  # experts, long sequences
+    python scripts/plan.py --preset olmo-7b --gpus 64 --experts 8 --top-k 2 --capacity-factor 1.25
     python scripts/plan.py --published --plot published.png                               # held against published runs
     python scripts/plan.py --machines                                                     # the table, with its sources
 
 You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes ("in",
-"out"), the pipeline's bubble, predicted time of a step and MFU; why the others are refused, with the numbers; the assumption
-that the first row hangs on most; and the `train.py` command and job lines for it. "micro 8x4" is 8 micro-batches of 4
-sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered
-for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload (zero3, at rest in the host's memory).
+"out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it; why the others
+are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py` command and job lines for
+it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer),
+zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload
+(zero3, at rest in the host's memory). "context 4": 4 ranks share each sequence, by ring attention with zig-zag shares; for
+weights they are data ranks. "experts over 8": each of 8 data ranks has an eighth of the experts. Neither of the two is an
+axis of train.py: then the command is of the first row that it can run, if there is one.
 
-Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests; times
-are a model with two constants fitted on published runs: `--published` shows how far off it is. Not planned: context
-parallelism, mixtures of experts, zero-bubble schedules, CPUs. Nothing here needs torch or a GPU. Status 1: nothing fits, and
-the smallest number of GPUs that would; status 2: the question makes no sense, with the cure.
+Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests, or, for
+context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants fitted on
+published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, DeepSpeed, CPUs. Nothing here needs
+torch or a GPU. Status 1: nothing fits, and the smallest number of GPUs that would; status 2: the question makes no sense,
+with the cure.
 """
 
 import argparse
@@ -82,11 +88,12 @@ def read(argv):
     for flag in MACHINE_FLAGS:
         machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
     machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
-    machine.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
-    machine.add_argument(
+    layouts = parser.add_argument_group("which layouts")
+    layouts.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
+    layouts.add_argument(
         "--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried"
     )
-    machine.add_argument(
+    layouts.add_argument(
         "--context", type=int, help=f"ranks that share a sequence; left out: tried from {LONG:,} positions on"
     )
     parser.add_argument("--global-batch", type=int, help="sequences per step (default: the preset's)")

@@ -109,7 +109,7 @@ def test_a_batch_smaller_than_the_gpus_is_possible_with_context_ranks():
 
 def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_named():
     gpt = PlannedModel("your model", 32000, 32768, 16, 16, 2048)
-    answer = plan(Question(gpt, H100, 8, 8))
+    answer = plan(Question(gpt, H100, 8, 2))
     assert answer.best.candidate.layout.context > 1 and answer.best_trained.candidate.layout.context == 1
     text = as_text(answer)
     place = answer.ranked.index(answer.best_trained) + 1
@@ -118,6 +118,8 @@ def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_nam
     assert (
         "--model.block-size 32768" in text and "context" not in text[text.index("check it:") :].split("\n")[0]
     )
+    enough = plan(Question(gpt, H100, 8, 8))
+    assert enough.best is enough.best_trained, "what train.py can run is the simpler one"
     only = as_text(plan(Question(gpt, H100, 8, 8, context=8)))
     assert "train.py has no context axis" in only and "sbatch" not in only
 

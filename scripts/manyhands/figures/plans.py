@@ -59,7 +59,7 @@ def _look_of_bytes(kind):
 def _look_of_time(part):
     """Compute is solid, messages are hatched, idle time is pale."""
     if part in MESSAGES:
-        shades = (EDGE, tint(EDGE, 0.8), tint(GREY, 0.7), GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
+        shades = (EDGE, tint(EDGE, 0.8), tint(INK, 0.35), GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
         return shades[MESSAGES.index(part)], HATCH
     return (tint(INK, STRENGTH[part]), "") if part in COMPUTE else (tint(GREY, 0.4), "")
 

@@ -202,7 +202,11 @@ def accumulated_bytes(model, layout, options):
     ranks = layout.replicate * layout.shard
     if layout.data_by(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
         return 0
-    numbers, _ = rank_parameters(model, layout.tensor, layout.pipeline, layout.stages_per_rank, layout.expert)
+    numbers, experts = rank_parameters(
+        model, layout.tensor, layout.pipeline, layout.stages_per_rank, layout.expert
+    )
+    if layout.expert == ranks:  # no other rank has these experts: nothing is to be summed
+        numbers -= experts
     return numbers * weight_bytes(options)
 
 

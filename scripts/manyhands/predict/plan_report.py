@@ -10,6 +10,7 @@ from collections import Counter
 
 from manyhands.predict.link_time import Sent
 from manyhands.predict.plan_command import not_trained, start_lines, train_flags
+from manyhands.predict.plan_layouts import SCHEDULES
 from manyhands.predict.planner import CLOSE, GB, smallest_fit, unbalanced_s, weakest_assumption
 from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
 from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
@@ -47,7 +48,7 @@ def _question(question):
     return [
         f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
         f" heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
-        f"{question.gpus} GPUs {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
+        f"{question.gpus} GPU{'s' * (question.gpus > 1)} {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
         f" {machine.memory_bytes / GB:.0f} GB, {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
         f" {machine.between_bytes_per_s / GB:g} GB/s between nodes",
         f"a step: {question.global_batch} sequences = {tokens:,} tokens",
@@ -90,8 +91,11 @@ def _schedules(answer):
         again = f"recompute {one.candidate.options.parallel.recompute}"
         lines.append(
             f"    {one.candidate.options.parallel.schedule:22}{one.step_s:8.3g} s, bubble {one.time.bubble_s / one.step_s:4.0%},"
-            f" {one.held.on_gpu / GB:6.1f} GB of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
+            f" {one.held.on_gpu / GB:6.1f} GB, of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
         )
+    there = [one.candidate.options.parallel.schedule for one in answer.schedules]
+    if answer.question.schedule is None and (missing := [name for name in SCHEDULES if name not in there]):
+        lines.append(f"    {', '.join(missing)}: no layout that fits, or refused by the trainer")
     return [*lines, ""]
 
 
@@ -132,31 +136,29 @@ def _messages(time):
     for axis, operation in dict.fromkeys((m.axis, m.operation) for m in time.messages):
         alike = [m for m in time.messages if (m.axis, m.operation) == (axis, operation)]
         sent, payload = sum((m.sent for m in alike), Sent()), sum(m.payload_bytes for m in alike)
-        where = f"{_gb(sent.inside)} GB inside its node, {_gb(sent.between)} GB to others"
+        where = f"a GPU sends {_gb(sent.inside)} GB inside its node, {_gb(sent.between)} GB to others"
         if sent.host:
-            where = f"{_gb(sent.host)} GB over the link to its host"
+            where = "a GPU copies them over the link to its host"
         calls = sum(m.calls for m in alike)
-        lines.append(f"{axis}: {calls:,} {operation} of {_gb(payload)} GB; a GPU sends {where}")
+        lines.append(f"{axis}: {calls:,} {operation} of {_gb(payload)} GB; {where}")
     return lines
 
 
 def _routing(question, best):
-    """What is assumed of experts, beside what `weakest_assumption` says."""
+    """What is assumed of experts, with what it costs where it is wrong."""
     model, expert = question.model, best.candidate.layout.expert
     if model.n_expert == 1:
         return []
     if expert == 1:
-        return [
-            "   assumed of the experts: a rank has all of a layer's, so that only its own tokens matter, however they spread"
-        ]
-    if model.capacity is not None:
-        return [
-            f"   assumed of the experts: balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
-        ]
-    return [
-        "   assumed of the experts: balanced routing, in time and in memory; if the busiest rank's experts get twice as many"
-        f" tokens, a step takes {unbalanced_s(question, best):.2f} s"
-    ]
+        said = (
+            "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
+        )
+    elif model.capacity is not None:
+        said = f"balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
+    else:
+        late_s = unbalanced_s(question, best)
+        said = f"balanced routing, in time and in memory; with twice as many tokens on the busiest rank {late_s:.2f} s per step"
+    return [f"   assumed of the experts: {said}"]
 
 
 def _start(answer):

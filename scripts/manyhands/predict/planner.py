@@ -5,7 +5,8 @@
     smallest_fit(question)                         # where nothing fits: on how many GPUs something would
 
 What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are right,
-the simplest is best: fewer axes, then the simpler way to share, then less recomputation, then less memory.
+the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then less
+recomputation, then the simpler schedule, then less memory.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +48,8 @@ class Plan:
         kind = list(SHARINGS).index(self.candidate.sharing)
         again = RECOMPUTE.index(parallel.recompute)
         schedule = list(SCHEDULES).index(parallel.schedule)
-        return axes, kind, again, schedule, self.held.on_gpu, self.step_s
+        # a context axis comes last: train.py has none
+        return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
 
 
 @dataclass(frozen=True)
