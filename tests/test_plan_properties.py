@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question
+from manyhands.predict.plan_layouts import Question, families
 from manyhands.predict.plan_memory import planned_bytes
 from manyhands.predict.planned_model import PlannedModel
 from manyhands.predict.planner import CLOSE, plan
@@ -37,9 +37,20 @@ questions = st.builds(
 )  # fmt: skip
 
 
+def with_little_memory(question, pick, factor):
+    """The question on a machine that is a bit too small for one of its layouts."""
+    found = [c for family in families(question, ("none",), 4) for c in family.variants]
+    if not found:
+        return question
+    one = found[pick % len(found)]
+    needed = planned_bytes(question.model, one.layout, one.options).on_gpu
+    return dataclasses.replace(question, machine=dataclasses.replace(H100, memory_bytes=needed / factor))
+
+
 @settings(max_examples=20, derandomize=True)
-@given(question=questions)
-def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(question):
+@given(question=questions, pick=st.integers(0, 999), factor=st.floats(1.001, 1.1))
+def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(question, pick, factor):
+    question = with_little_memory(question, pick, factor)
     answer = plan(question)
     for one in answer.ranked:
         layout, held = one.candidate.layout, one.held

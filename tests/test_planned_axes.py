@@ -184,14 +184,17 @@ def test_tokens_go_to_their_experts_and_back_forward_and_backward():
     assert not messages(step_time(work_of(MOE, candidate("copies 8", MOE, 8)), H100), "experts")
 
 
-def test_experts_on_other_ranks_have_no_gradients_to_share_with_them():
-    def summed(name):
-        return sum(
-            m.payload_bytes for m in messages(step_time(work_of(MOE, candidate(name, MOE, 16)), H100), "data")
-        )
+def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same_ones():
+    def summed(name, gpus):
+        time = step_time(work_of(MOE, candidate(name, MOE, gpus)), H100)
+        return [m.sent.inside + m.sent.between for m in messages(time, "data")]
 
     experts = 8 * 8 * 3 * 2048 * 4096 * 4
-    assert summed("copies 16") - summed("copies 16, experts over 8") == pytest.approx(experts * 7 / 8)
+    dense = 4 * MOE.num_params() - experts
+    assert summed("copies 8, experts over 8", 8) == [pytest.approx(2 * 7 / 8 * dense)], "each has its own"
+    twice = [pytest.approx(2 * 15 / 16 * dense), pytest.approx(2 * 1 / 2 * experts / 8)]
+    assert summed("copies 16, experts over 8", 16) == twice, "two have the same ones"
+    assert sum(summed("zero3 16, experts over 8", 16)) < sum(summed("zero3 16", 16))
 
 
 def test_an_all_to_all_crosses_nodes_with_all_that_is_for_them_where_a_ring_crosses_once_per_node():

@@ -408,16 +408,17 @@ def test_layers_in_flight_are_those_of_the_simulated_schedule(schedule, v, n_lay
 
 
 def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline_and_one_schedule_may_be_asked_for():
-    answer = plan(Question(preset_model("gpt2-xl"), H100, 4, 512, schedule=None))
-    untied = dataclasses.replace(preset_model("gpt2-xl"), tie=False)
-    assert answer.schedules == (), "a tied head has no pipeline"
-    by_name = {
-        one.candidate.options.parallel.schedule: one for one in plan(Question(untied, H100, 4, 512)).schedules
+    assert plan(Question(preset_model("gpt2-xl"), H100, 4, 64)).schedules == (), "a tied head has no pipeline"
+    model = preset_model("olmo-1b")
+    told = {
+        one.candidate.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules
     }
-    assert set(by_name) >= {"1F1B", "Interleaved1F1B", "InterleavedZeroBubble"}
-    only = plan(Question(untied, H100, 4, 512, schedule="GPipe"))
+    assert set(told) == set(SCHEDULES) and len({one.name for one in told.values()}) == 1
+    only = plan(Question(model, H100, 4, 64, schedule="GPipe"))
     pipelines = [one for one in only.ranked if one.candidate.layout.pipeline > 1]
     assert pipelines and all(one.candidate.options.parallel.schedule == "GPipe" for one in pipelines)
+    with pytest.raises(ValueError, match="schedule='ZBV' is not planned; use one of 1F1B, GPipe"):
+        Question(model, H100, 4, 64, schedule="ZBV")
 
 
 def test_offload_sends_fp32_weights_up_twice_per_micro_batch_and_gradients_down_once():
@@ -496,6 +497,15 @@ def test_what_does_not_fit_is_never_recommended(model, memory_gb, gpus, batch):
         assert all(0 < found.mfu < 1 for found in answer.ranked)
     for _, sentence in answer.refused:
         assert sentence and any(c.isdigit() for c in sentence) or "tie" in sentence
+
+
+@pytest.mark.parametrize("model", [ODD, dataclasses.replace(ODD, tie=True)])
+def test_every_variant_is_one_that_the_trainer_takes(model):
+    schedules = set()
+    for candidate in candidates(model, 8):
+        assert resolve_layout(candidate.options, config_of(model), 8, 8) == candidate.layout
+        schedules.add(candidate.options.parallel.schedule)
+    assert schedules == ({"1F1B"} if model.tie else set(SCHEDULES))
 
 
 def test_every_way_to_split_is_either_ranked_or_refused():
