@@ -205,7 +205,7 @@ def _show_machines():
 
 
 def _show_published(args):
-    from manyhands.predict.plan_report import published_text
+    from manyhands.predict.published_report import published_text
     from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops
 
     print(published_text())
