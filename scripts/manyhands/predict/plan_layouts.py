@@ -5,9 +5,10 @@
 
 A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule and
 recomputation. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory), Interleaved1F1B and
-InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and save memory.
-Two axes are planned that `train.py` does not have (see `planned_layout`): context ranks, for long sequences or where a question
-asks for them, and, of a model with experts, ranks that its experts are spread over.
+InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one GPU per rank. Tensor ranks
+always use sequence and, without a pipeline, loss parallelism: they cost nothing more and save memory. Two axes are planned
+that `train.py` does not have (see `planned_layout`): context ranks, for long sequences or where a question asks for them, and
+ranks that the experts of a model are spread over.
 """
 
 from dataclasses import dataclass, fields, replace

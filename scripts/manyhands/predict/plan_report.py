@@ -6,6 +6,7 @@
 Sizes are in decimal GB, as vendors state memories.
 """
 
+import re
 from collections import Counter
 
 from manyhands.predict.link_time import Sent
@@ -190,21 +191,23 @@ def _refusals(answer, show_all):
         return []
     if show_all:
         return ["Refused:", *(f"    {name}: {sentence}" for name, sentence in answer.refused)]
-    reasons, first = Counter(), {}
+    kinds, first = Counter(), {}  # the same sentence with other numbers is the same reason
     too_large = [pair for pair in answer.refused if "GB per GPU" in pair[1]]
     for name, sentence in answer.refused:
         if "GB per GPU" not in sentence:
-            reasons[sentence] += 1
-            first.setdefault(sentence, name)
+            kind = re.sub(r"\d+", "#", sentence)
+            kinds[kind] += 1
+            first.setdefault(kind, (name, sentence))
     lines = ["Refused:"]
     for name, sentence in sorted(too_large, key=lambda pair: float(pair[1].split()[1]))[:4]:
         lines.append(f"    {name}: {sentence}")
     if len(too_large) > 4:
         lines.append(f"    ... and {len(too_large) - 4} that need more memory (--all shows them)")
-    for sentence, count in reasons.most_common(4):
-        lines.append(f"    {first[sentence]}{f' and {count - 1} more' * (count > 1)}: {sentence}")
-    if len(reasons) > 4:
-        lines.append(f"    ... and {len(reasons) - 4} other reasons (--all shows them)")
+    for kind, count in kinds.most_common(4):
+        name, sentence = first[kind]
+        lines.append(f"    {name}{f' and {count - 1} more like it' * (count > 1)}: {sentence}")
+    if len(kinds) > 4:
+        lines.append(f"    ... and {len(kinds) - 4} other reasons (--all shows them)")
     return lines
 
 
@@ -215,6 +218,7 @@ def as_dict(answer):
         "question": {
             "model": question.model.name,
             "parameters": question.model.num_params(),
+            "active_parameters": question.model.active_params(),
             "machine": question.machine.name,
             "gpus": question.gpus,
             "global_batch": question.global_batch,
