@@ -149,7 +149,8 @@ def _with_experts(model, args):
             raise ValueError("--top-k and --capacity-factor are about experts; name --experts, too")
         return model
     experts = model.n_expert if args.experts is None else args.experts
-    top_k = args.top_k or (model.top_k if model.n_expert > 1 else min(2, experts))
+    usual = min(model.top_k if model.n_expert > 1 else 2, max(1, experts))
+    top_k = usual if args.top_k is None else args.top_k
     name = model.name if experts == model.n_expert else f"{model.name} with {experts} experts"
     return replace(model, name=name, n_expert=experts, top_k=top_k, capacity=args.capacity_factor)
 
