@@ -152,6 +152,7 @@ def _with_experts(model, args):
     usual = min(model.top_k if model.n_expert > 1 else 2, max(1, experts))
     top_k = usual if args.top_k is None else args.top_k
     name = model.name if experts == model.n_expert else f"{model.name} with {experts} experts"
+    name = f"{model.name} without experts" if experts == 1 < model.n_expert else name
     return replace(model, name=name, n_expert=experts, top_k=top_k, capacity=args.capacity_factor)
 
 
