@@ -100,7 +100,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 # %% [markdown]
 # The ranks join and form groups of `c` ranks. In the first half a group shares **one sequence**, in the second it shares
-# **the experts**. Both need c = 1, 2 or 4 here; on more ranks several groups do the same.
+# **the experts**. c is 1, 2 or 4 here; on more ranks several groups do the same.
 
 # %%
 # %%ranks
@@ -146,7 +146,9 @@ if rank == 0:
 N, D, M, E, k_experts = tokens, 16, 32, 8, 2
 e = E // c
 held = slice(me * e, (me + 1) * e)  # of E, this rank's
-router_ED, up_EDM, down_EMD = normal(10, E, D), 0.3 * normal(11, E, D, M), 0.3 * normal(12, E, M, D)
+router_ED, up_EDM, down_EMD = (
+    0.3 * normal(10 + i, *shape) for i, shape in enumerate(((E, D), (E, D, M), (E, M, D)))
+)
 x_ranks = [normal(20 + r, N, D) for r in range(c)]
 x_ND = x_ranks[me]
 say(f"{N} tokens of my own, and experts {held.start} to {held.stop - 1} of {E}")
@@ -260,7 +262,9 @@ if rank == 0:
 # %% [markdown]
 # ## Keys go around: ring attention forward (CORE, 4 min)
 #
-# Queries stay. Keys and values go around the ring: in step i a rank works on the block that began i ranks behind it.
+# **Why.** To gather all keys on every rank would cost the memory that we wanted to save. But `absorb` needs only one block at
+# a time, in any order. So queries stay, and keys and values go around a ring: in step i a rank works on the block of the
+# rank i places behind it.
 # That is [**ring attention**](../assets/glossary.md#ring-attention) (Liu et al. 2023). No rank ever holds more than
 # two blocks of keys.
 #
@@ -296,6 +300,8 @@ def pass_on(x, group):
     return received
 
 
+# %%
+# %%ranks
 def ring_forward(q, k, v, at, group):
     """(attention [B, H, s, K], log of the sums [B, H, s, 1]); at[r] are the positions of rank r."""
     n, i = group.size(), group.rank()
@@ -325,6 +331,8 @@ def mine_of(x_BHTK, at):
     return x_BHTK[:, :, at[me]].clone().requires_grad_()
 
 
+# %%
+# %%ranks
 at = [in_order(T, c, r).to(device) for r in range(c)]
 q, k, v = (mine_of(x, at) for x in (q_BHTK, k_BHTK, v_BHTK))
 with wire.watch() as seen, torch.no_grad():
@@ -355,7 +363,7 @@ if rank == 0:
 #
 # ### Build B: one block's gradients
 #
-# Write these five lines. `log_sums` and `delta` are [B, H, s, 1] and already over all keys. Do not run autograd: that
+# Write these lines. `log_sums` and `delta` are [B, H, s, 1] and already over all keys. Do not run autograd: that
 # would normalise over this block alone.
 
 
@@ -415,6 +423,8 @@ def ring_backward(q, k, v, out, log_sums, d_out, at, group):
     return d_q, *pass_on(d_kv, group)  # the last move: home
 
 
+# %%
+# %%ranks
 class RingAttention(torch.autograd.Function):
     """Causal attention over positions on several ranks."""
 
@@ -438,7 +448,7 @@ class RingAttention(torch.autograd.Function):
 # %%
 # %%ranks
 def far_from_full(at):
-    """(largest distance of output and gradients from full attention's, what backward sent, its bytes)."""
+    """(largest distance of output and gradients from full attention's, what backward sent)."""
     full = [x.clone().requires_grad_() for x in (q_BHTK, k_BHTK, v_BHTK)]
     wanted = F.scaled_dot_product_attention(*full, is_causal=True)
     wanted.backward(v_out)
@@ -446,11 +456,12 @@ def far_from_full(at):
     found = RingAttention.apply(*here, at, group)
     with wire.watch() as seen:
         found.backward(v_out[:, :, at[me]])
-    pairs = [(found, wanted), *((mine.grad, all_.grad) for mine, all_ in zip(here, full, strict=True))]
-    apart = max((mine - all_[:, :, at[me]]).abs().max().item() for mine, all_ in pairs)
-    return apart, seen
+    pairs = [(found, wanted), *((mine.grad, x.grad) for mine, x in zip(here, full, strict=True))]
+    return max((mine - x[:, :, at[me]]).abs().max().item() for mine, x in pairs), seen
 
 
+# %%
+# %%ranks
 at = [in_order(T, c, r).to(device) for r in range(c)]
 apart, seen = far_from_full(at)
 assert apart < 1e-10, f"{apart:.1e} away"
@@ -542,8 +553,9 @@ def pairs_of(at, group):
     return [int((k_at[None, :] <= at[i][:, None]).sum()) for k_at in keys]
 
 
-layouts = {"in order": in_order, "zig-zag": zig_zag}
-work = {}
+# %%
+# %%ranks
+layouts, work = {"in order": in_order, "zig-zag": zig_zag}, {}
 for name, layout in layouts.items():
     at = [layout(T, c, r).to(device) for r in range(c)]
     apart = far_from_full(at)[0]
@@ -556,7 +568,7 @@ metrics.exact(pairs=work)
 
 # %% [markdown]
 # Expect bars of pairs per rank, one shade per step. In order they form a staircase. In zig-zag they are level, at the
-# dashed line of perfect balance.
+# dashed line of perfect balance. The ring takes as long as the busiest rank of each step, added up.
 
 # %%
 # %%ranks
@@ -564,16 +576,10 @@ from manyhands.figures.shared_work import work_per_rank
 
 if rank == 0:
     fair = T * (T + 1) / 2 / c
-    show(
-        work_per_rank(work, fair),
-        "work_per_rank",
-        "bars of query-key pairs per rank, in order and in zig-zag",
-    )
+    show(work_per_rank(work, fair), "work_per_rank", "query-key pairs per rank, in order and in zig-zag")
     for name, rows in work.items():
-        ring = sum(max(row[step] for row in rows) for step in range(c))
-        say(
-            f"{name}: the busiest of each step add up to {ring:,} pairs, {ring / fair:.2f} times a fair share"
-        )
+        ring = sum(max(row[step] for row in rows) for step in range(c))  # the busiest of each step
+        say(f"{name}: the ring takes {ring:,} pairs, {ring / fair:.2f} times a fair share")
     say(f"predicted in order, for a long sequence: {2 - 1 / c:.2f}")
 
 # %% [markdown]
@@ -583,7 +589,7 @@ if rank == 0:
 # ### Play with ranks and layouts (MORE, 1 min)
 #
 # A third layout is in the list: *striped* ([Brandon et al. 2023](https://arxiv.org/abs/2311.09431)) gives a rank every
-# n-th position. Which of the three needs no special number of positions, and how far from level is it?
+# n-th position. How far from level is it with 16 positions, and with 128?
 
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.zigzag import show_zigzag
@@ -625,7 +631,8 @@ with Names():
     F.scaled_dot_product_attention(*(x.bfloat16() for x in (q_BHTK, k_BHTK, v_BHTK)), is_causal=True)
 if rank == 0:
     for name in sorted(handled):
-        say(f"handled: {name}")
+        if "backward" not in name:
+            say(f"handled: {name}")
     ran = {name for name in ran if "attention" in name}
     say(f"run here: {', '.join(sorted(ran))}; handled on this device: {bool(ran & handled)}")
 
@@ -775,7 +782,8 @@ say(f"token 0 goes to experts {experts_Nk[0].tolist()} with weights {weights}; r
 # %% [markdown]
 # ## Dispatch: who gets how many? (CORE, 7 min)
 #
-# Give each rank E/c experts: [**expert parallelism**](../assets/glossary.md#expert-parallel). Ranks keep tokens of
+# **Why.** All experts together do not fit on one GPU, and each token needs few of them. So give each rank E/c experts: [**expert
+# parallelism**](../assets/glossary.md#expert-parallel). Ranks keep tokens of
 # their own, as in data parallelism. A token travels to the ranks of its experts, and its results come back: two
 # all-to-alls per layer, **dispatch** and **combine**.
 #
@@ -873,7 +881,8 @@ say(f"sends {leaving} rows, receives {arriving}, so works on {list(rows.shape)}"
 # %% [markdown]
 # ## Experts, and the way back (CORE, 8 min)
 #
-# What arrived lies rank by rank, and within a rank expert by expert. `arriving_ne` says which rows are whose:
+# **Why.** An expert must see its rows together, and a token wants its results back. What arrived lies rank by rank, and
+# within a rank expert by expert. `arriving_ne` says which rows are whose:
 
 
 # %% jupyter={"source_hidden": true}
@@ -950,30 +959,31 @@ with wire.watch() as seen:
     y_ND, _, experts_Nk = expert_parallel(x_ND, *mine, k_experts, group)
 found = [call.bytes for call in seen.calls]  # what a rank keeps for itself included
 arriving = split_sizes(experts_Nk, E, group)[1]
-predicted = [8 * E, 8 * D * sum(arriving), 8 * D * N * k_experts]  # a row has D numbers of 8 bytes
-assert found == predicted
+assert found == [8 * E, 8 * D * sum(arriving), 8 * D * N * k_experts]  # a row has D numbers of 8 bytes
 counts_bytes, dispatched, combined = found
-say(
-    f"bytes of counts {counts_bytes}, of rows that arrived {dispatched:,}, that came back {combined:,}: as predicted"
-)
+say(f"bytes of counts {counts_bytes}, of rows that arrived {dispatched:,}, that came back {combined:,}")
 metrics.exact(expert_bytes=found)
 
 # %% [markdown]
-# The library's exchange is `all_to_all_single` of `torch.distributed.nn.functional`, which has a backward like
-# yours. (Its namesake in `torch.distributed` has none: gradients end there, without an error.) So there are three ways to
-# one result: one process, yours, and the library's.
+# The sizes are as predicted: a row has D numbers of 8 bytes, one for each choice.
+#
+# The library's exchange is `all_to_all_single` of torch's functional collectives. It has a backward like ours. (Its
+# namesake in `torch.distributed` has none: gradients end there.) Three ways to one result, then: one process, ours, and
+# the library's. Each is given the same random v:
 
 
 # %%
 # %%ranks
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed import _functional_collectives as functional  # the underscore is torch's
 
 
 def by_library(rows, leaving, arriving, group):
-    received = rows.new_empty(sum(arriving), *rows.shape[1:])
-    return all_to_all_single(received, rows, arriving, leaving, group=group)
+    """Exchange.apply, as torch has it."""
+    return functional.all_to_all_single(rows.contiguous(), arriving, leaving, group)
 
 
+# %%
+# %%ranks
 def far_from_dense(exchange):
     """Largest distance of the mixture and its vector-Jacobian products from one process's; all call it."""
     full = [w.clone().requires_grad_() for w in (torch.cat(x_ranks), router_ED, up_EDM, down_EMD)]
@@ -1108,6 +1118,8 @@ def losses(finish):
     return seen
 
 
+# %%
+# %%ranks
 for name, way in {"theirs": theirs, "mended": finish}.items():
     first, *_, last = losses(way)
     if rank == 0:
@@ -1226,6 +1238,8 @@ def parameters(seed):
     return [[w.clone().requires_grad_() for w in weights] for weights in (whole, parts)]
 
 
+# %%
+# %%ranks
 def train(seed, coefficient):
     """(final share of choices of each expert, final loss of this rank)."""
     copies, experts = parameters(1000 * seed)
@@ -1260,16 +1274,15 @@ from manyhands.figures.shared_work import skew_and_balance
 if rank == 0:
     show(skew_and_balance(skewed, shares), "skew", "bytes of rank 0 against skew, and shares of choices")
     off = max(abs(x / predicted - 1) for samples, predicted in skewed.values() for x in samples)
-    chance = math.sqrt((c - 1) / (c * N))  # one standard deviation of a share 1/c among c·N draws, relative
-    say(
-        f"bytes of rank 0: at most {off:.0%} from the prediction; one standard deviation of even draws is {chance:.0%}"
-    )
+    chance = math.sqrt((c - 1) / (c * N))  # standard deviation of a share 1/c, relative
+    say(f"bytes of rank 0: at most {off:.0%} from the prediction; even draws scatter by {chance:.0%}")
+    most = {name: [E * max(share) for share, _ in rows] for name, rows in runs.items()}
     for name, rows in runs.items():
-        most = sorted(E * max(share) for share, _ in rows)
-        ends = sorted(loss for _, loss in rows)
-        say(
-            f"{name}: busiest expert {most[0]:.2f} to {most[-1]:.2f} times the mean, loss {ends[0]:.2f} to {ends[-1]:.2f}"
-        )
+        low, high = min(most[name]), max(most[name])
+        loss = sorted(loss for _, loss in rows)[seeds // 2]
+        say(f"{name}: busiest expert {low:.2f} to {high:.2f} times the mean, median loss {loss:.2f}")
+    better = sum(a > b for a, b in zip(*most.values(), strict=True))
+    say(f"more even with the balancing loss: {better} of {seeds} seeds")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
@@ -1363,9 +1376,7 @@ for factor in (1.0, 1.25, 2.0):
     capacity = math.ceil(factor * N * k_experts / E)
     dropped = 1 - kept(experts_Nk, E, capacity).double().mean().item()
     if rank == 0:
-        say(
-            f"capacity {factor:g} times the mean, {capacity} rows per expert: {dropped:.1%} of choices dropped"
-        )
+        say(f"capacity {factor:g} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
 
 # %% [markdown]
 # ## On the cluster
@@ -1379,8 +1390,9 @@ for factor in (1.0, 1.25, 2.0):
 #
 # **What changes on GPUs.** Flash kernels compute a block's attention and return its log of sums, so `absorb` merges
 # two *outputs*. A ring's messages can hide behind a block's compute, if blocks are long enough: compute grows with
-# s², messages with s. An all-to-all hides behind nothing and crosses nodes, so expert groups often stay in a node, or
-# have kernels of their own. Sizes that must reach the host stall the GPU.
+# s², messages with s. An all-to-all is harder to hide: an expert cannot begin
+# before its rows are there. Keep a group of experts inside a node where it fits. Sizes that must reach the host make it
+# wait for the GPU.
 #
 # **What to look for**: equal step times on all context ranks (unequal: the layout is not zig-zag); the rows of the
 # busiest expert over the mean, logged per layer; the share of dropped choices; the norm of the experts' gradients

@@ -17,7 +17,7 @@ CONTEXT = (
 )  # fmt: skip
 EXPERTS = (
     "normal", "route", "dense_mixture", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel", "finish",
-    "share_of_choices", "balance_loss", "global_balance", "kept",
+    "share_of_choices", "balance_loss", "global_balance", "kept", "by_library",
 )  # fmt: skip
 B, H, T, K = 2, 4, 32, 5
 N, D, M, E, k = 12, 6, 7, 8, 2
@@ -112,38 +112,50 @@ def test_ulysses_is_full_attention_for_four_all_to_alls_forward(pool, n):
         assert sizes == [8 * B * H * T // n * K] * 4
 
 
-def experts(ranks, c):
-    """(distance from the dense mixture, expert gradients before finish over one process's, bytes of forward's calls, rows)."""
+def experts(ranks, c, way):
+    """(distance from the dense mixture, expert gradients before finish over one process's, bytes of forward's calls, those
+    predicted); the loss is the mean of v · y with a random v, over all tokens of the group.
+    """
     group = subgroup(ranks, c)
     lesson, e, me = ours(EXPERTS, group), E // c, group.rank()
-    held = slice(me * e, (me + 1) * e)
+    held, here = slice(me * e, (me + 1) * e), slice(me * N, (me + 1) * N)
     weights = lesson.normal(1, E, D), lesson.normal(2, E, D, M), lesson.normal(3, E, M, D)
-    tokens = [lesson.normal(20 + r, N, D) for r in range(c)]
-    single = [w.clone().requires_grad_() for w in (torch.cat(tokens), *weights)]
+    tokens, v = lesson.normal(20, c * N, D), lesson.normal(21, c * N, D)
+    single = [w.clone().requires_grad_() for w in (tokens, *weights)]
     wanted = lesson.dense_mixture(*single, k)
-    wanted.square().mean().backward()
-    mine = [w.clone().requires_grad_() for w in (tokens[me], weights[0], weights[1][held], weights[2][held])]
+    (v * wanted).mean().backward()
+    mine = [
+        w.clone().requires_grad_() for w in (tokens[here], weights[0], weights[1][held], weights[2][held])
+    ]
     with wire.watch() as seen:
-        y, _, chosen = lesson.expert_parallel(*mine, k, group)
-    y.square().mean().backward()
+        y, _, chosen = lesson.expert_parallel(
+            *mine, k, group, lesson.Exchange.apply if way == "ours" else lesson.by_library
+        )
+    (v[here] * y).mean().backward()  # a mean over this rank's tokens
     before = [(mine[i].grad.norm() / single[i].grad[held].norm()).item() for i in (2, 3)]
     lesson.finish([mine[1]], mine[2:], group)
-    here = slice(me * N, (me + 1) * N)
     wanted_grads = [single[0].grad[here] * c, single[1].grad, single[2].grad[held], single[3].grad[held]]
     apart = furthest([(y, wanted[here]), *zip([w.grad for w in mine], wanted_grads, strict=True)])
-    everybody = [lesson.route(x, weights[0], k)[1] for x in tokens]
-    arrived = sum(int(((chosen >= held.start) & (chosen < held.stop)).sum()) for chosen in everybody)
-    return apart, before, [call.bytes for call in seen.calls], arrived
+    everybody = lesson.route(tokens, weights[0], k)[1]
+    arrived = int(((everybody >= held.start) & (everybody < held.stop)).sum())
+    predicted = [8 * E, 8 * D * arrived, 8 * D * N * k]
+    return apart, before, [call.bytes for call in seen.calls], predicted
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 1), (2, 2), (4, 4), (4, 2)])
 def test_experts_on_other_ranks_are_the_dense_mixture_and_unfinished_gradients_are_c_times_too_large(
     pool, n, c
 ):
-    for apart, before, sizes, arrived in pool.run(n, experts, c):
+    for apart, before, sizes, predicted in pool.run(n, experts, c, "ours"):
         assert apart < 1e-10
         assert before == pytest.approx([c, c])
-        assert sizes == [8 * E, 8 * D * arrived, 8 * D * N * k]
+        assert sizes == predicted
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_so_they_are_by_torchs_exchange(pool, n):
+    for apart, *_ in pool.run(n, experts, n, "torch's"):
+        assert apart < 1e-10
 
 
 def nobody_chooses(ranks):
@@ -182,3 +194,36 @@ def test_the_balancing_loss_averaged_over_ranks_is_that_of_all_tokens(pool):
     for value, averaged, total in pool.run(4, balances):
         assert value == pytest.approx(averaged, rel=1e-12)
         assert total == pytest.approx(1)
+
+
+def test_capacity_drops_the_last_choices_of_a_popular_expert():
+    kept = taken_from(LESSON, "kept").kept
+    chosen = torch.tensor([[0, 1], [0, 2], [2, 0], [0, 1]])
+    assert kept(chosen, 3, 2).tolist() == [[True, True], [True, True], [True, False], [False, True]]
+
+
+def test_each_half_fits_fifty_minutes():
+    from manyhands.course.lessons import find_lessons
+    from manyhands.course.minutes import sections
+
+    (lesson,) = find_lessons(only=["09"])
+    core = [part for part in sections(lesson) if part.core]
+    second = next(i for i, part in enumerate(core) if part.name.startswith("A router"))
+    start = sum(part.minutes for part in core[:2])  # needed before either half
+    halves = sum(part.minutes for part in core[:second]), start + sum(part.minutes for part in core[second:])
+    assert max(halves) <= 50
+    stated = sum(part.stated or 0 for part in core[:second]), sum(part.stated or 0 for part in core[second:])
+    assert stated == (35, 31), "as the head says"
+
+
+def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
+    from manyhands.figures.shared_work import skew_and_balance, work_per_rank
+
+    figure = work_per_rank({"in order": [[1, 0], [1, 2]], "zig-zag": [[1, 1], [1, 1]]}, fair=2)
+    heights = [[bar.get_y() + bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert heights == [[1, 1, 1, 3], [1, 2, 1, 2]], "steps are stacked, rank by rank"
+    figure = skew_and_balance(
+        {0.5: ([1.1, 0.9], 1.0)}, {"no balancing": [[0.7, 0.3]], "balanced": [[0.6, 0.4]]}
+    )
+    points = figure.axes[0].get_lines()
+    assert [list(line.get_ydata()) for line in points] == [[1.0], [1.1, 0.9]]
