@@ -24,7 +24,7 @@
 # - build ring attention, and lay positions out so that a causal mask leaves no rank idle;
 # - say what a ring sends and what Ulysses sends, and when each one fits;
 # - route tokens to experts on other ranks and back, with two all-to-alls;
-# - predict the bytes of a rank from the skew of its experts, and scale their gradients rightly.
+# - predict the bytes of a rank from the skew of its experts, and scale their gradients correctly.
 #
 # **You need** send, receive and [all-to-all](../assets/glossary.md#all-to-all) from [lesson
 # 02](02_collectives.ipynb), and `Move` of [lesson 07](07_tensor_parallel.ipynb): a function that does one thing in
@@ -1287,7 +1287,7 @@ if rank == 0:
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #
-# *Ask:* "the balancing loss costs quality and buys speed; who would accept which skew?" Then: f is counted over *all*
+# *Ask:* "the balancing loss may cost quality and buys speed. How much skew would you accept?" Then: f is counted over *all*
 # ranks. Counted on each rank alone it asks for more, balance within every rank's batch, and the loss depends on the
 # number of ranks: exercise 2.
 #
@@ -1300,7 +1300,7 @@ if rank == 0:
 #
 # ### Exercise 2: a balancing loss that does not depend on the number of ranks
 #
-# Written with f of a rank's own tokens, the mean over ranks of Σ fᵢ Pᵢ is not Σ (mean fᵢ)(mean Pᵢ). Write
+# If each rank takes f from its own tokens, the mean over ranks of Σ fᵢ Pᵢ is not Σ (mean fᵢ)(mean Pᵢ). Write
 # `global_balance(probs_NE, experts_Nk, group)`: E · Σ fᵢ Pᵢ over *all* ranks' tokens, the same number on every rank,
 # for one all-reduce of at most 2E numbers. Its gradient on a rank must be such that gradients *averaged* over ranks
 # are one process's, as those of the loss are. All ranks have equally many tokens.
@@ -1403,7 +1403,7 @@ for factor in (1.0, 1.25, 2.0):
 #
 # 1. Softmax over blocks: keep largest, sum and weighted values, and shrink all of them by one factor when a larger score arrives.
 # 2. In a ring, keys and values travel, and in backward their gradients travel with them: c - 1 blocks forward, 2c - 1 backward.
-# 3. Under a causal mask the order of positions decides who waits: 2 - 1/c times too long in order, level in zig-zag.
+# 3. Under a causal mask the layout of positions decides who waits: in order takes 2 - 1/c times as long, zig-zag is level.
 # 4. Experts: sort by expert, tell the sizes, exchange, work, exchange back, add up with the gates.
 # 5. An exchange has summed the experts' gradients over ranks already: divide them by the number of ranks, and compare with one process.
 #
