@@ -61,7 +61,9 @@ def skew_and_balance(skewed, shares):
             [x - m for m, x in zip(middle, high, strict=True)],
         ]
         right.errorbar(list(places), middle, yerr=errors, capsize=3, label=name, **style)
-    right.axhline(1 / len(seeds[0]), **PREDICTED)
+    even = 1 / len(seeds[0])
+    right.axhline(even, **PREDICTED)
+    right.annotate("even", (1.01, even), xycoords=("axes fraction", "data"), va="center", fontsize=10)
     right.set(
         xlabel="experts, busiest first",
         ylabel="share of choices",
