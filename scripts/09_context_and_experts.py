@@ -67,7 +67,7 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-positions = 64  # of the long sequence; a multiple of twice the ranks of a group
+positions = 64  # of the long sequence, a multiple of twice the ranks of a group, at least 8
 tokens = 128  # of each rank in the experts' half, at least 32
 steps = 40  # of training the router, at least 10
 seeds = 5  # trainings with and without the balancing loss, at least 1
@@ -91,7 +91,7 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, join, leave, say, show
+from manyhands import Metrics, catch_up, join, leave, refuse, say, show
 from manyhands.checks import context_parallel as context_checks
 from manyhands.checks import experts as expert_checks
 from manyhands.data.corpus import get_batch, load_corpus
@@ -123,7 +123,7 @@ say(f"I am number {me} of the {c} in my group")
 # %%ranks
 B, H, T, K = 2, 4, positions, 8
 if T % (2 * c):
-    raise ValueError(f"positions={T} does not split into {2 * c} chunks; use a multiple of {2 * c}")
+    refuse(f"positions={T} does not split into {2 * c} chunks; use a multiple of {2 * c}")
 
 
 def normal(seed, *shape):
@@ -343,6 +343,9 @@ if rank == 0:
     say(f"{list(out.shape)} on a rank, equal to full attention to 1e-10")
     say(f"messages: {seen.messages}, predicted {c - 1}")
     say(f"bytes: {seen.sent_bytes:,}, predicted {(c - 1) * unit:,}")
+square = out.square().sum()
+dist.all_reduce(square, group=group)
+metrics.close(attention_norm=square.sqrt())  # the same on any number of ranks
 
 # %% [markdown]
 # ## Backward: gradients travel with their keys (CORE, 9 min)
@@ -1224,7 +1227,8 @@ def balance_loss(probs_NE, share_E):
 # %% [markdown]
 # Train: an embedding, our mixture, a head, on the next character of Shakespeare. Twice from each seed, with the
 # balancing loss and without. Its coefficient is 1 here, so that few steps show it; in Switch Transformers it is 0.01. The
-# mean share over the last ten steps is kept.
+# mean share over the last ten steps is kept. In the plot points are medians over the seeds, whiskers reach from the least to
+# the most.
 
 # %%
 # %%ranks
@@ -1376,23 +1380,22 @@ for factor in (1.0, 1.25, 2.0):
     capacity = math.ceil(factor * N * k_experts / E)
     dropped = 1 - kept(experts_Nk, E, capacity).double().mean().item()
     if rank == 0:
-        say(f"capacity {factor:g} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
+        say(f"capacity {factor:.2f} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
 
 # %% [markdown]
 # ## On the cluster
 #
-# Both are axes of the mesh, beside data and tensor. The course's trainer has neither of them; this file runs there as
-# [lesson 04](04_first_job.ipynb)'s job does, with this script in place of its own:
+# Both are axes of the mesh, beside data and tensor. The course's trainer has neither of them. This file runs there as
+# [lesson 04](04_first_job.ipynb)'s does: in the job file, put it in place of lesson 03's. Inside an allocation, by hand:
 #
 # ```bash
-# srun python scripts/09_context_and_experts.py --positions 4096 --tokens 4096
+# python scripts/launch.py scripts/09_context_and_experts.py -- --positions 2048 --tokens 2048
 # ```
 #
 # **What changes on GPUs.** Flash kernels compute a block's attention and return its log of sums, so `absorb` merges
 # two *outputs*. A ring's messages can hide behind a block's compute, if blocks are long enough: compute grows with
-# s², messages with s. An all-to-all is harder to hide: an expert cannot begin
-# before its rows are there. Keep a group of experts inside a node where it fits. Sizes that must reach the host make it
-# wait for the GPU.
+# s², messages with s. An all-to-all is harder to hide: an expert cannot begin before its rows are there. Keep a
+# group of experts inside a node where it fits. Sizes that must reach the host make it wait for the GPU.
 #
 # **What to look for**: equal step times on all context ranks (unequal: the layout is not zig-zag); the rows of the
 # busiest expert over the mean, logged per layer; the share of dropped choices; the norm of the experts' gradients

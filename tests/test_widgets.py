@@ -266,11 +266,11 @@ def test_the_zigzags_controls_draw_anew_also_where_positions_do_not_split(shown,
     monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
     show_zigzag(ranks=2, positions=8)
     controls = {c.description: c for row in pages[0].box.children[:-1] for c in row.children}
-    assert list(controls) == ["ranks", "positions", "layout"]
+    assert list(controls) == ["ranks c", "positions", "layout"]
     assert pages[0].alt.startswith("8 positions zig-zag on 2 ranks: 18, 18 query-key pairs")
     controls["layout"].value = "in order"
     assert pages[0].alt.startswith("8 positions in order on 2 ranks: 10, 26 query-key pairs")
-    controls["ranks"].value = 3
+    controls["ranks c"].value = 3
     assert pages[0].alt == "8 positions do not split into 3 equal chunks; use a multiple of 3"
 
 

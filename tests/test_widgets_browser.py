@@ -29,7 +29,7 @@ CONTROLS = {  # in the order of the key Tab: their roles and accessible names
         ("combobox", "schedule"), ("spinbutton", "ranks p"), ("spinbutton", "micro-batches m"),
         ("spinbutton", "stages per rank v"),
     ],
-    "show_zigzag": [("spinbutton", "ranks"), ("spinbutton", "positions"), ("combobox", "layout")],
+    "show_zigzag": [("spinbutton", "ranks c"), ("spinbutton", "positions"), ("combobox", "layout")],
 }  # fmt: skip
 WHAT_TAKES_KEYS = "input, select, textarea, button, [tabindex], [role=slider], [contenteditable=true]"
 
@@ -224,7 +224,7 @@ def test_another_layout_levels_the_ranks_work(notebook):
     zigzag.says(
         "16 positions in order on 4 ranks: 10, 26, 42, 58 .*; the ring takes 1[.]71 times a fair share"
     )
-    zigzag.type("ranks", "3")
+    zigzag.type("ranks c", "3")
     zigzag.says("16 positions do not split into 3 equal chunks; use a multiple of 3")
     zigzag.type("positions", "12")
     zigzag.says("12 positions in order on 3 ranks: 10, 26, 42 .*")

@@ -64,7 +64,7 @@ def show_zigzag(**settings):
     import ipywidgets as w
 
     controls = {
-        "ranks": labelled(w.BoundedIntText, "ranks", 4, 10, value=4, min=1, max=MOST_RANKS),
+        "ranks": labelled(w.BoundedIntText, "ranks c", 5, 11, value=4, min=1, max=MOST_RANKS),
         "positions": labelled(w.BoundedIntText, "positions", 6, 13, value=16, min=2, max=MOST_POSITIONS),
         "layout": labelled(w.Dropdown, "layout", 5, 16, options=list(LAYOUTS), value="zig-zag"),
     }
