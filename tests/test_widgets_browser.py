@@ -11,6 +11,7 @@ from manyhands.widgets.display import png
 from manyhands.widgets.floats import floats_figure
 from manyhands.widgets.memory import MODELS, memory_figure
 from manyhands.widgets.sizes import sizes_figure
+from manyhands.widgets.zigzag import zigzag_figure
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -28,6 +29,7 @@ CONTROLS = {  # in the order of the key Tab: their roles and accessible names
         ("combobox", "schedule"), ("spinbutton", "ranks p"), ("spinbutton", "micro-batches m"),
         ("spinbutton", "stages per rank v"),
     ],
+    "show_zigzag": [("spinbutton", "ranks c"), ("spinbutton", "positions"), ("combobox", "layout")],
 }  # fmt: skip
 WHAT_TAKES_KEYS = "input, select, textarea, button, [tabindex], [role=slider], [contenteditable=true]"
 
@@ -211,3 +213,19 @@ def test_more_micro_batches_or_another_schedule_leave_less_idle(notebook):
     )
     pipeline.type("ranks p", "1")
     pipeline.says(r"InterleavedZeroBubble, p = 1, m = 16, v = 1: idle 0 %.*")
+
+
+def test_another_layout_levels_the_ranks_work(notebook):
+    zigzag = Widget(notebook, "show_zigzag")
+    zigzag.says(
+        "16 positions zig-zag on 4 ranks: 34, 34, 34, 34 .*; the ring takes 1[.]00 times a fair share"
+    )
+    zigzag.choose("layout", "in order")
+    zigzag.says(
+        "16 positions in order on 4 ranks: 10, 26, 42, 58 .*; the ring takes 1[.]71 times a fair share"
+    )
+    zigzag.type("ranks c", "3")
+    zigzag.says("16 positions do not split into 3 equal chunks; use a multiple of 3")
+    zigzag.type("positions", "12")
+    zigzag.says("12 positions in order on 3 ranks: 10, 26, 42 .*")
+    assert zigzag.shows(zigzag_figure(3, 12, "in order"))

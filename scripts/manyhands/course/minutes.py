@@ -25,6 +25,7 @@ BUDGETS = {
     "06": 50,
     "07": 45,
     "08": 50,
+    "09": 100,  # two halves, at home
     "11": 45,
 }  # minutes of an agenda
 
