@@ -11,6 +11,7 @@ from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.course.catch_up import taken_from
 from manyhands.figures.planned_and_held import planned_and_held
+from manyhands.figures.table_and_others import table_and_others
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
@@ -187,6 +188,16 @@ def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
     (axes,) = figure.axes
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert max(ends) == 4.0 and [line.get_xdata()[0] for line in axes.lines] == [4.0, 2.0]
+
+
+def test_each_published_run_is_a_point_fitted_ones_are_hollow_and_others_share_a_marker_by_source():
+    rows = [("1.7B", 137.0, 137.1, True), ("3.6B", 138.0, 135.7, False)]
+    others = [("A", 126.0, 150.0, False), ("A", 121.0, 145.0, False), ("B", 430.0, 465.0, False)]
+    left, right = table_and_others(rows, others, "table 1").axes
+    points = {line.get_xdata()[0]: line.get_fillstyle() for line in left.lines if line.get_marker() == "o"}
+    assert points == {137.0: "none", 138.0: "full"}
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["A", "B"]
+    assert {text.get_text() for text in left.texts} == {"1.7B", "3.6B"}
 
 
 def test_the_lessons_eight_layouts_exist_on_four_ranks():

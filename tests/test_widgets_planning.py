@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from manyhands.predict.rank_links import Sent, between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets import display as display_module
 from manyhands.widgets.planner import planner_figure, show_planner
-from manyhands.widgets.rank_grid import partners, rank_grid_figure, show_rank_grid
+from manyhands.widgets.rank_grid import ORDERS, rank_grid_figure, show_rank_grid
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SHOWS = [show_planner, show_rank_grid]
@@ -28,16 +29,44 @@ def shown(monkeypatch):
     return bundles
 
 
+GRID = {"pipeline": 2, "data": 2, "tensor": 4}
+
+
 def test_the_partners_of_a_rank_are_those_of_the_lesson():
-    assert partners((2, 2, 4), 5) == {"pipeline": [5, 13], "data": [1, 5], "tensor": [4, 5, 6, 7]}
-    assert partners((1, 1, 1), 0) == {"pipeline": [0], "data": [0], "tensor": [0]}
+    assert partners(GRID, 5) == {"pipeline": [5, 13], "data": [1, 5], "tensor": [4, 5, 6, 7]}
+    assert partners(dict.fromkeys(GRID, 1), 0) == {"pipeline": [0], "data": [0], "tensor": [0]}
 
 
-def test_the_grid_marks_partners_and_says_which_axis_leaves_the_node():
-    found = texts(rank_grid_figure(2, 2, 4, per_node=8, rank=5))
-    assert {"rank 5", "4 T", "1 D", "13 P", "node 1"} <= set(found)
-    assert any("P pipeline: 2 ranks, over 2 nodes" in text for text in found)
-    assert any("T tensor: 4 ranks, over 2 nodes" in text for text in texts(rank_grid_figure(1, 2, 4, 2, 0)))
+def test_rings_send_on_stages_send_both_ways_and_one_rank_sends_nothing():
+    found = links({"pipeline": 3, "tensor": 4}, {"pipeline": 10.0, "tensor": 8.0})
+    assert found[0, 4] == found[4, 0] == found[4, 8] == Sent("pipeline", 10.0) and (8, 0) not in found
+    assert found[0, 1] == found[3, 0] == Sent("tensor", 12.0) and (1, 0) not in found
+    assert len(found) == 4 * 4 + 3 * 4
+    assert links({"pipeline": 1, "data": 1, "tensor": 1}, payloads_of_7b(GRID)) == {}
+
+
+@pytest.mark.parametrize("order", [GRID, ("data", "pipeline", "tensor"), ("tensor", "data", "pipeline")])
+def test_the_bytes_between_nodes_are_those_that_the_lesson_counts(order):
+    from manyhands.course.catch_up import taken_from
+
+    sizes = {axis: GRID[axis] for axis in order}
+    payloads = payloads_of_7b(sizes)
+    counted = taken_from(
+        "10_meshes_and_planning", "coordinates", "groups_of", "slow_bytes", "crossing"
+    ).crossing(order, sizes, payloads, 8)
+    assert between_nodes(links(sizes, payloads), 8) == pytest.approx(counted)
+
+
+def test_the_grid_marks_partners_and_says_what_leaves_the_node():
+    figure = rank_grid_figure(2, 2, 4, per_node=8, rank=5)
+    assert {"rank 5", "4 T", "1 D", "13 P", "node 1"} <= set(found := texts(figure))
+    assert "P  pipeline: 2 ranks, over 2 nodes, 0.13 GB a step to its neighbour" in found
+    assert "between nodes: 2.1 of 261.9 GB in a step of a 7B model" in found
+    image = figure.axes[1].images[0].get_array()
+    assert image[4, 5] == pytest.approx(12.9, abs=0.1) and image[5, 4] is not image[4, 5] and image.mask[5, 4]
+    assert any(
+        "between nodes: 103.1 of" in text for text in texts(rank_grid_figure(2, 2, 4, 8, 5, ORDERS[-1]))
+    )
 
 
 @pytest.mark.parametrize(
