@@ -84,6 +84,8 @@ def test_numbers_that_make_no_grid_are_refused_in_the_picture(settings, sentence
 def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state_out():
     found = texts(planner_figure("olmo-7b", "h100", 64))
     assert "olmo-7b on 64 h100" in found and "predicted seconds per step" in found
+    assert any(text.startswith("1 zero2 64 ") and text.endswith("58%") for text in found)
+    assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
     (bytes_axes, _) = planner_figure("olmo-7b", "h100", 1).axes
     assert "optimizer" not in [text.get_text() for text in bytes_axes.get_legend().get_texts()]
 

@@ -23,11 +23,12 @@ def planned_and_held(rows, title):
             colour, hatch = BYTES[kind]
             axes.barh(i, held[kind] / 1e3, 0.64, left=start / 1e3, fc=colour, ec=INK, hatch=hatch)
             start += held[kind]
-        axes.plot([planned / 1e3] * 2, [i - 0.45, i + 0.45], **PREDICTED)
-        axes.text((max(start, planned) + 0.015 * most) / 1e3, i, f"{start / 1e3:,.0f} kB", va="center")
+        axes.plot([planned / 1e3] * 2, [i - 0.5, i + 0.5], **PREDICTED | {"lw": 2.2}, zorder=3)
+        said = f"{start / 1e3:,.1f} kB, planned {planned / 1e3:,.1f}"
+        axes.text((max(start, planned) + 0.015 * most) / 1e3, i, said, va="center")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
-    axes.set(xlabel="kB on the fullest rank", title=title, xlim=(0, 1.18 * most / 1e3))
+    axes.set(xlabel="kB on the fullest rank", title=title, xlim=(0, 1.34 * most / 1e3))
     axes.spines[["top", "right"]].set_visible(False)
     keys = [Patch(fc=BYTES[kind][0], ec=INK, hatch=BYTES[kind][1], label=kind) for kind in KINDS]
     keys.append(Line2D([], [], **PREDICTED, label="planned"))

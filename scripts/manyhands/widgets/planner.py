@@ -1,4 +1,4 @@
-"""The planner to play with: a model, a machine, GPUs and a batch; the plans that fit, their bytes and seconds."""
+"""The planner to play with: a model, a machine, GPUs and a batch; a ranked table of the plans that fit, and their bars."""
 
 from manyhands.figures.plans import plans
 from manyhands.predict.machines import MACHINES, machine_named
@@ -73,7 +73,23 @@ def _figure(answer, why):
         on_host = AT_REST if one.held.offload else ()
         held = {kind: size for kind, size in one.held.by_kind().items() if size and kind not in on_host}
         rows.append((one.name, held, one.time.by_part()))
-    return plans(rows, answer.question.machine.memory_bytes, _title(answer))
+    figure = plans(rows, answer.question.machine.memory_bytes, _title(answer))
+    _tabulate(figure.axes[0], answer.ranked[:ROWS])
+    return figure
+
+
+def _tabulate(axes, shown):
+    """Make a table of the names beside the bars: each plan's place, bytes, seconds and MFU in columns."""
+    wide = max(len("layout"), *(len(one.name) for one in shown))
+    lines = [
+        f"{place} {one.name:{wide}} {one.held.on_gpu / 1e9:6.1f} {one.step_s:7.2f} {one.mfu:5.0%}"
+        for place, one in enumerate(shown, start=1)
+    ]
+    axes.set_yticks(range(len(shown)), lines, family="monospace", fontsize=10)
+    head = f"  {'layout':{wide}} {'GB':>6} {'s/step':>7} {'MFU':>5}"
+    axes.annotate(
+        head, (0, 1), (-7, 2), "axes fraction", "offset points", family="monospace", fontsize=10, ha="right"
+    )
 
 
 def _title(answer):

@@ -172,7 +172,7 @@ def fake():
     figure, axes = card(92, 28, "rank 0 of 1,024, alone")
     rank_box(axes, 0, 3, 9, width=10, height=5)
     for i in range(1, 9):
-        box(axes, 18 + 7.4 * (i - 1), 9, 6, 5, f"{i}" if i < 8 else "1023", edge=EDGE, dotted=True)
+        box(axes, 18 + 7.4 * (i - 1), 9, 6, 5, {7: "...", 8: "1023"}.get(i, str(i)), edge=EDGE, dotted=True)
     write(
         axes, 48, 17.4, "ranks that are not there: collectives return at once and move nothing", colour=QUIET
     )
