@@ -103,7 +103,7 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 per_node = world_size if world_size % 2 else world_size // 2  # ranks of a node
 least = max(4, 2 * world_size)
-sequences = sequences or max(8, least)
+sequences = sequences or math.ceil(8 / least) * least
 if sequences % least:
     refuse(f"sequences={sequences} does not split over {world_size} ranks; use a multiple of {least}")
 corpus = load_corpus(ranks)
@@ -338,7 +338,7 @@ for axis in AXES:
     metrics.exact(**{f"{axis}_between": int(between)})
 
 # %% [markdown]
-# Only the outermost axis crosses. Now with what a training step really hands to each axis. A 7 B model (32 layers of
+# Only the outermost axis of more than one rank crosses. Now with what a training step really hands to each axis. A 7B model (32 layers of
 # width 4,096), one sequence of 2,048 tokens per micro-batch and 8 micro-batches in bf16, on 16 GPUs: pipeline 2 x data 2 x
 # tensor 4, two nodes of 8. Turn the axes around, and see what changes.
 
@@ -533,8 +533,8 @@ def recommend(plans, memory_bytes):
 checks.recommend(recommend, ranks, solution=True)
 
 # %% [markdown]
-# The course's planner is `scripts/plan.py`. It knows the guide's axes, five ways to share data ranks' state, micro-batches,
-# two schedules and recomputation. Ask it, on the question that you would bring along:
+# The course's planner is `scripts/plan.py`. It knows the guide's axes, ways to share the state of data ranks, micro-batches,
+# schedules and recomputation. Five questions that people bring along:
 
 # %%
 # %%ranks
@@ -553,7 +553,7 @@ if rank == 0:
         )
 
 # %% [markdown]
-# It also says on which assumption its answer hangs most, and from how many GPUs on something fits:
+# It also says on which assumption its answer depends most, and on how many GPUs something fits:
 
 # %%
 # %%ranks
@@ -685,7 +685,7 @@ if rank == 0:
 #
 # You cannot start 1,024 ranks here. But torch can be told that it is rank 0 of 1,024: the [**fake
 # backend**](../assets/glossary.md#fake-backend) has a process group whose collectives return at once and move nothing. With weights
-# on the meta device, which have a shape and no numbers, `fully_shard` and `parallelize_module` cut a 7 B model as they would
+# on the meta device, which have a shape and no numbers, `fully_shard` and `parallelize_module` cut a 7B model as they would
 # on the machine. Then count bytes. (It runs in a process of its own: a process has one default group.)
 #
 # **Predict.** 6.7 B parameters with fp32 Adam, 16 bytes each, tensor 8: rank 0 of 8 holds 13.4 GB and a little. Of 1,024?
@@ -721,8 +721,8 @@ if rank == 0:  # nothing communicates in there
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: 1,024 ranks</summary>
 #
-# *Ask:* "why not 8 times less from 64 to 512 ranks?" It is, nearly: all but the padding. Norms and biases of a few numbers, cut
-# over 128 ranks, are padded to one row each. The fake backend lives under `torch.testing._internal`: no interface, it may move.
+# *Ask:* "why not exactly 16 times less from 64 to 1,024 ranks?" Padding: norms and biases of a few numbers, cut over 128 ranks,
+# are padded to one row each. The fake backend lives under `torch.testing._internal`: no interface, it may move.
 #
 # </details>
 
@@ -988,7 +988,7 @@ for group in (pair.get_group(), dist.group.WORLD)[: 1 + (world_size > 2)]:
 # 1. A mesh is a grid of ranks; the last axis runs fastest, so it stays on the node. Groups of an axis differ in it alone.
 # 2. How many ranks an axis has decides what fits; where it lies decides over which link it sends. Tensor inside, pipeline outside.
 # 3. The product of all axes still has one process's loss and gradients, to 1e-10 in float64. Test that, not the loss curve.
-# 4. Bytes can be predicted exactly, for 1,024 ranks in one process; time to some 5 to 25 %, so measure the best three.
+# 4. Bytes can be predicted to 1 %, also for 1,024 ranks in one process; time to some 5 to 25 %, so measure the best three.
 # 5. Each further axis needs a reason. Of plans that are close, take the simplest.
 #
 # ## Further reading
