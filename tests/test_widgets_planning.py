@@ -89,7 +89,7 @@ def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state
     found = texts(planner_figure("olmo-7b", "h100", 64))
     assert "olmo-7b on 64 h100" in found and "predicted seconds per step" in found
     best = plan(Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)).best
-    (first,) = [text for text in found if text.startswith("1 ")]
+    (first,) = {text for text in found if text.startswith("1 ")}
     assert best.name in first and first.split()[-2:] == [f"{best.step_s:.2f}", f"{best.mfu:.0%}"]
     assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
     (bytes_axes, _) = planner_figure("olmo-7b", "h100", 1).axes
