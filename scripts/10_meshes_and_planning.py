@@ -229,12 +229,13 @@ checks.groups_of(groups_of, ranks, solution=True)
 
 # %%
 # %%ranks
-mine = {}
+told = []
 for number, axis in enumerate(AXES):
-    mine[axis] = dist.get_process_group_ranks(mesh[axis].get_group())
-    assert mine[axis] in groups_of(shape, number)
+    group = dist.get_process_group_ranks(mesh[axis].get_group())
+    assert group in groups_of(shape, number)
+    told.append(f"{axis} {group}")
 assert list(mesh.get_coordinate()) == coordinates(rank, shape)
-say(f"I stand at {coordinates(rank, shape)}, in the groups {mine}")
+say(f"I stand at {coordinates(rank, shape)}, in the groups {', '.join(told)}")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: grids</summary>
@@ -370,10 +371,9 @@ if rank == 0:
         ("data", "pipeline", "tensor"),
         ("tensor", "data", "pipeline"),
     ):
-        found = {
-            axis: round(size / 1e9, 1) for axis, size in crossing(order, sizes, step_payloads, 8).items()
-        }
-        say(f"{' x '.join(order):28} GB between nodes: {sum(found.values()):6.1f}  {found}")
+        found = crossing(order, sizes, step_payloads, 8)
+        each = ", ".join(f"{axis} {size / 1e9:.1f}" for axis, size in found.items())
+        say(f"{' x '.join(order):24} {sum(found.values()) / 1e9:6.1f} GB between nodes: {each}")
 
 # %% [markdown]
 # **Tensor inside, pipeline outside.** The axis that sends most goes innermost: tensor ranks within a node, stages between
@@ -549,7 +549,7 @@ if rank == 0:
         best = plan(question).best
         held, step_s = best.held.on_gpu / 1e9, best.step_s
         say(
-            f"{name:10} on {count:2} H100: {best.name:24} {held:4.0f} GB, {step_s:6.1f} s per step, MFU {best.mfu:.0%}"
+            f"{name:10} on {count:2} H100: {best.name:31} {held:2.0f} GB, {step_s:6.1f} s per step, MFU {best.mfu:.0%}"
         )
 
 # %% [markdown]
@@ -700,18 +700,14 @@ if rank == 0:
 # %%ranks --timeout 180
 from manyhands.predict.simulated_rank import in_own_process
 
+flags = ["--preset", "olmo-7b", "--parallel.tensor", "8"]
 if rank == 0:  # nothing communicates in there
     worlds = sorted({8, min(64, gpus), gpus})
-    for count, found in zip(
-        worlds, in_own_process(worlds, ["--preset", "olmo-7b", "--parallel.tensor", "8"]), strict=True
-    ):
-        held, planned = (
-            sum(found[key].get(kind, 0) for kind in found["held"]) for key in ("held", "planned")
-        )
-        each = f"{found['seconds']:.1f} s to build"
-        say(
-            f"{count:5} ranks, {found['layout']}: rank 0 holds {held / 1e9:6.3f} GB, planned {planned / 1e9:6.3f}; {each}"
-        )
+    for count, found in zip(worlds, in_own_process(worlds, flags), strict=True):
+        held = sum(found["held"].values()) / 1e9
+        planned = sum(found["planned"][kind] for kind in found["held"]) / 1e9
+        took = f"{found['seconds']:.0f} s to build"
+        say(f"{count:5} ranks, {found['layout']:20} {held:6.3f} GB on rank 0, planned {planned:6.3f}; {took}")
         assert abs(held / planned - 1) < 0.02
 
 # %% [markdown]
