@@ -677,7 +677,9 @@ if rank == 0:
     )
     errors = {name: abs(sum(held.values()) / planned - 1) for name, held, planned in rows}
     worst = max(errors, key=errors.get)
-    say(f"{len(rows)} layouts: the planner is off by {errors[worst]:.2%} at most ({worst})")
+    say(
+        f"{len(rows)} layout{'s' * (len(rows) > 1)}: the planner is off by {errors[worst]:.2%} at most ({worst})"
+    )
     assert errors[worst] < 0.02
 
 # %% [markdown]

@@ -49,7 +49,7 @@ def show_rank_grid(**settings):
     import ipywidgets as w
 
     def number(name, value, least=1):
-        return labelled(w.BoundedIntText, name, 7, 13, value=value, min=least, max=MOST_RANKS)
+        return labelled(w.BoundedIntText, name, 10, 16, value=value, min=least, max=MOST_RANKS)
 
     controls = {
         "pipeline": number("pipeline ranks", 2),
@@ -57,7 +57,7 @@ def show_rank_grid(**settings):
         "tensor": number("tensor ranks", 2),
         "per_node": number("ranks per node", 4),
         "rank": number("look at rank", 0, least=0),
-        "order": labelled(w.Dropdown, "outermost first", 7, 24, options=list(ORDERS), value=ORDERS[0]),
+        "order": labelled(w.Dropdown, "outermost first", 10, 28, options=list(ORDERS), value=ORDERS[0]),
     }
     for name, value in settings.items():
         controls[name].value = value
