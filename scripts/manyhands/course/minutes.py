@@ -26,6 +26,7 @@ BUDGETS = {
     "07": 45,
     "08": 50,
     "09": 100,  # two halves, at home
+    "10": 45,
     "11": 45,
 }  # minutes of an agenda
 
