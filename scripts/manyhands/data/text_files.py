@@ -20,6 +20,7 @@ from manyhands.data.shakespeare import DataError
 
 TEXTS, RECORDS = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
 LONGEST_LINE = 16 * 2**20  # bytes; no prose has one, and a file without line ends would fill the memory
+UTF_8_MARK = b"\xef\xbb\xbf"
 BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16BE"}
 
 
@@ -73,10 +74,8 @@ def raw_documents(paths, blank_lines=2, text_field="text"):
 def text_of(raw):
     """The text of a RawDocument. Raises DataError, naming file and place, for what is no UTF-8 or no record with text."""
     content = raw.content
-    if raw.begin == 0:
-        if name := BYTE_ORDER_MARKS.get(content[:2]):
-            raise DataError(f"{raw.path} is {name}, not UTF-8; convert it: {_iconv(raw.path, name)}")
-        content = content.removeprefix(b"\xef\xbb\xbf")  # editors of Windows put a mark in front
+    if raw.begin == 0 and (name := BYTE_ORDER_MARKS.get(content[:2])):
+        raise DataError(f"{raw.path} is {name}, not UTF-8; convert it: {_iconv(raw.path, name)}")
     if (at := content.find(b"\0")) >= 0:
         raise DataError(
             f"{raw.path} is no text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"
@@ -135,6 +134,8 @@ def _lines(path):
                         f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; "
                         "break it into lines, or leave it out"
                     )
+                if number == 1 and line.startswith(UTF_8_MARK):  # editors of Windows put it in front
+                    line, begin = line[len(UTF_8_MARK) :], len(UTF_8_MARK)
                 yield number, begin, line
                 begin += len(line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

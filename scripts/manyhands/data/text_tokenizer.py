@@ -93,7 +93,7 @@ class BpeTokenizer:
         self._ids = _Pieces(self.inner)
 
     def encode(self, text):
-        """The ids of `text`, uint32 [N]; every text has some, and `decode` gives it back."""
+        """The ids of `text`, uint32 [N]; every Unicode text has some, and `decode` gives it back. Else ValueError."""
         found = itertools.chain.from_iterable(map(self._ids.__getitem__, _cut(text)))
         return np.fromiter(found, np.uint32)
 
@@ -116,7 +116,10 @@ class _Pieces(dict):
     def __missing__(self, piece):
         if len(self) >= MOST_PIECES:
             self.clear()
-        found = self[piece] = tuple(self.inner.encode(piece, add_special_tokens=False).ids)
+        try:
+            found = self[piece] = tuple(self.inner.encode(piece, add_special_tokens=False).ids)
+        except TypeError:  # half a surrogate pair, as of bytes in a command line that are no UTF-8
+            raise ValueError(f"{piece!r} is no Unicode text; write it in UTF-8") from None
         return found
 
 
