@@ -61,6 +61,37 @@ def test_a_plain_text_is_cut_where_so_many_blank_lines_follow_each_other(tmp_pat
     assert len(documents(path, blank_lines=0)) == 1
 
 
+def by_lines(content, blank_lines):
+    """What documents are, line by line: [(line, byte, content)]."""
+    found, at, blank = [], 0, blank_lines
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            if not found or (blank_lines and blank >= blank_lines):
+                found.append([number, at, []])
+            found[-1][2] += [b""] * blank * (len(found[-1][2]) > 0) + [line]
+        blank = 0 if line.strip() else blank + 1
+        at += len(line) + 1
+    return [(number, at, b"\n".join(lines).rstrip()) for number, at, lines in found]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bb ", b"", b"", b""]), max_size=30),
+    st.integers(0, 3),
+    st.sampled_from([2, 3, 7, 1000]),
+)
+def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(
+    tmp_path_factory, lines, blank_lines, block
+):
+    path, content = tmp_path_factory.getbasetemp() / "blocks.txt", b"\n".join(lines)
+    path.write_bytes(content)
+    before, text_files.BLOCK = text_files.BLOCK, block
+    try:
+        found = list(text_files.raw_documents([path], blank_lines)) if content.strip() else []
+    finally:
+        text_files.BLOCK = before
+    assert [(raw.line, raw.begin, raw.content) for raw in found] == by_lines(content, blank_lines)
+
+
 def test_json_lines_give_the_named_field_of_each_line(tmp_path):
     path = tmp_path / "posts.jsonl.gz"
     lines = [{"id": i, "body": f"text {i}\n\n\nsame document"} for i in range(2)]
