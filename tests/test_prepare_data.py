@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from manyhands.data import text_files
 from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, normalised, similarity, sketch
@@ -34,9 +34,12 @@ def essay(seed, words=150):
     return "\n".join(lines)
 
 
+TEXTS = [essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2 + [" 1234" * 3000]
+
+
 @pytest.fixture(scope="module")
 def bpe():
-    return train_bpe([essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2, 400)
+    return train_bpe(TEXTS, 400)
 
 
 # --- reading
@@ -175,6 +178,13 @@ def test_each_rule_drops_what_it_is_for_and_nothing_else(why, text):
     assert Quality().why_dropped(text) == why
 
 
+def test_marks_on_letters_count_as_letters():
+    assert (
+        Quality(min_letters=0.9).why_dropped("पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर " * 4)
+        is None
+    )
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_judged(text):
     assert Quality(min_characters=0).why_dropped(text) in (*REASONS, None)
@@ -222,6 +232,11 @@ def test_the_estimate_is_within_four_standard_errors_of_the_true_similarity(shar
     assert abs(estimate - true) < 4 * (true * (1 - true) / ORDERS) ** 0.5
 
 
+def test_the_same_words_in_another_order_are_another_document():
+    words = [f"w{i}" for i in range(300)]
+    assert similarity(sketch(" ".join(words)), sketch(" ".join(words[::-1]))) < 0.1
+
+
 def test_a_sketch_is_the_same_on_every_machine():
     assert sketch("to be or not to be that is the question")[:3].tolist() == [
         312500760,
@@ -245,8 +260,11 @@ def test_bpe_gives_any_unicode_back(bpe, text):
 
 @settings(max_examples=300)
 @given(
-    st.text(alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ9_.s"), st.characters(codec="utf-8")))
+    st.text(
+        alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ1239_.s"), st.characters(codec="utf-8"))
+    )
 )
+@example("12341234 1234123 it's 12")
 def test_the_pieces_that_we_cut_are_those_that_the_library_cuts(bpe, text):
     assert bpe.encode(text).tolist() == bpe.inner.encode(text).ids
 
@@ -274,7 +292,7 @@ def test_a_text_that_spells_the_mark_is_no_mark(bpe):
 
 
 def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(bpe):
-    again = train_bpe([essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2, 400)
+    again = train_bpe(TEXTS, 400)
     assert again.content == bpe.content
     copy = tokenizer_from(json.loads(json.dumps(bpe.content)))
     assert copy.encode(essay(99)).tolist() == bpe.encode(essay(99)).tolist()

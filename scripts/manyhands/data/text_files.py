@@ -180,8 +180,6 @@ def _texts(path, blank_lines):
         for block in _blocks(file, path):
             block, start = blank + block, 0
             for stop, after in [m.span() for m in gap.finditer(block)] if gap else ():
-                if after == len(block):
-                    break  # more blank lines may follow
                 add(block[start:stop])
                 if held:
                     yield *first, b"".join(held).rstrip()
