@@ -487,7 +487,7 @@ def program():
         ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
         ("a.txt --to x --near nan", "--near nan finds everything alike"),
         ("a.txt --to x --max-runs 2", "--max-runs 2.0 is no share"),
-        ("a.txt --verify x", "--verify reads a prepared text|--to FOLDER"),
+        ("a.txt --verify x", "--verify reads a prepared text"),
         ("a.txt --to x", None),
         ("", None),
     ],
