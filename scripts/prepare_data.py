@@ -68,7 +68,7 @@ def arguments_of(argv, error=None):
 
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
-    least = 257
+    least, most = 257, 10**6  # symbols
     faults = [
         (given.verify and given.files, "--verify reads a prepared text and takes no files; leave them out"),
         (
@@ -88,7 +88,14 @@ def wrong_value(given):
             not 0 < given.validation < 1,
             f"--validation {given.validation} is no share; use more than 0 and less than 1",
         ),
-        (given.blank_lines < 0, f"--blank-lines {given.blank_lines} is negative; use 0 or more"),
+        (
+            given.vocab_size is not None and given.vocab_size > most,
+            f"--vocab-size {given.vocab_size} is too large; use at most {most}",
+        ),
+        (
+            not 0 <= given.blank_lines <= 1000,
+            f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000",
+        ),
         (not given.near >= 0.5, f"--near {given.near} finds everything alike; use 0.5 or more"),
         (given.min_characters < 0, f"--min-characters {given.min_characters} is negative; use 0 or more"),
     ]

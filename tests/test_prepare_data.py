@@ -484,6 +484,8 @@ def program():
         ("a.txt --to x --vocab-size 200", "--vocab-size 200 has no room for 256 bytes"),
         ("a.txt --to x --vocab-size 500 --tokenizer char", "--vocab-size is for bpe"),
         ("a.txt --to x --validation 1", "--validation 1.0 is no share"),
+        ("a.txt --to x --blank-lines 9999999999", "--blank-lines 9999999999 ends no document"),
+        ("a.txt --to x --vocab-size 99999999999", "--vocab-size 99999999999 is too large"),
         ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
         ("a.txt --to x --near nan", "--near nan finds everything alike"),
         ("a.txt --to x --max-runs 2", "--max-runs 2.0 is no share"),
