@@ -161,11 +161,8 @@ def _texts(path, blank_lines):
     By blocks and a regular expression: line by line, Python would take longer than all that comes after it.
     """
     gap = re.compile(rb"\n(?:[ \t\r\f\v]*\n){%d,}" % blank_lines) if blank_lines else None
-    held, first, blank = (
-        [],
-        None,
-        b"",
-    )  # of the document that is not over; `blank`: the blank lines at its end so far
+    held, first = [], None  # the document that is not over, and where it begins
+    blank = b""  # the blank lines at its end so far
     with _opened(path) as file:
         line, begin = 1, file.tell()  # of what is looked at next
 
