@@ -534,7 +534,8 @@ checks.recommend(recommend, ranks, solution=True)
 
 # %% [markdown]
 # The course's planner is `scripts/plan.py`. It knows the guide's axes, ways to share the state of data ranks, micro-batches,
-# schedules and recomputation. Five questions that people bring along:
+# schedules and recomputation. (And context parallelism, which `train.py` lacks, so it is left out here.) Five questions that
+# people bring along:
 
 # %%
 # %%ranks
@@ -545,12 +546,11 @@ from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 
 if rank == 0:
     for name, count in (("olmo-1b", 1), ("olmo-7b", 1), ("olmo-7b", 8), ("olmo-7b", 64), ("llama3-70b", 64)):
-        question = Question(preset_model(name), machine_named("h100"), count, 512)
+        question = Question(preset_model(name), machine_named("h100"), count, 512, context=1)
         best = plan(question).best
         held, step_s = best.held.on_gpu / 1e9, best.step_s
-        say(
-            f"{name:10} on {count:2} H100: {best.name:31} {held:2.0f} GB, {step_s:6.1f} s per step, MFU {best.mfu:.0%}"
-        )
+        said = f"{held:2.0f} GB, {step_s:6.1f} s per step, MFU {best.mfu:.0%}"
+        say(f"{name:10} on {count:2} H100: {best.name:31} {said}")
 
 # %% [markdown]
 # It also says on which assumption its answer depends most, and on how many GPUs something fits:
