@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
-from manyhands.config.options import read_options
+from manyhands.config.options import ModelOptions, read_options
 from manyhands.config.presets import PRESETS
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.saved_activations import count_saved
@@ -38,7 +38,7 @@ H100 = machine_named("h100")
 
 
 def config_of(model):
-    names = [f.name for f in dataclasses.fields(GPTConfig)]
+    names = [f.name for f in dataclasses.fields(ModelOptions)]  # all but what a corpus decides
     return GPTConfig(**{name: getattr(model, name) for name in names})
 
 
