@@ -30,7 +30,7 @@ def minhash(answers, ranks=None):
             raise Wrong("hashes_S was changed; make a new array")
         _judge_signature(found, hashes_S, a_K, b_K)
     one = np.arange(32, dtype=np.int32)
-    for share in (0.0, 0.75, 1.0, 0.25):
+    for share in (0.75, 1.0, 0.25, 0.0):
         other = np.where(np.arange(32) < 32 * share, one, one[::-1] + 100).astype(np.int32)
         other = other if share else np.roll(one, 1)
         found = number(similarity(one, other), "the share of equal numbers")
@@ -110,8 +110,8 @@ def encode_word(answer, ranks=None):
     spell = [(97, 110), (98, 256), (110, 97), (257, 97), (97, 97), (260, 260)]  # an, ban, na, bana, aa, aaaa
     for word, wanted, why in (
         (b"an", [256], ""),
-        (b"banana", [257, 256, 97], ""),
-        (b"nana", [110, 256, 97], "`an` was learned before `na`, so it comes first wherever it stands"),
+        (b"banana", [257, 256, 97], "`an` was learned first, so it is merged first, wherever it stands"),
+        (b"nana", [110, 256, 97], "`an` was learned before `na`"),
         (b"aaaaa", [261, 97], "from left to right, and new tokens merge again"),
         (b"xyz", [120, 121, 122], "no pair of it is in the table"),
         (b"", [], ""),
@@ -123,7 +123,7 @@ def encode_word(answer, ranks=None):
         if table != spell:
             raise Wrong("the table was changed; leave it as it is")
         if found != wanted:
-            raise Wrong(f"{word!r} should be {wanted}, not {found}{': ' if why else ''}{why}")
+            raise Wrong(f"the word {word!r} should be {wanted}, not {found}{': ' if why else ''}{why}")
 
 
 @exercise(2, "packed targets")
@@ -147,11 +147,7 @@ def next_best(answer, ranks=None):
     """`answer(points, budget_flops)` is (parameters, loss) of the best model for a larger budget."""
     for budgets, target in (((1e10, 1e11), 1e12), ((1e10, 4e10, 1.6e11), 1e13)):
         points = _grid(budgets)
-        given = [dict(point) for point in points]
-        found = answer(given, target)
-        if given != points:
-            raise Wrong("`points` were changed; leave them as they are")
-        _judge_prediction(found, points, budgets, target)
+        _judge_prediction(answer(points, target), points, budgets, target)
 
 
 # ---- build A ----
@@ -201,6 +197,8 @@ def _judge_similarity(found, share):
     case = f"of 32 numbers {32 * share:.0f} agree in their places"
     if abs(found - 32 * share) <= 1e-9:
         raise Wrong(f"{case}: that is their number; the estimate is their share, {share:g}")
+    if abs(found - (1 - share)) <= 1e-9 and share != 0:
+        raise Wrong(f"{case}: that is the share that differs; the estimate is {share:g}")
     if share == 0:
         raise Wrong(
             f"{case}, though both hold the same numbers: the estimate is 0, not {found:g}; number k of one belongs to "
@@ -239,8 +237,8 @@ def _judge_merged(found, ids, pair, wanted):
             "what is left at the end got lost, or a token was used twice",
         ),
         (
-            found.count(256) > wanted.count(256),
-            f"a token was used twice, or {b} before {a} was taken for the pair",
+            found.count(256) > wanted.count(256) or len(found) == len(ids) and 256 in found,
+            f"a token was used twice: the new one takes the place of both, {a} and {b}",
         ),
     )
     told = next((f": {text}" for wrong, text in slips if wrong), "")
