@@ -123,17 +123,17 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # the last one back to the first; pre-training is marked as nearly all the compute](../assets/12_life.svg)
 #
 # [**Pre-training**](../assets/glossary.md#pre-training) is one task, guess the next token, on as much text as one can get.
-# It takes nearly all of the compute. Fine-tuning and alignment make an assistant of it ([issue of the next
-# lesson](../README.md)); then it is deployed, watched, and measured again.
+# It takes nearly all of the compute. Fine-tuning and alignment make an assistant of it; then it is deployed, watched, and
+# measured again.
 #
 # Architectures have come close to each other. What differs most is the appetite for data:
 #
 # | family | norm | positions | MLP | attention | parameters | tokens |
 # |---|---|---|---|---|---|---|
-# | GPT-3 (Brown et al. 2020) | LayerNorm | learned | GELU | all heads | 175 B | 0.3 T |
-# | Gopher (Rae et al. 2021) | RMSNorm | relative | GELU | all heads | 280 B | 0.3 T |
-# | Chinchilla (Hoffmann et al. 2022) | RMSNorm | relative | GELU | all heads | 70 B | 1.4 T |
-# | LLaMA (Touvron et al. 2023) | RMSNorm | rotary | SwiGLU | all heads | 65 B | 1.4 T |
+# | GPT-3 (Brown et al. 2020) | LayerNorm | learned | GELU | multi-head | 175 B | 0.3 T |
+# | Gopher (Rae et al. 2021) | RMSNorm | relative | GELU | multi-head | 280 B | 0.3 T |
+# | Chinchilla (Hoffmann et al. 2022) | RMSNorm | relative | GELU | multi-head | 70 B | 1.4 T |
+# | LLaMA (Touvron et al. 2023) | RMSNorm | rotary | SwiGLU | multi-head | 65 B | 1.4 T |
 # | Llama 2 (Touvron et al. 2023) | RMSNorm | rotary | SwiGLU | GQA | 70 B | 2 T |
 # | Llama 3 (Grattafiori et al. 2024) | RMSNorm | rotary | SwiGLU | GQA | 405 B | 15.6 T |
 # | DeepSeek-V3 (2024) | RMSNorm | rotary | SwiGLU, experts | latent | 671 B, 37 B active | 14.8 T |
@@ -483,15 +483,15 @@ assert theirs == table, "ours and the library's merges differ"
 say(f"{len(table)} merges, the same as the library's")
 
 # %% [markdown]
-# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that a training maps into memory. A token `END` closes each
-# document.
+# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that a training maps into memory. A token of its own, the **mark**,
+# begins each document.
 
 # %%
 # %%ranks
 from manyhands.data.token_file import write_tokens
 from manyhands.runs.run_folder import run_folder
 
-END = 256 + len(table)
+MARK = 256 + len(table)
 
 
 def encode(text):
@@ -501,14 +501,13 @@ def encode(text):
 
 
 def decode(ids):
-    parts = (bpe.id_to_token(i).encode("latin-1") for i in ids if i != END)
+    parts = (bpe.id_to_token(i).encode("latin-1") for i in ids if i != MARK)
     return b"".join(parts).decode("utf-8", "replace")
 
 
-stream = [i for text in mine for i in (*encode(text), END)]
+stream = [i for text in mine for i in (MARK, *encode(text))]
 shard = write_tokens(run_folder(ranks) / f"train-{rank:05d}.bin", stream)
-ends = [0, *np.flatnonzero(np.array(stream) == END) + 1]
-assert decode(stream[ends[0] : ends[1]]) == mine[0] and len(ends) == len(mine) + 1
+assert decode(stream) == "".join(mine)
 text_bytes = sum(len(text.encode()) for text in mine)
 total = torch.tensor([shard.count, text_bytes], device=device)
 dist.all_reduce(total)
@@ -540,11 +539,6 @@ metrics.exact(tokens=total.tolist())
 # Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (the second dim) may look at the key (the third): the same document,
 # and not later. No loops.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "shingle_hashes", "signature", "similarity", "copy_of", "jaccard", "near_duplicates")
-catch_up(globals(), "most_frequent", "merge", "word_counts", "train_bpe", "by_library", "encode", "decode")
-
 
 # %%
 # %%ranks
@@ -567,8 +561,7 @@ def document_mask(documents_BT):
 checks.document_mask(document_mask, ranks, solution=True)
 
 # %% [markdown]
-# The mask goes into attention, and **positions begin anew** with each document: learned positions and rotary ones would otherwise say that it starts in the
-# middle of something. All of it on the parts of the course's GPT:
+# The mask goes into attention, on the parts of the course's GPT. `positions_of` lets positions **begin anew** with each document:
 
 
 # %%
@@ -579,76 +572,89 @@ def positions_of(documents_BT):
     return torch.arange(documents_BT.shape[1], device=documents_BT.device) - first_BT
 
 
-def packed_logits(model, ids_BT, documents_BT):
-    """The GPT's logits where no token sees another document: [B, T, V]."""
-    mask_B1TT = document_mask(documents_BT)[:, None]  # the same for all heads
-    x_BTD = model.tokens(ids_BT) + model.positions(positions_of(documents_BT))
+def packed_logits(model, ids_BT, mask_BTT, positions_BT):
+    """The GPT's logits [B, T, V] under this mask, with these positions."""
+    x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
     for block in model.blocks:
         attention = block.attention
         qkv_BHT3E = attention.qkv(block.norm_1(x_BTD)).unflatten(-1, (-1, 3, attention.head_size))
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.transpose(1, 2).unbind(-2)
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_B1TT)
+        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_BTT[:, None])
         x_BTD = x_BTD + attention.out(y_BHTE.transpose(1, 2).flatten(2))
         x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
     return model.head(model.norm(x_BTD))
 
 
 # %% [markdown]
-# **The proof** is to run each document alone, one after the other, on its own. Every rank does it with its own packed sequences:
+# **The proof** is to run each document alone. Each rank does it with two packed sequences of its own, of characters and marks:
 
 # %%
 # %%ranks
 from manyhands.gpt.model import GPT, GPTConfig
 
-B, T = 2, 128
+B, T, mark = 2, 256, len(corpus.symbols)
 torch.manual_seed(1337)
-gpt = GPT(GPTConfig(vocab_size=2048 + 1, block_size=T)).to(device, torch.float64)
-numbers = torch.tensor(
-    [zlib.crc32(word.encode()) % 2048 for text in mine[:60] for word in [*text.split(), ""]]
-)
-ids_BT = numbers[: B * T].view(B, T).to(device)  # words as tokens; the empty one ends a document
-ends_BT = ids_BT == zlib.crc32(b"") % 2048
-documents_BT = ends_BT.cumsum(1) - ends_BT.long()
-packed_BTV, apart = packed_logits(gpt, ids_BT, documents_BT), 0.0
+gpt = GPT(GPTConfig(vocab_size=mark + 1, block_size=T)).to(device, torch.float64)
+row = [i for text in mine[:50] for i in (mark, *corpus.encode(text).tolist())]
+ids_BT = torch.tensor(row[: B * T], device=device).view(B, T)
+documents_BT = (ids_BT == mark).cumsum(1)
+mask_BTT = document_mask(documents_BT)
+packed_BTV, apart = packed_logits(gpt, ids_BT, mask_BTT, positions_of(documents_BT)), 0.0
 for row in range(B):
     for number in documents_BT[row].unique():
         here_T = documents_BT[row] == number
         alone_tV = gpt(ids_BT[row : row + 1, here_T])[0][0]
         apart = max(apart, (packed_BTV[row, here_T] - alone_tV).abs().max().item())
 assert apart < 1e-10
-pairs = document_mask(documents_BT).sum().item() / (B * T * (T + 1) / 2)
+share = mask_BTT.sum().item() / (B * T * (T + 1) / 2)
 say(
-    f"{documents_BT.max(1).values.add(1).tolist()} documents per sequence; packed and alone differ by {apart:.0e}; {pairs:.0%} of pairs"
+    f"{len(documents_BT.unique())} documents; packed and alone differ by {apart:.0e}; {share:.0%} of causal pairs"
 )
 
 # %% [markdown]
-# Kernels that know where documents begin (FlashAttention's `varlen`, `flex_attention`) compute only these pairs; a dense mask, as here, computes all and throws most away.
-#
-# One more measurement, worth a unit test in any trainer: **change a token of the first document. May anything change in the second?**
+# **The library's way**: the package's GPT masks by itself where its configuration names the mark, and so does `train.py` under every strategy. Its positions count on
+# through the sequence, because a window may begin in the middle of a document, where nobody knows the true position.
+
+# %%
+# %%ranks
+library = GPT(GPTConfig(vocab_size=mark + 1, block_size=T, document_mark=mark)).to(device, torch.float64)
+library.load_state_dict(gpt.state_dict())
+counting_T = torch.arange(T, device=device)
+ours = {
+    "plain causal": lambda ids: gpt(ids)[0],
+    "anew, but no mask": lambda ids: packed_logits(
+        gpt, ids, torch.ones_like(mask_BTT).tril(), positions_of(documents_BT)
+    ),
+    "document mask": lambda ids: packed_logits(gpt, ids, mask_BTT, counting_T),
+}
+apart = (ours["document mask"](ids_BT) - library(ids_BT)[0]).abs().max().item()
+assert apart < 1e-10
+say(f"ours and the package's differ by {apart:.0e}")
+
+# %% [markdown]
+# One more measurement, which belongs into the tests of any trainer: **change the second token of a sequence. What moves in the documents behind the first?**
 
 # %%
 # %%ranks
 other_BT = ids_BT.clone()
-other_BT[:, 0] = (other_BT[:, 0] + 1) % 2048
-second_BT = documents_BT == 1
-leaks = {}
-for name, logits in (
-    ("plain causal", lambda ids: gpt(ids)[0]),
-    ("document mask", lambda ids: packed_logits(gpt, ids, documents_BT)),
-):
-    leaks[name] = (logits(ids_BT) - logits(other_BT))[second_BT].abs().max().item()
-if rank == 0:
-    say(", ".join(f"{name}: the second document moves by {leak:.1e}" for name, leak in leaks.items()))
+other_BT[:, 1] = (other_BT[:, 1] + 1) % mark
+later_BT = documents_BT != documents_BT[:, :1]
+for name, logits in ours.items():
+    leak = (logits(ids_BT) - logits(other_BT))[later_BT].abs().max().item()
+    if rank == 0:
+        say(f"{name:18} later documents move by {leak:.1e}")
 
 # %% [markdown]
-# To restart positions alone is not enough. It was believed to be: a repair in
-# [nanoVLM#204](https://github.com/huggingface/nanoVLM/pull/204) measured exactly this, and the leak was as large as before.
+# Positions that begin anew hide nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204) measured such a leak: 0.4621 as it was, 0.4625 with positions that
+# restart, and a mask of documents was the cure.
+#
+# A dense mask saves no work: all pairs are computed, and most thrown away. Kernels that know where documents begin (FlashAttention's `varlen`, `flex_attention`) compute only the pairs that count.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: packing</summary>
 #
-# Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal half, or one that leaves the END token
-# without a document. *Ask:* "does a mask of zeros and ones save compute?" (Not by itself.)
+# Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal half, or one that leaves the mark
+# to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by itself.)
 #
 # </details>
 
@@ -695,13 +701,13 @@ checks.bits_per_byte(bits_per_byte, ranks, solution=True)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
-catch_up(globals(), "word_counts", "most_frequent", "merge", "train_bpe", "by_library", "encode", "decode")
+catch_up(globals(), "word_counts", "by_library", "encode")
 if "bpe" not in globals():
     from tokenizers import Tokenizer, models, trainers
 
     WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
     bpe = by_library(word_counts(documents), merges)
-    END = 256 + merges
+    MARK = 256 + merges
 
 
 # %%
@@ -718,7 +724,7 @@ def by_frequency(mine_N, size):
 num_bytes = sum(len(text.encode()) for text in documents)
 characters = [i for text in mine for i in corpus.encode(text).tolist()]
 tokens = [i for text in mine for i in encode(text)]
-for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE tokens", tokens, END)):
+for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE tokens", tokens, MARK)):
     nats, count = by_frequency(ids, size)
     bits = bits_per_byte(nats, count, num_bytes)
     if rank == 0:
@@ -802,8 +808,9 @@ if rank == 0:
 # - the learning rate was tuned for the smallest budget only, and a curve of badly tuned runs has its lowest point elsewhere;
 # - the corpus has one megabyte. Already these runs read it several times, and a repeated token is worth less;
 # - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al. (2020) found an exponent of 0.73,
-#   Hoffmann et al. (2022) about 0.5, from which followed 20 tokens per parameter instead of 2;
-# - the fit itself can be wrong: Besiroglu et al. (2024) refitted Hoffmann's third approach to its own points, and got other numbers, with much wider intervals.
+#   Hoffmann et al. (2022) about 0.5. GPT-3 has 2 tokens per parameter, Chinchilla 20;
+# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots. Their fit
+#   to them gives other numbers, and they find the published intervals implausibly narrow.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
@@ -832,6 +839,8 @@ if rank == 0:
 
 # %%
 # %%ranks
+from manyhands.runs import recorded_runs
+
 if rank == 0:
     from manyhands.figures.pretraining import emergence
 
@@ -857,7 +866,7 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "most_frequent", "merge", "word_counts", "train_bpe")
+catch_up(globals(), "merge")
 
 
 # %%
@@ -885,7 +894,7 @@ checks.encode_word(encode_word, ranks, solution=True)
 # %% [markdown]
 # ### Exercise 2: what does a packed sequence teach?
 #
-# In a packed sequence the last token of a document is followed by the first one of another. Nobody can guess that, and with a document mask nobody should try. Write
+# Where a mark stands between documents, the last token of one learns to guess "the end". Without a mark it is followed by the first token of another document, which nobody can guess, and nobody should try. Write
 # `packed_targets(ids_BT, documents_BT)`: for each position the next token of the *same document*, and -100 where there is none, which `F.cross_entropy` leaves out. At the end of the
 # sequence we do not know the next token. Leave `ids_BT` as it is.
 
@@ -956,9 +965,10 @@ checks.next_best(next_best, ranks, solution=True)
 
 # %%
 # %%ranks
-if rank == 0:
-    from manyhands.predict.scaling import by_budget, parabola
+from manyhands.predict.scaling import by_budget, parabola
+from manyhands.runs import recorded_runs
 
+if rank == 0:
     *smaller, largest = by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values()
     seen_points = [point for rows in smaller for point in rows]
     params, loss = next_best(seen_points, largest[0]["budget_flops"])
