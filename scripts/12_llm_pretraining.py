@@ -359,7 +359,7 @@ metrics.exact(dropped=sorted(dropped.items()))
 # ### Build B: one merge
 #
 # `pairs` counts the pairs of neighbours, as {(a, b): how often}. Write `most_frequent(pairs)`, ties as above; and
-# `merge(ids, pair, new)`: the list with each occurrence of `pair` replaced by `new`, from left to right. What was used is used: of
+# `merge(ids, pair, new)`: the list with each occurrence of `pair` replaced by `new`, from left to right. A token is used once: of
 # a a a only the first two become one.
 
 
@@ -754,18 +754,23 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
 
 # %%
 # %%ranks --timeout 300
-from manyhands.predict.scaling import by_budget, parabola, power_law, spread
+from manyhands.measure.timing import gemm_peak
+from manyhands.predict.scaling import by_budget, parabola, power_law, residuals, spread
 from manyhands.runs import recorded_runs
 from manyhands.trainer.isoflop import Point, train_point
 
 grid = recorded_runs.numbers("12_isoflop.json")
 live = train_point(Point(live_flops, 24), corpus, ranks)
+peak = torch.tensor(gemm_peak(device, torch.float32, 0.2), device=device)  # FLOP/s, all ranks at once
+dist.all_reduce(peak)
 if rank == 0:
     say(
         f"{live['params']:,} parameters, {live['tokens']:,} tokens in {live['steps']} steps: loss {live['val_loss']:.3f}"
     )
     flop_per_s = live["flops"] / live["seconds"]
-    say(f"{flop_per_s / 1e9:.1f} GFLOP/s on {world_size} ranks")
+    say(
+        f"{flop_per_s / 1e9:.1f} GFLOP/s on {world_size} ranks, {flop_per_s / peak.item():.0%} of what large products reach"
+    )
 metrics.close(1e-2, live_loss=live["val_loss"])
 metrics.measured(flop_per_s=flop_per_s if rank == 0 else None)
 
@@ -784,6 +789,7 @@ if rank == 0:
         say(
             f"{best.budget_flops:.0e} FLOPs: best {best.params:7,.0f} parameters, loss {best.loss:.3f}, {tokens / best.params:.0f} tokens each"
         )
+    say(f"the points lie {residuals(points)[0]:.3f} from their parabolas (standard deviation)")
     low, high = sure["exponent"]
     say(f"parameters grow as C^{law.exponent:.2f}, 90 % of refits between {low:.2f} and {high:.2f}")
 
@@ -845,7 +851,7 @@ if rank == 0:
     from manyhands.figures.pretraining import emergence
 
     points = recorded_runs.numbers("12_isoflop.json")["points"]
-    alt = "the same 18 models by loss: single characters improve evenly, five in a row rise late"
+    alt = "the same 18 models by loss: how often one character is right, and five in a row"
     show(emergence(points), "emergence", alt)
     worst, best = (f(points, key=lambda point: point["val_loss"]) for f in (max, min))
     for name in ("accuracy", "in_a_row"):
@@ -1071,10 +1077,10 @@ for name, model in (("theirs", wrong), ("mended", mended)):
 # %% [markdown]
 # ## On the cluster
 #
-# Each step of this lesson is one command. The first one runs under a launcher, where each rank takes its share of the files:
+# Each step of this lesson is one command. The first one gives each rank its share of the files:
 #
 # ```bash
-# python scripts/prepare_data.py pages/*.jsonl.gz --tokenizer bpe --vocab-size 8192 --to data/mine
+# mpiexec -n 4 python scripts/prepare_data.py pages/ --tokenizer bpe --vocab-size 8192 --to data/mine
 # python scripts/launch.py --nproc 4 -- --data.folder data/mine --parallel.strategy fsdp
 # python -m manyhands.trainer.isoflop --to outputs/isoflop.json
 # ```

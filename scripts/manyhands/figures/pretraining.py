@@ -95,11 +95,12 @@ def emergence(points):
         [100 * point["accuracy"] ** 5 for point in ordered],
         **PREDICTED,
     )
-    first = ordered[0]
     five.annotate(
-        "if guesses were independent", (first["val_loss"], 100 * first["accuracy"] ** 5), (0, -14),
-        textcoords="offset points", color=PREDICTED["color"], ha="right",
-    )  # fmt: skip
+        "dashed: if guesses were independent",
+        (0.03, 0.93),
+        xycoords="axes fraction",
+        color=PREDICTED["color"],
+    )
     one.set(title="the next character is right", ylabel="%")
     five.set(title="five in a row are right")
     for axes in (one, five):
