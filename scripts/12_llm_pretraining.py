@@ -452,7 +452,8 @@ counts = sum(gathered, Counter())
 table = train_bpe(counts, merges)
 if rank == 0:
     handed = sum(call.bytes for call in seen.calls)
-    say(f"{len(own):,} words of mine, {len(counts):,} of all; the exchange: {handed:,} bytes")
+    say(f"{len(own):,} different words of mine, {len(counts):,} of all")
+    say(f"gathered: {handed:,} bytes, all texts have {len(corpus.text.encode()):,}")
     token = {i: bytes([i]) for i in range(256)}
     for i, (a, b) in enumerate(table):
         token[256 + i] = token[a] + token[b]
