@@ -136,6 +136,15 @@ def test_planted_copies_are_found_and_everything_else_stays():
     assert len(clear) >= 6 and clear.items() <= dropped.items() <= copies.items()
 
 
+def test_a_band_in_common_makes_a_candidate_and_only_the_estimate_a_copy():
+    ours, draw = lesson(*DOCUMENTS), np.random.default_rng(2)
+    signed = draw.integers(0, PRIME, size=(3, HASHES), dtype=np.int32)
+    signed[1, :8] = signed[0, :8]  # one band of sixteen
+    signed[2, 8:] = signed[0, 8:]  # all bands but one
+    assert ours.near_duplicates(signed) == {2: 0}
+    assert ours.near_duplicates(signed, limit=0.05) == {1: 0, 2: 0}
+
+
 def test_the_estimate_is_the_similarity_within_four_standard_errors_and_unbiased():
     ours, dice, misses = lesson(*DOCUMENTS), random.Random(5), []
     for text in pages(40):
