@@ -68,30 +68,41 @@ def arguments_of(argv, error=None):
 
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
-    shares = ("min_letters", "max_repeated", "max_runs")
-    faults = {
-        "--to FOLDER says where the prepared text goes; name one, such as data/mine": given.files
-        and not given.to,
-        "--to needs files to prepare; name some": given.to and not given.files,
-        "--verify reads a prepared text and takes no files; leave them out": given.verify and given.files,
-        "--vocab-size is for bpe; a tokenizer of characters has as many symbols as the text": given.vocab_size
-        is not None
-        and given.tokenizer == "char",
-        f"--vocab-size {given.vocab_size} has no room for 256 bytes and the mark between documents; use 257 or more": (
-            given.vocab_size or 257
-        )
-        < 257,
-        f"--validation {given.validation} is no share; use more than 0 and less than 1": not 0
-        < given.validation
-        < 1,
-        f"--blank-lines {given.blank_lines} is negative; use 0 or more": given.blank_lines < 0,
-        f"--near {given.near} finds everything alike; use 0.5 or more": not given.near >= 0.5,
-        f"--min-characters {given.min_characters} is negative; use 0 or more": given.min_characters < 0,
-    }
-    for name in shares:
+    least, most = 257, 10**6  # symbols
+    faults = [
+        (given.verify and given.files, "--verify reads a prepared text and takes no files; leave them out"),
+        (
+            given.files and not given.to,
+            "--to FOLDER says where the prepared text goes; name one, such as data/mine",
+        ),
+        (given.to and not given.files, "--to needs files to prepare; name some"),
+        (
+            given.vocab_size is not None and given.tokenizer == "char",
+            "--vocab-size is for bpe; a tokenizer of characters has as many symbols as the text",
+        ),
+        (
+            given.vocab_size is not None and given.vocab_size < least,
+            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the mark between documents; use {least} or more",
+        ),
+        (
+            not 0 < given.validation < 1,
+            f"--validation {given.validation} is no share; use more than 0 and less than 1",
+        ),
+        (
+            given.vocab_size is not None and given.vocab_size > most,
+            f"--vocab-size {given.vocab_size} is too large; use at most {most}",
+        ),
+        (
+            not 0 <= given.blank_lines <= 1000,
+            f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000",
+        ),
+        (not given.near >= 0.5, f"--near {given.near} finds everything alike; use 0.5 or more"),
+        (given.min_characters < 0, f"--min-characters {given.min_characters} is negative; use 0 or more"),
+    ]
+    for name in ("min_letters", "max_repeated", "max_runs"):
         value = getattr(given, name)
-        faults[f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"] = not 0 <= value <= 1
-    return next((sentence for sentence, wrong in faults.items() if wrong), None)
+        faults.append((not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"))
+    return next((sentence for wrong, sentence in faults if wrong), None)
 
 
 def fetch_shakespeare(require):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from manyhands.data import text_files
 from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, normalised, similarity, sketch
@@ -34,9 +34,12 @@ def essay(seed, words=150):
     return "\n".join(lines)
 
 
+TEXTS = [essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2 + [" 1234" * 3000]
+
+
 @pytest.fixture(scope="module")
 def bpe():
-    return train_bpe([essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2, 400)
+    return train_bpe(TEXTS, 400)
 
 
 # --- reading
@@ -59,6 +62,37 @@ def test_a_plain_text_is_cut_where_so_many_blank_lines_follow_each_other(tmp_pat
     assert [line for line, _ in documents(path, blank_lines=2)] == [3, 9, 14]
     assert len(documents(path, blank_lines=1)) == 4
     assert len(documents(path, blank_lines=0)) == 1
+
+
+def by_lines(content, blank_lines):
+    """What documents are, line by line: [(line, byte, content)]."""
+    found, at, blank = [], 0, blank_lines
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            if not found or (blank_lines and blank >= blank_lines):
+                found.append([number, at, []])
+            found[-1][2] += [b""] * blank * (len(found[-1][2]) > 0) + [line]
+        blank = 0 if line.strip() else blank + 1
+        at += len(line) + 1
+    return [(number, at, b"\n".join(lines).rstrip()) for number, at, lines in found]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bb ", b"", b"", b""]), max_size=30),
+    st.integers(0, 3),
+    st.sampled_from([2, 3, 7, 1000]),
+)
+def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(
+    tmp_path_factory, lines, blank_lines, block
+):
+    path, content = tmp_path_factory.getbasetemp() / "blocks.txt", b"\n".join(lines)
+    path.write_bytes(content)
+    before, text_files.BLOCK = text_files.BLOCK, block
+    try:
+        found = list(text_files.raw_documents([path], blank_lines)) if content.strip() else []
+    finally:
+        text_files.BLOCK = before
+    assert [(raw.line, raw.begin, raw.content) for raw in found] == by_lines(content, blank_lines)
 
 
 def test_json_lines_give_the_named_field_of_each_line(tmp_path):
@@ -144,6 +178,13 @@ def test_each_rule_drops_what_it_is_for_and_nothing_else(why, text):
     assert Quality().why_dropped(text) == why
 
 
+def test_marks_on_letters_count_as_letters():
+    assert (
+        Quality(min_letters=0.9).why_dropped("पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर " * 4)
+        is None
+    )
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_judged(text):
     assert Quality(min_characters=0).why_dropped(text) in (*REASONS, None)
@@ -191,6 +232,11 @@ def test_the_estimate_is_within_four_standard_errors_of_the_true_similarity(shar
     assert abs(estimate - true) < 4 * (true * (1 - true) / ORDERS) ** 0.5
 
 
+def test_the_same_words_in_another_order_are_another_document():
+    words = [f"w{i}" for i in range(300)]
+    assert similarity(sketch(" ".join(words)), sketch(" ".join(words[::-1]))) < 0.1
+
+
 def test_a_sketch_is_the_same_on_every_machine():
     assert sketch("to be or not to be that is the question")[:3].tolist() == [
         312500760,
@@ -214,8 +260,11 @@ def test_bpe_gives_any_unicode_back(bpe, text):
 
 @settings(max_examples=300)
 @given(
-    st.text(alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ9_.s"), st.characters(codec="utf-8")))
+    st.text(
+        alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ1239_.s"), st.characters(codec="utf-8"))
+    )
 )
+@example("4412 it's 12")
 def test_the_pieces_that_we_cut_are_those_that_the_library_cuts(bpe, text):
     assert bpe.encode(text).tolist() == bpe.inner.encode(text).ids
 
@@ -243,7 +292,7 @@ def test_a_text_that_spells_the_mark_is_no_mark(bpe):
 
 
 def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(bpe):
-    again = train_bpe([essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2, 400)
+    again = train_bpe(TEXTS, 400)
     assert again.content == bpe.content
     copy = tokenizer_from(json.loads(json.dumps(bpe.content)))
     assert copy.encode(essay(99)).tolist() == bpe.encode(essay(99)).tolist()
@@ -435,10 +484,12 @@ def program():
         ("a.txt --to x --vocab-size 200", "--vocab-size 200 has no room for 256 bytes"),
         ("a.txt --to x --vocab-size 500 --tokenizer char", "--vocab-size is for bpe"),
         ("a.txt --to x --validation 1", "--validation 1.0 is no share"),
+        ("a.txt --to x --blank-lines 9999999999", "--blank-lines 9999999999 ends no document"),
+        ("a.txt --to x --vocab-size 99999999999", "--vocab-size 99999999999 is too large"),
         ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
         ("a.txt --to x --near nan", "--near nan finds everything alike"),
         ("a.txt --to x --max-runs 2", "--max-runs 2.0 is no share"),
-        ("a.txt --verify x", "--verify reads a prepared text|--to FOLDER"),
+        ("a.txt --verify x", "--verify reads a prepared text"),
         ("a.txt --to x", None),
         ("", None),
     ],

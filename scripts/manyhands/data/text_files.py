@@ -9,9 +9,10 @@ lines each line is one, in its field `text_field`. Cutting costs little, so that
 own documents only: a document has the same number on any number of ranks.
 """
 
+import contextlib
 import gzip
 import json
-import os
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from manyhands.data.shakespeare import DataError
 
 TEXTS, RECORDS = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
 LONGEST_LINE = 16 * 2**20  # bytes; no prose has one, and a file without line ends would fill the memory
+BLOCK = 2**20  # bytes that are read at once
 UTF_8_MARK = b"\xef\xbb\xbf"
 BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16BE"}
 
@@ -62,9 +64,7 @@ def raw_documents(paths, blank_lines=2, text_field="text"):
     for path in paths:
         records = _kind(path) in (*RECORDS, ".json")
         before = number
-        lines = _lines(path)
-        cut = _records(lines) if records else _texts(lines, blank_lines)
-        for line, begin, content in cut:
+        for line, begin, content in _records(path) if records else _texts(path, blank_lines):
             yield RawDocument(number, path, line, begin, content, text_field if records else None)
             number += 1
         if number == before:
@@ -123,51 +123,82 @@ def _kind(path):
     return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
 
 
-def _lines(path):
-    """Yield (number from 1, byte at which it begins, line with its end). Raises DataError."""
-    begin = 0
+@contextlib.contextmanager
+def _opened(path):
+    """The file, unpacked, behind the mark that editors of Windows put in front. Raises DataError for what fails inside."""
     try:
-        with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
-                if len(line) > LONGEST_LINE:
-                    raise DataError(
-                        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; "
-                        "break it into lines, or leave it out"
-                    )
-                if number == 1 and line.startswith(UTF_8_MARK):  # editors of Windows put it in front
-                    line, begin = line[len(UTF_8_MARK) :], len(UTF_8_MARK)
-                yield number, begin, line
-                begin += len(line)
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            if file.read(len(UTF_8_MARK)) != UTF_8_MARK:
+                file.seek(0)
+            yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be unpacked ({error}); copy or pack it again") from None
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or os.strerror(error.errno or 5)}); leave it out"
-        ) from None
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); leave it out") from None
 
 
-def _texts(lines, blank_lines):
-    """Yield (line, byte, content) of documents that end at `blank_lines` blank lines or more (0: at the file's end)."""
-    held, blank, first = [], 0, (1, 0)
-    for number, begin, line in lines:
-        if not line.strip():
-            blank += 1
-        elif held and blank_lines and blank >= blank_lines:
-            yield *first, b"".join(held).rstrip()
-            held, blank = [], 0
-        else:
-            blank = 0
-        if held or line.strip():
+def _refuse_line(path, number):
+    raise DataError(
+        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; break it into lines, or leave it out"
+    )
+
+
+def _records(path):
+    """Yield (line, byte, content) of each line that is not blank."""
+    with _opened(path) as file:
+        begin = file.tell()
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
+            if len(line) > LONGEST_LINE:
+                _refuse_line(path, number)
+            if line.strip():
+                yield number, begin, line
+            begin += len(line)
+
+
+def _texts(path, blank_lines):
+    """Yield (line, byte, content) of documents that end at `blank_lines` blank lines or more (0: at the file's end).
+
+    By blocks and a regular expression: line by line, Python would take longer than all that comes after it.
+    """
+    gap = re.compile(rb"\n(?:[ \t\r\f\v]*\n){%d,}" % blank_lines) if blank_lines else None
+    held, first = [], None  # the document that is not over, and where it begins
+    blank = b""  # the blank lines at its end so far
+    with _opened(path) as file:
+        line, begin = 1, file.tell()  # of what is looked at next
+
+        def add(piece):
+            nonlocal first
             if not held:
-                first = number, begin
-                blank = 0
-            held.append(line)
+                ahead = piece.rfind(b"\n", 0, len(piece) - len(piece.lstrip())) + 1  # blank lines in front
+                first, piece = (line + piece.count(b"\n", 0, ahead), begin + ahead), piece[ahead:]
+            if held or piece.strip():
+                held.append(piece)
+
+        for block in _blocks(file, path):
+            block, start = blank + block, 0
+            for stop, after in [m.span() for m in gap.finditer(block)] if gap else ():
+                add(block[start:stop])
+                if held:
+                    yield *first, b"".join(held).rstrip()
+                held.clear()
+                line, begin, start = line + block.count(b"\n", start, after), begin + after - start, after
+            body = block[start:].rstrip()
+            add(body)
+            stop = start + len(body) if held else len(block)
+            line, begin, blank = line + block.count(b"\n", start, stop), begin + stop - start, block[stop:]
     if held:
         yield *first, b"".join(held).rstrip()
 
 
-def _records(lines):
-    """Yield (line, byte, content) of each line that is not blank."""
-    for number, begin, line in lines:
-        if line.strip():
-            yield number, begin, line
+def _blocks(file, path):
+    """Yield what is in `file`, cut at line ends."""
+    number = 1
+    while block := file.read(min(BLOCK, LONGEST_LINE)):
+        number += block.count(b"\n")
+        if not block.endswith(b"\n"):
+            open_bytes = len(block) - block.rfind(b"\n") - 1
+            rest = file.readline(LONGEST_LINE + 1)
+            if open_bytes + len(rest) > LONGEST_LINE:
+                _refuse_line(path, number)
+            block, number = block + rest, number + 1
+        yield block

@@ -8,8 +8,10 @@ decides what stays and learns the tokenizer: one place, so that the answer does 
 million documents need half a gigabyte there.)
 """
 
+import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,16 +20,18 @@ import torch.distributed as dist
 
 from manyhands.course.folders import write_whole
 from manyhands.data import text_tokenizer
-from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, normalised, sketch
+from manyhands.data.near_duplicates import ORDERS, content_hash, normalised, sketch
 from manyhands.data.own_text import FORMAT, MANIFEST, SPLITS, TOKENIZER, identity
 from manyhands.data.shakespeare import DataError
+from manyhands.data.text_choice import Seen, choose, counted, dealt, in_order
 from manyhands.data.text_files import find_files, raw_documents, text_of
-from manyhands.data.text_quality import REASONS, Quality
+from manyhands.data.text_quality import Quality
 from manyhands.data.text_report import REPORT, excerpt, write_report
 from manyhands.data.token_file import write_tokens
 from manyhands.launching.agreement import Agreement
 
 SHARD_BYTES = 8 * 2**20  # of text: enough shards for many ranks, and few files
+SHARD = r"(train|validation)-\d{5,}\.bin(\.json)?"
 SAMPLE_BYTES = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
 
 
@@ -46,28 +50,14 @@ class Wishes:
     sample_bytes: int = SAMPLE_BYTES
 
 
-@dataclass
-class _Seen:
-    """What a rank noted of its documents, in their order."""
-
-    numbers: list = field(default_factory=list)
-    num_bytes: list = field(default_factory=list)
-    characters: list = field(default_factory=list)
-    verdicts: list = field(default_factory=list)  # one of REASONS, or None
-    hashes: list = field(default_factory=list)
-    sketches: list = field(default_factory=list)
-
-
 def prepare_text(names, folder, wishes, ranks, replace=False, tell=print):
     """Write the folder, and return what report.json holds. All ranks call it; `tell` hears of the progress on rank 0.
 
     Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is no prepared text.
     """
     agreement = Agreement(ranks, None, DataError)
-    if ranks.world_size > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = (
-            "false"  # ranks share the cores; alone, the library takes them all
-        )
+    if ranks.world_size > 1:  # ranks share the cores; alone, the library learns on all of them
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folder = Path(folder).expanduser()
     paths = agreement.on_rank_0(lambda: _begin(names, folder, replace))
     say = tell if ranks.rank == 0 else lambda text: None
@@ -86,16 +76,14 @@ def _begin(names, folder, replace):
     paths = find_files(names)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name another folder with --to")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (replace and (folder / MANIFEST).exists()):
-            cure = (
-                "--replace writes it anew" if (folder / MANIFEST).exists() else "name another one with --to"
-            )
-            raise DataError(f"{folder} holds something already; {cure}")
-        (folder / MANIFEST).unlink()  # first: from here on it is no prepared text
-        for old in folder.iterdir():
-            if old.name.startswith(("train-", "validation-")) or old.name in (TOKENIZER, *REPORT):
-                old.unlink()
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    ours = [path for path in there if _is_ours(path.name)]
+    if there and not (replace and ours):
+        cure = "--replace writes it anew" if ours else "name another one with --to"
+        raise DataError(f"{folder} holds something already; {cure}")
+    # the manifest first: from there on it is no prepared text
+    for path in sorted(ours, key=lambda path: path.name != MANIFEST):
+        path.unlink()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,9 +91,13 @@ def _begin(names, folder, replace):
     return paths
 
 
+def _is_ours(name):
+    return name in (MANIFEST, TOKENIZER, *REPORT) or bool(re.fullmatch(SHARD, name))
+
+
 def _look(paths, wishes, ranks):
     """Judge this rank's documents."""
-    seen = _Seen()
+    seen = Seen()
     for raw in raw_documents(paths, wishes.blank_lines, wishes.text_field):
         if raw.number % ranks.world_size != ranks.rank:
             continue
@@ -122,86 +114,24 @@ def _look(paths, wishes, ranks):
     return seen
 
 
-def _in_order(gathered):
-    """One _Seen of all documents, in the order of their numbers."""
-    order = np.argsort([n for seen in gathered for n in seen.numbers])
-    joined = {}
-    for name in asdict(_Seen()):
-        values = [value for seen in gathered for value in getattr(seen, name)]
-        joined[name] = [values[i] for i in order]
-    return _Seen(**joined)
-
-
 def _decide(gathered, paths, wishes, say):
-    """(plan, report, tokenizer's content); plan: {number of a kept document: (split, shard)}."""
-    seen = _in_order(gathered)
-    good = [n for n in seen.numbers if seen.verdicts[n] is None]
-    sketches = np.stack([seen.sketches[n] for n in good]) if good else np.zeros((0, ORDERS), np.uint32)
-    copies = copies_among([seen.hashes[n] for n in good], sketches, wishes.near)
-    fate = list(seen.verdicts)
-    for place, (_, why) in copies.items():
-        fate[good[place]] = why
-    original = {good[place]: good[earlier] for place, (earlier, _) in copies.items()}
-    kept = [n for n in seen.numbers if fate[n] is None]
-    reasons = [*REASONS, "exact copy", "near copy"]
-    say(f"{len(seen.numbers):,} documents, {len(kept):,} of them kept")
-    if not kept:
-        first = next(reason for reason in reasons if reason in fate)
-        raise DataError(
-            f"none of the {len(fate)} documents is left ({fate.count(first)} are {first}); "
-            "give more text, or loosen a limit (--help lists them)"
-        )
-    plan = _shards(seen, kept, wishes)
-    examples = {reason: fate.index(reason) for reason in reasons if reason in fate}
-    found, content = _learn(
-        paths, wishes, seen, kept, set(examples.values()) | set(map(original.get, examples.values()))
-    )
+    """(plan, report, the tokenizer's content), on rank 0; see `text_choice`."""
+    seen = in_order(gathered)
+    choice = choose(seen, wishes.near)
+    say(f"{len(choice.fate):,} documents, {len(choice.kept):,} of them kept")
+    plan = dealt(seen, choice.kept, wishes.validation, wishes.shard_bytes)
+    examples, original = choice.examples, choice.original
+    shown = {*examples.values(), *(original[n] for n in examples.values() if n in original)}
+    found, content = _learn(paths, wishes, seen, choice.kept, shown)
     report = {
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
         "wishes": asdict(wishes),
-        "documents": {"kept": len(kept)} | {reason: fate.count(reason) for reason in reasons},
-        "characters": {
-            (reason or "kept"): sum(c for c, f in zip(seen.characters, fate, strict=True) if f == reason)
-            for reason in (None, *reasons)
-        },
         "examples": {
-            reason: found[n] | ({"like": found[original[n]]} if n in original else {})
-            for reason, n in examples.items()
-        },
-        "splits": {
-            split: {
-                "documents": sum(plan[n][0] == split for n in kept),
-                "characters": sum(seen.characters[n] for n in kept if plan[n][0] == split),
-                "bytes": sum(seen.num_bytes[n] for n in kept if plan[n][0] == split),
-            }
-            for split in SPLITS
+            why: found[n] | ({"like": found[original[n]]} if n in original else {})
+            for why, n in examples.items()
         },
     }
-    return plan, report, content
-
-
-def _shards(seen, kept, wishes):
-    """{number: (split, shard)}: a document's own hash says whether it validates, and the text before it the shard."""
-    fraction = {n: int.from_bytes(seen.hashes[n][:8], "big") / 2**64 for n in kept}
-    least = min(kept, key=fraction.get)
-    if len(kept) == 1:
-        raise DataError(
-            "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1"
-        )
-    plan, before = {}, dict.fromkeys(SPLITS, 0)
-    most = max(kept, key=fraction.get)
-    for n in kept:
-        validates = n == least or (fraction[n] < wishes.validation and n != most)  # neither part is empty
-        split = SPLITS[validates]
-        plan[n] = split, before[split] // wishes.shard_bytes
-        before[split] += seen.num_bytes[n]
-    # a document larger than a shard leaves gaps: number those that are there
-    names = {
-        where: i
-        for split in SPLITS
-        for i, where in enumerate(sorted({w for w in plan.values() if w[0] == split}))
-    }
-    return {n: (where[0], names[where]) for n, where in plan.items()}
+    return plan, counted(seen, choice, plan) | report, content
 
 
 def _learn(paths, wishes, seen, kept, examples):
@@ -231,11 +161,9 @@ def _learn(paths, wishes, seen, kept, examples):
 
 
 def _write_shards(paths, folder, wishes, plan, content, ranks):
-    """Encode this rank's shards and write them: [{"split", "shard", "file", "tokens", ...}]."""
+    """Encode this rank's shards and write them: [{"split", "file", "tokens", "dtype", "sha256"}]."""
     tokenizer = text_tokenizer.tokenizer_from(content)
-    every = {split: sorted({s for where, s in plan.values() if where == split}) for split in SPLITS}
-    dealt = [(split, shard) for split in SPLITS for shard in every[split]]
-    mine = set(dealt[ranks.rank :: ranks.world_size])
+    mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
     last = {where: n for n, where in plan.items() if where in mine}
     held, written, mark = {where: [] for where in mine}, [], np.array([tokenizer.mark], np.uint32)
     for raw in raw_documents(paths, wishes.blank_lines, wishes.text_field) if mine else ():
@@ -250,22 +178,13 @@ def _write_shards(paths, folder, wishes, plan, content, ranks):
                 tokens = write_tokens(folder / name, np.concatenate(held.pop(where)))
             except OSError as error:
                 raise DataError(f"{folder / name} cannot be written ({error.strerror}); make room") from None
-            written.append(
-                {
-                    "split": split,
-                    "file": name,
-                    "tokens": tokens.count,
-                    "dtype": tokens.dtype,
-                    "sha256": tokens.sha256,
-                }
-            )
+            about = {"tokens": tokens.count, "dtype": tokens.dtype, "sha256": tokens.sha256}
+            written.append({"split": split, "file": name} | about)
     return written
 
 
 def _finish(folder, wishes, shards, report, content):
     """tokenizer.json, report.*, and last manifest.json."""
-    import hashlib
-
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     try:
         write_whole(folder / TOKENIZER, text)
@@ -282,10 +201,9 @@ def _finish(folder, wishes, shards, report, content):
                 "shards": [{k: v for k, v in s.items() if k != "split"} for s in own],
             }
         manifest = {"format": FORMAT, "tokenizer": described, "splits": splits}
-        report |= {
-            "tokenizer": described,
-            "splits": {s: {k: v for k, v in about.items() if k != "shards"} for s, about in splits.items()},
-        }
+        for split, about in splits.items():
+            report["splits"][split] |= {"tokens": about["tokens"]}
+        report |= {"tokenizer": described}
         write_report(folder, report)
         write_whole(folder / MANIFEST, json.dumps(manifest | {"sha256": identity(manifest)}, indent=1) + "\n")
     except OSError as error:

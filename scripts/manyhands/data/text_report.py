@@ -48,11 +48,13 @@ def shown_report(report):
 
 
 def _example(example):
-    def place(one):
-        return f"{one['file']} line {one['line']:,}"
+    def visible(text):
+        return "".join(c if c.isprintable() else "." for c in text)
 
-    visible = "".join(c if c.isprintable() else "." for c in example["begins"])
-    lines = [f"  such as {place(example)}: {visible!r}"]
+    def place(one):
+        return f"{visible(one['file'])} line {one['line']:,}"
+
+    lines = [f"  such as {place(example)}: {visible(example['begins'])!r}"]
     if "like" in example:
         lines.append(f"  which is like {place(example['like'])}")
     return lines

@@ -111,15 +111,16 @@ class _Pieces(dict):
 
     def __init__(self, inner):
         super().__init__()
-        self.inner = inner
+        self.tokenize = inner.model.tokenize  # the merges alone: the piece is cut already
+        signs = _signs()
+        self.signs = [signs[value] for value in range(256)]
 
     def __missing__(self, piece):
         if len(self) >= MOST_PIECES:
             self.clear()
-        try:
-            found = self[piece] = tuple(self.inner.encode(piece, add_special_tokens=False).ids)
-        except TypeError:  # half a surrogate pair, as of bytes in a command line that are no UTF-8
-            raise ValueError(f"{piece!r} is no Unicode text; write it in UTF-8") from None
+        # half a surrogate pair, as of bytes in a command line that are no UTF-8, is a UnicodeEncodeError, a ValueError
+        spelt = "".join([self.signs[value] for value in piece.encode()])
+        found = self[piece] = tuple([token.id for token in self.tokenize(spelt)])
         return found
 
 

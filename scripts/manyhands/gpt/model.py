@@ -93,7 +93,7 @@ class Attention(nn.Module):
         qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
         y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BHTE, v_BHTE, allowed_B1TT, is_causal=allowed_B1TT is None,
+            q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_B1TT, is_causal=allowed_B1TT is None,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         return self.out(y_BHTE.transpose(1, 2).flatten(2))
