@@ -28,10 +28,10 @@
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token and
 # [MFU](../assets/glossary.md#mfu) ([lesson 01](01_one_device.ipynb)).
 #
-# **New here:** [pre-training](../assets/glossary.md#pre-training), [shingle](../assets/glossary.md#shingle),
-# [Jaccard similarity](../assets/glossary.md#jaccard-similarity), [MinHash](../assets/glossary.md#minhash),
-# [BPE](../assets/glossary.md#bpe), [packing](../assets/glossary.md#packing),
-# [document mask](../assets/glossary.md#document-mask), [bits per byte](../assets/glossary.md#bits-per-byte),
+# **New here:** [pre-training](../assets/glossary.md#pre-training), [shingle](../assets/glossary.md#shingle), [Jaccard
+# similarity](../assets/glossary.md#jaccard-similarity), [MinHash](../assets/glossary.md#minhash),
+# [BPE](../assets/glossary.md#bpe), [packing](../assets/glossary.md#packing), [document
+# mask](../assets/glossary.md#document-mask), [bits per byte](../assets/glossary.md#bits-per-byte),
 # [isoFLOP](../assets/glossary.md#isoflop), [scaling law](../assets/glossary.md#scaling-law).
 #
 # The same file is a script:
@@ -47,16 +47,17 @@
 #
 # Each heading says its minutes. Builds A to D take about three minutes each and are in these numbers.
 #
-# *Say:* nearly all of the compute goes into one stage, and nearly all of the mistakes happen in the stage before it. Every step of the
-# data pipeline must give the same result on any number of ranks, or nobody can repeat the run.
+# *Say:* nearly all of the compute goes into one stage, and nearly all of the mistakes happen in the stage before it.
+# Every step of the data pipeline must give the same result on any number of ranks, or nobody can repeat the run.
 #
-# *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each process); comparing losses per
-# token of two tokenizers; reading a scaling law outside its range.
+# *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each process); comparing
+# losses per token of two tokenizers; reading a scaling law outside its range.
 #
-# *When late:* give solutions A and D, show the first section without reading its table, keep builds B and C, the grid and the zoo.
+# *When late:* give solutions A and D, show the first section without reading its table, keep builds B and C, the grid
+# and the zoo.
 #
-# *Ask the room:* "You get ten times the compute. How much of it goes into a larger model?" (About a half, in logarithms: the
-# exponent in the grid below.)
+# *Ask the room:* "You get ten times the compute. How much of it goes into a larger model?" (About a half, in
+# logarithms: the exponent in the grid below.)
 #
 # </details>
 
@@ -70,8 +71,8 @@ zoo_steps = 120  # steps of training in which the zoo's bug shows, at least 2
 # %% [markdown]
 # ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells
-# of this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
+# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells of
+# this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -117,16 +118,17 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # %% [markdown]
 # ## The life of a language model (CORE, 4 min)
 #
-# ![Six stages in a row: collect and clean, pre-train, fine-tune, align, deploy, monitor and re-evaluate; an arrow leads from
-# the last one back to the first; pre-training is marked as nearly all the compute](../assets/12_life.svg)
+# ![Six stages in a row: collect and clean, pre-train, fine-tune, align, deploy, monitor and re-evaluate; an arrow leads
+# from the last one back to the first; pre-training is marked as nearly all the compute](../assets/12_life.svg)
 #
-# [**Pre-training**](../assets/glossary.md#pre-training) is one task, guess the next token, on as much text as one can get.
-# It takes nearly all of the compute. Fine-tuning and alignment make an assistant of it; then it is deployed, watched, and
-# measured again.
+# [**Pre-training**](../assets/glossary.md#pre-training) is one task, guess the next token, on as much text as one can
+# get. It takes nearly all of the compute. Fine-tuning and alignment make an assistant of it; then it is deployed,
+# watched, and measured again.
 #
-# Architectures have come close to each other. What differs most is the appetite for data. (B is 10⁹, T is 10¹². Norms, positions
-# and MLPs are variants of the parts in [lesson 01](01_one_device.ipynb)'s drawing; [GQA](../assets/glossary.md#gqa) shares heads
-# of keys, "latent" compresses them, and of many experts a token uses a few.)
+# Architectures have come close to each other. What differs most is the appetite for data. (B is 10⁹, T is 10¹². Norms,
+# positions and MLPs are variants of the parts in [lesson 01](01_one_device.ipynb)'s drawing;
+# [GQA](../assets/glossary.md#gqa) shares heads of keys, "latent" compresses them, and of many experts a token uses a
+# few.)
 #
 # | family | norm | positions | MLP | attention | parameters | tokens |
 # |---|---|---|---|---|---|---|
@@ -138,11 +140,12 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # | Llama 3 (Grattafiori et al. 2024) | RMSNorm | rotary | SwiGLU | GQA | 405 B | 15.6 T |
 # | DeepSeek-V3 (2024) | RMSNorm | rotary | SwiGLU, experts | latent | 671 B, 37 B active | 14.8 T |
 #
-# ![Parameters against training tokens of six models on logarithmic axes, with a dashed line of 20 tokens per parameter: GPT-3 and
-# Gopher lie far below it, Chinchilla and LLaMA 65B on it, Llama 2 and Llama 3 405B above it](../assets/12_appetite.svg)
+# ![Parameters against training tokens of six models on logarithmic axes, with a dashed line of 20 tokens per parameter:
+# GPT-3 and Gopher lie far below it, Chinchilla and LLaMA 65B on it, Llama 2 and Llama 3 405B above
+# it](../assets/12_appetite.svg)
 #
-# **Predict.** Training takes about 6 FLOPs per parameter and token. How many FLOPs is Llama 3 405B? How long do 16,000 GPUs
-# need that reach 400 TFLOP/s each?
+# **Predict.** Training takes about 6 FLOPs per parameter and token. How many FLOPs is Llama 3 405B? How long do 16,000
+# GPUs need that reach 400 TFLOP/s each?
 #
 # <details><summary>Answer</summary>
 #
@@ -153,24 +156,26 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # %% [markdown]
 # ## Documents that are there twice (CORE, 10 min)
 #
-# **Why.** Pages of the web are copied, with another header or a changed word. A model that sees them often learns them by heart, and
-# one that was trained on its own test looks better than it is. Equal documents are found by a hash of their text. For *nearly* equal ones
-# you need a measure.
+# **Why.** Pages of the web are copied, with another header or a changed word. A model that sees them often learns them
+# by heart, and one that was trained on its own test looks better than it is. Equal documents are found by a hash of
+# their text. For *nearly* equal ones you need a measure.
 #
-# Cut a document into [**shingles**](../assets/glossary.md#shingle), here three words in a row. Two documents with the sets A
-# and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) |A ∩ B| / |A ∪ B|. But to compare each document with each
-# other is hopeless: a billion documents are 5e17 pairs.
+# Cut a document into [**shingles**](../assets/glossary.md#shingle), here three words in a row. Two documents with the
+# sets A and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) |A ∩ B| / |A ∪
+# B|. But to compare each document with each other is hopeless: a billion documents are 5e17 pairs.
 #
-# ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the first of each
-# set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
+# ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the
+# first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
 #
-# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. The first shingle of A and the first of B are the
-# same exactly if the first of A ∪ B lies in both. So that happens with probability J. Take K random orders, and
-# the share of them in which the firsts agree *estimates* J.
+# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. The first shingle of A
+# and the first of B are the same exactly if the first of A ∪ B lies in both. So that happens with probability J. Take K
+# random orders, and the share of them in which the firsts agree *estimates* J.
 #
-# A random order is a hash: x → (a·x + b) mod p, smallest first. So a document becomes K small numbers, its **signature**.
+# A random order is a hash: x → (a·x + b) mod p, smallest first. So a document becomes K small numbers, its
+# **signature**.
 #
-# **Predict.** With K = 128 and J = 0.8, how far off is the estimate typically? (Each order is a coin with probability J.)
+# **Predict.** With K = 128 and J = 0.8, how far off is the estimate typically? (Each order is a coin with probability
+# J.)
 #
 # <details><summary>Answer</summary>
 #
@@ -198,8 +203,8 @@ def shingle_hashes(text, k=3):
 # ### Build A: signature and estimate
 #
 # Write `signature(hashes_S, a_K, b_K)`: for each k the smallest of (a_k · x + b_k) mod PRIME over the x of the set, as
-# int32 [K]; without a loop, with `PRIME` from above. And `similarity(one_K, other_K)`, the estimate of J as a float. (The folded cell below is a solution:
-# whatever you do not build, run there, because the lesson goes on with it.)
+# int32 [K]; without a loop, with `PRIME` from above. And `similarity(one_K, other_K)`, the estimate of J as a float.
+# (The folded cell below is a solution: whatever you do not build, run there, because the lesson goes on with it.)
 
 
 # %%
@@ -232,9 +237,9 @@ def similarity(one_K, other_K):
 checks.minhash((signature, similarity), ranks, solution=True)
 
 # %% [markdown]
-# **One experiment.** Plant copies of long speeches, in which some words are exchanged. Each rank makes and signs its share. We know the true J of
-# each pair, so the estimate can be held against it. What should the plot show? Points around the diagonal, about two thirds of them within the
-# dashed lines, one standard deviation away.
+# **One experiment.** Plant copies of long speeches, in which some words are exchanged. Each rank makes and signs its
+# share. We know the true J of each pair, so the estimate can be held against it. What should the plot show? Points
+# around the diagonal, about two thirds of them within the dashed lines, one standard deviation away.
 
 
 # %%
@@ -273,8 +278,9 @@ if rank == 0:
 metrics.exact(minhash_inside=inside)
 
 # %% [markdown]
-# And the pairs? Cut each signature into 16 **bands**. Only documents that agree in *all* numbers of some band are compared: a look into a
-# dictionary. With r numbers in a band that happens with probability 1 - (1 - J^r)^16; for r = 8 it is 0.06 at J = 0.5, and 0.95 at J = 0.8.
+# And the pairs? Cut each signature into 16 **bands**. Only documents that agree in *all* numbers of some band are
+# compared: a look into a dictionary. With r numbers in a band that happens with probability 1 - (1 - J^r)^16; for r = 8
+# it is 0.06 at J = 0.5, and 0.95 at J = 0.8.
 
 
 # %%
@@ -294,7 +300,8 @@ def near_duplicates(signatures_NK, limit=0.6):
 
 
 # %% [markdown]
-# Ranks exchange signatures, never texts. Each signs its share, an all-gather hands all signatures to all, and all decide the same:
+# Ranks exchange signatures, never texts. Each signs its share, an all-gather hands all signatures to all, and all
+# decide the same:
 
 # %%
 # %%ranks
@@ -325,15 +332,16 @@ if rank == 0:
 metrics.exact(dropped=sorted(dropped.items()))
 
 # %% [markdown]
-# Speeches are short, so that a signature is as long as its text. For pages of 5 kB it is a tenth. Real pipelines also **filter**: too short, too
-# few letters, lines that repeat. `prepare_data.py` (at the end) does all of this, and reports what it dropped and why.
+# Speeches are short, so that a signature is as long as its text. For pages of 5 kB it is a tenth. Real pipelines also
+# **filter**: too short, too few letters, lines that repeat. `prepare_data.py` (at the end) does all of this, and
+# reports what it dropped and why.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: duplicates</summary>
 #
-# *Usual mistake:* believing that a long signature makes the search slow. The search is in the bands; K makes the estimate sharp. *Ask:*
-# "which of these steps needs all documents in one place?" (None: only signatures, and with bands one could send each band to one rank.)
-# *When late:* skip the plot.
+# *Usual mistake:* believing that a long signature makes the search slow. The search is in the bands; K makes the
+# estimate sharp. *Ask:* "which of these steps needs all documents in one place?" (None: only signatures, and with bands
+# one could send each band to one rank.) *When late:* skip the plot.
 #
 # </details>
 
@@ -341,26 +349,27 @@ metrics.exact(dropped=sorted(dropped.items()))
 # ## Tokens: byte-pair encoding (CORE, 10 min)
 #
 # **Why.** Characters make long sequences, whole words make endless vocabularies and unknown words.
-# [**BPE**](../assets/glossary.md#bpe) (Sennrich et al. 2016) lies between: begin with the 256 bytes, and again and again make the *most
-# frequent pair of neighbours* a new token. Bytes cover every text, so nothing is unknown.
+# [**BPE**](../assets/glossary.md#bpe) (Sennrich et al. 2016) lies between: begin with the 256 bytes, and again and
+# again make the *most frequent pair of neighbours* a new token. Bytes cover every text, so nothing is unknown.
 #
 # ![The words banana and bandana as letters; the pair a n occurs four times and becomes one token; then b with an,
 # twice](../assets/12_bpe.svg)
 #
-# **Predict.** Which pair is merged third, after `an` and `b`+`an`? If several are equally frequent, that with the smallest numbers wins; numbers are
-# bytes first (`a` < `b` < `d` < `n`), then tokens in their order.
+# **Predict.** Which pair is merged third, after `an` and `b`+`an`? If several are equally frequent, that with the
+# smallest numbers wins; numbers are bytes first (`a` < `b` < `d` < `n`), then tokens in their order.
 #
 # <details><summary>Answer</summary>
 #
-# `ban an a` and `ban d an a`: `an`+`a` occurs twice, all others once. Without a rule for ties two programs would soon disagree.
+# `ban an a` and `ban d an a`: `an`+`a` occurs twice, all others once. Without a rule for ties two programs would soon
+# disagree.
 #
 # </details>
 #
 # ### Build B: one merge
 #
 # `pairs` counts the pairs of neighbours, as {(a, b): how often}. Write `most_frequent(pairs)`, ties as above; and
-# `merge(ids, pair, new)`: the list with each occurrence of `pair` replaced by `new`, from left to right. A token is used once: of
-# a a a only the first two become one.
+# `merge(ids, pair, new)`: the list with each occurrence of `pair` replaced by `new`, from left to right. A token is
+# used once: of a a a only the first two become one.
 
 
 # %%
@@ -397,8 +406,8 @@ def merge(ids, pair, new):
 checks.one_merge((most_frequent, merge), ranks, solution=True)
 
 # %% [markdown]
-# Pairs are counted inside words only, each with the space before it. So it suffices to know how often each *word* occurs. After a
-# merge only the words that contain the pair are counted anew:
+# Pairs are counted inside words only, each with the space before it. So it suffices to know how often each *word*
+# occurs. After a merge only the words that contain the pair are counted anew:
 
 
 # %%
@@ -433,13 +442,13 @@ def train_bpe(counts, merges):
 
 
 # %% [markdown]
-# **Predict.** Each rank has some documents. For the same merges on any number of ranks, what should they exchange: the text, the counts of
-# words, or at each merge the counts of pairs?
+# **Predict.** Each rank has some documents. For the same merges on any number of ranks, what should they exchange: the
+# text, the counts of words, or at each merge the counts of pairs?
 #
 # <details><summary>Answer</summary>
 #
-# The counts of words, once. They grow slowly, as new text brings few new words. Counts of pairs would need a collective for each merge. Sums of
-# whole numbers are the same in any order, so all ranks find the same merges.
+# The counts of words, once. They grow slowly, as new text brings few new words. Counts of pairs would need a collective
+# for each merge. Sums of whole numbers are the same in any order, so all ranks find the same merges.
 #
 # </details>
 
@@ -462,7 +471,8 @@ if rank == 0:
 metrics.exact(merges=[list(pair) for pair in table])
 
 # %% [markdown]
-# **The library's way** is `tokenizers`, written in Rust. It works on characters, so give it one character per byte. Its merges must be ours:
+# **The library's way** is `tokenizers`, written in Rust. It works on characters, so give it one character per byte. Its
+# merges must be ours:
 
 # %%
 # %%ranks --timeout 120
@@ -489,8 +499,8 @@ assert theirs == table, "ours and the library's merges differ"
 say(f"{len(table)} merges, the same as the library's")
 
 # %% [markdown]
-# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that a training maps into memory. A token of its own, the **mark**,
-# begins each document.
+# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that a training maps into
+# memory. A token of its own, the **mark**, begins each document.
 
 # %%
 # %%ranks
@@ -527,8 +537,9 @@ metrics.exact(tokens=total.tolist())
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: tokens</summary>
 #
-# Do banana and bandana by hand with the room. *Usual mistake:* counting pairs across a space, so that `e t` of "the the" becomes a token. *Ask:*
-# "why does the training need the words' counts, and encoding the order of the merges?" *When late:* give `merge` and let them write `most_frequent`.
+# Do banana and bandana by hand with the room. *Usual mistake:* counting pairs across a space, so that `e t` of "the
+# the" becomes a token. *Ask:* "why does the training need the words' counts, and encoding the order of the merges?"
+# *When late:* give `merge` and let them write `most_frequent`.
 #
 # </details>
 
@@ -536,18 +547,19 @@ metrics.exact(tokens=total.tolist())
 # ## Packing: many documents in one sequence (CORE, 8 min)
 #
 # **Why.** Documents have all lengths, a batch has one. Padding wastes compute. So documents are
-# [**packed**](../assets/glossary.md#packing): one after the other in a row that is cut into sequences of T tokens. Now two documents stand in one
-# sequence, and attention looks back from the second into the first.
+# [**packed**](../assets/glossary.md#packing): one after the other in a row that is cut into sequences of T tokens. Now
+# two documents stand in one sequence, and attention looks back from the second into the first.
 #
-# ![Three documents in one sequence of ten tokens, and the mask of ten by ten: three triangles along the diagonal are allowed, the rest of the lower
-# half is not](../assets/12_packing.svg)
+# ![Three documents in one sequence of ten tokens, and the mask of ten by ten: three triangles along the diagonal are
+# allowed, the rest of the lower half is not](../assets/12_packing.svg)
 #
-# A [**document mask**](../assets/glossary.md#document-mask) forbids that. For each position you know the number of its document.
+# A [**document mask**](../assets/glossary.md#document-mask) forbids that. For each position you know the number of its
+# document.
 #
 # ### Build C: the mask
 #
-# Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (the second dim) may look at the key (the third): the same document,
-# and not later. No loops.
+# Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (the second dim) may look at the key (the
+# third): the same document, and not later. No loops.
 
 
 # %%
@@ -571,7 +583,8 @@ def document_mask(documents_BT):
 checks.document_mask(document_mask, ranks, solution=True)
 
 # %% [markdown]
-# The mask goes into attention, on the parts of the course's GPT. `positions_of` lets positions **begin anew** with each document:
+# The mask goes into attention, on the parts of the course's GPT. `positions_of` lets positions **begin anew** with each
+# document:
 
 
 # %%
@@ -596,7 +609,8 @@ def packed_logits(model, ids_BT, mask_BTT, positions_BT):
 
 
 # %% [markdown]
-# **The proof** is to run each document alone. Each rank does it with two packed sequences of its own, of characters and marks:
+# **The proof** is to run each document alone. Each rank does it with two packed sequences of its own, of characters and
+# marks:
 
 # %%
 # %%ranks
@@ -622,8 +636,9 @@ say(
 )
 
 # %% [markdown]
-# **The library's way**: the package's GPT masks by itself where its configuration names the mark, and so does `train.py` under every strategy. Its positions count on
-# through the sequence, because a window may begin in the middle of a document, where nobody knows the true position.
+# **The library's way**: the package's GPT masks by itself where its configuration names the mark, and so does
+# `train.py` under every strategy. Its positions count on through the sequence, because a window may begin in the middle
+# of a document, where nobody knows the true position.
 
 # %%
 # %%ranks
@@ -635,7 +650,8 @@ assert apart.abs().max() < 1e-10
 say(f"ours and the package's differ by {apart.abs().max().item():.0e}")
 
 # %% [markdown]
-# One more measurement, which belongs into the tests of any trainer: **change the second token of a sequence. What moves in the documents behind the first?**
+# One more measurement, which belongs into the tests of any trainer: **change the second token of a sequence. What moves
+# in the documents behind the first?**
 
 # %%
 # %%ranks
@@ -654,26 +670,29 @@ for name, *how in (
         say(f"{name:21} later documents move by {leak:.1e}")
 
 # %% [markdown]
-# Positions that begin anew hide nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204) measured such a leak: 0.4621 as it was, 0.4625 with positions that
-# restart, and a mask of documents was the cure.
+# Positions that begin anew hide nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
+# measured such a leak: 0.4621 as it was, 0.4625 with positions that restart, and a mask of documents was the cure.
 #
-# A dense mask saves no work: all pairs are computed, and most thrown away. Kernels that know where documents begin (FlashAttention's `varlen`, `flex_attention`) compute only the pairs that count.
+# A dense mask saves no work: all pairs are computed, and most thrown away. Kernels that know where documents begin
+# (FlashAttention's `varlen`, `flex_attention`) compute only the pairs that count.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: packing</summary>
 #
-# Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal half, or one that leaves the mark
-# to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by itself.)
+# Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal
+# half, or one that leaves the mark to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by
+# itself.)
 #
 # </details>
 
 # %% [markdown]
 # ## Bits per byte (CORE, 6 min)
 #
-# **Why.** A loss is nats *per token*. A tokenizer with longer tokens has fewer and harder guesses, so its loss is higher for the same knowledge. What all models
-# share is the text: divide by its **bytes**.
+# **Why.** A loss is nats *per token*. A tokenizer with longer tokens has fewer and harder guesses, so its loss is
+# higher for the same knowledge. What all models share is the text: divide by its **bytes**.
 #
-# **Predict.** Knowing nothing costs ln 65 = 4.17 nats per character, and ln 512 = 6.24 nats per token of 1.9 bytes. Which is less per byte?
+# **Predict.** Knowing nothing costs ln 65 = 4.17 nats per character, and ln 512 = 6.24 nats per token of 1.9 bytes.
+# Which is less per byte?
 #
 # <details><summary>Answer</summary>
 #
@@ -683,7 +702,8 @@ for name, *how in (
 #
 # ### Build D: bits per byte
 #
-# Write `bits_per_byte(nats_per_token, tokens, num_bytes)` for a mean loss over `tokens` tokens, which stand for `num_bytes` bytes. A bit is ln 2 nats.
+# Write `bits_per_byte(nats_per_token, tokens, num_bytes)` for a mean loss over `tokens` tokens, which stand for
+# `num_bytes` bytes. A bit is ln 2 nats.
 
 
 # %%
@@ -706,7 +726,8 @@ def bits_per_byte(nats_per_token, tokens, num_bytes):
 checks.bits_per_byte(bits_per_byte, ranks, solution=True)
 
 # %% [markdown]
-# The simplest model there is knows how often each token occurs, and nothing else. Each rank counts its own tokens, an all-reduce adds up:
+# The simplest model there is knows how often each token occurs, and nothing else. Each rank counts its own tokens, an
+# all-reduce adds up:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -747,11 +768,14 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
 # %% [markdown]
 # ## How large, for how long? A scaling law (CORE, 6 min)
 #
-# **Why.** The budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but sees fewer of them. Which size is best? Try it
-# where it is cheap. For one budget train several sizes, each on as many tokens as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022).
-# Its lowest point is the best size. Some budgets give a line in logarithms, a [**scaling law**](../assets/glossary.md#scaling-law).
+# **Why.** The budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but sees
+# fewer of them. Which size is best? Try it where it is cheap. For one budget train several sizes, each on as many
+# tokens as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022). Its lowest
+# point is the best size. Some budgets give a line in logarithms, a [**scaling
+# law**](../assets/glossary.md#scaling-law).
 #
-# The grid is recorded: 3 budgets of 6 sizes, on characters, by `python -m manyhands.trainer.isoflop`. One of its models is trained here, now, by all ranks, data parallel.
+# The grid is recorded: 3 budgets of 6 sizes, on characters, by `python -m manyhands.trainer.isoflop`. One of its models
+# is trained here, now, by all ranks, data parallel.
 #
 # **Predict.** What does one budget's curve look like? Where does its lowest point go when the budget grows?
 #
@@ -819,31 +843,36 @@ if rank == 0:
 # %% [markdown]
 # **How far would you trust it?** The brackets know the scatter of 18 points, and nothing else. They do not know that:
 #
-# - the learning rate was tuned for the smallest budget only, and a curve of badly tuned runs has its lowest point elsewhere;
+# - the learning rate was tuned for the smallest budget only, and a curve of badly tuned runs has its lowest point
+#   elsewhere;
 # - the corpus has one megabyte. Already these runs read it several times, and a repeated token is worth less;
-# - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al. (2020) found an exponent of 0.73,
-#   Hoffmann et al. (2022) about 0.5. GPT-3 has 2 tokens per parameter, Chinchilla 20;
-# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots. Their fit
-#   to them gives other numbers, and they find the published intervals implausibly narrow.
+# - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al.
+#   (2020) found an exponent of 0.73, Hoffmann et al. (2022) about 0.5. GPT-3 has 2 tokens per parameter, Chinchilla 20;
+# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots.
+#   Their fit to them gives other numbers, and they find the published intervals implausibly narrow.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
 #
-# While the point trains, let the room draw the curve. *Usual mistake:* comparing two models that were trained on equally many tokens, and calling the larger one better. *Ask:*
-# "what changes if the model will answer a billion questions?" (A smaller model trained for longer is cheaper to serve: that is why Llama 3 lies far above the line of 20.)
-# *When late:* show the stored figure.
+# While the point trains, let the room draw the curve. *Usual mistake:* comparing two models that were trained on
+# equally many tokens, and calling the larger one better. *Ask:* "what changes if the model will answer a billion
+# questions?" (A smaller model trained for longer is cheaper to serve: that is why Llama 3 lies far above the line of
+# 20.) *When late:* show the stored figure.
 #
 # </details>
 
 # %% [markdown]
 # ## Do abilities emerge? (MORE, 3 min)
 #
-# Wei et al. (2022) call an ability *emergent* if small models do not have it and larger ones do, so that nobody could have predicted it from the small ones. Schaeffer et al. (2023)
-# answer that often the *measure* jumps, not the model: a score that counts only answers in which every token is right turns a smooth gain into a sudden one.
+# Wei et al. (2022) call an ability *emergent* if small models do not have it and larger ones do, so that nobody could
+# have predicted it from the small ones. Schaeffer et al. (2023) answer that often the *measure* jumps, not the model: a
+# score that counts only answers in which every token is right turns a smooth gain into a sudden one.
 #
-# Look at the 18 models again. For each we know how often the next character is guessed right, and how often five in a row are.
+# Look at the 18 models again. For each we know how often the next character is guessed right, and how often five in a
+# row are.
 #
-# **Predict.** If guesses were independent, a model that is right in 35 % would have five in a row right in how many? And one with 50 %?
+# **Predict.** If guesses were independent, a model that is right in 35 % would have five in a row right in how many?
+# And one with 50 %?
 #
 # <details><summary>Answer</summary>
 #
@@ -866,7 +895,9 @@ if rank == 0:
         say(f"{name:9} from {worst[name]:.1%} to {best[name]:.1%}, times {best[name] / worst[name]:.1f}")
 
 # %% [markdown]
-# Both curves come from the same answers. (There are 6,144 groups of five: 1 % of them are 61, give or take 8, hence the scatter.) Whether *all* reported jumps are of this kind is still argued about; the lesson to take home is to report a smooth measure beside a strict one.
+# Both curves come from the same answers. (There are 6,144 groups of five: 1 % of them are 61, give or take 8, hence the
+# scatter.) Whether *all* reported jumps are of this kind is still argued about; the lesson to take home is to report a
+# smooth measure beside a strict one.
 
 # %% [markdown]
 # ## Exercises (MORE, 18 min)
@@ -875,8 +906,9 @@ if rank == 0:
 #
 # ### Exercise 1: encode a word
 #
-# The merges are known; which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the tokens of `word`, given as bytes. As long as neighbours of the word
-# are in the table, merge the pair that was *learned first*, everywhere in the word. You may use your `merge`. `table[i]` makes the token 256 + i.
+# The merges are known; which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the
+# tokens of `word`, given as bytes. As long as neighbours of the word are in the table, merge the pair that was *learned
+# first*, everywhere in the word. You may use your `merge`. `table[i]` makes the token 256 + i.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -908,9 +940,10 @@ checks.encode_word(encode_word, ranks, solution=True)
 # %% [markdown]
 # ### Exercise 2: what does a packed sequence teach?
 #
-# Where a mark stands between documents, the last token of one learns to guess "the end". Without a mark it is followed by the first token of another document, which nobody can guess, and nobody should try. Write
-# `packed_targets(ids_BT, documents_BT)`: for each position the next token of the *same document*, and -100 where there is none, which `F.cross_entropy` leaves out. At the end of the
-# sequence we do not know the next token. Leave `ids_BT` as it is.
+# Where a mark stands between documents, the last token of one learns to guess "the end". Without a mark it is followed
+# by the first token of another document, which nobody can guess, and nobody should try. Write `packed_targets(ids_BT,
+# documents_BT)`: for each position the next token of the *same document*, and -100 where there is none, which
+# `F.cross_entropy` leaves out. At the end of the sequence we do not know the next token. Leave `ids_BT` as it is.
 
 
 # %%
@@ -936,13 +969,15 @@ def packed_targets(ids_BT, documents_BT):
 checks.packed_targets(packed_targets, ranks, solution=True)
 
 # %% [markdown]
-# Ranks now have unequal numbers of targets. A mean of the ranks' means is not the mean over the tokens: lesson 05 says what to divide by.
+# Ranks now have unequal numbers of targets. A mean of the ranks' means is not the mean over the tokens: lesson 05 says
+# what to divide by.
 #
 # ### Exercise 3: predict the next loss
 #
-# `points` are dicts with `budget_flops`, `params` and `val_loss`, for two budgets or more. Write `next_best(points, budget_flops)`: (parameters, loss) of the best model for a *larger*
-# budget. For each budget a parabola of the loss in ln(params) gives its lowest point (`np.polyfit(x, y, 2)`); through the logarithms of the lowest points goes a straight line
-# against ln(budget), one for the parameters and one for the loss.
+# `points` are dicts with `budget_flops`, `params` and `val_loss`, for two budgets or more. Write `next_best(points,
+# budget_flops)`: (parameters, loss) of the best model for a *larger* budget. For each budget a parabola of the loss in
+# ln(params) gives its lowest point (`np.polyfit(x, y, 2)`); through the logarithms of the lowest points goes a straight
+# line against ln(budget), one for the parameters and one for the loss.
 
 
 # %%
@@ -994,8 +1029,9 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# A model computes its own loss from logits and targets. Somebody found the same lines in a library's loss function and used that one. It runs, and the loss falls. **What is wrong, and which
-# measurement shows it?** Write down your suspicion before you open the answer.
+# A model computes its own loss from logits and targets. Somebody found the same lines in a library's loss function and
+# used that one. It runs, and the loss falls. **What is wrong, and which measurement shows it?** Write down your
+# suspicion before you open the answer.
 
 
 # %%
@@ -1059,22 +1095,25 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Targets were shifted twice: by the batch, and by the loss. The model learns to guess the character *after* the next. There is enough to learn in that, so the loss falls; it stops at a
-# higher value, and what is sampled is no English.
+# Targets were shifted twice: by the batch, and by the loss. The model learns to guess the character *after* the next.
+# There is enough to learn in that, so the loss falls; it stops at a higher value, and what is sampled is no English.
 #
-# It happens where a library's loss begins to shift and a model's own lines still do. In transformers GIT was trained so in every release from v4.49 on, until somebody looked
-# ([transformers#47394](https://github.com/huggingface/transformers/issues/47394), mended in #47395; the flattened labels even took a target from the next row of the batch). The same in JetMoe:
+# It happens where a library's loss begins to shift and a model's own lines still do. In transformers GIT was trained so
+# in every release from v4.49 on, until somebody looked
+# ([transformers#47394](https://github.com/huggingface/transformers/issues/47394), mended in #47395; the flattened
+# labels even took a target from the next row of the batch). The same in JetMoe:
 # [transformers#37830](https://github.com/huggingface/transformers/pull/37830).
 #
 # </details>
 #
-# The rule to take home: **score the model against targets moved by one in both directions.** The right ones must win. And look at a sample before you look at a curve.
+# The rule to take home: **score the model against targets moved by one in both directions.** The right ones must win.
+# And look at a sample before you look at a curve.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
 #
-# Let the room look at the sample first. *Ask:* "would a comparison with one process have found it?" (No: one process computes the same wrong loss.) *When late:* run only the cell that
-# measures.
+# Let the room look at the sample first. *Ask:* "would a comparison with one process have found it?" (No: one process
+# computes the same wrong loss.) *When late:* run only the cell that measures.
 #
 # </details>
 
@@ -1089,28 +1128,36 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # python -m manyhands.trainer.isoflop --to outputs/isoflop.json
 # ```
 #
-# **What changes on GPUs.** Cleaning and tokenizing stay on CPUs, days before: GPUs must not wait for text. Document masks go through FlashAttention's `varlen` or `flex_attention`. A grid of small runs is a job
-# array; keep one batch size and tune the learning rate for each size, or the curves are of your tuning.
+# **What changes on GPUs.** Cleaning and tokenizing stay on CPUs, days before: GPUs must not wait for text. Document
+# masks go through FlashAttention's `varlen` or `flex_attention`. A grid of small runs is a job array; keep one batch
+# size and tune the learning rate for each size, or the curves are of your tuning.
 #
-# **What to look for**: [MFU](../assets/glossary.md#mfu); bits per byte on a fixed held-out text that deduplication has seen; the loss that the scaling law predicts for this step. A run that is above it has a bug or bad data.
+# **What to look for**: [MFU](../assets/glossary.md#mfu); bits per byte on a fixed held-out text that deduplication has
+# seen; the loss that the scaling law predicts for this step. A run that is above it has a bug or bad data.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Nearly all compute is pre-training; what goes in is decided by cleaning, which must not depend on the number of ranks.
+# 1. Nearly all compute is pre-training; what goes in is decided by cleaning, which must not depend on the number of
+#    ranks.
 # 2. MinHash estimates similarity from K numbers, with an error of sqrt(J (1 - J) / K); bands find the candidates.
 # 3. BPE merges the most frequent pair again and again. Ranks add up counts of words once, and find the same merges.
-# 4. In a packed sequence each document has its own triangle, its own positions, and no target across its end.
+# 4. In a packed sequence each document has a triangle of its own. The proof is to run it alone, and to change a token
+#    of another.
 # 5. Compare in bits per byte. A scaling law holds in its range, for its data, and with its interval.
 #
 # ## Further reading
 #
-# - Sennrich et al. 2016, [Neural machine translation of rare words with subword units](https://arxiv.org/abs/1508.07909): BPE for text.
-# - Hoffmann et al. 2022, [Training compute-optimal large language models](https://arxiv.org/abs/2203.15556), and Kaplan et al. 2020,
-#   [Scaling laws for neural language models](https://arxiv.org/abs/2001.08361); a [replication](https://arxiv.org/abs/2404.10102) of the former (Besiroglu et al. 2024).
-# - Wei et al. 2022, [Emergent abilities](https://arxiv.org/abs/2206.07682); Schaeffer et al. 2023, [Are emergent abilities a mirage?](https://arxiv.org/abs/2304.15004)
-# - Sources of the table: [GPT-3](https://arxiv.org/abs/2005.14165), [Gopher](https://arxiv.org/abs/2112.11446), [LLaMA](https://arxiv.org/abs/2302.13971), [Llama 2](https://arxiv.org/abs/2307.09288),
-#   [Llama 3](https://arxiv.org/abs/2407.21783), [DeepSeek-V3](https://arxiv.org/abs/2412.19437).
+# - Sennrich et al. 2016, [Neural machine translation of rare words with subword
+#   units](https://arxiv.org/abs/1508.07909): BPE for text.
+# - Hoffmann et al. 2022, [Training compute-optimal large language models](https://arxiv.org/abs/2203.15556), and Kaplan
+#   et al. 2020, [Scaling laws for neural language models](https://arxiv.org/abs/2001.08361); a
+#   [replication](https://arxiv.org/abs/2404.10102) of the former (Besiroglu et al. 2024).
+# - Wei et al. 2022, [Emergent abilities](https://arxiv.org/abs/2206.07682); Schaeffer et al. 2023, [Are emergent
+#   abilities a mirage?](https://arxiv.org/abs/2304.15004)
+# - Sources of the table: [GPT-3](https://arxiv.org/abs/2005.14165), [Gopher](https://arxiv.org/abs/2112.11446),
+#   [LLaMA](https://arxiv.org/abs/2302.13971), [Llama 2](https://arxiv.org/abs/2307.09288), [Llama
+#   3](https://arxiv.org/abs/2407.21783), [DeepSeek-V3](https://arxiv.org/abs/2412.19437).
 
 # %%
 # %%ranks
