@@ -328,7 +328,9 @@ if rank == 0:
     say(
         f"found {found} of {len(copies)} planted copies, expected {expected:.1f}; and {len(dropped) - found} more"
     )
-    say(f"{all_NK.nbytes:,} bytes of signatures gathered; the texts have {text_bytes:,}")
+    predicted = 4 * hashes * world_size * each
+    say(f"all-gathered {seen.payload_bytes():,} bytes, predicted {predicted:,}; texts have {text_bytes:,}")
+    assert seen.payload_bytes() == predicted
 metrics.exact(dropped=sorted(dropped.items()))
 
 # %% [markdown]
@@ -440,6 +442,14 @@ def train_bpe(counts, merges):
                     pairs[pair] += sign * entry[1]
     return table
 
+
+# %% [markdown]
+# Your answer from the figure, now by the code. (97, 110) is `an`, and 256 its token:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+by_hand = train_bpe(Counter({b"banana": 1, b"bandana": 1}), 3)
+say(f"merges {by_hand}")
 
 # %% [markdown]
 # **Predict.** Each rank has some documents. For the same merges on any number of ranks, what should they exchange: the
