@@ -818,6 +818,18 @@ metrics.measured(flop_per_s=flop_per_s)
 
 # %% [markdown]
 # The MFU is low because the matrices are small: this model is 24 numbers wide.
+#
+# `train.py` takes the strategies of the course as flags, and `train_point` the data-parallel ones by name. A thirtieth of
+# the budget under three of them must end with the same loss, but for rounding:
+
+# %%
+# %%ranks --timeout 120
+losses = {}
+for strategy in ("ddp", "zero1", "fsdp"):
+    losses[strategy] = train_point(Point(live_flops / 30, 24), corpus, ranks, strategy)["val_loss"]
+if rank == 0:
+    say(", ".join(f"{strategy} {loss:.5f}" for strategy, loss in losses.items()))
+assert max(losses.values()) - min(losses.values()) < 1e-3
 
 # %%
 # %%ranks

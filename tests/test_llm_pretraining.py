@@ -311,18 +311,19 @@ def test_every_point_costs_its_budget_by_the_exact_count():
             assert flops == pytest.approx(budget, rel=0.01)
 
 
-def trained_on(ranks):
-    return isoflop.train_point(isoflop.Point(3e8, 8), small_corpus(), ranks)
+def trained_on(ranks, strategy="ddp"):
+    return isoflop.train_point(isoflop.Point(3e8, 8), small_corpus(), ranks, strategy)
 
 
-def test_a_point_is_the_same_on_one_rank_and_two(pool):
+def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
     (alone,) = pool.run(1, trained_on)
-    for row in pool.run(2, trained_on):
-        assert row["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-3)
-        assert {k: row[k] for k in ("params", "tokens", "steps")} == {
-            k: alone[k] for k in ("params", "tokens", "steps")
-        }
     assert 0 <= alone["in_a_row"] <= alone["accuracy"] <= 1
+    for strategy in ("ddp", "zero1", "fsdp"):
+        one, other = pool.run(2, trained_on, strategy)
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}, "all ranks know the same"
+        assert one["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-3), strategy
+        same = ("params", "tokens", "steps", "flops")
+        assert [one[name] for name in same] == [alone[name] for name in same]
 
 
 def resumed(ranks, folder):

@@ -2,7 +2,7 @@
 
     python -m manyhands.trainer.isoflop                       # all points into assets/recorded/12_isoflop.json: minutes
     python -m manyhands.trainer.isoflop --budget 6e10 --to outputs/mine.json
-    row = train_point(Point(6e10, 32), corpus, ranks)         # one point, by all ranks: lesson 12 does it live
+    row = train_point(Point(6e10, 24), corpus, ranks)         # one point, by all ranks: lesson 12 does it live
 
 A point that the file holds already is not run again, so a grid that was stopped goes on. One budget's sizes differ in width
 only, and in how many tokens the budget then buys: tokens = budget / FLOPs per token. The FLOPs are counted exactly, by
@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import ModelOptions, OptimizerOptions, Options, TrainOptions, model_config
+from manyhands.config.options import (
+    ModelOptions,
+    OptimizerOptions,
+    Options,
+    ParallelOptions,
+    TrainOptions,
+    model_config,
+)
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.launching.join import join, leave
@@ -67,26 +74,26 @@ class Point:
         return dataclasses.replace(options, train=train)
 
 
-def train_point(point, corpus, ranks, progress=None):
-    """Train one point to its end, data parallel over all ranks, and look at it: a row of the file. All ranks call it.
+def train_point(point, corpus, ranks, strategy="ddp"):
+    """Train one point to its end, over all ranks, and look at it: a row of the file. All ranks call it.
 
-    The row is the same on all ranks but for `seconds`. `progress(step, steps, loss)` hears of every step.
+    `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same under
+    each of them on any number of ranks.
     """
     options = point.options(len(corpus.symbols))
+    options = dataclasses.replace(options, parallel=ParallelOptions(strategy=strategy))
     config = model_config(options, len(corpus.symbols))
     layout = resolve_layout(options, config, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks)
     optimizer = build_optimizer(parallel, options)
     began, steps = time.perf_counter(), options.train.steps
     for step in range(steps):
-        ids, targets = _share(corpus.train_ids, step, options, ranks)
+        ids, targets = _share(corpus.train_ids, step, options, parallel)
         set_learning_rate(optimizer, learning_rate(step, options))
-        loss = parallel.forward_backward(ids, targets)
+        parallel.forward_backward(ids, targets)
         parallel.clip(options.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad()
-        if progress:
-            progress(step, steps, loss)
     seconds = time.perf_counter() - began
     tokens = steps * GLOBAL_BATCH * BLOCK
     return {
@@ -104,15 +111,18 @@ def train_point(point, corpus, ranks, progress=None):
     }
 
 
-def _share(ids, step, options, ranks):
-    """This rank's sequences of global batch number `step`, inputs and targets [b, T]."""
-    share = get_batch(ids, step, GLOBAL_BATCH, BLOCK, ranks.rank, ranks.world_size, options.train.seed)
-    return [part.to(ranks.device) for part in share]
+def _share(ids, step, options, parallel):
+    """This data rank's sequences of global batch number `step`, inputs and targets [b, T]."""
+    rank, size = parallel.data_rank, parallel.data_size
+    share = get_batch(ids, step, GLOBAL_BATCH, BLOCK, rank, size, options.train.seed)
+    return [part.to(parallel.ranks.device) for part in share]
 
 
 @torch.no_grad()
 def look(parallel, corpus, ranks, rows=1024, at_once=64):
-    """What the model knows of the validation text: the same on all ranks, each of which reads its share. All ranks call it.
+    """What the model knows of the validation text: the same on all ranks, which all call it.
+
+    Ranks that hold whole copies read a share each; others compute all of it together.
 
     val_loss: nats per character; accuracy: how often the likeliest character is the right one; in_a_row: how often it is
     for IN_A_ROW characters one after the other, given the right ones before each.
@@ -121,9 +131,10 @@ def look(parallel, corpus, ranks, rows=1024, at_once=64):
     rows = min(rows, (len(corpus.val_ids) - 1) // T)
     x_BT, y_BT = (corpus.val_ids[i : i + rows * T].view(rows, T) for i in (0, 1))
     found = torch.zeros(5, dtype=torch.float64)
+    apart = parallel.layout.data_by(parallel.options) == "copies" and parallel.data_size == ranks.world_size
     for first in range(0, rows, at_once):
         x_bT, y_bT = (ids_BT[first : first + at_once].to(ranks.device) for ids_BT in (x_BT, y_BT))
-        if (first // at_once) % ranks.world_size != ranks.rank:
+        if apart and (first // at_once) % ranks.world_size != ranks.rank:
             continue
         logits_bTV = parallel.logits(x_bT).float()
         loss = torch.nn.functional.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), reduction="sum")
@@ -132,7 +143,8 @@ def look(parallel, corpus, ranks, rows=1024, at_once=64):
         counted = (loss, right_bT.sum(), right_bT.numel(), rows_right.sum(), rows_right.numel())
         found += torch.tensor([float(number) for number in counted], dtype=torch.float64)
     found = found.to(ranks.device)
-    dist.all_reduce(found)
+    if apart:
+        dist.all_reduce(found)
     loss, right, characters, right_rows, groups = found.tolist()
     return {"val_loss": loss / characters, "accuracy": right / characters, "in_a_row": right_rows / groups}
 
