@@ -59,12 +59,13 @@ def appetite():
         write(axes, left - 1, y, f"{trillions} T", ha="right")
     ends = [place(b, 0.02 * b) for b in (32, 630)]
     axes.plot(*zip(*ends, strict=True), **PREDICTED, zorder=2)
-    write(axes, ends[1][0], ends[1][1] + 6.2, "dashed: 20 tokens per parameter", ha="right", colour=QUIET)
+    write(axes, ends[1][0], ends[1][1] + 9.5, "dashed: 20 tokens per parameter", ha="right", colour=QUIET)
     for name, billions, trillions, (dx, dy) in FAMILIES:
         x, y = place(billions, trillions)
         axes.plot(x, y, "o", ms=7, color=INK, zorder=4)
         ha = "left" if dx > 0 else "right" if dx < 0 else "center"
-        write(axes, x + dx, y + dy, name, ha=ha, size=11)
+        ground = {"boxstyle": "square,pad=0.05", "fc": PAPER, "ec": "none"}  # over the grid
+        write(axes, x + dx, y + dy, name, ha=ha, size=11, bbox=ground, zorder=3)
     write(axes, left + width / 2, 42, "parameters", colour=QUIET)
     write(axes, 5, bottom - height - 1.8, "tokens", colour=QUIET)
     return figure
@@ -97,7 +98,7 @@ def minhash():
     )
     write(
         axes, 10.4, 31.4,
-        "2 of the 6 shingles lie in both, so in a third of all orders the first of all does: J = 1/3",
+        "2 of the 6 shingles lie in both, so in a third of all orders the first of all is one of them: J = 1/3",
         ha="left", colour=QUIET,
     )  # fmt: skip
     return figure
