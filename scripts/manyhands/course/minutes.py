@@ -28,6 +28,7 @@ BUDGETS = {
     "09": 100,  # two halves, at home
     "10": 45,
     "11": 45,
+    "12": 50,
 }  # minutes of an agenda
 
 
