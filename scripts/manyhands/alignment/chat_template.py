@@ -97,10 +97,13 @@ def encode(messages, symbols, reply=False):
 
 
 def answered(ids, symbols):
-    """The text of what a model has written after `encode(..., reply=True)`: up to the first marker, which ends it."""
+    """The text of what a model has written after `encode(..., reply=True)`: up to the end marker, or all of it.
+
+    Another marker, which the assistant has no business to write, is spelled out.
+    """
     text = []
     for i in ids:
-        if i >= len(symbols) or symbols[i] in MARKERS:
+        if symbols[i] == END:
             break
         text.append(symbols[i])
     return "".join(text)
