@@ -44,8 +44,10 @@ class DataOptions:
 class DpoOptions:
     """Pairs: the right answer, and a wrong one that the reference has given."""
 
-    beta: float = 0.1  # how far the policy may move from the reference: less, further
-    questions: int = 512  # asked of the reference before the first step; each wrong answer makes a pair
+    beta: float = (
+        1.0  # what a nat of margin is worth: the smaller, the further the policy moves from the reference
+    )
+    questions: int = 2048  # asked of the reference before the first step; each wrong answer makes a pair
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class AlignOptions:
 
 
 # steps, global batch (sft: examples, dpo: pairs, grpo: answers), learning rate
-DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 32, 3e-4), "grpo": (60, 256, 2e-3)}
+DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-3)}
 
 
 def default_options(method, source=Path("outputs/train/latest")):
