@@ -12,6 +12,7 @@ from manyhands.alignment.stage import Stage
 from manyhands.config.options import OptionError
 
 HELD_OUT = 8  # one pair in so many is not learned from
+TIE = 1e-4  # nats: a margin this small is rounding, as in the first step, where the policy is the reference
 
 
 class Preference(Stage):
@@ -72,7 +73,7 @@ class Preference(Stage):
             # chosen and rejected in one forward: with FSDP each forward gathers all weights
             policy_b2 = self._log_probs(lambda ids: model(ids)[0], ids_b2T, answer_b2T)
             margins_b = self._margins(policy_b2, reference_b2)
-            for name, sum_of in (("margin", margins_b.detach()), ("preferred", (margins_b > 0).double())):
+            for name, sum_of in (("margin", margins_b.detach()), ("preferred", (margins_b > TIE).double())):
                 self.numbers[name] += float(sum_of.sum()) * self.parallel.data_size / size
             return self.share(size) * dpo_losses(margins_b, self.wanted.dpo.beta).sum()
 
