@@ -2,7 +2,7 @@
 
     python scripts/align.py sft --from outputs/train/latest                        # imitate demonstrations
     python scripts/align.py dpo --from outputs/align/latest                        # prefer right answers to its own wrong ones
-    python scripts/launch.py --nproc 2 -- scripts/align.py grpo --from SFT         # draw answers, judge them, learn from both
+    python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from SFT         # draw answers, judge them, learn from both
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/align.py grpo --from SFT --parallel.strategy fsdp
     python scripts/align.py sft --from outputs/train/latest --lora.rank 4          # thin matrices learn, the rest is frozen
     python scripts/align.py grpo --from SFT --grpo.reward in_order                 # a reward that can be hacked: watch accuracy
