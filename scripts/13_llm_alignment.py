@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 13 Alignment: from a model that goes on to a model that answers
 #
-# **50 minutes** for the sections marked CORE, 95 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 78 with those marked MORE.
 #
 # After this lesson **you can**
 # - write a conversation as one sequence of symbols, and mask the loss so that only answers are learned;
@@ -47,7 +47,7 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 4, warm-up 3, conversation 9, demonstrations 8, preferences 14, experiment 4, zoo 4. Builds A
+# Minutes of the CORE: start 4, warm-up 3, conversation 7, demonstrations 7, preferences 17, experiment 3, zoo 3. Builds A
 # to C take about three minutes each and are in these numbers.
 #
 # *Say:* three stages, three kinds of teacher. SFT has somebody who writes the answer. DPO has somebody who says which of two
@@ -206,7 +206,7 @@ say(f"my sum {mine.sum():g} of {len(mine)}; all ranks: {both[0]:g} / {both[1]:g}
 # number.
 
 # %% [markdown]
-# ## A conversation is one sequence (CORE, 9 min)
+# ## A conversation is one sequence (CORE, 7 min)
 #
 # **Why.** The base model knows one thing: what comes next in a text. So write a conversation as a text, in which it is
 # clear who speaks and where an answer ends. A [**chat template**](../assets/glossary.md#chat-template) says how.
@@ -290,7 +290,7 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## Demonstrations: supervised fine-tuning (CORE, 8 min)
+# ## Demonstrations: supervised fine-tuning (CORE, 7 min)
 #
 # **Why.** Somebody writes questions with their answers, and the model imitates the answers: [supervised
 # fine-tuning](../assets/glossary.md#sft), SFT. Ours come from two places. From the corpus: "You are ROMEO.", and what he
@@ -431,7 +431,7 @@ metrics.close(sft_accuracy=after, tolerance=1.0)
 # </details>
 
 # %% [markdown]
-# ## Preferences: DPO, with a sharded reference (CORE, 14 min)
+# ## Preferences: DPO, with a sharded reference (CORE, 17 min)
 #
 # **Why.** It is easier to say which of two answers is better than to write a good one. For people, and for us: the model's
 # own wrong answers cost nothing, and each makes a pair with the right one.
@@ -490,6 +490,9 @@ checks.dpo_loss(dpo_loss, ranks, solution=True)
 #
 # A second model of the same size is expensive. But this one has no gradients and no Adam: it only *reads*. So it can rest in
 # shares, and a block is whole only while it computes: the forward half of ZeRO-3.
+#
+# ![Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference at 1 byte, and one
+# block of it whole while it reads](../assets/13_reference.svg)
 #
 # **Predict.** Adam's policy holds 16 bytes per parameter in float32. What does the reference add on one of 4 ranks: whole, and
 # in shares? What travels for one forward?
@@ -734,7 +737,7 @@ metrics.close(dpo_loss=loss_1.detach().float())
 # </details>
 
 # %% [markdown]
-# ## Rewards: GRPO (MORE, 15 min)
+# ## Rewards: GRPO (MORE, 12 min)
 #
 # **Why.** Pairs are made once, from the old model. Better: let the model that *now* is answer, judge, learn, and repeat. That is
 # reinforcement learning. A drawn answer is a [**rollout**](../assets/glossary.md#rollout), its judgement a reward. In
@@ -869,12 +872,15 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## A reward that can be had for less (MORE, 10 min)
+# ## A reward that can be had for less (MORE, 9 min)
 #
 # **Why.** Most tasks have no verifier. One takes a measure that goes along with the goal, and the model finds what
 # the measure forgets: [**reward hacking**](../assets/glossary.md#reward-hacking). Suppose that nobody compares the letters, and
 # the reward is the share of *neighbouring letters that ascend*. For right answers that is 1. The SFT model's answers get
 # most of it, too.
+#
+# ![Three answers to sort jbcg: bcgj ascends and is right, bgcj ascends in two of three places and is wrong, adgk ascends everywhere
+# and is wrong](../assets/13_hacked.svg)
 #
 # **Predict.** Train on this reward. What becomes of the reward, of the accuracy, and of the KL divergence?
 #
@@ -950,9 +956,12 @@ checks.credit(credit, ranks, solution=True)
 # %% [markdown]
 # ## LoRA: learn a few numbers (MORE, 8 min)
 #
-# **Why.** Adam's moments, the gradients and their all-reduce are as large as the model, for a change that is small. LoRA (Hu
+# **Why.** Adam's moments, the gradients and their all-reduce are as large as the model, for a change that is small. [LoRA](../assets/glossary.md#lora) (Hu
 # et al. 2021) freezes each matrix W [o, i] and learns a thin product beside it: `x W^T + (alpha / r) (x A^T) B^T`, with A [r, i]
-# drawn and B [o, r] zero at the start. See [LoRA](../assets/glossary.md#lora).
+# drawn and B [o, r] zero at the start.
+#
+# ![x goes through the frozen matrix W and, beside it, through A with few rows and B with few columns, which is zero at the start;
+# both are added to y](../assets/13_lora.svg)
 #
 # **Predict.** Width 64, rank r = 4, adapters on the four matrices of both blocks. How many numbers learn, of 108 thousand?
 # What happens to the bytes of the all-reduce?
@@ -1008,7 +1017,7 @@ def fold(w_oi, a_ri, b_or, alpha):
 checks.fold(fold, ranks, solution=True)
 
 # %% [markdown]
-# ## Refusals and jailbreaks, in five minutes (MORE, 5 min)
+# ## Refusals and jailbreaks, in five minutes (MORE, 4 min)
 #
 # A **refusal** is an answer like any other. Demonstrations and preferences show it where it belongs, and make it likelier there. No
 # rule is built in that forbids anything. So there are questions for which the refusal was made a little less likely than the
@@ -1035,7 +1044,7 @@ if rank == 0:
 # must do the same.
 
 # %% [markdown]
-# ## Experiment: what each stage brings (CORE, 4 min)
+# ## Experiment: what each stage brings (CORE, 3 min)
 #
 # The whole way, from the base to SFT, and from there to DPO and to GRPO, with several seeds. A seed draws the demonstrations,
 # the batches, the pairs and the answers. (GRPO is of the section MORE above: 256 answers per step are drawn on all ranks and judged
@@ -1091,7 +1100,7 @@ metrics.measured(accuracy=shares)
 # </details>
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 4 min)
+# ## A bug from the zoo (CORE, 3 min)
 #
 # A fine-tuning script needs a symbol for padding, and there is none. So its author pads with the end marker: nobody looks at
 # padding anyway, and the mask leaves it out. The loss falls nicely. **What does the model do, and which number shows it?**
@@ -1165,7 +1174,7 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # ```
 #
 # **What changes on GPUs.** Drawing answers is most of the time: one symbol after the other, with small products. Large systems
-# draw with a serving engine that keeps keys and values ([cache](../assets/glossary.md#rollout)), often on GPUs of its own, and
+# draw with a serving engine that keeps keys and values of what was read, often on GPUs of its own, and
 # send the new weights there after each step. Then the ratio is no longer 1, and its clipping begins to matter. Lengths
 # differ, and the rank with the longest answer lets all others wait.
 #

@@ -3,15 +3,15 @@
 from manyhands.figures import Drawing, arrow, box, card, rank_box, write
 from manyhands.figures.looks import GREY, GROUND, INK, PAPER, QUIET, rank_colour, tint
 
-TALK = ["<user>", *"sort jbcg", "<end>", "<assistant>", *"bcgj", "<end>"]
+TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"]
 
 
 def template():
-    figure, axes = card(100, 30, "a conversation is one sequence")
+    figure, axes = card(104, 28, "a conversation is one sequence")
     x, counted = 3.0, 0
     for i, symbol in enumerate(TALK):
         marker = len(symbol) > 1
-        width = 3.4 if not marker else 3.2 + 1.05 * len(symbol)
+        width = 3.4 if not marker else 2.2 + 0.95 * len(symbol)
         own = i > 11
         shown = {" ": "␣"}.get(symbol, symbol)
         box(axes, x, 7, width, 4, shown, face=GREY if marker else PAPER)
@@ -56,7 +56,7 @@ def dpo():
         axes.plot([scale(nats)] * 2, [30.2, 31], color=QUIET, lw=1.2)
         write(axes, scale(nats), 32.4, f"{nats}".replace("-", "−"))
     write(axes, scale(-2.2), 32.4, "log p of the answer", ha="left", colour=QUIET)
-    arrow(axes, (scale(-5) + 1.5, 21), (scale(-3) - 1.5, 21), "2", style="<|-|>")
+    arrow(axes, (scale(-5) + 1.5, 23.6), (scale(-3) - 1.5, 23.6), "2", style="<|-|>")
     write(axes, 78, 12.6, "difference 0", ha="left")
     write(axes, 78, 23.6, "difference 2", ha="left")
     write(axes, 78, 26.6, "margin 2 − 0 = 2", ha="left", weight="bold")
