@@ -382,7 +382,7 @@ WRONG = {
         (of_this_rank, "a group may lie on several"),
         (of_everybody, "each question has its own"),
         (not_scaled, "not divided by the group's standard deviation"),
-        (no_epsilon, "not finite; add 1e-4 where you divide"),
+        (no_epsilon, "add 1e-4"),
         (of_all_ranks, "return this rank's"),
         (in_two_calls, "2 collective calls; one is enough"),
         (spoils_the_rewards, "the rewards you were given have changed"),

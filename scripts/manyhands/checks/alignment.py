@@ -241,11 +241,12 @@ def _judge_advantages(given, wanted, rewards_B, group, ranks):
     slips = {
         "they have the mean and deviation of *all* answers: each question has its own": _advantages(rewards_B, len(rewards_B)).chunk(n)[r],
         "they are not divided by the group's standard deviation": torch.cat([g - g.mean() for g in rewards_B.split(group)]).chunk(n)[r],
+        "they are divided by the standard deviation alone; add 1e-4 to it": _advantages(rewards_B, group, eps=0.0).chunk(n)[r],
         "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0).chunk(n)[r],
     }  # fmt: skip
     if len(mine) > 1:
-        slips["they have the mean of this rank's answers, and a group lies on several ranks"] = _advantages(
-            mine, len(mine)
+        slips["they have the mean of this rank's answers, and a group may lie on several ranks"] = (
+            _advantages(mine, len(mine))
         )
         if len(mine) % group == 0 or group % len(mine) == 0:
             part = _advantages(mine, min(group, len(mine)))
