@@ -842,12 +842,11 @@ def grpo(model, seed, reward):
         questions = task.draw(ANSWERS // GROUP, [seed, 3, step], held_out=False)
         words = np.array_split(np.repeat(questions, GROUP), world_size)[rank].tolist()
         ids_bT, said = asked(policy, words, own_draws(seed, step, ANSWERS, 6, rank, world_size))
-        rewards_b = torch.tensor(
-            [float(reward(*pair)) for pair in zip(words, said, strict=True)], device=device
-        )
+        judged = [float(reward(word, text)) for word, text in zip(words, said, strict=True)]
+        rewards_b = torch.tensor(judged, dtype=torch.float64, device=device)
         loss, kl = rl_loss(policy, reference, ids_bT, rewards_b, ANSWERS)
         update(policy, optimizer, loss, falling(step, rl_steps, 2e-3))
-        both = torch.stack([rewards_b.sum() / ANSWERS, kl])
+        both = torch.stack([rewards_b.sum() / ANSWERS, kl.double()])
         dist.all_reduce(both)
         curve.append((step, *both.tolist()))
         if (step + 1) % max(1, rl_steps // 4) == 0:
@@ -963,13 +962,13 @@ checks.credit(credit, ranks, solution=True)
 # ![x goes through the frozen matrix W and, beside it, through A with few rows and B with few columns, which is zero at the start;
 # both are added to y](../assets/13_lora.svg)
 #
-# **Predict.** Width 64, rank r = 4, adapters on the four matrices of both blocks. How many numbers learn, of 108 thousand?
+# **Predict.** Width 64, rank r = 4, adapters on the four matrices of both blocks. How many numbers learn, of 113 thousand?
 # What happens to the bytes of the all-reduce?
 #
 # <details><summary>Answer</summary>
 #
 # r (i + o) per matrix: 4 · (64 + 192) + 4 · (64 + 64) + 2 · 4 · (64 + 256) = 4,096 per block, 8,192 in all. The all-reduce
-# shrinks alike, to 1/13. What does not shrink: the weights themselves, the activations, and the work of the forward.
+# shrinks alike, to 1/14. What does not shrink: the weights themselves, the activations, and the work of the forward.
 #
 # </details>
 
