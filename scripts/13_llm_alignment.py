@@ -313,14 +313,14 @@ if rank == 0:
     say(f"to put four letters in any order is right in {task.chance:.1%} of all cases, 1 of 24")
 
 # %% [markdown]
-# 64 words with their answers, and all speeches that fit: more demonstrations there will not be.
+# 80 words with their answers, and all speeches that fit: more demonstrations there will not be.
 
 
 # %%
 # %%ranks
 def demonstrations(seed):
-    """64 answered questions, then speeches from the corpus, as padded ids [N, T]."""
-    words = task.draw(64, [seed, 1], held_out=False)
+    """80 answered questions, then speeches from the corpus, as padded ids [N, T]."""
+    words = task.draw(80, [seed, 1], held_out=False)
     spoken = [speech_messages(who, line) for who, line in speeches(corpus.text, longest=28, most_name=10)]
     talks = [task.messages(word, task.answer(word)) for word in words] + spoken[:1000]
     return rows([encode(talk, symbols) for talk in talks], config.block_size + 1)[0]
@@ -362,7 +362,7 @@ def sft(seed, mask_of=loss_mask):
     optimizer, ids_NT = adam(model), demonstrations(seed)
     for step in range(sft_steps):
         draw = np.random.default_rng([seed, step])
-        picked = np.concatenate([draw.integers(0, 64, 32), draw.integers(64, len(ids_NT), 8)])
+        picked = np.concatenate([draw.integers(0, 80, 32), draw.integers(80, len(ids_NT), 8)])
         ids_BT = ids_NT[draw.permutation(picked)]
         mask_BT = mask_of(ids_BT, ASSISTANT, STOP)
         loss = -(log_probs(model, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
@@ -418,7 +418,7 @@ if rank == 0:
 metrics.close(sft_accuracy=after, tolerance=1.0)
 
 # %% [markdown]
-# The form is there: four letters, and an end. The letters are often in order and often the wrong ones. 64 demonstrations are
+# The form is there: four letters, and an end. The letters are often in order and often the wrong ones. 80 demonstrations are
 # learned by heart sooner than the rule behind them.
 
 # %% [markdown] tags=["notes"]
@@ -1050,7 +1050,7 @@ if rank == 0:
 # by the verifier.)
 #
 # In the figure expect a point for each seed. The base lies below chance, SFT somewhere in the middle, and the spread of
-# its points says how much luck there is in 64 demonstrations. Which stage gets over 90 %?
+# its points says how much luck there is in 80 demonstrations. Which stage gets over 90 %?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 400

@@ -43,7 +43,7 @@ class Imitation(Stage):
         word_B = self.draws(step, self.num_words, size - speeches)
         row_B = word_B
         if speeches:
-            speech_B = self.num_words + self.draws(step, len(self.ids_NT) - self.num_words, speeches)
+            speech_B = self.num_words + self.draws(step, len(self.ids_NT) - self.num_words, speeches, 1)
             row_B = torch.cat((word_B, speech_B))
         ids_BT, answer_BT = self.ids_NT[row_B], self.answer_NT[row_B]
         longest = int(answer_BT.any(0).nonzero().max()) + 1  # padding that all rows share is left out

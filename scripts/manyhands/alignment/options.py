@@ -24,6 +24,7 @@ from manyhands.config.options import (
     ParallelOptions,
     TrainOptions,
     from_file,
+    named_value,
     validate,
 )
 
@@ -115,9 +116,8 @@ def read_options(argv, prog="align.py", description=None):
     """The `AlignOptions` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
     options = dataclasses.replace(default_options(method), source=tyro.MISSING)
-    files = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
-    if files:
-        options = from_file(files[-1], options)
+    if (file := named_value(argv, "--config")) is not None:
+        options = from_file(file, options)
     if "--help" not in argv and "-h" not in argv:
         options = dataclasses.replace(options, method=tyro.MISSING)
     wanted = tyro.cli(AlignOptions, prog=prog, description=description, args=list(argv), default=options)

@@ -1,9 +1,11 @@
 """The stage of direct preference optimisation: the right answer against a wrong one that the reference gave itself."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from manyhands.alignment.chat_corpus import encoded_words
+from manyhands.alignment.chat_template import encode
 from manyhands.alignment.dpo import dpo_losses, margins, sequence_log_probs
 from manyhands.alignment.policy import reference
 from manyhands.alignment.rollouts import own_draws
@@ -28,37 +30,33 @@ class Preference(Stage):
 
     def _pairs(self):
         """(ids_N2T, answer_N2T), chosen first, the same on all ranks; the reference draws, so a resumed run finds the same."""
-        data, seed = self.wanted.dpo, self.run.options.train.seed
-        words = self.task.draw(data.questions, [seed, 2], held_out=False)
+        questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
         # the reference's ranks are all of them: each asks its share of the words
         rank, size = self.reference.data_rank, self.reference.data_size
-        own = words[rank::size] + words[:1] * (
-            -(-len(words) // size) - len(words[rank::size])
-        )  # as many for each
-        uniform_bn = own_draws(seed, 0, len(words), self.task.length + 2, 0, 1)
-        place = {word: i for i, word in reversed(list(enumerate(words)))}
-        answers = self.answers(
-            self.reference, own, uniform_bn[[place[word] for word in own]].to(self.run.ranks.device)
-        )
+        if questions < size:
+            raise OptionError(f"dpo.questions={questions} leave a rank of {size} without any; use more")
+        words = self.task.draw(questions, [seed, 2], held_out=False)
+        own = np.array_split(words, size)[rank].tolist()
+        uniform_bn = own_draws(seed, 0, questions, self.most, rank, size).to(self.run.ranks.device)
         told = [None] * size
-        dist.all_gather_object(told, dict(zip(own, answers, strict=True)))
-        said = {word: answer for each in told for word, answer in each.items()}
-        wrong = [word for word in dict.fromkeys(words) if not self.task.right(word, said[word])]
-        wrong = [word for word in wrong if set(said[word]) <= set(self.symbols)]
+        dist.all_gather_object(
+            told, list(zip(own, self.answers(self.reference, own, uniform_bn), strict=True))
+        )
+        said = {
+            word: text for each in reversed(told) for word, text in reversed(each)
+        }  # of two answers the first
+        wrong = {word: text for word, text in said.items() if not self.task.right(word, text)}
+        wrong = {
+            word: text for word, text in wrong.items() if set(text) <= set(self.symbols)
+        }  # no marker amid an answer
         if len(wrong) < 2:
             raise OptionError(
-                f"the model answers {len(said) - len(wrong)} of {len(said)} questions right: there is nothing to prefer; ask"
-                " more dpo.questions, or choose a harder data.length"
+                f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer; ask more"
+                " dpo.questions, or choose a harder data.length"
             )
         chosen = encoded_words(self.task, wrong, self.symbols)
-        rejected = self._encoded(wrong, said)
-        ids_NT, answer_NT = rows(chosen + rejected)
-        return tuple(torch.stack(part.chunk(2), dim=1) for part in (ids_NT, answer_NT))
-
-    def _encoded(self, words, said):
-        from manyhands.alignment.chat_template import encode
-
-        return [encode(self.task.messages(word, said[word]), self.symbols) for word in words]
+        rejected = [encode(self.task.messages(word, text), self.symbols) for word, text in wrong.items()]
+        return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
 
     def next_batch(self, step):
         """(ids_b2T, answer_b2T, the reference's log p of each answer [b, 2])."""

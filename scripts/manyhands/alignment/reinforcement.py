@@ -35,7 +35,7 @@ class Reinforcement(Stage):
         questions = self.task.draw(size // wanted.group, [seed, 3, step], held_out=False)
         words = [word for word in questions for _ in range(wanted.group)]
         own = words[rank * size // ranks : (rank + 1) * size // ranks]
-        uniform_bn = own_draws(seed, step, size, self.task.length + 2, rank, ranks).to(self.run.ranks.device)
+        uniform_bn = own_draws(seed, step, size, self.most, rank, ranks).to(self.run.ranks.device)
         ids_bT, answer_bT, lengths_b = self.completions(self.parallel, own, uniform_bn, wanted.temperature)
         said = texts(ids_bT, lengths_b, self.symbols, answered)
         # an answer that has not come to its end is too long, and so worth nothing

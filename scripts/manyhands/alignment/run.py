@@ -49,12 +49,12 @@ class Alignment(Run):
 
     def facts(self):
         lora = dataclasses.asdict(self.wanted.lora) if self.wanted.lora.rank else None
-        about = {
-            "method": self.wanted.method,
-            "from": str(self.wanted.source),
-            "data": dataclasses.asdict(self.wanted.data),
-        }
-        return super().facts() | {"lora": lora, "alignment": about}
+        return super().facts() | {"lora": lora, "alignment": self.about()}
+
+    def about(self):
+        """What a checkpoint says of the stage, beside the trainer's options."""
+        groups = {name: dataclasses.asdict(getattr(self.wanted, name)) for name in ("data", "dpo", "grpo")}
+        return {"method": self.wanted.method, "from": str(self.wanted.source), **groups}
 
     def next_batch(self):
         return self.stage.next_batch(self.step)
@@ -93,18 +93,22 @@ class Alignment(Run):
 
 
 def refuse_other_method(run):
-    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks."""
+    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks; says what else of the stage has changed."""
 
     def look():
+        now = run.about()
         for path in steps_in(run.checkpoint_folder)[:1]:
-            about = read_facts(path).get("alignment") or {"method": "pre-training"}
-            if about["method"] != run.wanted.method:
+            before = read_facts(path).get("alignment") or {"method": "pre-training"}
+            if before["method"] != now["method"]:
                 raise CheckpointError(
-                    f"{run.checkpoint_folder} holds checkpoints of {about['method']}, not of {run.wanted.method}; name another"
+                    f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name another"
                     " --checkpoint.folder, and this one as --from"
                 )
+            return [name for name in now if before.get(name, now[name]) != now[name]]
 
-    Agreement(run.ranks, None, CheckpointError).on_rank_0(look)
+    changed = Agreement(run.ranks, None, CheckpointError).on_rank_0(look)
+    if changed:
+        run.report.note(f"it goes on with another {' and another '.join(changed)}")
 
 
 def align(wanted):

@@ -33,6 +33,14 @@ class Stage:
             raise OptionError(
                 f"data.held_out={len(self.words)} words leave a rank of {self.parallel.data_size} without any; use more"
             )
+        # the answer, its end marker, and one more for answers that are too long
+        self.most = self.task.length + 2
+        longest = len(self._encoded_question(self.words[0])) + self.most
+        if longest > run.config.block_size:
+            raise OptionError(
+                f"data.length={self.task.length}: a question and its answer take {longest} symbols, and the model reads"
+                f" {run.config.block_size}; use shorter words"
+            )
 
     # --- what a step is made of
 
@@ -42,9 +50,9 @@ class Stage:
     def gradients(self, batch, timer):
         raise NotImplementedError
 
-    def draws(self, step, size, n):
-        """`n` numbers below `size`, the same on all ranks: the rows of step `step`'s global batch."""
-        key = np.random.SeedSequence(self.run.options.train.seed, spawn_key=(step,))
+    def draws(self, step, size, n, stream=0):
+        """`n` numbers below `size`, the same on all ranks: rows of step `step`'s global batch. Another stream draws others."""
+        key = np.random.SeedSequence(self.run.options.train.seed, spawn_key=(step, stream))
         return torch.from_numpy(np.random.default_rng(key).integers(0, size, n))
 
     def own(self, rows_B):
@@ -67,7 +75,7 @@ class Stage:
         raise NotImplementedError
 
     def accuracy(self):
-        """(share of held-out words that the policy answers right, always the likeliest symbol; [(word, its answer)] of this rank)."""
+        """(share of held-out words that the policy answers right, [(word, its answer)] of this rank): the likeliest symbols."""
         words = np.array_split(self.words, self.parallel.data_size)[self.parallel.data_rank].tolist()
         answers = self.answers(self.parallel, words)
         right = sum(self.task.right(word, answer) for word, answer in zip(words, answers, strict=True))
@@ -81,20 +89,13 @@ class Stage:
 
     def completions(self, model, words, uniform_bn=None, temperature=1.0):
         """(ids_bT, answer_bT, lengths_b) of one answer to each word."""
-        prompts = [encode(self.task.messages(word), self.symbols, reply=True) for word in words]
-        prompts_bP, _ = rows(prompts)
-        device = self.run.ranks.device
-        lengths_b = torch.tensor([len(ids) for ids, _ in prompts], device=device)
-        most = self.task.length + 2  # the answer, its end marker, and one more for answers that are too long
-        with model.gathered():
-            ids_bT, answer_bT = complete(
-                model.logits,
-                prompts_bP.to(device),
-                lengths_b,
-                most,
-                self.end,
-                uniform_bn,
-                temperature,
-                len(self.symbols),
-            )
+        device, prompts = self.run.ranks.device, [self._encoded_question(word) for word in words]
+        prompts_bP, _ = rows([(ids, [False] * len(ids)) for ids in prompts])
+        lengths_b = torch.tensor([len(ids) for ids in prompts], device=device)
+        rest = self.most, self.end, uniform_bn, temperature, len(self.symbols)
+        with model.gathered():  # what FSDP gathers for one symbol stays for the next
+            ids_bT, answer_bT = complete(model.logits, prompts_bP.to(device), lengths_b, *rest)
         return ids_bT, answer_bT, lengths_b
+
+    def _encoded_question(self, word):
+        return encode(self.task.messages(word), self.symbols, reply=True)[0]
