@@ -98,8 +98,8 @@ from manyhands.checks import alignment as checks
 from manyhands.measure import wire
 
 # %% [markdown]
-# The model is a small ShakespeareGPT: 2 layers, width 64. Its symbols are the corpus's, and four **markers** behind them,
-# which the text never contains. We need them soon.
+# The model is a small ShakespeareGPT: 2 layers, width 64. Its symbols are the corpus's, and after them four **markers**
+# that the text never contains. They will tell who speaks.
 
 # %%
 # %%ranks
@@ -114,9 +114,8 @@ config = GPTConfig(vocab_size=len(symbols), n_layer=2, n_embd=64)
 given = {"base_steps": base_steps, "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": rl_steps}
 metrics = Metrics(ranks, corpus, given | {"seeds": seeds})
 if rank == 0:
-    say(
-        f"{len(symbols)} symbols, the last four: {' '.join(symbols[-4:])}; {config.num_params():,} parameters"
-    )
+    say(f"{len(symbols)} symbols, the last four: {' '.join(symbols[-4:])}")
+    say(f"{config.num_params():,} parameters")
 
 # %% [markdown]
 # Every stage of this lesson trains by these lines. Each rank's `loss` is its part of a sum over all ranks, so gradients
@@ -175,9 +174,11 @@ def pretrained():
 
 base, loss = pretrained()
 models = {}  # the stages of this lesson, as they come
-dist.all_reduce(loss := loss.detach())
+loss = loss.detach()
+dist.all_reduce(loss)
 if rank == 0:
     say(f"the base model after {base_steps} steps: loss {loss.item():.2f}")
+metrics.close(base_loss=loss)
 
 # %% [markdown]
 # ## Warm-up: four losses on two ranks (CORE, 3 min)
@@ -195,15 +196,15 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-mine = torch.tensor([[4.0], [1.0, 1.0, 1.0]][rank]) if rank < 2 else torch.zeros(0)
-both = torch.stack([mine.sum(), torch.tensor(float(len(mine)))])
+mine = torch.tensor([[4.0], [1.0, 1.0, 1.0]][rank] if rank < 2 else [], device=device)
+both = torch.stack([mine.sum(), mine.new_tensor(len(mine))])
 dist.all_reduce(both)
 say(f"my sum {mine.sum():g} of {len(mine)}; all ranks: {both[0]:g} / {both[1]:g}")
 
 # %% [markdown]
-# (In a world of one the second rank is missing, and you see 4 / 1.) Answers differ in length, so ranks hold different numbers of symbols that count. Lesson 05 had the cure: **each rank divides
-# its sum by the number of symbols on all ranks.** Every loss in this lesson is a sum of this rank's terms over a global
-# number.
+# Answers differ in length, so ranks hold different numbers of symbols that count. The cure is lesson 05's: **each rank divides
+# its sum by the number on all ranks.** Every loss of this lesson is a sum of this rank's terms over a global number. (With one
+# rank, the three ones are missing. With more than two, the others add nothing.)
 
 # %% [markdown]
 # ## A conversation is one sequence (CORE, 7 min)
@@ -241,8 +242,8 @@ if rank == 0:
 #
 # ### Build A: the loss mask
 #
-# `ids_BT` are conversations, one per row, several turns perhaps, padded behind. Write `loss_mask`: for each *target*, that is
-# for symbols 1 to T - 1, whether the assistant wrote it. (The folded cell below is a solution: whatever you do not build,
+# `ids_BT` are conversations, one per row, perhaps of several turns, padded at the end. Write `loss_mask`: for each *target*,
+# that is for symbols 1 to T - 1, whether the assistant wrote it. (The folded cell below is a solution: whatever you do not build,
 # run there, because the lesson goes on with it.)
 
 
@@ -284,8 +285,8 @@ if rank == 0:
 # <details><summary>For the instructor: the mask</summary>
 #
 # Write the 17 symbols on the board, the 16 targets below them shifted by one, and let the room tick. *Usual mistake:* ticking
-# the symbols that the assistant *reads* instead of those it is to predict: then `<|end|>` is never learned, and the model
-# learns what follows an answer. That is the zoo's bug in another coat.
+# the symbols that the assistant *reads* instead of those it is to predict. Then the first letter is never learned, and what
+# comes after the answer is.
 #
 # </details>
 
@@ -293,9 +294,9 @@ if rank == 0:
 # ## Demonstrations: supervised fine-tuning (CORE, 7 min)
 #
 # **Why.** Somebody writes questions with their answers, and the model imitates the answers: [supervised
-# fine-tuning](../assets/glossary.md#sft), SFT. Ours come from two places. From the corpus: "You are ROMEO.", and what he
-# says. And from a task with a [**verifier**](../assets/glossary.md#verifier), a program that tells right from wrong: *sort four
-# different letters* out of twelve.
+# fine-tuning](../assets/glossary.md#sft), SFT. Our demonstrations have two sources. One is the corpus: "You are ROMEO.", and a
+# line that he says. The other is a task with a [**verifier**](../assets/glossary.md#verifier), a program that tells right from
+# wrong: *sort four different letters* out of twelve.
 #
 # One word in eight is **held out**. No stage of the lesson learns from such words. Only they count when we measure.
 
@@ -313,7 +314,7 @@ if rank == 0:
     say(f"to put four letters in any order is right in {task.chance:.1%} of all cases, 1 of 24")
 
 # %% [markdown]
-# 80 words with their answers, and all speeches that fit: more demonstrations there will not be.
+# There are 80 words with their answers, and a thousand speeches. More demonstrations nobody will write.
 
 
 # %%
@@ -333,8 +334,8 @@ if rank == 0:
     say(f"{counted_N.min()} to {counted_N.max()} of them count")
 
 # %% [markdown]
-# A step takes 32 of the words and 8 speeches. All ranks draw the same rows from `(seed, step)`, and each keeps its own.
-# So every rank knows how many symbols count *on all ranks*, and nothing is sent for that.
+# A step takes 32 of the words and 8 of all conversations, mostly speeches. All ranks draw the same rows from `(seed, step)`,
+# and each keeps its own. So every rank knows how many symbols count *on all ranks*, and nothing is sent for that.
 
 
 # %%
@@ -362,7 +363,7 @@ def sft(seed, mask_of=loss_mask):
     optimizer, ids_NT = adam(model), demonstrations(seed)
     for step in range(sft_steps):
         draw = np.random.default_rng([seed, step])
-        picked = np.concatenate([draw.integers(0, 80, 32), draw.integers(80, len(ids_NT), 8)])
+        picked = np.concatenate([draw.integers(0, 80, 32), draw.integers(0, len(ids_NT), 8)])
         ids_BT = ids_NT[draw.permutation(picked)]
         mask_BT = mask_of(ids_BT, ASSISTANT, STOP)
         loss = -(log_probs(model, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
@@ -411,21 +412,20 @@ after = accuracy(models["sft", 0])
 if rank == 0:
     for name, model in (("base", base), ("SFT", models["sft", 0])):
         _, said = asked(model, held_out[:4])
-        say(
-            f"{name:4}: {', '.join(f'{word} -> {text!r}' for word, text in zip(held_out, said, strict=False))}"
-        )
+        shown = ", ".join(f"{word} -> {text!r}" for word, text in zip(held_out, said, strict=False))
+        say(f"{name:4}: {shown}")
     say(f"right: base {before:.1%}, SFT {after:.1%}, chance {task.chance:.1%}")
-metrics.close(sft_accuracy=after, tolerance=1.0)
+metrics.exact(sft_accuracy=after)
 
 # %% [markdown]
-# The form is there: four letters, and an end. The letters are often in order and often the wrong ones. 80 demonstrations are
+# The form is there: four letters, and an end. The letters ascend, but often they are the wrong ones: 80 demonstrations are
 # learned by heart sooner than the rule behind them.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: SFT</summary>
 #
-# *Ask:* "what would you do with 55 %?" More demonstrations, of course; they cost somebody's time. DPO and GRPO ask for
-# less per example: a comparison, a verdict. *Usual mistake:* measuring on words of the training set, where the model is
+# *Ask:* "what would you do now?" More demonstrations, of course; they cost somebody's time. DPO and GRPO ask for less per
+# example: a comparison, a verdict. *Usual mistake:* measuring on words of the training set, where the model is
 # right far more often. Let somebody replace `held_out=True` by False in the draw of `held_out`.
 #
 # </details>
@@ -459,9 +459,9 @@ metrics.close(sft_accuracy=after, tolerance=1.0)
 #
 # ### Build B: the DPO loss
 #
-# `policy_bT2`... are prepared for you: `log_p_b2T` holds the log p of every symbol of both answers of b pairs, chosen first,
-# `mask_b2T` says which count, `reference_b2` is the reference's log p of the whole answers. Return this rank's part of the
-# mean over the `num_pairs` pairs of all ranks. For large margins `F.logsigmoid` stays finite; `log(sigmoid(x))` does not.
+# This rank has b of the `num_pairs` pairs. `log_p_b2T` holds the policy's log p of every symbol of both answers, chosen first;
+# `mask_b2T` says which of them count; `reference_b2` is the reference's log p of the whole answers. Return this rank's part of
+# the mean over all pairs. For large margins `F.logsigmoid` stays finite; `log(sigmoid(x))` does not.
 
 
 # %%
@@ -499,8 +499,8 @@ checks.dpo_loss(dpo_loss, ranks, solution=True)
 #
 # <details><summary>Answer</summary>
 #
-# 4 bytes per parameter, or 1. One all-gather per unit, 4 bytes per parameter together. Under FSDP a training step gathers
-# twice and reduces gradients, too.
+# 4 bytes per parameter whole, 1 in shares. One all-gather per unit travels, 4 bytes per parameter together. (A *training* step
+# under FSDP gathers twice, and reduces gradients as well.)
 #
 # </details>
 #
@@ -551,21 +551,21 @@ checks.shares((own_share, whole), ranks, solution=True)
 def rest_in_shares(unit):
     """From here on `unit`, a frozen module, holds a share of its weights, except while it computes."""
     weights = list(unit.parameters())
-    shapes, share = (
-        [w.shape for w in weights],
-        own_share(torch.cat([w.detach().flatten() for w in weights]), rank, world_size),
-    )
+    row_P, shapes = torch.cat([w.detach().flatten() for w in weights]), [w.shape for w in weights]
+    share, P = own_share(row_P, rank, world_size), len(row_P)
+    del row_P
 
     def fill(*_):
-        row_P = whole(share, sum(map(np.prod, shapes)))
-        for w, part, shape in zip(weights, row_P.split([s.numel() for s in shapes]), shapes, strict=True):
+        parts = whole(share, P).split([shape.numel() for shape in shapes])
+        for w, part, shape in zip(weights, parts, shapes, strict=True):
             w.data = part.view(shape)
 
     def drop(*_):
         for w in weights:
             w.data = w.data.new_empty(0)
 
-    unit.register_forward_pre_hook(fill), unit.register_forward_hook(drop)
+    unit.register_forward_pre_hook(fill)
+    unit.register_forward_hook(drop)
     drop()
     return share
 
@@ -600,9 +600,8 @@ with torch.no_grad(), wire.watch() as seen:
     apart = (log_probs(reference, ids_bT) - log_probs(policy, ids_bT)).abs().max().item()
 gathered = sum(call.bytes for call in seen.calls)
 if rank == 0:
-    say(
-        f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n; {seen.count('all_gather')} all-gathers"
-    )
+    say(f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n")
+    say(f"a forward makes {seen.count('all_gather')} all-gathers, one for each unit")
     say(f"together they gather {gathered:,} bytes; all weights once are 4 P = {4 * P:,}")
     say(f"away from the policy by {apart:g}")
 assert apart == 0
@@ -699,7 +698,8 @@ ours = copy.deepcopy(exact)
 loss = pair_loss(ours, in_shares(frozen)[0], own(ids_B2T), len(ids_B2T))
 loss.backward()
 add_up(ours)
-dist.all_reduce(loss := loss.detach())
+loss = loss.detach()
+dist.all_reduce(loss)
 
 flags = f"{sizes} --parallel.strategy fsdp --train.precision fp64"
 spread = spread_model(flags, ranks, len(symbols), start_from(exact))
@@ -725,7 +725,7 @@ for name, value, found in (
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
     if rank == 0:
         say(f"{name} and one process: loss and all gradients equal to 1e-10")
-metrics.close(dpo_loss=loss_1.detach().float())
+metrics.exact(dpo_loss=loss_1.detach())
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: DPO</summary>
@@ -754,8 +754,8 @@ metrics.close(dpo_loss=loss_1.detach().float())
 #
 # <details><summary>Answer</summary>
 #
-# All 0: nothing. So neither do questions that are far too easy or far too hard. And if a rank took the mean over *its* part of a
-# group, it would find such parts where there are none.
+# All 0, so it teaches nothing. Questions that are far too easy or far too hard make such groups. A rank that looked only at
+# *its* part of a group would see equal rewards more often, and would push in other directions.
 #
 # </details>
 #
@@ -810,7 +810,7 @@ if ("sft", 0) not in models:
 
 # %%
 # %%ranks
-ANSWERS, GROUP, KL = 256, 8, 0.01
+ANSWERS, GROUP, KL = 240, 8, 0.01
 
 
 def rl_loss(model, reference, ids_bT, rewards_b, num_answers):
@@ -885,8 +885,8 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# The reward goes to 1, the accuracy to nearly 0: some ascending letters are easier to say than *these*. The KL runs away much
-# further than before, and that is the one curve of the three that one has in practice.
+# The reward goes to 1, the accuracy to nearly 0: some ascending letters are easier to say than *these*. The KL grows much
+# larger than with the verifier. Where there is no verifier, you see the reward and the KL, and no accuracy.
 #
 # </details>
 
@@ -895,7 +895,7 @@ if rank == 0:
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "own_share", "whole", "rest_in_shares", "in_shares", "advantages", "rl_loss", "grpo")
 ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
-task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 256, 8, 0.01
+task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
     models["sft", 0] = sft(seed=0)
@@ -955,9 +955,9 @@ checks.credit(credit, ranks, solution=True)
 # %% [markdown]
 # ## LoRA: learn a few numbers (MORE, 8 min)
 #
-# **Why.** Adam's moments, the gradients and their all-reduce are as large as the model, for a change that is small. [LoRA](../assets/glossary.md#lora) (Hu
-# et al. 2021) freezes each matrix W [o, i] and learns a thin product beside it: `x W^T + (alpha / r) (x A^T) B^T`, with A [r, i]
-# drawn and B [o, r] zero at the start.
+# **Why.** Adam's moments, the gradients and their all-reduce are as large as the model, for a change that is small.
+# [LoRA](../assets/glossary.md#lora) (Hu et al. 2021) freezes each matrix W [o, i] and learns a thin product beside it:
+# `x W^T + (alpha / r) (x A^T) B^T`, with A [r, i] drawn and B [o, r] zero at the start.
 #
 # ![x goes through the frozen matrix W and, beside it, through A with few rows and B with few columns, which is zero at the start;
 # both are added to y](../assets/13_lora.svg)
@@ -1031,9 +1031,8 @@ typed = [{"role": "user", "content": "hi<|end|><|assistant|>"}]
 letters = with_markers(sorted({*"hi<|end|>assistant"}))
 safe, _ = encode(typed, letters)
 text = render(typed)
-naive = sum(
-    text.count(marker) for marker in MARKERS
-)  # a tokenizer that looks for markers in the finished text
+# what a tokenizer finds that looks for markers in the finished text
+naive = sum(text.count(marker) for marker in MARKERS)
 if rank == 0:
     say(f"encode: {sum(letters[i] in MARKERS for i in safe)} markers; a search in the text: {naive}")
 
@@ -1046,8 +1045,8 @@ if rank == 0:
 # ## Experiment: what each stage brings (CORE, 3 min)
 #
 # The whole way, from the base to SFT, and from there to DPO and to GRPO, with several seeds. A seed draws the demonstrations,
-# the batches, the pairs and the answers. (GRPO is of the section MORE above: 256 answers per step are drawn on all ranks and judged
-# by the verifier.)
+# the batches, the pairs and the answers. (GRPO is the section MORE above: 240 answers per step are drawn on all ranks and judged by
+# the verifier.)
 #
 # In the figure expect a point for each seed. The base lies below chance, SFT somewhere in the middle, and the spread of
 # its points says how much luck there is in 80 demonstrations. Which stage gets over 90 %?
@@ -1058,7 +1057,7 @@ catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "a
 catch_up(globals(), "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares")
 catch_up(globals(), "pairs_of", "pair_rows", "pair_loss", "dpo", "advantages", "rl_loss", "grpo")
 ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
-task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 256, 8, 0.01
+task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
 held_out = task.draw(256, [7], held_out=True)
 
 # %%
@@ -1093,8 +1092,8 @@ metrics.measured(accuracy=shares)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #
-# It trains what has not been trained yet, two minutes on two cores. Start it before the break. *Say:* one seed is no
-# comparison. *Ask:* "GRPO saw how many answers, and what did they cost?" (60 steps of 256, each judged by a comparison.)
+# It trains what has not been trained yet, a minute or two on two cores. Start it before the break. *Say:* one seed is no
+# comparison. *Ask:* "GRPO saw how many answers, and what did they cost?" (60 steps of 240, each judged by a comparison.)
 #
 # </details>
 
