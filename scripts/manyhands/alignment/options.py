@@ -33,7 +33,7 @@ from manyhands.config.options import (
 class DataOptions:
     """The task with a verifier, and lines of the corpus's speakers: see `manyhands.alignment.tasks`."""
 
-    task: Literal["sort", "reverse"] = "sort"
+    task: Literal["sort", "reverse"] = "sort"  # what to do with the letters of a word
     letters: int = 12  # the alphabet's first so many
     length: int = 4  # different letters per word
     held_out: int = 256  # words on which accuracy is measured; no stage learns from such words
@@ -45,9 +45,8 @@ class DataOptions:
 class DpoOptions:
     """Pairs: the right answer, and a wrong one that the reference has given."""
 
-    beta: float = (
-        1.0  # what a nat of margin is worth: the smaller, the further the policy moves from the reference
-    )
+    # what a nat of margin is worth: the smaller, the further the policy moves from the reference
+    beta: float = 1.0
     questions: int = 2048  # asked of the reference before the first step; each wrong answer makes a pair
 
 

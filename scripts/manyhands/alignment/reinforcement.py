@@ -26,11 +26,8 @@ class Reinforcement(Stage):
 
     def next_batch(self, step):
         """(ids_bT, answer_bT, advantages_b, the reference's log p [b, T - 1]) and how many tokens count on all ranks."""
-        wanted, size, seed = (
-            self.wanted.grpo,
-            self.run.options.train.global_batch,
-            self.run.options.train.seed,
-        )
+        wanted, train = self.wanted.grpo, self.run.options.train
+        size, seed = train.global_batch, train.seed
         rank, ranks = self.parallel.data_rank, self.parallel.data_size
         questions = self.task.draw(size // wanted.group, [seed, 3, step], held_out=False)
         words = [word for word in questions for _ in range(wanted.group)]
@@ -39,9 +36,8 @@ class Reinforcement(Stage):
         ids_bT, answer_bT, lengths_b = self.completions(self.parallel, own, uniform_bn, wanted.temperature)
         said = texts(ids_bT, lengths_b, self.symbols, answered)
         # an answer that has not come to its end is too long, and so worth nothing
-        rewards_b = torch.tensor(
-            [float(self.reward(word, text)) for word, text in zip(own, said, strict=True)]
-        )
+        judged = [float(self.reward(word, text)) for word, text in zip(own, said, strict=True)]
+        rewards_b = torch.tensor(judged, dtype=torch.float64)
         rewards_B, tokens_B = self._gathered(rewards_b, answer_bT.sum(1))
         advantages_B = group_advantages(rewards_B, wanted.group, wanted.scale)
         self._count(rewards_B, tokens_B)
