@@ -829,6 +829,9 @@ def rl_loss(model, reference, ids_bT, rewards_b, num_answers):
 
 
 # %% [markdown]
+# The sum is divided by the symbols of *all* ranks' answers. A GRPO trainer that divided by those of the current minibatch
+# alone was corrected in [open-instruct#1161](https://github.com/allenai/open-instruct/pull/1161).
+#
 # The whole training: questions, answers, rewards, an update. Nothing here knows how the task is *solved*; `reward` judges.
 
 

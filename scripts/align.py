@@ -12,9 +12,9 @@ first stage appends the chat template's four markers to the model's symbols. A s
 (`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
 
 You should see what runs, one line per interval, and at each evaluation the share of held-out words that are answered right,
-beside the share that chance would have. (Tokens per second count whole blocks, which answers do not fill.) The run's folder, outputs/align/latest, holds steps.jsonl, alignment.jsonl (reward, KL,
-accuracy by step), metrics.json, the curves and the checkpoints. `val_loss` is the held-out loss (sft, dpo), or the share of
-wrong answers (grpo).
+beside the share that chance would have. The run's folder, outputs/align/latest, holds steps.jsonl, alignment.jsonl (reward,
+KL, accuracy by step), metrics.json, the curves and the checkpoints. `val_loss` is the held-out loss (sft, dpo), or the share
+of wrong answers (grpo). Tokens per second count whole blocks, which answers do not fill.
 """
 
 import contextlib

@@ -46,6 +46,11 @@ def stages(shares, chance):
     axes.axhline(chance, **PREDICTED)
     axes.text(len(shares) - 0.45, chance + 0.015, "chance", ha="right", va="bottom")
     axes.set_xticks(range(len(shares)), list(shares))
-    axes.set(xlim=(-0.5, len(shares) - 0.4), ylim=(-0.03, 1.05), ylabel="held-out words right")
+    axes.set(
+        xlim=(-0.5, len(shares) - 0.4),
+        ylim=(-0.03, 1.05),
+        ylabel="held-out words right",
+        title="a point per seed, and their mean",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     return figure

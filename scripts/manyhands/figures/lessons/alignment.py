@@ -50,13 +50,14 @@ def dpo():
         write(axes, 3, y + 1.6, name, ha="left", weight="bold")
         for nats, text, up in ((chosen, "chosen", True), (rejected, "rejected", False)):
             at = y - 1.6 if up else y + 4.8
-            axes.plot([scale(nats)], [y + 1.6], marker="o" if up else "s", ms=9, color=INK, zorder=3)
+            look = {"marker": "o", "ms": 14, "mfc": PAPER} if up else {"marker": "s", "ms": 7}
+            axes.plot([scale(nats)], [y + 1.6], color=INK, zorder=3, **look)
             write(axes, scale(nats), at, text)
     for nats in range(-5, -2):
         axes.plot([scale(nats)] * 2, [30.2, 31], color=QUIET, lw=1.2)
         write(axes, scale(nats), 32.4, f"{nats}".replace("-", "−"))
     write(axes, scale(-2.2), 32.4, "log p of the answer", ha="left", colour=QUIET)
-    arrow(axes, (scale(-5) + 1.5, 23.6), (scale(-3) - 1.5, 23.6), "2", style="<|-|>")
+    arrow(axes, (scale(-5) + 1.5, 23.6), (scale(-3) - 1.8, 23.6), "2", style="<|-|>")
     write(axes, 78, 12.6, "difference 0", ha="left")
     write(axes, 78, 23.6, "difference 2", ha="left")
     write(axes, 78, 26.6, "margin 2 − 0 = 2", ha="left", weight="bold")
