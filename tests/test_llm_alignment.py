@@ -15,6 +15,7 @@ from manyhands.alignment.grpo import grpo_terms
 from manyhands.alignment.tasks import LetterTask
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
+from manyhands.figures.alignment import reward_and_kl, stages
 from manyhands.gpt.model import GPT, GPTConfig
 
 LESSON = "13_llm_alignment"
@@ -160,3 +161,23 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     hacked = re.search(r"letters that ascend: reward ([\d.]+) to ([\d.]+), accuracy (\d+)% to (\d+)%", told)
     before, reward, right, still_right = map(float, hacked.groups())
     assert reward > max(before, 0.9) and still_right < right / 4
+
+
+def test_the_plot_of_stages_has_a_point_for_each_seed_over_the_line_of_chance():
+    (axes,) = stages({"base": [0.0], "SFT": [0.4, 0.6, 0.5]}, 1 / 24).axes
+    points = [line.get_ydata() for line in axes.lines if line.get_marker() == "o"]
+    assert [list(found) for found in points] == [[0.0], [0.4, 0.6, 0.5]]
+    assert list(axes.lines[-1].get_ydata()) == [1 / 24, 1 / 24]
+    assert "50%" in [text.get_text() for text in axes.texts], "the mean stands beside the points"
+
+
+def test_the_plot_of_two_rewards_shows_each_run_in_each_panel():
+    runs = {
+        "a": ([(0, 0.1, 0.0), (1, 0.9, 2.0)], {0: 0.5, 2: 1.0}),
+        "b": ([(0, 0.8, 0.0), (1, 1.0, 7.0)], {0: 0.5, 2: 0.0}),
+    }
+    reward, accuracy, kl = reward_and_kl(runs, 1 / 24).axes
+    assert [list(line.get_ydata()) for line in reward.lines] == [[0.1, 0.9], [0.8, 1.0]]
+    assert [list(line.get_ydata()) for line in accuracy.lines[:2]] == [[0.5, 1.0], [0.5, 0.0]]
+    assert [list(line.get_ydata()) for line in kl.lines] == [[0.0, 2.0], [0.0, 7.0]]
+    assert len({line.get_color() for line in kl.lines}) == 2
