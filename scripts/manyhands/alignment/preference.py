@@ -30,25 +30,10 @@ class Preference(Stage):
 
     def _pairs(self):
         """(ids_N2T, answer_N2T), chosen first, the same on all ranks; the reference draws, so a resumed run finds the same."""
-        questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
-        # the reference's ranks are all of them: each asks its share of the words
-        rank, size = self.reference.data_rank, self.reference.data_size
-        if questions < size:
-            raise OptionError(f"dpo.questions={questions} leave a rank of {size} without any; use more")
-        words = self.task.draw(questions, [seed, 2], held_out=False)
-        own = np.array_split(words, size)[rank].tolist()
-        uniform_bn = own_draws(seed, 0, questions, self.most, rank, size).to(self.run.ranks.device)
-        told = [None] * size
-        dist.all_gather_object(
-            told, list(zip(own, self.answers(self.reference, own, uniform_bn), strict=True))
-        )
-        said = {
-            word: text for each in reversed(told) for word, text in reversed(each)
-        }  # of two answers the first
-        wrong = {word: text for word, text in said.items() if not self.task.right(word, text)}
-        wrong = {
-            word: text for word, text in wrong.items() if set(text) <= set(self.symbols)
-        }  # no marker amid an answer
+        said = self._said()
+        # an answer with a marker in it cannot be written as a message
+        known = {word: text for word, text in said.items() if set(text) <= set(self.symbols)}
+        wrong = {word: text for word, text in known.items() if not self.task.right(word, text)}
         if len(wrong) < 2:
             raise OptionError(
                 f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer; ask more"
@@ -57,6 +42,27 @@ class Preference(Stage):
         chosen = encoded_words(self.task, wrong, self.symbols)
         rejected = [encode(self.task.messages(word, text), self.symbols) for word, text in wrong.items()]
         return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
+
+    def _said(self):
+        """{word: an answer that the reference draws}: each rank asks its share of the words."""
+        questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
+        rank, size = (
+            self.reference.data_rank,
+            self.reference.data_size,
+        )  # all ranks, whatever serves the policy
+        if questions < size:
+            raise OptionError(f"dpo.questions={questions} leave a rank of {size} without any; use more")
+        words = np.array_split(self.task.draw(questions, [seed, 2], held_out=False), size)[rank].tolist()
+        uniform_bn = own_draws(seed, 0, questions, self.most, rank, size).to(self.run.ranks.device)
+        mine, told = (
+            list(zip(words, self.answers(self.reference, words, uniform_bn), strict=True)),
+            [None] * size,
+        )
+        dist.all_gather_object(told, mine)
+        said = {}
+        for word, text in (pair for each in told for pair in each):
+            said.setdefault(word, text)  # a word may be drawn twice: its first answer counts
+        return said
 
     def next_batch(self, step):
         """(ids_b2T, answer_b2T, the reference's log p of each answer [b, 2])."""
