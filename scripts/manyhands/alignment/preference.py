@@ -46,19 +46,14 @@ class Preference(Stage):
     def _said(self):
         """{word: an answer that the reference draws}: each rank asks its share of the words."""
         questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
-        rank, size = (
-            self.reference.data_rank,
-            self.reference.data_size,
-        )  # all ranks, whatever serves the policy
+        # the reference's ranks are all of them, whatever serves the policy
+        rank, size = self.reference.data_rank, self.reference.data_size
         if questions < size:
             raise OptionError(f"dpo.questions={questions} leave a rank of {size} without any; use more")
         words = np.array_split(self.task.draw(questions, [seed, 2], held_out=False), size)[rank].tolist()
         uniform_bn = own_draws(seed, 0, questions, self.most, rank, size).to(self.run.ranks.device)
-        mine, told = (
-            list(zip(words, self.answers(self.reference, words, uniform_bn), strict=True)),
-            [None] * size,
-        )
-        dist.all_gather_object(told, mine)
+        answers, told = self.answers(self.reference, words, uniform_bn), [None] * size
+        dist.all_gather_object(told, list(zip(words, answers, strict=True)))
         said = {}
         for word, text in (pair for each in told for pair in each):
             said.setdefault(word, text)  # a word may be drawn twice: its first answer counts
