@@ -3,6 +3,7 @@
 
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
+    python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
     python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoints.export wrote it
 
 On stdout you see the prompt and what the model makes of it, symbol by symbol (a model of documents marks the beginning of a
@@ -21,6 +22,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
+from manyhands.alignment.chat_template import END, encode
 from manyhands.checkpoints.manifest import CheckpointError
 
 SMALL = 20e6  # parameters
@@ -31,6 +33,10 @@ class Options:
     # a folder of checkpoints, a run's, one step's, or a .safetensors file
     source: tyro.conf.Positional[Path] = Path("outputs/train/latest/checkpoints")
     prompt: str = "\n"  # where the text starts
+    chat: bool = (
+        False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
+    )
+    system: str | None = None  # with --chat: the system's message before it
     length: int = 300  # symbols to write, >= 0
     temperature: float = 0.8  # 1: as the model has it; less: likelier symbols; 0: always the likeliest
     top_k: int | None = None  # draw among the so many likeliest only, >= 1; none: among all
@@ -74,6 +80,8 @@ def refuse_senseless(options):
         f"--temperature {options.temperature} is no number to divide by; use 0 or more": not math.isfinite(
             options.temperature
         ),
+        "--system is for --chat; add it, or leave the system's message out": options.system is not None
+        and not options.chat,
         "--prompt is empty; give the text at least one symbol to start from": not options.prompt,
     }
     for sentence, wrong in faults.items():
@@ -91,6 +99,14 @@ def encoded(prompt, tokenizer):
                     f"--prompt has {symbol!r}, which is none of the {len(known)} symbols that the model knows"
                 )
     return tokenizer.encode(prompt).tolist()
+
+
+def asked(options, symbols):
+    """The ids of the prompt as a user's message, and the assistant's marker. Raises ValueError for a model without markers."""
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return encode(messages, symbols, reply=True)[0]
 
 
 def shown(symbol):
@@ -115,7 +131,8 @@ def write_text(options):
         options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True)
     )
     tokenizer = tokenizer_of(facts)
-    ids = encoded(options.prompt, tokenizer)
+    symbols = tokenizer.symbols
+    ids = asked(options, symbols) if options.chat else encoded(options.prompt, tokenizer)
     loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
     print(
         f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters",
@@ -128,11 +145,14 @@ def write_text(options):
         model.num_params() < SMALL
     ):  # sharing such small products costs more than it gains, by far on busy cores
         torch.set_num_threads(1)
-    write(options.prompt)
-    text_of, num_symbols = tokenizer.writer(), len(tokenizer.symbols)
+    if not options.chat:
+        write(options.prompt)
+    text_of = tokenizer.writer()
     for i in continued(
-        model, ids, options.length, options.temperature, options.top_k, num_symbols, generator
+        model, ids, options.length, options.temperature, options.top_k, len(symbols), generator
     ):
+        if options.chat and symbols[i] == END:
+            break
         write(shown(text_of(i)))
     write(f"{shown(text_of(None, final=True))}\n")  # what the last symbols began
 

@@ -29,6 +29,7 @@ from manyhands.checkpoints.manifest import (
 from manyhands.checkpoints.step_folders import best_of
 from manyhands.course.folders import write_whole
 from manyhands.data.text_tokenizer import CharTokenizer, tokenizer_from
+from manyhands.gpt.lora import folded
 from manyhands.gpt.model import GPT, GPTConfig
 
 FORMAT = "manyhands export 1"
@@ -94,6 +95,8 @@ def load_model(source, step="best", tell=print):
         manifest = read_manifest(source)
         weights = whole_tensors(source, "model.")
         facts = manifest["facts"] | {"step": manifest["step"], "val_loss": manifest["val_loss"]}
+        if facts.get("lora"):  # adapters beside the weights that they change: one model again
+            weights = folded(weights, facts["lora"]["alpha"] / facts["lora"]["rank"])
     believe(facts, source)
     return build(weights, facts, source), facts | {"source": str(source)}
 

@@ -160,7 +160,7 @@ def read_options(argv, prog="train.py", description=None):
     """The `Options` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
     import tyro
 
-    preset, config = _named(argv, "--preset"), _named(argv, "--config")
+    preset, config = named_value(argv, "--preset"), named_value(argv, "--config")
     if config == "":
         raise OptionError(f"config {UNSET}; name a file, or leave it out")
     options = from_preset(preset) if preset is not None or config is None else None
@@ -285,7 +285,7 @@ def _typed(value, kind, source):
     raise OptionError(f"{source}={value!r} is no {names}")
 
 
-def _named(argv, flag):
+def named_value(argv, flag):
     """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
     value = None
     for i, word in enumerate(argv):

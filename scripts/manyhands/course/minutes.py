@@ -29,6 +29,7 @@ BUDGETS = {
     "10": 45,
     "11": 45,
     "12": 50,
+    "13": 50,
 }  # minutes of an agenda
 
 

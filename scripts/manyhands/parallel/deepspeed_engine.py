@@ -51,11 +51,11 @@ def import_deepspeed(device):
 class DeepSpeedParallel(Strategy):
     """`Strategy` by DeepSpeed's engine, which flattens by itself and owns its optimizer: `optimizer`."""
 
-    def __init__(self, config, layout, options, ranks):
-        super().__init__(config, layout, options, ranks)
+    def __init__(self, config, layout, options, ranks, start=full_model):
+        super().__init__(config, layout, options, ranks, start)
         deepspeed = import_deepspeed(ranks.device)
         os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # mpiexec and srun do not set it
-        self.model = full_model(config, options).to(ranks.device)
+        self.model = start(config, options).to(ranks.device)
         self.modules = [self.model]
         self.stage, self._clipping = options.parallel.zero_stage, 1.0
         self.engine, *_ = deepspeed.initialize(

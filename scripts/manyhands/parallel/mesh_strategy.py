@@ -31,8 +31,8 @@ HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole s
 class MeshStrategy(Strategy):
     """A GPT on the mesh pipeline x replicate x shard x tensor; the interface is `Strategy`'s."""
 
-    def __init__(self, config, layout, options, ranks):
-        super().__init__(config, layout, options, ranks)
+    def __init__(self, config, layout, options, ranks, start=full_model):
+        super().__init__(config, layout, options, ranks, start)
         shape = tuple(getattr(layout, axis) for axis in AXES)
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
         low = LOW_PRECISION.get(options.train.precision)
@@ -40,7 +40,7 @@ class MeshStrategy(Strategy):
         self.sharded = layout.data_by(options) == "fsdp"
         self.stages = self.replicas = self.flat = self.pipeline_group = None
         self._holds = False
-        model = full_model(config, options)
+        model = start(config, options)
         if layout.pipeline > 1:
             from manyhands.parallel.pipeline import Stages
 
@@ -90,11 +90,22 @@ class MeshStrategy(Strategy):
     def forward_backward(self, ids_bT, targets_bT, timer=None):
         if self.stages:
             return self.stages.forward_backward(ids_bT, targets_bT)
+        return self._forward_backward(_own_loss, (ids_bT, targets_bT), timer)
+
+    def forward_backward_by(self, loss_of, tensors, timer=None):
+        if self.stages or self.options.parallel.loss_parallel:
+            raise ValueError(
+                "no rank of a pipeline, or under loss_parallel, holds whole logits; leave them out"
+            )
+        return self._forward_backward(loss_of, tensors, timer)
+
+    def _forward_backward(self, loss_of, tensors, timer):
         count, losses = self.layout.micro_batches, []
-        for i, share in enumerate(self._micro_batches(ids_bT, targets_bT)):
+        for i, share in enumerate(self._micro_batches(*tensors)):
             last = i == count - 1  # gradients add up here, and are averaged over the ranks once
             with self._split_loss():
-                loss = self._loss(partial(self.replicas, last=last), *share)
+                with self.autocast():
+                    loss = loss_of(partial(self.replicas, last=last), *share)
                 if timer:
                     timer.forward_done()
                 # divided by the micro-batches once, here; by the data ranks where they meet, and by nothing else
@@ -121,8 +132,8 @@ class MeshStrategy(Strategy):
             if self.stages:
                 return self.stages.evaluate(ids_bT, targets_bT)
             shares = self._micro_batches(ids_bT, targets_bT)
-            with self._split_loss():
-                return torch.stack([self._loss(self.model, *share) for share in shares]).mean()
+            with self._split_loss(), self.autocast():
+                return torch.stack([_own_loss(self.model, *share) for share in shares]).mean()
 
     @torch.no_grad()
     def logits(self, ids_BT):
@@ -198,10 +209,6 @@ class MeshStrategy(Strategy):
 
         return sharded_loss(True)
 
-    def _loss(self, model, ids_bT, targets_bT):
-        with self.autocast():
-            return model(ids_bT, targets_bT)[1]
-
     @contextlib.contextmanager
     def _evaluating(self):
         """eval() inside; afterwards each part's own mode, and shards where FSDP gathered (see `gathered`)."""
@@ -211,3 +218,8 @@ class MeshStrategy(Strategy):
             finally:
                 for module in [] if self._holds else self.modules:
                     let_go(module)
+
+
+def _own_loss(model, ids_bT, targets_bT):
+    """The GPT's: mean cross-entropy of the next symbol."""
+    return model(ids_bT, targets_bT)[1]

@@ -8,6 +8,7 @@ optimizer.step(); optimizer.zero_grad()
 """
 
 from manyhands.parallel.deepspeed_engine import DeepSpeedParallel
+from manyhands.parallel.full_model import full_model
 from manyhands.parallel.mesh_strategy import MeshStrategy
 from manyhands.parallel.zero1 import Zero1
 
@@ -15,9 +16,10 @@ from manyhands.parallel.zero1 import Zero1
 STRATEGIES = {"copies": MeshStrategy, "fsdp": MeshStrategy, "zero1": Zero1, "deepspeed": DeepSpeedParallel}
 
 
-def parallelize(config, layout, options, ranks):
+def parallelize(config, layout, options, ranks, start=full_model):
     """The GPT of `config`, spread over `ranks` as `layout` says: a `Strategy`. All ranks must call it.
 
+    `start(config, options)` makes the whole GPT that every rank cuts its share from: drawn from the seed, or one's own.
     `layout` comes from `resolve_layout`, which has refused what does not go together.
     """
-    return STRATEGIES[layout.data_by(options)](config, layout, options, ranks)
+    return STRATEGIES[layout.data_by(options)](config, layout, options, ranks, start)

@@ -12,6 +12,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+from manyhands.parallel.full_model import full_model
 from manyhands.parallel.optimizer import named_state
 
 
@@ -23,8 +24,10 @@ class Strategy:
     # called before each micro-batch, except a pipeline's, and each symbol of a sample: see `stalls`
     moved = staticmethod(lambda: None)
 
-    def __init__(self, config, layout, options, ranks):
+    def __init__(self, config, layout, options, ranks, start=full_model):
+        """`start(config, options)`: the whole GPT on the CPU, the same on every rank, of which each keeps its share."""
         self.config, self.layout, self.options, self.ranks = config, layout, options, ranks
+        self.start = start
         self.data_rank, self.data_size = layout.data_rank(ranks.rank), layout.data
         self.modules = []  # what of the model this rank has: the GPT, or its stages
 
@@ -38,6 +41,16 @@ class Strategy:
         All ranks must call it.
         """
         raise NotImplementedError
+
+    def forward_backward_by(self, loss_of, tensors, timer=None):
+        """`forward_backward` by a loss of one's own: loss_of(model, *share), once for each micro-batch's share of `tensors`.
+
+        model(ids_bT) is (logits_bTV, None), and `loss_of` calls it once. The gradients are those of the mean over
+        micro-batches and data ranks. Raises ValueError for a strategy whose ranks do not hold whole logits.
+        """
+        raise ValueError(
+            f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use ddp, zero1 or fsdp"
+        )
 
     def clip(self, max_norm):
         """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call it.
@@ -87,7 +100,7 @@ class Strategy:
 
     def optimizer_parts(self):
         """[(parameter, does it decay?)] that the optimizer works on."""
-        return [(p, p.ndim >= 2) for p in self.named_parameters().values()]
+        return [(p, p.ndim >= 2) for p in self.named_parameters().values() if p.requires_grad]
 
     def make_optimizer(self, kind, groups, **settings):
         """An optimizer of class `kind` over parameter groups. All ranks must call it."""

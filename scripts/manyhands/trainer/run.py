@@ -77,15 +77,14 @@ class Run:
         """One optimizer step. Returns the global gradient norm, a tensor. All ranks call it."""
         timer = self.report.timer
         timer.step_start()
-        # every data rank draws the whole step's windows from (seed, step), and keeps its own: nothing is sent
-        ids, targets = self.batch(self.train_ids, self.step, self.options.train.seed)
+        batch = self.next_batch()
         lr = learning_rate(self.step, self.options)
         set_learning_rate(self.optimizer, lr)
         timer.batch_ready()
         if self.scale:
             self.parallel.loss_scale = self.scale.scale
         # here gradients travel between ranks, and with FSDP, tensor or pipeline ranks also weights or activations
-        loss = self.parallel.forward_backward(ids, targets, timer)
+        loss = self.gradients(batch, timer)
         # the norm of the whole model, so that all ranks clip by the same number
         norm = self.parallel.clip(self.options.optimizer.clip)
         # fp16 alone waits for the norm: a step whose gradients overflowed is taken by no rank
@@ -96,6 +95,15 @@ class Run:
         self.step += 1
         self.report.step(self.step, loss, norm, lr)  # sends something in the last step of an interval only
         return norm
+
+    def next_batch(self):
+        """What this step learns from: this rank's share."""
+        # every data rank draws the whole step's windows from (seed, step), and keeps its own: nothing is sent
+        return self.batch(self.train_ids, self.step, self.options.train.seed)
+
+    def gradients(self, batch, timer):
+        """Those of the global batch, added to `.grad`; returns this rank's loss. All ranks call it."""
+        return self.parallel.forward_backward(*batch, timer)
 
     def evaluate(self):
         """Validation loss, all ranks each on its share; and a sample. Raises Diverged on all ranks.
@@ -151,7 +159,7 @@ class Run:
         self.folder = agreed_folder(ranks)
         self.train_ids = corpus.train_ids.to(ranks.device)
         self.val_ids = corpus.val_ids.to(ranks.device)
-        self.parallel = parallelize(config, layout, options, ranks)
+        self.parallel = self.spread()
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
@@ -172,6 +180,14 @@ class Run:
         self.report = Report(ranks, options, layout, config, corpus, self.folder)
         self.report.mean_loss = self.parallel.mean_loss
 
+    def spread(self):
+        """The model over the ranks: a `Strategy`. All ranks call it."""
+        return parallelize(self.config, self.layout, self.options, self.ranks)
+
+    def facts(self):
+        """What stands beside the tensors of a checkpoint."""
+        return facts_of(self)
+
     def tensors(self):
         """All that training changes, under names that no strategy changes."""
         return self.parallel.checkpoint_tensors(self.optimizer)
@@ -182,7 +198,7 @@ class Run:
             return
         tensors = self.tensors()
         refuse_broken_weights(self, tensors)
-        facts = facts_of(self)
+        facts = self.facts()
         self.checkpoints.save(
             self.step, tensors, facts, random_state(self.ranks.device), val_loss=facts["val_loss"]
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, model_config, read_options
 from manyhands.gpt.model import GPTConfig
+from manyhands.parallel.full_model import full_model
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.parallelize import parallelize
 from manyhands.parallel.strategy import Strategy
@@ -39,13 +40,14 @@ class SpreadModel:
         return step_traffic.per_step(self.config, self.layout, self.options)
 
 
-def spread_model(flags, ranks, vocab_size):
+def spread_model(flags, ranks, vocab_size, start=full_model):
     """A SpreadModel by the trainer's `flags`, a text as on a command line. All ranks must call it.
 
+    `start(config, options)` makes the whole GPT that is spread: see `parallelize`.
     Raises OptionError as the trainer does.
     """
     options = read_options(shlex.split(flags))
     config = model_config(options, vocab_size)
     layout = resolve_layout(options, config, ranks.world_size)
-    parallel = parallelize(config, layout, options, ranks)
+    parallel = parallelize(config, layout, options, ranks, start)
     return SpreadModel(parallel, build_optimizer(parallel, options), config, layout, options)

@@ -1,0 +1,60 @@
+"""Answers drawn from the model itself, on all ranks at once, the same whatever the number of ranks.
+
+    uniform_bn = own_draws(seed, step, B, n, data_rank, data_size)
+    ids_bT, answer_bT = complete(parallel.logits, prompt_ids_bP, lengths_b, n, end, uniform_bn)
+
+A symbol is the first one at which the cumulated probability passes a number between 0 and 1. Those numbers are drawn for the
+whole batch from (seed, step), and a rank keeps its rows: which rank completes an answer does not change it.
+Shapes: B answers of all ranks, b of this one, P symbols of the longest prompt, n drawn at most, T = P + n, V symbols.
+"""
+
+import numpy as np
+import torch
+
+
+def own_draws(seed, step, num_rows, n, rank, size):
+    """This rank's rows of [num_rows, n] numbers in [0, 1), float64, drawn from (seed, step)."""
+    draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step, 1)))
+    return torch.from_numpy(np.array_split(draw.random((num_rows, n)), size)[rank])
+
+
+@torch.no_grad()
+def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature=1.0, num_symbols=None):
+    """(ids_bT, answer_bT): the prompts and n symbols behind each, and which the model has written: up to its end marker.
+
+    `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
+    marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest symbol each time. Ids from
+    `num_symbols` on, which have no symbol, are never drawn. Every rank calls `logits` n times, so sharded weights are
+    gathered by all alike.
+    """
+    b, P = prompts_bP.shape
+    ids_bT = torch.cat((prompts_bP, prompts_bP.new_zeros(b, n)), dim=1)
+    answer_bT = torch.zeros_like(ids_bT, dtype=torch.bool)
+    rows_b, going_b = (
+        torch.arange(b, device=ids_bT.device),
+        torch.ones(b, dtype=torch.bool, device=ids_bT.device),
+    )
+    longest = int(lengths_b.max()) if b else P
+    for i in range(n):
+        at_b = lengths_b + i
+        # what stands behind a row's last symbol is not seen by it: attention is causal
+        logits_bV = logits(ids_bT[:, : longest + i])[rows_b, at_b - 1, :num_symbols].double()
+        if uniform_bn is None:
+            next_b = logits_bV.argmax(-1)
+        else:
+            up_to_bV = (logits_bV / temperature).softmax(-1).cumsum(-1)
+            next_b = torch.searchsorted(
+                up_to_bV, uniform_bn[:, i : i + 1].to(up_to_bV).contiguous(), right=True
+            )
+            next_b = next_b.squeeze(1).clamp(max=logits_bV.shape[-1] - 1)
+        ids_bT[rows_b, at_b] = torch.where(going_b, next_b, 0)
+        answer_bT[rows_b, at_b] = going_b
+        going_b = going_b & (next_b != end)
+    return ids_bT, answer_bT
+
+
+def texts(ids_bT, lengths_b, symbols, read):
+    """The answers as texts: `read` (`chat_template.answered`) of the ids behind each prompt."""
+    return [
+        read(row[length:], symbols) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)
+    ]

@@ -1,0 +1,99 @@
+"""A small alignment run on the ranks of a test: its base, its text, its options, and what each rank saw."""
+
+import os
+from dataclasses import asdict, replace
+
+import torch
+from manyhands.alignment.chat_template import END, with_markers
+from manyhands.alignment.policy import widened
+from manyhands.data.corpus import Corpus
+from manyhands.gpt.model import GPT, GPTConfig
+
+SPEECH = "ROMEO:\nSpeak, you are the fair lock.\n\nBIG JULIET:\nI am, jovial.\n\n"
+TEXT = SPEECH * 30
+ALPHABET = sorted({*TEXT, *"You are. Speak. sort reverse abcdefghijkl"})
+SYMBOLS = with_markers(ALPHABET)
+BASE = GPTConfig(vocab_size=len(ALPHABET), block_size=72, n_layer=2, n_head=2, n_embd=8)
+PLAIN_SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "warmup": 0, "clip": 0.0}}
+SMALL = {
+    "data": {"held_out": 12, "demos": 20, "letters": 8, "length": 3},
+    "dpo": {"questions": 40},
+    "grpo": {"group": 4, "kl": 0.1, "reward": "in_order"},
+    "train": {"steps": 3, "global_batch": 8, "precision": "fp64"},
+    "log": {"every": 1, "eval_every": 0, "sample": 0, "plots": False},
+}
+
+
+def base():
+    """A GPT that knows nothing of the template, far enough from uniform for what it says to differ."""
+    torch.manual_seed(3)
+    model = GPT(BASE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model.double()
+
+
+@torch.no_grad()
+def chatty():
+    """`base` with the markers' rows, which answers with a few of the task's letters and an end: some have a reward."""
+    model = widened(base(), replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
+    for symbol in "abcdefgh":
+        model.head.bias[SYMBOLS.index(symbol)] = 3.0
+    model.head.bias[SYMBOLS.index(END)] = 4.0
+    return model
+
+
+def wanted_of(method, *changes):
+    """The AlignOptions of a small run, with groups of options changed: {"train": {"steps": 5}}."""
+    from manyhands.alignment.options import default_options, refuse_senseless
+
+    wanted = default_options(method)
+    for change in (SMALL, PLAIN_SGD, *changes):
+        groups = {name: replace(getattr(wanted, name), **values) for name, values in change.items()}
+        wanted = replace(wanted, **groups)
+    refuse_senseless(wanted)
+    return wanted
+
+
+def begin(ranks, wanted, outputs):
+    """The Alignment of these options, before it resumes. All ranks."""
+    from manyhands.alignment.chat_corpus import chat_corpus
+    from manyhands.alignment.options import trainer_options
+    from manyhands.alignment.run import Alignment
+    from manyhands.config.layout import resolve_layout
+
+    os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
+    model = chatty()
+    corpus, config = chat_corpus(Corpus.from_text("test", TEXT), SYMBOLS), model.config
+    layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
+    return Alignment(wanted, model, config, layout, corpus, ranks)
+
+
+def carry_out(ranks, wanted, outputs):
+    """Align on all ranks; what this rank saw."""
+    from manyhands.trainer.resume import resume
+
+    run = begin(ranks, wanted, outputs)
+    resume(run)
+    first = run.step
+    status = run.go()
+    return {
+        "status": status,
+        "first": first,
+        "numbers": run.numbers,
+        "val_losses": run.val_losses,
+        "weights": run.parallel.named_full_parameters(),
+        "checkpoints": str(run.checkpoint_folder),
+        "config": asdict(run.config),
+    }
+
+
+def first_gradients(ranks, wanted, outputs):
+    """The global loss and the whole gradients of the first step, before any is taken."""
+    run = begin(ranks, wanted, outputs)
+    run.stage.mean({"awake": 1.0})
+    loss = run.parallel.mean_loss(run.gradients(run.next_batch(), None))
+    seen = {"loss": loss, **run.parallel.named_full_gradients()}
+    run.checkpoints.close()
+    return seen

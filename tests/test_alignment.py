@@ -1,0 +1,520 @@
+"""Alignment: the template, the mask, DPO and GRPO by hand, and the same learning on any number of ranks."""
+
+import math
+import re
+import shutil
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from alignment_runs import ALPHABET, BASE, SYMBOLS, base, begin, carry_out, chatty, first_gradients, wanted_of
+from manyhands.alignment.chat_template import END, MARKERS, answered, encode, render, with_markers
+from manyhands.alignment.dpo import dpo_losses, margins, sequence_log_probs
+from manyhands.alignment.grpo import group_advantages, grpo_terms, kl_terms
+from manyhands.alignment.options import read_options
+from manyhands.alignment.policy import start_from, widened
+from manyhands.alignment.rollouts import complete, own_draws
+from manyhands.alignment.sft import masked_sum, rows, shifted, token_log_probs
+from manyhands.alignment.tasks import LetterTask, is_held_out, speeches
+from manyhands.checkpoints.export import load_model
+from manyhands.config.options import OptionError, Options, TrainOptions
+from manyhands.gpt.lora import add_lora, folded
+from manyhands.gpt.model import GPT
+
+ASKED = [{"role": "user", "content": "sort cab"}]
+TOLD = [*ASKED, {"role": "assistant", "content": "abc"}]
+BUDGET_FP64 = 1e-10
+
+
+# ------------------------------------------------------------------ the chat template
+
+
+def test_a_conversation_is_markers_and_contents_in_turn():
+    system = {"role": "system", "content": "You are ROMEO."}
+    assert render([system, *TOLD]) == (
+        "<|system|>You are ROMEO.<|end|><|user|>sort cab<|end|><|assistant|>abc<|end|>"
+    )
+    assert render(ASKED, reply=True) == "<|user|>sort cab<|end|><|assistant|>"
+
+
+def test_the_assistant_writes_its_content_and_its_end_marker_and_nothing_else():
+    ids, answer = encode(TOLD, SYMBOLS)
+    assert [SYMBOLS[i] for i, own in zip(ids, answer, strict=True) if own] == ["a", "b", "c", END]
+    assert sum(answer) == 4 and answer[-4:] == [True] * 4
+    prompt, _ = encode(ASKED, SYMBOLS, reply=True)
+    assert ids[: len(prompt)] == prompt, "what is learned from begins as what is answered"
+
+
+def test_a_user_who_types_a_marker_ends_nothing():
+    symbols = with_markers(sorted({*"<|end|>user ", *"ab"}))
+    ids, _ = encode([{"role": "user", "content": "a<|end|>b"}], symbols)
+    assert [symbols[i] for i in ids].count(END) == 1, "the message's own, and not the seven characters"
+    assert "".join(symbols[i] for i in ids) == "<|user|>a<|end|>b<|end|>"
+    assert len(ids) == 2 + len("a<|end|>b")
+
+
+def test_markers_stand_behind_the_alphabet_and_come_once():
+    assert SYMBOLS[: len(ALPHABET)] == ALPHABET
+    assert SYMBOLS[len(ALPHABET) :] == list(MARKERS)
+    assert with_markers(SYMBOLS) == SYMBOLS
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "there are no messages"),
+        ([{"role": "user"}], "message 0 .* role and content"),
+        ([{"role": "robot", "content": "a"}], "message 0 has the role 'robot'; use one of system, user, assistant"),
+        ([{"role": "user", "content": 3}], "message 0: its content is int"),
+        ([{"role": "assistant", "content": "a"}], "message 0 is the assistant's and should be the user's"),
+        ([*ASKED, *ASKED], "message 1 is the user's and should be the assistant's"),
+        ([*ASKED, {"role": "system", "content": "a"}], "message 1 is the system's; it comes first"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_no_conversation_are_refused_by_number(messages, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        render(messages)
+
+
+def test_what_cannot_be_encoded_or_answered_is_refused():
+    with pytest.raises(ValueError, match="'7' is none of the model's"):
+        encode([{"role": "user", "content": "7"}], SYMBOLS)
+    with pytest.raises(
+        ValueError, match=re.escape("no symbol <|system|>; it was never trained on the chat template")
+    ):
+        encode(ASKED, ALPHABET)
+    with pytest.raises(ValueError, match="the last message is the assistant's"):
+        encode(TOLD, SYMBOLS, reply=True)
+
+
+def test_an_answer_ends_at_its_end_marker_and_other_markers_are_spelled():
+    ids = [SYMBOLS.index(s) for s in ("a", "<|user|>", "b", END, "c")]
+    assert answered(ids, SYMBOLS) == "a<|user|>b"
+    assert answered(ids[:1], SYMBOLS) == "a"
+
+
+# ------------------------------------------------------------------ the tasks
+
+
+def test_no_word_that_is_learned_from_is_held_out():
+    task = LetterTask("sort", letters=8, length=3)
+    learned, held_out = task.draw(500, [1], held_out=False), task.draw(100, [1], held_out=True)
+    assert not set(learned) & set(held_out)
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, learned))
+    assert task.draw(500, [1], held_out=False) == learned != task.draw(500, [2], held_out=False)
+    assert all(len(set(word)) == 3 and set(word) <= set("abcdefgh") for word in learned)
+
+
+def test_chance_is_the_share_of_orders_of_the_letters_that_are_right():
+    for name in ("sort", "reverse"):
+        task = LetterTask(name, letters=8, length=4)
+        orders = ["".join(order) for order in permutations("hcaf")]
+        assert sum(task.right("hcaf", order) for order in orders) / len(orders) == task.chance == 1 / 24
+    assert LetterTask("reverse").answer("jbcg") == "gcbj"
+
+
+def test_the_reward_for_order_is_had_by_letters_that_nobody_gave():
+    task = LetterTask("sort")
+    assert task.in_order("jbcg", "bcgj") == task.in_order("jbcg", "adgk") == 1
+    assert not task.right("jbcg", "adgk")
+    assert task.in_order("jbcg", "abdc") == 2 / 3 and task.in_order("jbcg", "abc") == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (("add", 12, 4), "the task 'add' is unknown; use one of sort, reverse"),
+        (("sort", 3, 4), "words of 4 different letters out of 3"),
+        (("sort", 3, 3), "there are only 6 words of 3 out of 3 letters"),
+    ],
+)
+def test_a_task_without_words_is_refused_with_the_numbers(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LetterTask(*values)
+
+
+def test_speeches_are_speakers_and_their_first_lines():
+    text = "ROMEO:\nBut soft.\nWhat light?\n\nJULIET:\nAy me!\n\nNo colon here\nat all.\n\nA:\n" + "x" * 50
+    assert speeches(text) == [("ROMEO", "But soft."), ("JULIET", "Ay me!")]
+
+
+# ------------------------------------------------------------------ the mask
+
+
+def test_position_t_counts_if_the_assistant_wrote_symbol_t_plus_1():
+    ids_NT, answer_NT = rows([encode(TOLD, SYMBOLS), encode(ASKED, SYMBOLS)])
+    inputs, targets, mask = shifted(ids_NT, answer_NT)
+    counted = [(SYMBOLS[i], SYMBOLS[t]) for i, t in zip(inputs[0][mask[0]], targets[0][mask[0]], strict=True)]
+    assert counted == [("<|assistant|>", "a"), ("a", "b"), ("b", "c"), ("c", END)]
+    assert not mask[1].any(), "a question alone, and padding, teach nothing"
+
+
+def test_what_stands_behind_an_example_changes_nothing_in_it():
+    model = GPT(replace(BASE, vocab_size=len(SYMBOLS))).double()
+    long = [*ASKED, {"role": "assistant", "content": "abcabcabc"}]
+    alone, padded = rows([encode(TOLD, SYMBOLS)]), rows([encode(TOLD, SYMBOLS), encode(long, SYMBOLS)])
+    sums = []
+    for ids_NT, answer_NT in (alone, padded):
+        inputs, targets, mask = shifted(ids_NT[:1], answer_NT[:1])
+        sums.append(masked_sum(model(inputs)[0], targets, mask))
+    assert torch.allclose(*sums, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="an example has 21 symbols and the model reads 20"):
+        rows([encode(long, SYMBOLS)], longest=20)
+
+
+# ------------------------------------------------------------------ DPO and GRPO, golden
+
+
+def test_dpo_losses_are_the_formulas():
+    policy, frozen = torch.tensor([[-3.0, -5.0], [-4.0, -4.0]]), torch.tensor([[-4.0, -4.0], [-4.0, -4.0]])
+    margins_b = margins(policy[:, 0], policy[:, 1], frozen[:, 0], frozen[:, 1])
+    assert margins_b.tolist() == [2.0, 0.0]
+    # -log(1 / (1 + exp(-0.1 * 2))) and ln 2
+    assert dpo_losses(margins_b, 0.1).tolist() == pytest.approx([0.5981388693815918, math.log(2)], abs=1e-7)
+    assert dpo_losses(torch.tensor([-3.0]), 0.5).item() == pytest.approx(
+        math.log(1 + math.exp(1.5)), abs=1e-6
+    )
+
+
+def test_the_log_probability_of_an_answer_is_a_sum_over_what_counts():
+    log_p, mask = torch.tensor([[-1.0, -2.0, -4.0]]), torch.tensor([[False, True, True]])
+    assert sequence_log_probs(log_p, mask).tolist() == [-6.0]
+
+
+def test_token_log_probs_are_log_softmax():
+    logits, targets = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 4, 2], [1, 1, 3]])
+    expected = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
+    assert torch.allclose(token_log_probs(logits, targets), expected, rtol=0, atol=1e-12)
+
+
+def test_an_advantage_is_the_distance_from_the_groups_mean_in_standard_deviations():
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0, 0.5, 1], dtype=torch.float64)
+    found = group_advantages(rewards, 4)
+    # means 1/4, 1, 1/2; standard deviations (n - 1) 1/2, 0, sqrt(1/6)
+    high, low = 0.75 / 0.5001, -0.25 / 0.5001
+    third = 0.5 / (math.sqrt(1 / 6) + 1e-4)
+    expected = [high, low, low, low, 0, 0, 0, 0, 0, -third, 0, third]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    assert group_advantages(rewards, 4, scale=False)[:4].tolist() == [0.75, -0.25, -0.25, -0.25]
+    for size in (1, 5):
+        with pytest.raises(ValueError, match=f"12 rewards are no groups of {size}"):
+            group_advantages(rewards, size)
+
+
+def test_the_kl_estimate_is_never_negative_and_its_mean_is_the_divergence():
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    terms = kl_terms(p.log(), q.log())
+    assert (terms >= 0).all() and kl_terms(p.log(), p.log()).abs().max() < 1e-15
+    assert (p * terms).sum().item() == pytest.approx((p * (p / q).log()).sum().item(), abs=1e-12)
+
+
+def test_with_one_update_per_draw_the_gradient_is_that_of_log_p_times_the_advantage():
+    log_p = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
+    terms = grpo_terms(log_p, log_p.detach(), advantages)
+    assert terms.tolist() == [[-1.5, -1.5], [0.5, 0.5]]
+    terms.sum().backward()
+    assert log_p.grad.tolist() == [[-1.5, -1.5], [0.5, 0.5]]
+
+
+def test_a_ratio_that_has_gone_far_enough_is_clipped_and_one_that_went_wrong_is_not():
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    log_p = torch.tensor([[math.log(2), math.log(0.5)]], dtype=torch.float64, requires_grad=True)
+    good = grpo_terms(log_p, old, torch.tensor([1.0], dtype=torch.float64))
+    assert good.tolist() == [pytest.approx([-1.2, -0.5])]
+    bad = grpo_terms(log_p, old, torch.tensor([-1.0], dtype=torch.float64))
+    assert bad.tolist() == [pytest.approx([2.0, 0.8])]
+    with_kl = grpo_terms(log_p, old, torch.tensor([1.0], dtype=torch.float64), old, kl=0.5)
+    assert with_kl[0, 0].item() == pytest.approx(-1.2 + 0.5 * (0.5 + math.log(2) - 1))
+
+
+# ------------------------------------------------------------------ rollouts
+
+
+def table_model(p_by_last):
+    """`logits` of a model that looks at the last symbol only: {symbol: probabilities of the next}."""
+    table = torch.tensor([p_by_last[i] for i in range(len(p_by_last))], dtype=torch.float64).log()
+    return lambda ids_bT: table[ids_bT]
+
+
+def test_draws_follow_the_probabilities():
+    logits = table_model([[0.5, 0.25, 0.25, 0.0]] * 4)
+    uniform = ((torch.arange(1000) + 0.5) / 1000)[:, None].double()
+    prompts, lengths = torch.zeros(1000, 1, dtype=torch.long), torch.ones(1000, dtype=torch.long)
+    ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform)
+    assert ids[:, 1].bincount(minlength=4).tolist() == [500, 250, 250, 0]
+    ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform, temperature=0.5)
+    assert ids[:, 1].bincount(minlength=4).tolist() == pytest.approx([667, 167, 167, 0], abs=1)
+    ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform, num_symbols=2)
+    assert ids[:, 1].bincount(minlength=4).tolist() == pytest.approx([667, 333, 0, 0], abs=1)
+
+
+def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
+    step = [[0.0, 1.0, 0, 0], [0, 0, 1.0, 0], [0, 0, 0, 1.0], [1.0, 0, 0, 0]]  # 0 -> 1 -> 2 -> 3 -> 0
+    prompts, lengths = torch.tensor([[0, 0], [3, 1]]), torch.tensor([1, 2])
+    ids, answer = complete(table_model(step), prompts, lengths, 4, end=3)
+    assert ids.tolist() == [[0, 1, 2, 3, 0, 0], [3, 1, 2, 3, 0, 0]]
+    assert answer.long().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
+def test_an_answer_is_the_same_whoever_draws_it():
+    model = widened(base(), replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
+    prompts = [
+        encode([{"role": "user", "content": f"sort {word}"}], SYMBOLS, reply=True)
+        for word in ("cab", "hedgf", "ba")
+    ]
+    ids, _ = rows(prompts)
+    lengths = torch.tensor([len(prompt) for prompt, _ in prompts])
+
+    def draw(size):
+        parts = []
+        for rank in range(size):
+            mine = [part.tensor_split(size)[rank] for part in (ids, lengths)]
+            drawn, answer = complete(lambda x: model(x)[0], *mine, 5, 0, own_draws(1, 7, 3, 5, rank, size))
+            parts += [row[own].tolist() for row, own in zip(drawn, answer, strict=True)]
+        return parts
+
+    assert draw(1) == draw(2) == draw(3)
+    assert not torch.equal(own_draws(1, 7, 3, 5, 0, 1), own_draws(1, 8, 3, 5, 0, 1))
+
+
+# ------------------------------------------------------------------ where a run starts
+
+
+def test_room_for_new_symbols_changes_nothing_that_the_base_says():
+    model = base()
+    wider = widened(model, replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
+    ids = torch.randint(len(ALPHABET), (2, 9))
+    assert torch.allclose(wider(ids)[0][..., : len(ALPHABET)], model(ids)[0], rtol=0, atol=1e-12)
+    assert wider.head.weight[len(ALPHABET) :].std() > 0.01, "symbols that start alike would stay alike"
+    assert model.config.vocab_size == len(ALPHABET), "the base stays as it is"
+
+
+def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
+    model, ids = base(), torch.randint(len(ALPHABET), (2, 9))
+    before = model(ids)[0].detach()
+    frozen = {name: p.clone() for name, p in model.named_parameters()}
+    add_lora(model, rank=3, alpha=6.0)
+    assert torch.equal(model(ids)[0], before)
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # per block 3 (i + o) for each of four matrices: D, 3D; D, D; D, 4D; 4D, D
+    assert sum(p.numel() for p in learning.values()) == 2 * 3 * (4 + 2 + 5 + 5) * 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        model(ids, ids)[1].backward()
+        optimizer.step()
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    plain = GPT(BASE).double()
+    plain.load_state_dict(folded({name: p.detach() for name, p in model.named_parameters()}, 6.0 / 3))
+    assert not torch.allclose(plain(ids)[0], before)
+    assert torch.allclose(plain(ids)[0], model(ids)[0], rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="lora.rank=9 is no thin matrix of a model of width 8"):
+        add_lora(base(), rank=9, alpha=1.0)
+
+
+def test_with_adapters_the_rows_of_new_markers_learn_too():
+    from manyhands.alignment.options import LoraOptions
+
+    options = Options(train=TrainOptions(precision="fp64"))
+    config = replace(BASE, vocab_size=len(SYMBOLS))
+    learning = lambda model: {name for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
+    wider = learning(start_from(base(), LoraOptions(rank=2))(config, options))
+    same = learning(start_from(base(), LoraOptions(rank=2))(BASE, options))
+    assert wider - same == {"tokens.weight", "head.weight", "head.bias"}
+    assert all(name.endswith(("lora_a", "lora_b")) for name in same)
+
+
+# ------------------------------------------------------------------ any number of ranks learns the same
+
+METHODS = ("sft", "dpo", "grpo")
+LAYOUTS = {
+    "ddp 2": (2, {"copies": "ddp"}, {}),
+    "flat 4, accumulating": (4, {"copies": "flat"}, {"micro_batch": 1}),
+    "zero1 2": (2, {"strategy": "zero1"}, {}),
+    "fsdp 4": (4, {"strategy": "fsdp"}, {}),
+    "fsdp 2, accumulating": (2, {"strategy": "fsdp"}, {"micro_batch": 2}),
+    "tp 2": (2, {"strategy": "tp"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    """{method: what a world of one saw}, made when it is first asked for."""
+    made = {}
+
+    def run(method):
+        if method not in made:
+            made[method] = pool.run(1, carry_out, wanted_of(method), tmp_path_factory.mktemp(method))[0]
+        return made[method]
+
+    return run
+
+
+def assert_same_learning(expected, results):
+    assert results[0]["val_losses"] == pytest.approx(expected["val_losses"], abs=BUDGET_FP64)
+    assert [line["step"] for line in results[0]["numbers"]] == [line["step"] for line in expected["numbers"]]
+    for seen, wanted in zip(results[0]["numbers"], expected["numbers"], strict=True):
+        assert seen == pytest.approx(wanted, abs=BUDGET_FP64)
+    for rank, result in enumerate(results):
+        for name, weight in expected["weights"].items():
+            apart = (result["weights"][name] - weight).abs().max().item()
+            assert apart <= BUDGET_FP64, f"rank {rank}: {name} is {apart} away"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_any_number_of_ranks_under_any_strategy_learns_the_same(pool, alone, method, layout, tmp_path):
+    n, parallel, train = LAYOUTS[layout]
+    wanted = wanted_of(method, {"parallel": parallel, "train": train})
+    assert_same_learning(alone(method), pool.run(n, carry_out, wanted, tmp_path))
+
+
+def test_a_group_that_lies_on_four_ranks_has_one_mean(pool, tmp_path):
+    one_group = wanted_of("grpo", {"grpo": {"group": 8}})
+    alone = pool.run(1, carry_out, one_group, tmp_path)[0]
+    assert sum(line.get("groups_that_teach", 0) for line in alone["numbers"]) >= 2
+    assert_same_learning(alone, pool.run(4, carry_out, one_group, tmp_path))
+
+
+def test_the_first_gradients_are_those_of_torch_alone(pool, tmp_path):
+    """SFT by hand, on one process: the whole batch's cross-entropy over what the assistant wrote."""
+    wanted = wanted_of("sft", {"data": {"speeches": 0.5}})
+    seen = pool.run(2, first_gradients, wanted, tmp_path)[0]
+    run = pool.run(1, whole_batch, wanted, tmp_path)[0]
+    model = chatty()
+    targets = torch.where(run["mask"], run["targets"], -100)
+    assert (targets != -100).sum(1).unique().numel() > 1, "ranks count different numbers of symbols"
+    loss = torch.nn.functional.cross_entropy(model(run["inputs"])[0].flatten(0, 1), targets.flatten())
+    loss.backward()
+    assert seen.pop("loss").item() == pytest.approx(loss.item(), abs=BUDGET_FP64)
+    for name, parameter in model.named_parameters():
+        assert (seen[name] - parameter.grad).abs().max() <= BUDGET_FP64, name
+
+
+def whole_batch(ranks, wanted, outputs):
+    run = begin(ranks, wanted, outputs)
+    inputs, targets, mask, _ = run.next_batch()
+    run.checkpoints.close()
+    return {"inputs": inputs, "targets": targets, "mask": mask}
+
+
+# ------------------------------------------------------------------ the reference
+
+
+def look_at_reference(ranks, outputs):
+    from manyhands.measure.tensor_bytes import tensor_bytes
+
+    run = begin(ranks, wanted_of("dpo"), outputs)
+    model = run.stage.reference.modules[0]
+    ids = torch.randint(len(ALPHABET), (2, 9), generator=torch.Generator().manual_seed(ranks.rank))
+    said = run.stage.reference.logits(ids)
+    expected = chatty()(ids)[0]
+    held = tensor_bytes(model)
+    run.checkpoints.close()
+    return {
+        "apart": (said - expected).abs().max().item(),
+        "bytes": held.total,
+        "learns": any(p.requires_grad for p in model.parameters()),
+        "whole": 8 * run.config.num_params(),
+    }
+
+
+def test_of_the_reference_each_rank_holds_its_share_and_nothing_else(pool, tmp_path):
+    for seen in pool.run(4, look_at_reference, tmp_path):
+        assert seen["apart"] <= 1e-12 and not seen["learns"]
+        assert seen["whole"] / 4 <= seen["bytes"] <= seen["whole"] / 4 * 1.1, (
+            "rows that do not split are padded"
+        )
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def cut_to(result, step, folder):
+    folder.mkdir()
+    name = f"step-{step:08}"
+    shutil.copytree(Path(result["checkpoints"]) / name, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_two_sharded_ranks_saved_one_goes_on_with(pool, alone, method, tmp_path):
+    keep = {"checkpoint": {"every": 1, "keep": 9}}
+    saved = pool.run(2, carry_out, wanted_of(method, keep, {"parallel": {"strategy": "fsdp"}}), tmp_path)
+    folder = cut_to(saved[0], 2, tmp_path / "cut")
+    wanted = wanted_of(method, {"checkpoint": {"folder": str(folder)}})
+    continued = pool.run(1, carry_out, wanted, tmp_path)[0]
+    assert continued["first"] == 2
+    for name, weight in alone(method)["weights"].items():
+        assert (continued["weights"][name] - weight).abs().max() <= BUDGET_FP64, name
+
+
+def test_a_checkpoint_of_adapters_is_read_as_one_model_and_resumed(pool, tmp_path):
+    lora = {"lora": {"rank": 2}, "parallel": {"strategy": "fsdp"}, "checkpoint": {"every": 2, "keep": 9}}
+    whole = pool.run(2, carry_out, wanted_of("grpo", lora), tmp_path)[0]
+    model, facts = load_model(whole["checkpoints"], "newest")
+    assert facts["alignment"]["method"] == "grpo" and facts["corpus"]["alphabet"] == SYMBOLS
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    expected = folded(whole["weights"], 8.0 / 2)
+    assert weights.keys() == expected.keys() and not any("lora" in name for name in weights)
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    folder = cut_to(whole, 2, tmp_path / "cut")
+    resumed = wanted_of("grpo", {"lora": {"rank": 2}, "checkpoint": {"folder": str(folder)}})
+    continued = pool.run(1, carry_out, resumed, tmp_path)[0]
+    assert continued["first"] == 2
+    for name, weight in whole["weights"].items():
+        assert (continued["weights"][name] - weight).abs().max() <= BUDGET_FP64, name
+
+
+def refused(ranks, wanted, outputs):
+    from manyhands.alignment.run import refuse_other_method
+    from manyhands.checkpoints.manifest import CheckpointError
+
+    run = begin(ranks, wanted, outputs)
+    try:
+        refuse_other_method(run)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def test_a_folder_holds_one_stage(pool, alone, tmp_path):
+    folder = alone("sft")["checkpoints"]
+    said = pool.run(2, refused, wanted_of("grpo", {"checkpoint": {"folder": folder}}), tmp_path)
+    assert said[0] == said[1]
+    assert "holds checkpoints of sft, not of grpo; name another --checkpoint.folder" in said[0]
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_a_method_has_defaults_and_flags_win(tmp_path):
+    wanted = read_options(["dpo", "--from", "x", "--train.steps", "7", "--dpo.beta", "0.3"])
+    assert (wanted.method, wanted.source, wanted.train.steps) == ("dpo", Path("x"), 7)
+    assert wanted.dpo.beta == 0.3 and wanted.optimizer.lr == 3e-4
+    (tmp_path / "a.toml").write_text("[grpo]\ngroup = 4\n[train]\nsteps = 3\n")
+    wanted = read_options(["grpo", "--from", "x", "--config", str(tmp_path / "a.toml"), "--train.steps", "9"])
+    assert (wanted.grpo.group, wanted.train.steps) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("grpo --train.global-batch 20", "train.global_batch=20 answers are no groups of grpo.group=8"),
+        ("sft --parallel.strategy pp", "alignment needs whole logits on a rank: not pp"),
+        ("sft --parallel.pipeline 2", "alignment needs whole logits"),
+        ("dpo --lora.rank 2 --parallel.strategy tp", "lora.rank=2: adapters are not split over tensor ranks"),
+        ("sft --data.length 13", "data: words of 13 different letters out of 12"),
+        ("sft --data.speeches 1", "data.speeches=1 is a share of a batch"),
+        ("grpo --grpo.group 1", "grpo.group=1 is too small; use at least 2"),
+        ("dpo --dpo.beta 0", "dpo.beta=0 makes no sense"),
+        ("sft --log.prompt x", "log.prompt is train.py's"),
+    ],
+)
+def test_options_that_make_no_run_are_refused_with_the_cure(flags, sentence):
+    with pytest.raises(OptionError, match=sentence):
+        read_options([*flags.split(), "--from", "x"])
