@@ -67,7 +67,10 @@ def test_each_row_of_a_batch_has_its_own_rules():
 
 
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=9), st.floats(0, 1, exclude_max=True))
+@given(
+    st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=9),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_nothing_of_probability_zero_is_drawn(weights, number):
     if sum(weights) == 0:
         weights.append(1.0)
@@ -111,7 +114,9 @@ def test_a_cache_changes_no_logit_however_the_positions_arrive():
         for size in cuts:
             found.append(cached_logits(model, ids[:, cache.length : cache.length + size], cache))
         assert (torch.cat(found, dim=1) - whole).abs().max() < 1e-10
-    assert torch.equal(cached_logits(model, ids, KVCache(40)), whole), "a prefill is the model's own forward, to the bit"
+    assert torch.equal(cached_logits(model, ids, KVCache(40)), whole), (
+        "a prefill is the model's own forward, to the bit"
+    )
 
 
 def test_generating_with_and_without_a_cache_writes_the_same():
@@ -134,7 +139,9 @@ def test_a_cache_takes_the_bytes_of_its_formula_and_truncating_forgets():
 
 def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
     model = gpt()
-    with pytest.raises(ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"):
+    with pytest.raises(
+        ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"
+    ):
         generate(model, torch.zeros(1, 40, dtype=torch.long), 9)
     with pytest.raises(ValueError, match="49 positions do not fit"):
         cached_logits(model, torch.zeros(1, 49, dtype=torch.long), KVCache(99))
@@ -154,7 +161,9 @@ def test_accepted_and_corrected_guesses_follow_the_targets_distribution():
     for guess, row in zip(guesses, numbers, strict=True):
         counts[judged([guess], q[None], torch.stack((p, p)), row[1:])[0]] += 1
     assert ((counts - n * p) ** 2 / (n * p)).sum() < chi_square_limit(5)
-    assert ((counts - n * q) ** 2 / (n * q)).sum() > 100 * chi_square_limit(5), "the test could not tell p from q"
+    assert ((counts - n * q) ** 2 / (n * q)).sum() > 100 * chi_square_limit(5), (
+        "the test could not tell p from q"
+    )
 
 
 @pytest.mark.parametrize("how", [Sampling(), Sampling(0.8, top_k=3)])
