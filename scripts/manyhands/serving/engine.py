@@ -59,16 +59,22 @@ class Engine:
         self._install(model, version, num_symbols)
 
     def _install(self, model, version, num_symbols):
-        self.model, self.version = model.eval(), version
-        self.num_symbols = num_symbols or model.config.vocab_size
         weight = next(model.parameters())
-        self.cache = PagedCache(
-            model.config, self.pool.num_blocks, self.pool.block_size, weight.dtype, weight.device, self.num_heads
+        # first what may fail: then nothing has changed
+        cache = PagedCache(
+            model.config,
+            self.pool.num_blocks,
+            self.pool.block_size,
+            weight.dtype,
+            weight.device,
+            self.num_heads,
         )
         self.scheduler.change_model(version)
+        self.cache, self.model, self.version = cache, model.eval(), version
+        self.num_symbols = num_symbols or model.config.vocab_size
 
-    def add(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
-        """Queue a prompt (a list of ids, at least one); the Sequence. Raises ValueError for what the model cannot hold."""
+    def new_sequence(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
+        """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
         block_size = self.model.config.block_size
         if not prompt:
             raise ValueError("the prompt is empty; send at least one symbol")
@@ -79,9 +85,13 @@ class Engine:
                 f"{len(prompt)} symbols of the prompt and {max_tokens} more do not fit into the model's context "
                 f"of {block_size}; shorten the prompt, or ask for at most {max(block_size - len(prompt), 0)}"
             )
-        sequence = Sequence(
+        return Sequence(
             list(prompt), max_tokens, sampling or Sampling(), uniforms(seed, max_tokens), frozenset(stop_ids)
         )
+
+    def add(self, *args, **kwargs):
+        """Queue a `new_sequence`, and return it."""
+        sequence = self.new_sequence(*args, **kwargs)
         self.scheduler.add(sequence)
         return sequence
 
