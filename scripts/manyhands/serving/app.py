@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from math import isfinite
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -121,7 +122,11 @@ def _add_the_rest(app, service, load):
             verdict = await service.consider(lambda: load(str(step)))
         except CheckpointError as error:
             raise Refusal(409, str(error), "unreadable") from None
-        content = {**vars(verdict), "serves": service.live.version}
+        losses = {name: loss for name, loss in vars(verdict).items() if name.endswith("loss")}
+        content = vars(verdict) | {
+            name: loss if loss and isfinite(loss) else None for name, loss in losses.items()
+        }
+        content["serves"] = service.live.version
         return JSONResponse(content, status_code=200 if verdict.passed else 409)
 
     @app.get("/healthz")
@@ -141,21 +146,29 @@ def refuse_model(body, name):
 
 
 async def read_body(request, limits):
-    """The body's bytes. Raises Refusal for one that is too large (413) or too slow (408)."""
+    """The body's bytes. Raises Refusal for one that is too large (413) or too slow (408).
+
+    What is too large is read on for a while and thrown away: who is still sending would lose the answer.
+    """
     too_large = Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > limits.body_bytes:
+    if length.isdigit() and int(length) > 10 * limits.body_bytes:
         raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 size += len(part)
-                if size > limits.body_bytes:
+                if size > 10 * limits.body_bytes:
                     raise too_large
-                parts.append(part)
+                if size > limits.body_bytes:
+                    parts.clear()
+                else:
+                    parts.append(part)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
+    if size > limits.body_bytes:
+        raise too_large
     return b"".join(parts)
 
 

@@ -1,8 +1,8 @@
 """What a server counts, for Prometheus: requests, symbols, times, room, and how far prompts are from the training text.
 
 Labels are routes, statuses and reasons, never anything that a client has sent. Drift: `prompt_nats` is how surprised the
-model is by a symbol of a prompt, on average over the last ones; `validation_nats` is what it was on its validation text.
-If the first leaves the second behind, people write what the model was not trained on.
+model is by a symbol of a prompt, on average over the last ones; `held_out_nats` is the same on the gate's held-out text. If
+the first leaves the second behind, people write what the model was not trained on.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -30,8 +30,8 @@ class ServerMetrics:
         )
         self.candidates = self._make(Counter, "candidates", "checkpoints at the gate", ["verdict"])
         self.live_step = self._make(Gauge, "model_step", "the training step of the model that serves")
-        self.validation_nats = self._make(
-            Gauge, "validation_nats", "its loss on its validation text, nats per symbol"
+        self.held_out_nats = self._make(
+            Gauge, "held_out_nats", "its loss on the gate's text, nats per symbol"
         )
         self.drift = Drift(worker.engine)
         engine, scheduler = worker.engine, worker.engine.scheduler
@@ -60,10 +60,10 @@ class ServerMetrics:
             self.first_s.observe(ticket.first_s)
         self.whole_s.observe(seconds)
 
-    def note_model(self, facts):
-        """Which model serves from now on."""
+    def note_model(self, facts, held_out_nats=None):
+        """Which model serves from now on; its loss on the gate's text, if that is known yet."""
         self.live_step.set(facts["step"])
-        self.validation_nats.set(float("nan") if facts.get("val_loss") is None else facts["val_loss"])
+        self.held_out_nats.set(float("nan") if held_out_nats is None else held_out_nats)
 
     def content(self):
         return generate_latest(self.registry)

@@ -87,6 +87,13 @@ class Service:
         self.metrics = ServerMetrics(self.worker)
         self.metrics.note_model(self.live.facts)
         self.worker.start()
+        if self.gate.ids is not None:
+            self.first_look = asyncio.ensure_future(self._look_at_held_out(self.live))
+
+    async def _look_at_held_out(self, live):
+        nats = await asyncio.to_thread(gate.loss_on, live.model, self.gate.ids)
+        if live is self.live:
+            self.metrics.note_model(live.facts, nats)
 
     async def stop(self):
         """End the engine's thread. Requests that are still open get no more symbols."""
@@ -127,7 +134,7 @@ class Service:
             if verdict.passed and candidate.version != self.live.version:
                 await self.worker.change_model(candidate.model, candidate.version, len(self.words))
                 self.live = candidate
-                self.metrics.note_model(candidate.facts)
+                self.metrics.note_model(candidate.facts, verdict.loss)
             log.info("checkpoint %s: %s; %s serves", candidate.version, verdict.sentence, self.live.version)
             return verdict
 
