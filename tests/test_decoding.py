@@ -29,6 +29,15 @@ def gpt(seed=1, config=CONFIG):
     return model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Tensors as small as these are slower on two, by far where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def chi_square_limit(degrees, z=4.5):
     """A chi-square of so many degrees exceeds this once in 300,000 times (Wilson and Hilferty 1931)."""
     return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
@@ -155,7 +164,7 @@ def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
 def test_accepted_and_corrected_guesses_follow_the_targets_distribution():
     torch.manual_seed(4)
     p, q = (torch.softmax(2 * torch.randn(6, dtype=torch.float64), -1) for _ in range(2))
-    n, counts = 20_000, torch.zeros(6, dtype=torch.float64)
+    n, counts = 6_000, torch.zeros(6, dtype=torch.float64)
     numbers = torch.tensor(uniforms(8, 4 * n)).view(n, 4).tolist()
     guesses = draw(q.expand(n, -1), [row[0] for row in numbers]).tolist()
     for guess, row in zip(guesses, numbers, strict=True):
@@ -171,7 +180,7 @@ def test_a_text_written_with_guesses_has_the_distribution_of_the_target_alone(ho
     """All pairs of the two symbols after a prompt, against their exact probabilities."""
     config = GPTConfig(vocab_size=4, block_size=8, n_layer=1, n_head=1, n_embd=8)
     target, draft = gpt(2, config), gpt(3, config)
-    prompt, n = [1, 2], 1500
+    prompt, n = [1, 2], 800
     first = probabilities(target(torch.tensor([prompt]))[0][:, -1], [how])[0]
     nexts = target(torch.tensor([[*prompt, a] for a in range(4)]))[0][:, -1]
     expected = (n * first[:, None] * probabilities(nexts, [how] * 4)).flatten()
@@ -180,9 +189,11 @@ def test_a_text_written_with_guesses_has_the_distribution_of_the_target_alone(ho
         ids, _ = speculate(target, draft, prompt, 2, guesses=2, sampling=how, seed=seed)
         counts[4 * ids[-2] + ids[-1]] += 1
     assert (counts[expected == 0] == 0).all()
-    possible = expected > 0
-    chi = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    assert chi < chi_square_limit(int(possible.sum()) - 1)
+    rare = expected < 5  # together they are one cell
+    found, wanted = ([*x[~rare], x[rare].sum()] for x in (counts, expected))
+    cells = [(f, w) for f, w in zip(found, wanted, strict=True) if w > 0]
+    assert len(cells) > 4, "too few cells to tell anything"
+    assert sum((f - w) ** 2 / w for f, w in cells) < chi_square_limit(len(cells) - 1)
 
 
 def test_the_likeliest_symbols_are_the_same_with_guesses_and_a_twin_guesses_all_of_them():
@@ -241,6 +252,6 @@ def _split(ranks, prompts, n, how):
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_a_model_split_over_ranks_writes_what_one_rank_writes_from_a_part_of_the_cache(pool, n_ranks):
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    for alone, split, apart, cache_bytes in pool.run(n_ranks, _split, prompts, 20, Sampling(0.8, top_p=0.9)):
+    for alone, split, apart, cache_bytes in pool.run(n_ranks, _split, prompts, 6, Sampling(0.8, top_p=0.9)):
         assert split == alone and apart < 1e-10
         assert cache_bytes == 2 * 2 * 1 * 48 * 16 * 8 // n_ranks
