@@ -25,9 +25,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 @pytest.fixture(scope="module")
 def program(root):
     spec = importlib.util.spec_from_file_location("serve_program", root / "scripts" / "serve.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # tyro looks for its text there
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[spec.name]
 
 
 @pytest.fixture(scope="module")
