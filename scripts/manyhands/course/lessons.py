@@ -21,6 +21,7 @@ SHORT = {
     "07_tensor_parallel": {"layers": 1, "sequences": 2, "steps": 3},
     "08_pipeline_parallel": {"micro_batches": 4, "rows": 1},
     "11_when_it_breaks": {"steps": 16, "wait_s": 2.0, "state_mib": 2, "repeats": 2, "failures": "none"},
+    "14_llm_serving": {"steps": 30, "texts": 2, "draws": 600},
 }
 
 AIM_S = 90  # a lesson of full length, headless, 2 cores, 4 ranks

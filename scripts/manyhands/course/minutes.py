@@ -26,6 +26,7 @@ BUDGETS = {
     "07": 45,
     "08": 50,
     "11": 45,
+    "14": 45,
 }  # minutes of an agenda
 
 
