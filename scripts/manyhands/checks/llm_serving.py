@@ -239,7 +239,7 @@ def _kept_with_p(p_V, q_V):
 def users_that_fit(answer, ranks=None):
     """`answer(memory, P, N, D, S, size)` -> whole users whose caches of S positions fit beside the weights."""
     for memory, P, N, D, S, size in (
-        (20_000, 1000, 3, 8, 10, 2), (8 * 10**10, 7 * 10**9, 32, 4096, 4096, 2), (10_000, 1000, 2, 8, 10, 8),
+        (20_000, 3000, 3, 8, 10, 2), (8 * 10**10, 7 * 10**9, 32, 4096, 4096, 2), (10_000, 1000, 2, 8, 10, 8),
         (1000, 600, 1, 4, 4, 2), (10_240, 0, 2, 8, 10, 4),
     ):  # fmt: skip
         found = number(answer(memory, P, N, D, S, size), "a number of users")
