@@ -6,19 +6,25 @@
     python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
         --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
     python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
+    python scripts/plan.py --preset mixtral-8x7b --gpus 64 --global-batch 64                  # experts, long sequences
+    python scripts/plan.py --preset olmo-7b --gpus 64 --experts 8 --top-k 2 --capacity-factor 1.25
     python scripts/plan.py --published --plot published.png                               # held against published runs
     python scripts/plan.py --machines                                                     # the table, with its sources
 
 You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes ("in",
-"out"), the pipeline's bubble, predicted time of a step and MFU; why the others are refused, with the numbers; the assumption
-that the first row hangs on most; and the `train.py` command and job lines for it. "micro 8x4" is 8 micro-batches of 4
-sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered
-for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload (zero3, at rest in the host's memory).
+"out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it; why the others
+are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py` command and job lines for
+it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer),
+zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload
+(zero3, at rest in the host's memory). "context 4": 4 ranks share each sequence, by ring attention with zig-zag shares; for
+weights they are data ranks. "experts over 8": each of 8 data ranks has an eighth of the experts. Neither of the two is an
+axis of train.py: then the command is of the first row that it can run, if there is one.
 
-Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests; times
-are a model with two constants fitted on published runs: `--published` shows how far off it is. Not planned: context
-parallelism, mixtures of experts, zero-bubble schedules, CPUs. Nothing here needs torch or a GPU. Status 1: nothing fits, and
-the smallest number of GPUs that would; status 2: the question makes no sense, with the cure.
+Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests, or, for
+context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants fitted on
+published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, DeepSpeed, CPUs. Nothing here needs
+torch or a GPU. Status 1: nothing fits, and the smallest number of GPUs that would; status 2: the question makes no sense,
+with the cure.
 """
 
 import argparse
@@ -31,8 +37,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
-from manyhands.predict.plan_layouts import Question
-from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model, refuse_experts
+from manyhands.predict.plan_layouts import LONG, SCHEDULES, Question
+from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model
 from manyhands.predict.planner import plan
 
 NOTHING_FITS, SENSELESS = 1, 2
@@ -68,7 +74,13 @@ def read(argv):
         "--style", choices=("gpt", "llama"), default="gpt", help="llama: SwiGLU, RMSNorm, grouped queries"
     )
     model.add_argument("--tie", action="store_true", help="one matrix for token embedding and head")
-    model.add_argument("--experts", type=int, help="refused: there is no formula for them here")
+    model.add_argument(
+        "--experts", type=int, help="MLPs per layer, of which each token passes through --top-k"
+    )
+    model.add_argument("--top-k", type=int, help="experts per token (default: 2)")
+    model.add_argument(
+        "--capacity-factor", type=float, help="an expert's buffer over its mean share; left out: no padding"
+    )
     machine = parser.add_argument_group("the machine")
     machine.add_argument(
         "--machine", default="h100", help=f"{', '.join(MACHINES)}, or a .toml file (default: h100)"
@@ -76,7 +88,14 @@ def read(argv):
     for flag in MACHINE_FLAGS:
         machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
     machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
-    machine.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
+    layouts = parser.add_argument_group("which layouts")
+    layouts.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
+    layouts.add_argument(
+        "--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried"
+    )
+    layouts.add_argument(
+        "--context", type=int, help=f"ranks that share a sequence; left out: tried from {LONG:,} positions on"
+    )
     parser.add_argument("--global-batch", type=int, help="sequences per step (default: the preset's)")
     out = parser.add_argument_group("what to show")
     out.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
@@ -90,7 +109,6 @@ def read(argv):
 
 def question_of(args):
     """The Question of the flags. Raises ValueError with the cure."""
-    refuse_experts(args.experts)
     machine = (
         machine_from_file(args.machine) if args.machine.endswith(".toml") else machine_named(args.machine)
     )
@@ -100,15 +118,15 @@ def question_of(args):
         if getattr(args, flag) is not None
     }
     machine = replace(machine, name=f"{machine.name}, changed", **changed) if changed else machine
-    model, batch = _model(args), args.global_batch
+    model, batch = _with_experts(_model(args), args), args.global_batch
     if batch is None:
         from manyhands.config.options import from_preset
         from manyhands.config.presets import PRESETS
 
-        if model.name not in PRESETS:
+        if args.preset not in PRESETS:
             raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")
-        batch = from_preset(model.name).train.global_batch
-    return Question(model, machine, args.gpus, batch, offload=not args.no_offload)
+        batch = from_preset(args.preset).train.global_batch
+    return Question(model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context)
 
 
 def _model(args):
@@ -122,6 +140,20 @@ def _model(args):
         raise ValueError(f"no model: name --preset, or {', '.join(missing)}")
     sizes = {(SIZES | MORE_SIZES)[flag]: value for flag, value in given.items()}
     return PlannedModel("your model", style=args.style, tie=args.tie, **sizes)
+
+
+def _with_experts(model, args):
+    """The model with the experts of the flags; of a preset that has some, other ones. Raises ValueError."""
+    if args.experts is None and model.n_expert == 1:
+        if args.top_k is not None or args.capacity_factor is not None:
+            raise ValueError("--top-k and --capacity-factor are about experts; name --experts, too")
+        return model
+    experts = model.n_expert if args.experts is None else args.experts
+    usual = min(model.top_k if model.n_expert > 1 else 2, max(1, experts))
+    top_k = usual if args.top_k is None else args.top_k
+    name = model.name if experts == model.n_expert else f"{model.name} with {experts} experts"
+    name = f"{model.name} without experts" if experts == 1 < model.n_expert else name
+    return replace(model, name=name, n_expert=experts, top_k=top_k, capacity=args.capacity_factor)
 
 
 def main(argv=None):
@@ -175,7 +207,7 @@ def _show_machines():
 
 
 def _show_published(args):
-    from manyhands.predict.plan_report import published_text
+    from manyhands.predict.published_report import published_text
     from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops
 
     print(published_text())

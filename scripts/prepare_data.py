@@ -1,33 +1,164 @@
-"""Fetch the corpus once, so that no run needs the network.
+"""Fetch the corpus once, so that no run needs the network; or make a text of your own ready to train on.
 
     python scripts/prepare_data.py              # from the web into data/, or ~/.cache/manyhands
     python scripts/prepare_data.py --require    # status 1 where only the offline corpus is at hand
     MANYHANDS_SHAKESPEARE=~/input.txt python scripts/prepare_data.py    # from a file that you have
     MANYHANDS_DATA=/shared/course python scripts/prepare_data.py        # into a folder that a class shares
 
-You should see one line: where the file lies, or what the lessons will use instead. Status 2: a wrong file, a
-corrupt download or a full disk, with the cure.
+You should see one line: where the file lies, or what the lessons will use instead.
+
+    python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine --vocab-size 4096      # a text of your own
+    mpiexec -n 4 python scripts/prepare_data.py essays/ --to data/mine                          # the same bytes, sooner
+    python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/prepare_data.py essays/ --to data/mine
+    python scripts/prepare_data.py --verify data/mine           # read every byte: has one changed since?
+    python scripts/train.py --data.folder data/mine
+
+Files are plain text or JSON lines in UTF-8, each also as .gz; a folder stands for the text files below it. You should see
+what was dropped and why, with an example of each, and how many tokens are left; report.json and report.png say it again.
+
+Status 2: a wrong file, a corrupt download or a full disk, with the cure.
 """
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 from manyhands.data import shakespeare
 
 
-def main():
+def arguments_of(argv, error=None):
+    """The flags as a Namespace. `error(sentence)` ends the program where they make no sense."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.error = error or parser.error
+    parser.add_argument("files", nargs="*", help="text files and folders; none: fetch Shakespeare")
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
-    arguments = parser.parse_args()
+    own = parser.add_argument_group("a text of your own")
+    own.add_argument("--to", type=Path, metavar="FOLDER", help="where it goes, such as data/mine")
+    own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
+    own.add_argument(
+        "--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte"
+    )
+    own.add_argument(
+        "--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters"
+    )
+    own.add_argument("--vocab-size", type=int, help="symbols of bpe, 257 or more (4096)")
+    own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
+    own.add_argument(
+        "--blank-lines",
+        type=int,
+        default=2,
+        help="so many end a document of plain text (2); 0: a file is one",
+    )
+    own.add_argument("--text-field", default="text", help="where JSON lines have their text (text)")
+    own.add_argument(
+        "--near", type=float, default=0.8, help="similar documents are copies; 2: only equal ones (0.8)"
+    )
+    own.add_argument("--min-characters", type=int, default=100, help="a shorter document is dropped (100)")
+    own.add_argument(
+        "--min-letters", type=float, default=0.5, help="share of letters, blanks not counted (0.5)"
+    )
+    own.add_argument("--max-repeated", type=float, default=0.3, help="share of repeated lines (0.3)")
+    own.add_argument("--max-runs", type=float, default=0.2, help="share of runs of one character (0.2)")
+    return parser.parse_args(argv)
+
+
+def wrong_value(given):
+    """What makes no sense in the flags: a sentence, or None."""
+    least, most = 257, 10**6  # symbols
+    faults = [
+        (given.verify and given.files, "--verify reads a prepared text and takes no files; leave them out"),
+        (
+            given.files and not given.to,
+            "--to FOLDER says where the prepared text goes; name one, such as data/mine",
+        ),
+        (given.to and not given.files, "--to needs files to prepare; name some"),
+        (
+            given.vocab_size is not None and given.tokenizer == "char",
+            "--vocab-size is for bpe; a tokenizer of characters has as many symbols as the text",
+        ),
+        (
+            given.vocab_size is not None and given.vocab_size < least,
+            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the mark between documents; use {least} or more",
+        ),
+        (
+            not 0 < given.validation < 1,
+            f"--validation {given.validation} is no share; use more than 0 and less than 1",
+        ),
+        (
+            given.vocab_size is not None and given.vocab_size > most,
+            f"--vocab-size {given.vocab_size} is too large; use at most {most}",
+        ),
+        (
+            not 0 <= given.blank_lines <= 1000,
+            f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000",
+        ),
+        (not given.near >= 0.5, f"--near {given.near} finds everything alike; use 0.5 or more"),
+        (given.min_characters < 0, f"--min-characters {given.min_characters} is negative; use 0 or more"),
+    ]
+    for name in ("min_letters", "max_repeated", "max_runs"):
+        value = getattr(given, name)
+        faults.append((not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"))
+    return next((sentence for wrong, sentence in faults if wrong), None)
+
+
+def fetch_shakespeare(require):
+    """The status, after one line that says where it lies."""
+    path, why_not = shakespeare.prepare()
+    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
+    return 1 if path is None and require else 0
+
+
+def prepare(given):
+    """A text of one's own, on all ranks that were started."""
+    from manyhands.data.text_preparation import Wishes, prepare_text
+    from manyhands.data.text_quality import Quality
+    from manyhands.data.text_report import shown_report
+    from manyhands.launching.join import join, leave, refuse
+
+    ranks = join(name="prepare_data", device="cpu", timeout_s=24 * 3600.0)  # rank 0 learns while others wait
+    limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
+    wishes = Wishes(
+        given.tokenizer, given.vocab_size or Wishes.vocab_size, given.validation, given.blank_lines,
+        given.text_field, given.near, limits,
+    )  # fmt: skip
     try:
-        path, why_not = shakespeare.prepare()
+        report = prepare_text(given.files, given.to, wishes, ranks, given.replace)
+    except shakespeare.DataError as error:
+        refuse(str(error))
+    if ranks.rank == 0:
+        print(shown_report(report))
+        print(f"{given.to}: python scripts/train.py --data.folder {given.to}")
+    leave()
+    return 0
+
+
+def main():
+    given = arguments_of(sys.argv[1:], _refuse)
+    if sentence := wrong_value(given):
+        _refuse(sentence)
+    if given.files:
+        return prepare(given)
+    try:
+        if given.verify:
+            from manyhands.data.own_text import verify_text
+
+            print(f"{given.verify}: {verify_text(given.verify):,} bytes of tokens are as they were written")
+            return 0
+        return fetch_shakespeare(given.require)
     except shakespeare.DataError as error:
         print(error, file=sys.stderr)
         return 2
-    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
-    return 1 if path is None and arguments.require else 0
+
+
+def _refuse(sentence):
+    """End all ranks with status 2; the first one says why."""
+    from manyhands.launching.join import end
+
+    end(f"prepare_data.py: {sentence}", 2, sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
     python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoints.export wrote it
 
-On stdout you see the prompt and what the model makes of it, symbol by symbol; on stderr what was read: the file, its
+On stdout you see the prompt and what the model makes of it, symbol by symbol (a model of documents marks the beginning of a
+new one by <|document|>); on stderr what was read: the file, its
 step and validation loss. The same seed writes the same text on the same machine. Status 2: there is nothing to read, or a
 value makes no sense, with the cure.
 """
@@ -80,15 +81,16 @@ def refuse_senseless(options):
             raise ValueError(sentence)
 
 
-def encoded(prompt, symbols):
+def encoded(prompt, tokenizer):
     """The ids of a prompt. Raises ValueError for a symbol that the model was not trained on."""
-    ids = {symbol: i for i, symbol in enumerate(symbols)}
-    for symbol in prompt:
-        if symbol not in ids:
-            raise ValueError(
-                f"--prompt has {symbol!r}, which is none of the {len(ids)} symbols that the model knows"
-            )
-    return [ids[symbol] for symbol in prompt]
+    if tokenizer.kind == "char":
+        known = set(tokenizer.symbols)
+        for symbol in prompt:
+            if symbol not in known:
+                raise ValueError(
+                    f"--prompt has {symbol!r}, which is none of the {len(known)} symbols that the model knows"
+                )
+    return tokenizer.encode(prompt).tolist()
 
 
 def shown(symbol):
@@ -100,7 +102,7 @@ def write_text(options):
     """Read the model, say on stderr what it is, and write on stdout. Raises CheckpointError or ValueError."""
     refuse_senseless(options)
     import torch
-    from manyhands.checkpoints.export import load_model
+    from manyhands.checkpoints.export import load_model, tokenizer_of
     from manyhands.launching.devices import gpus_here
     from manyhands.runs.screen import write
 
@@ -112,8 +114,8 @@ def write_text(options):
     model, facts = load_model(
         options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True)
     )
-    symbols = facts["corpus"]["alphabet"]
-    ids = encoded(options.prompt, symbols)
+    tokenizer = tokenizer_of(facts)
+    ids = encoded(options.prompt, tokenizer)
     loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
     print(
         f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters",
@@ -127,11 +129,12 @@ def write_text(options):
     ):  # sharing such small products costs more than it gains, by far on busy cores
         torch.set_num_threads(1)
     write(options.prompt)
+    text_of, num_symbols = tokenizer.writer(), len(tokenizer.symbols)
     for i in continued(
-        model, ids, options.length, options.temperature, options.top_k, len(symbols), generator
+        model, ids, options.length, options.temperature, options.top_k, num_symbols, generator
     ):
-        write(shown(symbols[i]))
-    write("\n")
+        write(shown(text_of(i)))
+    write(f"{shown(text_of(None, final=True))}\n")  # what the last symbols began
 
 
 def main(argv=None):

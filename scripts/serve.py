@@ -186,9 +186,7 @@ def main(argv=None):
     except (CheckpointError, ValueError, OSError) as error:
         more = ""
         if options.source == ALIGNED and not ALIGNED.exists():
-            more = (
-                "; lesson 13 trains it (notebooks/13_llm_alignment.ipynb), or name another run's checkpoints"
-            )
+            more = "; lesson 13 and scripts/align.py make it, or name another run's checkpoints"
         print(f"serve.py: {error}{more}", file=sys.stderr)
         return 2
 

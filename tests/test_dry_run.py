@@ -186,7 +186,7 @@ def test_what_the_corpus_refuses_the_dry_run_refuses(flags, words):
 def test_a_corpus_that_would_be_fetched_only_for_a_check_is_not_and_that_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
-    monkeypatch.setattr(dry_run, "load_corpus", lambda: pytest.fail("it asks for the corpus"))
+    monkeypatch.setattr(dry_run, "corpus_of", lambda options: pytest.fail("it asks for the corpus"))
     assert "not checked: vocabulary and prompt" in comments(described("--preset gpt2"))
 
 

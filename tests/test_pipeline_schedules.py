@@ -4,6 +4,8 @@ import itertools
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from manyhands.measure.timeline import Span
 from manyhands.predict.pipeline_schedules import (
     SCHEDULES,
@@ -85,6 +87,34 @@ def test_on_four_ranks_interleaved_holds_7_stages_and_with_two_per_rank_11_halve
     assert simulate(orders_of("Interleaved1F1B", 4, 8, 1)).in_flight == [7, 5, 3, 1]
     assert simulate(orders_of("Interleaved1F1B", 4, 8, 2)).in_flight == [11, 9, 7, 5]
     assert simulate(orders_of("InterleavedZeroBubble", 4, 8, 1)).in_flight == [4, 4, 4, 4]
+
+
+@st.composite
+def asked(draw):
+    """(schedule, p, m, v) that a schedule accepts, for p from 2 to 8 and m from 1 to 32."""
+    schedule, p = draw(st.sampled_from(SCHEDULES)), draw(st.integers(2, 8))
+    m = draw(st.integers(1, 32).filter(lambda m: schedule in ONE_STAGE or m % max(1, m // p) == 0))
+    return schedule, p, m, 1 if schedule in ONE_STAGE else draw(st.integers(1, 3))
+
+
+@settings(max_examples=80, derandomize=True)
+@given(asked=asked(), times=st.tuples(*[st.integers(1, 9)] * 4), message=st.integers(0, 3))
+def test_every_schedule_is_valid_whatever_its_actions_take(asked, times, message):
+    """Each micro-batch once through each stage and back, nothing before what it needs, one action of a rank at a time."""
+    schedule, p, m, v = asked
+    run = simulate(orders_of(*asked), dict(zip("FBIW", times, strict=True)), message)
+    ended = {slot.action: slot for slot in run.slots}
+    halves = 3 if schedule == "InterleavedZeroBubble" else 2
+    assert len(ended) == len(run.slots) == p * v * m * halves
+    for slot in run.slots:
+        for before in needs(slot.action, p * v):
+            late = message if ended[before].rank != slot.rank else 0
+            assert ended[before].end + late <= slot.start
+    for rank in range(p):
+        own = sorted((slot for slot in run.slots if slot.rank == rank), key=lambda slot: slot.start)
+        assert all(one.end <= other.start for one, other in itertools.pairwise(own))
+        assert {slot.action.stage % p for slot in own} == {rank}
+        assert in_flight([slot.action for slot in own]) == run.in_flight[rank] <= m * v
 
 
 # ------------------------------------------------------------------ what torch's runtime executes

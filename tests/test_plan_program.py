@@ -13,7 +13,7 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.predict.machines import machine_named
 from manyhands.predict.plan_command import start_lines, train_flags
-from manyhands.predict.plan_layouts import Question
+from manyhands.predict.plan_layouts import SCHEDULES, Question
 from manyhands.predict.planned_model import PlannedModel, preset_model
 from manyhands.predict.planner import plan
 
@@ -84,7 +84,7 @@ def test_json_has_one_form(run):
     told = json.loads(out)
     assert status == 0
     assert set(told) == {
-        "question", "tried", "plans", "refused", "weakest_assumption", "start", "smallest_fit",
+        "question", "tried", "plans", "refused", "weakest_assumption", "start_layout", "start", "smallest_fit",
     }  # fmt: skip
     for one in told["plans"]:
         assert set(one) == {*PLAN_KEYS, "schedule"}
@@ -153,6 +153,17 @@ def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine)
         )
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_command_of_each_schedule_is_one_that_train_py_takes(schedule):
+    found = plan(Question(preset_model("olmo-1b"), machine_named("h100"), 8, 512, schedule=schedule))
+    pipelines = [one for one in found.ranked if one.candidate.layout.pipeline > 1]
+    assert len(pipelines) >= 3
+    for one in pipelines:
+        options = read_options(train_flags(found.question, one.candidate))
+        assert options.parallel == one.candidate.options.parallel and options.parallel.schedule == schedule
+        assert resolve_layout(options, model_config(options, 65), 8, 8) == one.candidate.layout
+
+
 def test_sizes_of_your_own_become_flags():
     model = PlannedModel("your model", 50257, 1024, 24, 16, 2048, tie=True)
     found = plan(Question(model, machine_named("h100"), 8, 64))
@@ -217,7 +228,20 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
         ("--preset gpt9", "preset 'gpt9' is unknown; use one of nano"),
         ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
         ("--preset olmo-7b --memory-gb 0", "memory_bytes=0.0; use a number above 0"),
-        ("--preset olmo-7b --experts 8", "experts=8: there is no formula here"),
+        ("--preset olmo-7b --experts 2 --top-k 3", "top_k=3 of 2 expert(s); use more experts, or at most 2"),
+        (
+            "--preset olmo-7b --top-k 2",
+            "--top-k and --capacity-factor are about experts; name --experts, too",
+        ),
+        (
+            "--preset olmo-7b --experts 8 --capacity-factor 0.5",
+            "capacity factor 0.5: use 1, which holds a balanced",
+        ),
+        ("--preset olmo-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
+        (
+            "--layers 4 --width 128 --heads 4 --vocab 65 --positions 100 --global-batch 8 --context 8",
+            "100 positions do not split into 2 x 8 equal pieces for 8 context ranks; use fewer",
+        ),
         ("--preset olmo-7b --top 0", "top=0 shows nothing"),
         ("--preset llama3-8b", "comes without a batch; name --global-batch"),
         ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),

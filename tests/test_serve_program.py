@@ -136,7 +136,7 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
     ("flags", "environ", "sentence"),
     [
         (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
-        ([], {}, "lesson 13 trains it"),
+        ([], {}, "lesson 13 and scripts/align.py make it"),
         ([""], {}, "the folder to read is empty"),
         (["MODEL", "--step", "newest", "--port", "99999"], {}, "--port 99999 is none; use 1 to 65535"),
         (["MODEL", "--watch-s", "0"], {}, "--watch-s 0.0 is no time"),

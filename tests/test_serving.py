@@ -27,6 +27,7 @@ from live_server import (
     written,
 )
 from manyhands.gpt.model import GPTConfig
+from manyhands.serving import gate
 from manyhands.serving.client import Client, ServerSaid
 from manyhands.serving.limits import Limits
 from manyhands.serving.metrics import Drift
@@ -157,6 +158,25 @@ def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_nex
     ids, stop_ids = words.encode_chat(messages)
     assert "".join(words.symbols[i] for i in ids) == "BE\nUser: HO\nAssistant:"
     assert (stop_ids, words.chat_stops()) == (set(), ("\nUser:",))
+
+
+def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
+    from manyhands.data.text_tokenizer import MARK, train_bpe
+
+    tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
+    facts = facts_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
+    words = Vocabulary(facts)
+    text = f"Rosalind ☃ {MARK} é"
+    ids = words.encode(text)
+    assert tokenizer.mark not in ids and words.known(text) == text
+    so_far = TextSoFar(words)
+    shown = [so_far.add([i]) for i in [*ids, tokenizer.mark]]
+    assert "".join(shown) + so_far.end() == text and "\ufffd" not in "".join(shown), "a character comes whole"
+    asked, stop_ids = words.encode_chat([{"role": "user", "content": "☃"}])
+    assert stop_ids == {tokenizer.mark} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
+    assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
+    verdict = gate.judge(make_model(), facts, make_model(), facts_of(), None, 0.1)
+    assert not verdict.passed and "other symbols" in verdict.sentence
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 50])

@@ -29,6 +29,8 @@ SHORTEST = {
     "06_zero_fsdp": "--layers 2 --steps 1",
     "07_tensor_parallel": "--layers 1 --sequences 1 --steps 2",
     "08_pipeline_parallel": "--layers 2 --micro-batches 2 --rows 1",
+    "09_context_and_experts": "--positions 16 --tokens 32 --steps 10 --seeds 1",
+    "10_meshes_and_planning": "--layers 2 --gpus 8",
     "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
 }
 LESSONS = find_lessons()

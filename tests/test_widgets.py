@@ -19,6 +19,7 @@ from manyhands.widgets.floats import FloatControls, in_words, show_floats
 from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
 from manyhands.widgets.pipeline import pipeline_figure, show_pipeline
 from manyhands.widgets.sizes import show_sizes, sizes_figure
+from manyhands.widgets.zigzag import owners, pairs_by_step, show_zigzag, zigzag_figure
 
 # ------------------------------------------------------------------ bits
 
@@ -152,6 +153,38 @@ def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
     )
 
 
+# ------------------------------------------------------------------ who computes what of attention
+
+
+@given(
+    n=st.integers(1, 8), each=st.integers(1, 5), layout=st.sampled_from(["in order", "zig-zag", "striped"])
+)
+def test_the_pairs_of_all_ranks_and_steps_are_the_causal_mask_counted_one_by_one(n, each, layout):
+    T = 2 * n * each
+    owner_T = owners(layout, T, n)
+    assert [owner_T.count(rank) for rank in range(n)] == [2 * each] * n
+    counted = [[0] * n for _ in range(n)]
+    for query in range(T):
+        for key in range(query + 1):
+            counted[owner_T[query]][(owner_T[query] - owner_T[key]) % n] += (
+                1  # keys of rank o visit i in step i - o
+            )
+    assert pairs_by_step(owner_T, n) == counted
+    if layout == "zig-zag":
+        assert all(row == counted[0] for row in counted), "every rank has the same work in every step"
+
+
+def test_the_zigzag_figure_says_how_long_the_ring_takes_and_why_positions_do_not_split():
+    assert "the ring takes 1.00 times a fair share" in texts(zigzag_figure(4, 16, "zig-zag"))
+    in_order = texts(zigzag_figure(4, 128, "in order"))
+    assert "the ring takes 1.74 times a fair share" in in_order, "2 - 1/4 for many positions"
+    assert {"0", "1", "2", "3"} <= set(in_order)
+    assert "20 positions do not split into 8 equal chunks; use a multiple of 8" in texts(zigzag_figure(4, 20))
+    assert "the ring takes 1.14 times a fair share" in texts(zigzag_figure(4, 20, "striped"))
+    with pytest.raises(ValueError, match="layout 'mirror' is unknown; use one of in order, zig-zag, striped"):
+        owners("mirror", 16, 4)
+
+
 # ------------------------------------------------------------------ where a picture goes
 
 
@@ -169,7 +202,7 @@ def shown(monkeypatch):
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-SHOWS = [show_floats, show_memory, show_sizes, show_pipeline]
+SHOWS = [show_floats, show_memory, show_sizes, show_pipeline, show_zigzag]
 
 
 @pytest.mark.parametrize("show", SHOWS)
@@ -226,6 +259,19 @@ def test_the_pipelines_controls_draw_anew_also_where_a_schedule_refuses_the_numb
     assert "ranks hold 2, 1 micro-batches at most" in pages[0].alt
     controls["schedule"].value, controls["micro-batches m"].value = "InterleavedZeroBubble", 7
     assert pages[0].alt.startswith("7 micro-batches do not split into 3 equal rounds")
+
+
+def test_the_zigzags_controls_draw_anew_also_where_positions_do_not_split(shown, monkeypatch):
+    pages = []
+    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
+    show_zigzag(ranks=2, positions=8)
+    controls = {c.description: c for row in pages[0].box.children[:-1] for c in row.children}
+    assert list(controls) == ["ranks c", "positions", "layout"]
+    assert pages[0].alt.startswith("8 positions zig-zag on 2 ranks: 18, 18 query-key pairs")
+    controls["layout"].value = "in order"
+    assert pages[0].alt.startswith("8 positions in order on 2 ranks: 10, 26 query-key pairs")
+    controls["ranks c"].value = 3
+    assert pages[0].alt == "8 positions do not split into 3 equal chunks; use a multiple of 3"
 
 
 def test_a_number_its_bits_and_its_picture_follow_each_other(shown):

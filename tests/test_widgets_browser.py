@@ -10,7 +10,9 @@ from lab import Lab, chromium, opened
 from manyhands.widgets.display import png
 from manyhands.widgets.floats import floats_figure
 from manyhands.widgets.memory import MODELS, memory_figure
+from manyhands.widgets.rank_grid import rank_grid_figure
 from manyhands.widgets.sizes import sizes_figure
+from manyhands.widgets.zigzag import zigzag_figure
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -27,6 +29,15 @@ CONTROLS = {  # in the order of the key Tab: their roles and accessible names
     "show_pipeline": [
         ("combobox", "schedule"), ("spinbutton", "ranks p"), ("spinbutton", "micro-batches m"),
         ("spinbutton", "stages per rank v"),
+    ],
+    "show_zigzag": [("spinbutton", "ranks c"), ("spinbutton", "positions"), ("combobox", "layout")],
+    "show_rank_grid": [
+        ("spinbutton", "pipeline ranks"), ("spinbutton", "data ranks"), ("spinbutton", "tensor ranks"),
+        ("spinbutton", "ranks per node"), ("spinbutton", "look at rank"), ("combobox", "outermost first"),
+    ],
+    "show_planner": [
+        ("combobox", "model"), ("combobox", "machine"), ("combobox", "GPUs"), ("spinbutton", "sequences per step"),
+        ("combobox", "offload"),
     ],
 }  # fmt: skip
 WHAT_TAKES_KEYS = "input, select, textarea, button, [tabindex], [role=slider], [contenteditable=true]"
@@ -64,7 +75,7 @@ class Widget:
 
     def control(self, name):
         """The control with this accessible name; a dropdown's, a field's or a button's."""
-        (role,) = [role for controls in CONTROLS.values() for role, known in controls if known == name]
+        (role,) = {role for controls in CONTROLS.values() for role, known in controls if known == name}
         return self.output.get_by_role(role, name=name, exact=True)
 
     def choose(self, name, option):
@@ -211,3 +222,41 @@ def test_more_micro_batches_or_another_schedule_leave_less_idle(notebook):
     )
     pipeline.type("ranks p", "1")
     pipeline.says(r"InterleavedZeroBubble, p = 1, m = 16, v = 1: idle 0 %.*")
+
+
+def test_another_layout_levels_the_ranks_work(notebook):
+    zigzag = Widget(notebook, "show_zigzag")
+    zigzag.says(
+        "16 positions zig-zag on 4 ranks: 34, 34, 34, 34 .*; the ring takes 1[.]00 times a fair share"
+    )
+    zigzag.choose("layout", "in order")
+    zigzag.says(
+        "16 positions in order on 4 ranks: 10, 26, 42, 58 .*; the ring takes 1[.]71 times a fair share"
+    )
+    zigzag.type("ranks c", "3")
+    zigzag.says("16 positions do not split into 3 equal chunks; use a multiple of 3")
+    zigzag.type("positions", "12")
+    zigzag.says("12 positions in order on 3 ranks: 10, 26, 42 .*")
+    assert zigzag.shows(zigzag_figure(3, 12, "in order"))
+
+
+def test_another_order_of_axes_sends_more_between_nodes_and_a_rank_has_other_partners(notebook):
+    grid = Widget(notebook, "show_rank_grid")
+    grid.says(
+        r"rank 0 of pipeline 2 x data 2 x tensor 2 is in the groups pipeline 0 4, data 0 2, tensor 0 1\..*"
+    )
+    grid.type("look at rank", "6")
+    grid.says(r"rank 6 of .* pipeline 2 6, data 4 6, tensor 6 7\..* between nodes: 1\.1 of .*")
+    grid.choose("outermost first", "tensor x data x pipeline")
+    grid.says(r"rank 6 of tensor 2 x data 2 x pipeline 2 .* between nodes: 68\.7 of .*")
+    assert grid.shows(rank_grid_figure(rank=6, order="tensor x data x pipeline"))
+
+
+def test_the_planner_answers_another_question_and_says_where_nothing_fits(notebook):
+    planner = Widget(notebook, "show_planner")
+    planner.says(r"olmo-7b on 64 h100: best is .* 64, .* s per step.*")
+    planner.choose("GPUs", "8")
+    planner.says(r"olmo-7b on 8 h100: best is .* 8, .* s per step.*")
+    planner.choose("model", "llama3-405b")
+    planner.choose("offload", "no")
+    planner.says(r"nothing of llama3-405b fits on 8 h100; something fits on .* GPUs")

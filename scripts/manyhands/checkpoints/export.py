@@ -28,6 +28,7 @@ from manyhands.checkpoints.manifest import (
 )
 from manyhands.checkpoints.step_folders import best_of
 from manyhands.course.folders import write_whole
+from manyhands.data.text_tokenizer import CharTokenizer, tokenizer_from
 from manyhands.gpt.model import GPT, GPTConfig
 
 FORMAT = "manyhands export 1"
@@ -107,15 +108,28 @@ def load_model(source, step="best", tell=print):
 
 
 def believe(facts, source):
-    """Raises CheckpointError unless alphabet, step and loss are what a run writes down: whoever shows them trusts them."""
+    """Raises CheckpointError unless symbols, step and loss are what a run writes down: whoever shows them trusts them."""
     try:
-        alphabet, size = facts["corpus"]["alphabet"], facts["config"]["vocab_size"]
-        if not 0 < len(alphabet) <= size or not all(isinstance(one, str) for one in alphabet):
+        size = facts["config"]["vocab_size"]
+        if not 0 < len(tokenizer_of(facts).symbols) <= size:
             raise ValueError(f"its alphabet does not fit vocab_size={size}")
         if type(facts["step"]) is not int or not isinstance(facts.get("val_loss"), float | int | None):
             raise ValueError(f"step={facts['step']!r} or val_loss={facts.get('val_loss')!r} is no number")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source} is not what a run writes down ({error}); use another") from None
+
+
+def tokenizer_of(facts):
+    """What turns text into the ids of the model that `facts` describe, and back: see `text_tokenizer`.
+
+    Raises KeyError, TypeError or ValueError for facts that do not say.
+    """
+    corpus = facts["corpus"]
+    if "vocabulary" in corpus:
+        return tokenizer_from(corpus["vocabulary"])
+    if not all(isinstance(one, str) for one in corpus["alphabet"]):
+        raise ValueError("its alphabet has what is no text")
+    return CharTokenizer(corpus["alphabet"])
 
 
 def build(weights, facts, source):

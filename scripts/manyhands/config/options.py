@@ -51,6 +51,14 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class DataOptions:
+    """The text: the course's own, unless a folder is named."""
+
+    folder: str | None = None  # a text of your own, as scripts/prepare_data.py leaves it; none: Shakespeare
+    mask_documents: bool = True  # attention stays within a document, where the text has several
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """How long, on how much, in which arithmetic."""
 
@@ -140,6 +148,7 @@ class Options:
     ranks: int | None = None  # with --dry-run: as if on so many ranks
     gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
     model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
@@ -163,15 +172,18 @@ def read_options(argv, prog="train.py", description=None):
 
 
 def _at_home(options):
-    """The options with ~ in the checkpoints' folder read as a shell reads it. Raises OptionError."""
-    folder = options.checkpoint.folder
-    if folder is None or not folder.startswith("~"):
-        return options
-    try:
-        folder = str(Path(folder).expanduser())
-    except RuntimeError as error:
-        raise OptionError(f"checkpoint.folder={folder}: {error}; name another folder") from None
-    return dataclasses.replace(options, checkpoint=dataclasses.replace(options.checkpoint, folder=folder))
+    """The options with ~ in the names of folders read as a shell reads it. Raises OptionError."""
+    for group in ("data", "checkpoint"):
+        folder = getattr(options, group).folder
+        if folder is None or not folder.startswith("~"):
+            continue
+        try:
+            folder = str(Path(folder).expanduser())
+        except RuntimeError as error:
+            raise OptionError(f"{group}.folder={folder}: {error}; name another folder") from None
+        changed = dataclasses.replace(getattr(options, group), folder=folder)
+        options = dataclasses.replace(options, **{group: changed})
+    return options
 
 
 def from_preset(name):
@@ -310,7 +322,8 @@ def validate(options):
     for name, (value, least) in at_least.items():
         if value is not None and not value >= least:
             raise OptionError(f"{name}={value} is too small; use at least {least}")
-    for name, text in (("checkpoint.folder", options.checkpoint.folder), ("log.wandb", log.wandb)):
+    folders = [(f"{group}.folder", getattr(options, group).folder) for group in ("data", "checkpoint")]
+    for name, text in (*folders, ("log.wandb", log.wandb)):
         if text is not None and not text.strip():
             raise OptionError(f"{name} {UNSET}; name one, or leave it out")
     for group in ("model", "train", "optimizer", "parallel", "checkpoint", "log"):
@@ -363,8 +376,11 @@ def validate(options):
         raise OptionError(f"model.{error}") from None
 
 
-def model_config(options, num_symbols):
-    """The GPTConfig of a run on a corpus of `num_symbols` symbols. Raises OptionError if it does not fit."""
+def model_config(options, num_symbols, mark=None):
+    """The GPTConfig of a run on a corpus of `num_symbols` symbols. Raises OptionError if it does not fit.
+
+    `mark`: the symbol that begins each of its documents, if it has several.
+    """
     from manyhands.gpt.model import GPTConfig  # late: see `validate`
 
     wanted = options.model.vocab_size
@@ -372,7 +388,8 @@ def model_config(options, num_symbols):
         raise OptionError(
             f"model.vocab_size={wanted} is less than the corpus's {num_symbols} symbols; use {num_symbols} or leave it out"
         )
-    return GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": wanted or num_symbols})
+    sizes = {**dataclasses.asdict(options.model), "vocab_size": wanted or num_symbols}
+    return GPTConfig(**sizes, document_mark=mark if options.data.mask_documents else None)
 
 
 def to_dict(options):

@@ -20,6 +20,8 @@ SHORT = {
     "06_zero_fsdp": {"layers": 2, "steps": 2},
     "07_tensor_parallel": {"layers": 1, "sequences": 2, "steps": 3},
     "08_pipeline_parallel": {"micro_batches": 4, "rows": 1},
+    "09_context_and_experts": {"positions": 32, "tokens": 32, "steps": 10, "seeds": 1},
+    "10_meshes_and_planning": {"layers": 2, "gpus": 8},
     "11_when_it_breaks": {"steps": 16, "wait_s": 2.0, "state_mib": 2, "repeats": 2, "failures": "none"},
     "14_llm_serving": {"steps": 30, "texts": 2, "draws": 600},
 }

@@ -25,6 +25,8 @@ BUDGETS = {
     "06": 50,
     "07": 45,
     "08": 50,
+    "09": 100,  # two halves, at home
+    "10": 45,
     "11": 45,
     "14": 45,
 }  # minutes of an agenda

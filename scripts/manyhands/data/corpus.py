@@ -3,7 +3,8 @@
     corpus = load_corpus(ranks)                      # all ranks must call it
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
 
-Data sets of your own: `samplers` says which items a rank reads, `file_shares` brings tokens from files to the ranks, and
+A text of your own, prepared by scripts/prepare_data.py: `own_text` opens it, with the same face as `Corpus`. Data sets of
+other kinds: `samplers` says which items a rank reads, `file_shares` brings tokens from files to the ranks, and
 `prefetch` reads ahead. Their names are here, too.
 
 The corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
+from manyhands.data.text_tokenizer import encode_characters
 from manyhands.launching.join import leave
 from manyhands.runs.exit_status import say_status
 from manyhands.runs.screen import say
@@ -42,18 +44,19 @@ class Corpus:
     symbols: list = field(repr=False)
     train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU
     val_ids: torch.Tensor = field(repr=False)
+    mark = None  # the symbol that begins a document: this is one text
 
     @classmethod
     def from_text(cls, name, text):
         symbols = sorted(set(text))
-        ids = _encode(text, symbols)
+        ids = torch.from_numpy(encode_characters(text, symbols))
         num_train = len(ids) * 9 // 10
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         return cls(name, sha256, text, symbols, ids[:num_train], ids[num_train:])
 
     def encode(self, text):
         """The ids of `text`, torch.long [T]. Raises ValueError for a character that the corpus lacks."""
-        return _encode(text, self.symbols)
+        return torch.from_numpy(encode_characters(text, self.symbols))
 
     def decode(self, ids):
         """The text of `ids`, a tensor [T] or a list."""
@@ -68,15 +71,9 @@ class Corpus:
             "sha256": self.sha256,
         }
 
-
-def _encode(text, symbols):
-    # as code points, numpy looks a million of them up in the sorted alphabet at once
-    alphabet, points = (np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in ("".join(symbols), text))
-    ids = np.searchsorted(alphabet, points).clip(max=len(alphabet) - 1)
-    foreign = points[alphabet[ids] != points]
-    if len(foreign):
-        raise ValueError(f"the corpus has no {chr(foreign[0])!r}; use its {len(symbols)} symbols only")
-    return torch.from_numpy(ids.astype(np.int64))
+    def vocabulary(self):
+        """What a checkpoint keeps beside `facts`, so that its model can write."""
+        return {"alphabet": self.symbols}
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):

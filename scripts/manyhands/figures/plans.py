@@ -8,7 +8,10 @@ from manyhands.figures.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK,
 
 GB = 1e9
 KINDS = {"accumulated": "gradients", "momentary": "other"}  # those that `looks` has no colour of its own for
-COMPUTE, MESSAGES = ("compute", "memory", "optimizer"), ("tensor", "pipeline", "data", "host")
+COMPUTE, MESSAGES = (
+    ("compute", "memory", "optimizer"),
+    ("tensor", "context", "experts", "pipeline", "data", "host"),
+)
 STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
 
@@ -56,7 +59,7 @@ def _look_of_bytes(kind):
 def _look_of_time(part):
     """Compute is solid, messages are hatched, idle time is pale."""
     if part in MESSAGES:
-        shades = (EDGE, GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
+        shades = (EDGE, tint(EDGE, 0.8), tint(INK, 0.35), GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
         return shades[MESSAGES.index(part)], HATCH
     return (tint(INK, STRENGTH[part]), "") if part in COMPUTE else (tint(GREY, 0.4), "")
 

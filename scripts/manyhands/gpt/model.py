@@ -8,6 +8,9 @@ The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D
 LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned
 positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
 
+Where documents are packed into one sequence, `document_mark` keeps attention within them. Positions count on: a position is
+where a symbol stands in the sequence.
+
 Shapes: B sequences, T positions, V symbols, D = n_embd, H heads of size E = D / H, M = 4 D hidden, N layers.
 """
 
@@ -33,6 +36,8 @@ class GPTConfig:
     dropout: float = 0.0
     tie: bool = False  # the head *is* the token embedding, and has no bias, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
+    # the symbol that begins a document, where attention is to stay within documents; None: all is one text
+    document_mark: int | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -45,6 +50,10 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
+        if self.document_mark is not None and not 0 <= self.document_mark < self.vocab_size:
+            raise ValueError(
+                f"document_mark={self.document_mark} is none of {self.vocab_size} symbols; use one of them or None"
+            )
 
     def num_params(self):
         """Parameters of the model, by formula; lesson 01 says where each term comes from."""
@@ -52,6 +61,20 @@ class GPTConfig:
         layer = 12 * D**2 + (13 if self.qkv_bias else 10) * D
         head = 0 if self.tie else V * (D + 1)
         return N * layer + D * (V + T) + 2 * D + head
+
+
+def within_documents(ids_BT, mark):
+    """Which positions each position attends to, bool [B, 1, T, T]: those of its own document up to itself.
+
+    A document begins at each `mark`, and goes on with the symbols behind it; what stands before the first mark is the end of
+    another one. All of it follows from the ids, so that whoever runs the model, in training or to write, masks alike.
+    None without a mark: then attention is causal, and nothing else.
+    """
+    if mark is None:
+        return None
+    document_BT = (ids_BT == mark).cumsum(1)
+    same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    return same_BTT.tril()[:, None]
 
 
 class Attention(nn.Module):
@@ -64,14 +87,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.qkv_bias)
         self.out = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x_BTD):
+    def forward(self, x_BTD, allowed_B1TT=None):
         # rows of the projection lie head by head (q, k, v of head 0, then of head 1, ...), as in Megatron-LM:
         # a rank that holds the first rows of the matrix holds whole heads, and runs the same lines
         qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
         y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BHTE, v_BHTE, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+            q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_B1TT, is_causal=allowed_B1TT is None,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
         return self.out(y_BHTE.transpose(1, 2).flatten(2))
 
 
@@ -99,8 +123,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD):
-        x_BTD = x_BTD + self.drop(self.attention(self.norm_1(x_BTD)))
+    def forward(self, x_BTD, allowed_B1TT=None):
+        # by name: what tensor parallelism does to the inputs of a module, it does to those without one
+        x_BTD = x_BTD + self.drop(self.attention(self.norm_1(x_BTD), allowed_B1TT=allowed_B1TT))
         return x_BTD + self.drop(self.mlp(self.norm_2(x_BTD)))
 
 
@@ -146,8 +171,9 @@ class GPT(nn.Module):
                 f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences"
             )
         x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
+        allowed_B1TT = within_documents(ids_BT, self.config.document_mark)
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, allowed_B1TT)
         logits_BTV = self.head(self.norm(x_BTD))
         if targets_BT is None:
             return logits_BTV, None

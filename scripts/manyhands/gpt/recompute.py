@@ -37,8 +37,8 @@ class Recomputing(Block):
 
     how = {"use_reentrant": False}
 
-    def forward(self, x_BTD):
-        return checkpoint(super().forward, x_BTD, **self.how)
+    def forward(self, x_BTD, allowed_B1TT=None):
+        return checkpoint(super().forward, x_BTD, allowed_B1TT, **self.how)
 
 
 class RecomputingCheap(Recomputing):

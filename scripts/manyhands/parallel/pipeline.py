@@ -74,6 +74,7 @@ class Stages:
             target=targets_bT if self.has_last else None,
             losses=losses,
             return_outputs=False,
+            **self._about(ids_bT),
         )
         finish_gradients(self._parameters.values())
         if self.copies is not None:
@@ -128,7 +129,7 @@ class Stages:
                 arrived = [self._receive(ids, source) for ids in pieces]
             for i, ids in enumerate(pieces):
                 x = arrived[i] if from_around or source == here else self._receive(ids, source)
-                x = module(x)
+                x = module(x, **self._about(ids))
                 if target == here or around:
                     results.append(finish(i, x) if index == last else x)
                 else:
@@ -137,6 +138,10 @@ class Stages:
                 for x in results:
                     self._send(x, target)
         return results if self.has_last else None
+
+    def _about(self, ids):
+        """What a stage needs of the ids beyond the stream: every rank of the pipeline has the batch, so nothing is sent."""
+        return {} if self.config.document_mark is None else {"ids": ids}
 
     def _receive(self, ids, source):
         """The stream [rows, T, D] that belongs to ids [rows, T], from a rank of the pipeline axis."""

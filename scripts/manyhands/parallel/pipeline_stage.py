@@ -12,6 +12,8 @@ import contextlib
 import torch
 from torch import nn
 
+from manyhands.gpt.model import within_documents
+
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
 
 
@@ -47,12 +49,14 @@ class Stage(nn.Module):
         if self.is_last:
             self.norm, self.head = full_model.norm, full_model.head
 
-    def forward(self, x):
+    def forward(self, x, ids=None):
+        """`ids` [b, T] for every stage, where attention stays within documents."""
+        allowed = None if ids is None else within_documents(ids, self.config.document_mark)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
             if self.is_first:
                 x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
             for block in self.blocks.values():
-                x = block(x)
+                x = block(x, allowed)
             if self.is_last:
                 return self.head(self.norm(x))
         return x.to(self.dtype)  # what the next stage has room for

@@ -13,13 +13,23 @@ Shapes: B sequences, T positions, V symbols, D width, H heads, N layers.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
+from manyhands.predict.in_flight import held_at_once
 from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
 
 AROUND = ("final norm", "head", "loss", "ids")  # the layers
 FULL = ("norms", "final norm", "loss")  # what autocast leaves in the weights' precision
-WHOLE = ("norms", "qkv", "mlp up", "final norm", "head", "loss", "ids")  # what tensor ranks hold alike
-ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules whose forwards all come before the backwards
+WHOLE = (
+    "norms",
+    "qkv",
+    "mlp up",
+    "routing",
+    "final norm",
+    "head",
+    "loss",
+    "ids",
+)  # what tensor ranks hold alike
 ID_BYTES = 8  # of a token id, a position or a target: int64
 
 
@@ -40,6 +50,8 @@ def saved_bytes(config, sequences, itemsize=4):
     N, H, V, T = config.n_layer, config.n_head, config.vocab_size, config.block_size
     tokens = sequences * T
     per_token = _llama_numbers(config) if getattr(config, "style", "gpt") == "llama" else _gpt_numbers(config)
+    if getattr(config, "n_expert", 1) > 1:
+        per_token = _with_experts(config, per_token)
     terms = {term: count * tokens * itemsize for term, count in per_token.items()}
     terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
     terms["loss"] = V * tokens * max(itemsize, 4)
@@ -85,6 +97,16 @@ def _llama_numbers(config):
     }
 
 
+def _with_experts(config, numbers):
+    """The same where `routed` copies of a token pass through experts: each MLP's terms so many times, and the routing.
+
+    Routing keeps the router's input (D) and its probabilities (E), and each expert's output for the gradient of its weight.
+    """
+    N, D, routed = config.n_layer, config.n_embd, config.routed
+    mlp = {term: numbers[term] * routed for term in ("mlp up", "gelu", "mlp down")}
+    return numbers | mlp | {"routing": N * (D + config.n_expert + routed * D)}
+
+
 def published_bytes(config, sequences):
     """Bytes of activations by Korthikanti et al. 2022 (section 4.1): N B (34 T D + 5 H T^2).
 
@@ -123,29 +145,37 @@ def activation_bytes(config, layout, options):
     a_layer = sum(size for term, size in terms.items() if term not in AROUND) / config.n_layer
     around = sum(terms[term] for term in AROUND)
     kept, again = _kept(config, layout, options, a_layer)
-    layers = config.n_layer / layout.pipeline * kept
     if layout.pipeline == 1:
-        return int(layers + again + around)
-    if options.parallel.schedule in ALL_AT_ONCE:
-        return int(layout.micro_batches * (layers + around) + again)
-    # so many micro-batches are under way on the first stage; on the last one
-    stages = layout.pipeline * layout.stages_per_rank
-    return int(max(min(layout.micro_batches, stages) * layers, layers + around) + again)
+        return int(config.n_layer * kept + again + around)
+    ranks = held_at_once(
+        options.parallel.schedule,
+        config.n_layer,
+        layout.pipeline,
+        layout.micro_batches,
+        layout.stages_per_rank,
+    )
+    return int(max(layers * kept + heads * around for layers, heads in ranks) + again)
 
 
 def rank_terms(config, layout, options):
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
-    config, sequences = replace(config, dropout=0.0), sequences_at_once(layout, options)
-    full = saved_bytes(config, sequences, weight_bytes(options))
-    low = saved_bytes(config, sequences, PRECISION_BYTES[options.train.precision])
+    parallel = options.parallel
+    return _terms(
+        config, sequences_at_once(layout, options), PRECISION_BYTES[options.train.precision], weight_bytes(options),
+        layout.tensor, parallel.sequence_parallel, parallel.loss_parallel,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _terms(config, sequences, low_bytes, full_bytes, tensor, sequence_parallel, loss_parallel):
+    config = replace(config, dropout=0.0)
+    full, low = (saved_bytes(config, sequences, size) for size in (full_bytes, low_bytes))
     whole = set(WHOLE)
-    if options.parallel.sequence_parallel:
+    if sequence_parallel:
         whole -= {"norms", "final norm"}
-    if options.parallel.loss_parallel:
+    if loss_parallel:
         whole -= {"loss"}
-    return {
-        term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low
-    }
+    return {term: (full if term in FULL else low)[term] / (1 if term in whole else tensor) for term in low}
 
 
 def _kept(config, layout, options, a_layer):
@@ -153,9 +183,27 @@ def _kept(config, layout, options, a_layer):
     kind = options.parallel.recompute
     if kind == "none":
         return a_layer, 0
-    numbers = sequences_at_once(layout, options) * config.block_size * config.n_embd
+    tokens = sequences_at_once(layout, options) * config.block_size
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
-    kept = numbers * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
-    if kind == "selective":  # and what the products and attention gave: 3 D + D + 4 D, D and D
-        kept += (8 / layout.tensor + 2) * numbers * PRECISION_BYTES[options.train.precision]
+    kept = (
+        tokens
+        * config.n_embd
+        * weight_bytes(options)
+        / (layout.tensor if options.parallel.sequence_parallel else 1)
+    )
+    if kind == "selective":  # and what the products and attention gave
+        inside, outside = _products(config)
+        share = inside / layout.tensor + outside
+        kept += tokens * share * PRECISION_BYTES[options.train.precision]
     return kept, a_layer
+
+
+def _products(config):
+    """Numbers per token that a layer's products and attention give: (split over tensor ranks, whole)."""
+    D, routed = config.n_embd, getattr(config, "routed", 1)
+    if getattr(config, "style", "gpt") == "llama":
+        inside = 2 * D + 2 * config.kv_width + 2 * config.n_hidden * routed
+    else:
+        inside = 4 * D + 4 * D * routed
+    # with experts also what came to them, so that no token is sent again
+    return inside, D + routed * D * (2 if getattr(config, "n_expert", 1) > 1 else 1)

@@ -124,6 +124,11 @@ def orders_of(schedule, p, m, v=1):
 
     Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and as `interleaved`.
     """
+    return [order_of(schedule, rank, p, m, v) for rank in range(max(p, 1))]  # p=0 is refused there
+
+
+def order_of(schedule, rank, p, m, v=1):
+    """The actions of one rank of them. Raises as `orders_of`."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
     if min(p, m, v) < 1:
@@ -131,10 +136,8 @@ def orders_of(schedule, p, m, v=1):
     if schedule in ("GPipe", "1F1B"):
         if v > 1:
             raise ValueError(f"{schedule} has one stage per rank, not v={v}; use Interleaved1F1B")
-        make = gpipe if schedule == "GPipe" else one_f_one_b
-        return [make(rank, p, m) for rank in range(p)]
-    make = interleaved if schedule == "Interleaved1F1B" else zero_bubble
-    return [make(rank, p, m, v) for rank in range(p)]
+        return (gpipe if schedule == "GPipe" else one_f_one_b)(rank, p, m)
+    return (interleaved if schedule == "Interleaved1F1B" else zero_bubble)(rank, p, m, v)
 
 
 def bubble_formula(schedule, p, m, v=1):

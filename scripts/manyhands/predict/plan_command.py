@@ -3,7 +3,9 @@
     train_flags(question, candidate)      # ["--preset", "olmo-7b", "--train.global-batch", "512", ...]
     start_lines(question, candidate)      # lines of a shell
 
-Only what differs from the preset is named. A model of Llama's kind gets none: train.py trains the course's GPT alone.
+    not_trained(question, candidate)      # why there are none: a sentence, or ""
+
+Only what differs from the preset is named.
 """
 
 import dataclasses
@@ -15,9 +17,20 @@ from manyhands.config.presets import PRESETS
 GROUPS = ("model", "train", "parallel")
 
 
-def train_flags(question, candidate):
-    """The words behind `python scripts/train.py`. None for a model that it does not train."""
+def not_trained(question, candidate):
+    """Why train.py cannot run a plan, in a sentence; "" where it can."""
     if question.model.style != "gpt":
+        return "train.py trains the course's GPT alone: there is no command for this model"
+    if question.model.n_expert > 1:
+        return "train.py has no experts: there is no command for this model"
+    if candidate.layout.context > 1:
+        return "train.py has no context axis: there is no command for this layout"
+    return ""
+
+
+def train_flags(question, candidate):
+    """The words behind `python scripts/train.py`. None where it cannot run the plan: see `not_trained`."""
+    if not_trained(question, candidate):
         return None
     preset = question.model.name if question.model.name in PRESETS else "nano"
     base, flags = from_preset(preset), ["--preset", preset]
@@ -39,7 +52,7 @@ def _flag(name, value):
 
 
 def start_lines(question, candidate):
-    """[(what it is for, line)]: to look at first, then to run here or as a job. [] for a model that train.py does not train.
+    """[(what it is for, line)]: to look at first, then to run here or as a job. [] where train.py cannot run it.
 
     Several nodes need a job; its directives are written once, with the site's name (see jobs/README.md).
     """

@@ -6,12 +6,16 @@
 Sizes are in decimal GB, as vendors state memories.
 """
 
+import re
 from collections import Counter
 
-from manyhands.predict.plan_command import start_lines, train_flags
-from manyhands.predict.planner import CLOSE, GB, smallest_fit, weakest_assumption
-from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
-from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
+from manyhands.predict.link_time import Sent
+from manyhands.predict.plan_command import not_trained, start_lines, train_flags
+from manyhands.predict.plan_layouts import SCHEDULES
+from manyhands.predict.planner import CLOSE, GB, smallest_fit, unbalanced_s, weakest_assumption
+
+# replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
+AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 
 
 def as_text(answer, top=8, show_all=False):
@@ -29,18 +33,21 @@ def as_text(answer, top=8, show_all=False):
     ]
     if len(rows) < len(answer.ranked):
         lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
-    lines += ["", *_best(answer), "", *_refusals(answer, show_all)]
+    lines += ["", *_best(answer), "", *_schedules(answer), *_refusals(answer, show_all)]
     return "\n".join(lines)
 
 
 def _question(question):
     model, machine = question.model, question.machine
     tokens = question.global_batch * model.block_size
+    active = ""
+    if model.n_expert > 1:
+        active = f" ({model.active_params():,} active: {model.top_k} of {model.n_expert} experts)"
     nodes = max(1, question.gpus // machine.gpus_per_node)
     return [
-        f"{model.name}: {model.num_params():,} parameters, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
+        f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
         f" heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
-        f"{question.gpus} GPUs {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
+        f"{question.gpus} GPU{'s' * (question.gpus > 1)} {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
         f" {machine.memory_bytes / GB:.0f} GB, {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
         f" {machine.between_bytes_per_s / GB:g} GB/s between nodes",
         f"a step: {question.global_batch} sequences = {tokens:,} tokens",
@@ -49,13 +56,19 @@ def _question(question):
 
 def _table(plans):
     """A header and a line per plan, in columns."""
-    names = [one.name + " interleaved" * (one.candidate.layout.stages_per_rank > 1) for one in plans]
+    names = [one.name + _scheduled(one.candidate) for one in plans]
     wide = max(len(name) for name in names) + 1
     columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
     return [f"{'':4}{'layout':{wide}}{columns}"] + [
         f"{i + 1:2}. {name:{wide}}{_columns(one)}"
         for i, (name, one) in enumerate(zip(names, plans, strict=True))
     ]
+
+
+def _scheduled(candidate):
+    """What a name leaves out of a pipeline: its schedule, where it is not 1F1B."""
+    known = {"GPipe": " GPipe", "Interleaved1F1B": " interleaved", "InterleavedZeroBubble": " zero bubble"}
+    return known.get(candidate.options.parallel.schedule, "") if candidate.layout.pipeline > 1 else ""
 
 
 def _columns(one):
@@ -65,6 +78,24 @@ def _columns(one):
         f"{micro:>7}{one.candidate.options.parallel.recompute:>11}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
         f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
     )
+
+
+def _schedules(answer):
+    """What the schedules make of the first way to split that has a pipeline: the best of each that fits."""
+    if not answer.schedules:
+        return []
+    lines = [f"Schedules of {answer.schedules[0].name}, each at its best:"]
+    for one in answer.schedules:
+        micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
+        again = f"recompute {one.candidate.options.parallel.recompute}"
+        lines.append(
+            f"    {one.candidate.options.parallel.schedule:22}{one.step_s:8.3g} s, bubble {one.time.bubble_s / one.step_s:4.0%},"
+            f" {one.held.on_gpu / GB:6.1f} GB, of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
+        )
+    there = [one.candidate.options.parallel.schedule for one in answer.schedules]
+    if answer.question.schedule is None and (missing := [name for name in SCHEDULES if name not in there]):
+        lines.append(f"    {', '.join(missing)}: no layout that fits, or refused by the trainer")
+    return [*lines, ""]
 
 
 def _gb(size):
@@ -87,11 +118,7 @@ def _best(answer):
         f"   GB per GPU: {kinds}{host}",
         f"   seconds: {parts}",
     ]
-    for message in best.time.messages:
-        lines.append(
-            f"   {message.axis}: {message.calls:,} {message.operation} of {_gb(message.payload_bytes)} GB; a GPU sends"
-            f" {_gb(message.sent.inside)} GB inside its node, {_gb(message.sent.between)} GB to others"
-        )
+    lines += [f"   {line}" for line in _messages(best.time)]
     lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
     if best.held.offload:
         lines.append(
@@ -99,10 +126,51 @@ def _best(answer):
         )
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
         lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
-    starts = start_lines(question, best.candidate)
-    if not starts:
-        return [*lines, "   train.py trains the course's GPT alone: there is no command for this model"]
-    return [*lines, *(f"   {what}: {line}" for what, line in starts)]
+    return [*lines, *_routing(question, best), *_start(answer)]
+
+
+def _messages(time):
+    """A line per axis and operation of a step."""
+    lines = []
+    for axis, operation in dict.fromkeys((m.axis, m.operation) for m in time.messages):
+        alike = [m for m in time.messages if (m.axis, m.operation) == (axis, operation)]
+        sent, payload = sum((m.sent for m in alike), Sent()), sum(m.payload_bytes for m in alike)
+        where = f"a GPU sends {_gb(sent.inside)} GB inside its node, {_gb(sent.between)} GB to others"
+        if sent.host:
+            where = "a GPU copies them over the link to its host"
+        calls = sum(m.calls for m in alike)
+        lines.append(f"{axis}: {calls:,} {operation} of {_gb(payload)} GB; {where}")
+    return lines
+
+
+def _routing(question, best):
+    """What is assumed of experts, with what it costs where it is wrong."""
+    model, expert = question.model, best.candidate.layout.expert
+    if model.n_expert == 1:
+        return []
+    if expert == 1:
+        said = (
+            "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
+        )
+    elif model.capacity is not None:
+        said = f"balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
+    else:
+        late_s = unbalanced_s(question, best)
+        said = f"balanced routing, in time and in memory; with twice as many tokens on the busiest rank {late_s:.2f} s per step"
+    return [f"   assumed of the experts: {said}"]
+
+
+def _start(answer):
+    """How to start the best plan that train.py can run, and why that is not the first one, where it is not."""
+    question, runs = answer.question, answer.best_trained
+    why = not_trained(question, answer.best.candidate)
+    lines = [f"   {why}"] if why else []
+    if runs is None:
+        return lines
+    if runs is not answer.best:
+        place = answer.ranked.index(runs) + 1
+        lines.append(f"   the first that it runs is {place}. {runs.name}, with {runs.step_s:.3g} s per step:")
+    return [*lines, *(f"   {what}: {line}" for what, line in start_lines(question, runs.candidate))]
 
 
 def _nothing_fits(answer):
@@ -123,31 +191,34 @@ def _refusals(answer, show_all):
         return []
     if show_all:
         return ["Refused:", *(f"    {name}: {sentence}" for name, sentence in answer.refused)]
-    reasons, first = Counter(), {}
+    kinds, first = Counter(), {}  # the same sentence with other numbers is the same reason
     too_large = [pair for pair in answer.refused if "GB per GPU" in pair[1]]
     for name, sentence in answer.refused:
         if "GB per GPU" not in sentence:
-            reasons[sentence] += 1
-            first.setdefault(sentence, name)
+            kind = re.sub(r"\d+", "#", sentence)
+            kinds[kind] += 1
+            first.setdefault(kind, (name, sentence))
     lines = ["Refused:"]
     for name, sentence in sorted(too_large, key=lambda pair: float(pair[1].split()[1]))[:4]:
         lines.append(f"    {name}: {sentence}")
     if len(too_large) > 4:
         lines.append(f"    ... and {len(too_large) - 4} that need more memory (--all shows them)")
-    for sentence, count in reasons.most_common(4):
-        lines.append(f"    {first[sentence]}{f' and {count - 1} more' * (count > 1)}: {sentence}")
-    if len(reasons) > 4:
-        lines.append(f"    ... and {len(reasons) - 4} other reasons (--all shows them)")
+    for kind, count in kinds.most_common(4):
+        name, sentence = first[kind]
+        lines.append(f"    {name}{f' and {count - 1} more like it' * (count > 1)}: {sentence}")
+    if len(kinds) > 4:
+        lines.append(f"    ... and {len(kinds) - 4} other reasons (--all shows them)")
     return lines
 
 
 def as_dict(answer):
     """The answer as plain values: bytes, seconds, counts. The same keys for every plan."""
-    question = answer.question
+    question, runs = answer.question, answer.best_trained
     found = {
         "question": {
             "model": question.model.name,
             "parameters": question.model.num_params(),
+            "active_parameters": question.model.active_params(),
             "machine": question.machine.name,
             "gpus": question.gpus,
             "global_batch": question.global_batch,
@@ -157,7 +228,8 @@ def as_dict(answer):
         "plans": [_plan_dict(question, one) for one in answer.ranked],
         "refused": [{"layout": name, "reason": sentence} for name, sentence in answer.refused],
         "weakest_assumption": weakest_assumption(question, answer.best)[0] if answer.best else None,
-        "start": [line for _, line in start_lines(question, answer.best.candidate)] if answer.best else [],
+        "start_layout": runs.name if runs else None,
+        "start": [line for _, line in start_lines(question, runs.candidate)] if runs else [],
         "smallest_fit": question.gpus if answer.best else smallest_fit(question),
     }
     return found
@@ -167,7 +239,7 @@ def _plan_dict(question, one):
     layout, options = one.candidate.layout, one.candidate.options
     return {
         "layout": one.name,
-        "axes": {axis: getattr(layout, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
+        "axes": {axis: getattr(layout, axis) for axis in AXES},
         "sharing": one.candidate.sharing,
         "schedule": options.parallel.schedule if layout.pipeline > 1 else None,
         "micro_batches": layout.micro_batches,
@@ -183,6 +255,7 @@ def _plan_dict(question, one):
                 "payload_bytes": message.payload_bytes,
                 "sent_inside_bytes": message.sent.inside,
                 "sent_between_bytes": message.sent.between,
+                "host_bytes": message.sent.host,
             }
             for message in one.time.messages
         ],
@@ -191,30 +264,3 @@ def _plan_dict(question, one):
         "tokens_per_s": one.tokens_per_s,
         "train_flags": train_flags(question, one.candidate),
     }
-
-
-def published_text():
-    """The tables of published runs: predicted, published, residual, and what each rests on."""
-    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
-    lines = [
-        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the peak, kept"
-        f" bytes pass {MEMORY_PASSES:.2f} times through memory.",
-        "TFLOP/s per GPU, counted as the source counts them.",
-    ]
-    for source in dict.fromkeys(run.source for run in RUNS):
-        runs = [run for run in RUNS if run.source == source]
-        lines += ["", source, head, *(_published_row(run) for run in runs)]
-        middle, worst = summary(runs)
-        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
-        lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
-        lines += [
-            f"  assumed, as the source leaves it open: {said}"
-            for said in dict.fromkeys(run.assumed for run in runs)
-        ]
-    return "\n".join(lines)
-
-
-def _published_row(run):
-    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
-    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
-    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"

@@ -5,12 +5,14 @@
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et al.
-2024): it can be planned, and `train.py` does not train it. Mixtures of experts are not here: see `refuse_experts`.
+2024): it can be planned, and `train.py` does not train it. Nor does it train a mixture of experts: with `n_expert` above 1 a
+router sends each token to `top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538).
 
-Shapes: V symbols, T positions, D width, H heads, K key-value heads, M hidden, N layers.
+Shapes: V symbols, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from manyhands.config.presets import PRESETS
@@ -25,6 +27,7 @@ class Weight:
     shape: tuple[int, ...]
     split: int | None = None
     linear: bool = False  # of a linear layer: autocast keeps a copy in low precision
+    expert: bool = False  # of one of several experts, which expert parallelism spreads over ranks
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,16 @@ class PlannedModel:
     tie: bool = False
     qkv_bias: bool = False
     dropout: float = 0.0
+    n_expert: int = 1  # E MLPs per layer
+    top_k: int = 1  # of which each token passes through so many
+    # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
+    capacity: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
         object.__setattr__(self, "n_hidden", 4 * self.n_embd if self.n_hidden is None else self.n_hidden)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden"):
+        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head n_hidden n_expert top_k"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
         if self.style not in ("gpt", "llama"):
@@ -65,27 +73,59 @@ class PlannedModel:
                 f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is 4 x {self.n_embd}"
                 f" wide in its MLP (not {self.n_hidden}); use style=llama"
             )
+        self._refuse_experts()
+
+    def _refuse_experts(self):
+        if self.top_k > self.n_expert:
+            raise ValueError(
+                f"top_k={self.top_k} of {self.n_expert} expert(s); use more experts, or at most {self.n_expert}"
+            )
+        if self.capacity is not None and self.n_expert == 1:
+            raise ValueError(
+                f"capacity factor {self.capacity:g} without experts; use 2 experts or more, or leave it out"
+            )
+        if self.capacity is not None and not 1 <= self.capacity <= self.n_expert / self.top_k:
+            raise ValueError(
+                f"capacity factor {self.capacity:g}: use 1, which holds a balanced share, to {self.n_expert / self.top_k:g},"
+                f" which holds all tokens on one of {self.n_expert} experts"
+            )
 
     @property
     def kv_width(self):
         """Numbers of a token's key, over all key-value heads."""
         return self.n_embd // self.n_head * self.n_kv_head
 
-    def layer_weights(self):
-        """[Weight] of one layer."""
-        D, M = self.n_embd, self.n_hidden
+    @property
+    def routed(self):
+        """Copies of a token that a layer's MLPs compute with, padding included: 1 without experts."""
+        return self.top_k * (self.capacity or 1.0)
+
+    def layer_weights(self, experts=None):
+        """[Weight] of one layer, with so many of its experts; none: with all."""
+        count = self.n_expert if experts is None else experts
+        router = [Weight((self.n_expert, self.n_embd), None, True)] if self.n_expert > 1 else []
+        return [*self._attention_weights(), *router, *self.mlp_weights() * count]
+
+    def _attention_weights(self):
+        """Of attention, and the two norms."""
+        D = self.n_embd
         if self.style == "llama":
             linears = [(D, D, 0), (self.kv_width, D, 0), (self.kv_width, D, 0), (D, D, 1)]
-            linears += [(M, D, 0), (M, D, 0), (D, M, 1)]
             return [Weight((D,))] * 2 + [Weight((o, i), split, True) for o, i, split in linears]
         biases = [Weight((3 * D,), 0, True)] if self.qkv_bias else []
         return [
-            *[Weight((D,))] * 4,  # two norms
+            *[Weight((D,))] * 4,
             Weight((3 * D, D), 0, True), *biases,
             Weight((D, D), 1, True), Weight((D,), None, True),
-            Weight((4 * D, D), 0, True), Weight((4 * D,), 0, True),
-            Weight((D, 4 * D), 1, True), Weight((D,), None, True),
         ]  # fmt: skip
+
+    def mlp_weights(self):
+        """Of one MLP, or expert."""
+        D, M, expert = self.n_embd, self.n_hidden, self.n_expert > 1
+        shapes = [((4 * D, D), 0), ((4 * D,), 0), ((D, 4 * D), 1), ((D,), None)]
+        if self.style == "llama":
+            shapes = [((M, D), 0), ((M, D), 0), ((D, M), 1)]
+        return [Weight(shape, split, True, expert) for shape, split in shapes]
 
     def front_weights(self):
         """[Weight] before the layers. A tied embedding is the head's weight, too."""
@@ -100,6 +140,7 @@ class PlannedModel:
         bias = [Weight((V,), 0, True)] if head and self.style == "gpt" else []
         return [*norm, *head, *bias]
 
+    @cache  # noqa: B019 - models are few, and asked thousands of times
     def num_params(self):
         """Parameters, by the shapes; of a gpt as `GPTConfig.num_params` has them."""
         once = self.front_weights() + self.back_weights()
@@ -107,13 +148,29 @@ class PlannedModel:
             prod(w.shape) for w in once
         )
 
+    def active_params(self):
+        """Of them, what one token passes through: all but the experts that it is not sent to."""
+        idle = self.n_layer * (self.n_expert - self.top_k) * sum(prod(w.shape) for w in self.mlp_weights())
+        return self.num_params() - idle
+
+    @cache  # noqa: B019
     def layer_flops(self):
         """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of attention.
 
-        As in `flops.flops_per_token`: the causal mask saves nothing.
+        As in `flops.flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
         """
-        products = sum(prod(w.shape) for w in self.layer_weights() if len(w.shape) == 2)
+        products = sum(prod(w.shape) for w in self.layer_weights(self.top_k) if len(w.shape) == 2)
         return 2 * products + self.attention_flops()
+
+    def expert_flops(self):
+        """What a layer's experts compute per token, forward, padding included; 0 without experts."""
+        if self.n_expert == 1:
+            return 0.0
+        return 2 * self.routed * sum(prod(w.shape) for w in self.mlp_weights() if len(w.shape) == 2)
+
+    def computed_flops(self):
+        """`layer_flops` and the padding: what a GPU really computes of a layer per token, forward."""
+        return self.layer_flops() + self.expert_flops() * (1 - self.top_k / self.routed)
 
     def attention_flops(self):
         """Of them, what attention multiplies beside its linear layers: scores, and their product with V."""
@@ -123,9 +180,16 @@ class PlannedModel:
         """Of the head per token, forward."""
         return 2 * self.vocab_size * self.n_embd
 
+    @cache  # noqa: B019 - models are few, and asked thousands of times
     def flops_per_token(self):
         """Model FLOPs of forward and backward: what MFU counts, recomputation left out."""
         return 3 * (self.n_layer * self.layer_flops() + self.head_flops())
+
+
+@cache
+def share_of(model, context):
+    """The model that one of so many context ranks sees: its share of the positions."""
+    return replace(model, block_size=model.block_size // context) if context > 1 else model
 
 
 # Grattafiori et al. 2024 (arXiv:2407.21783), table 3; positions as in the first stage of pre-training
@@ -134,11 +198,15 @@ LLAMAS = {
     "llama3-70b": (80, 64, 8192, 28672),
     "llama3-405b": (126, 128, 16384, 53248),
 }
-MODELS = (*PRESETS, *LLAMAS)
+# Jiang et al. 2024 (arXiv:2401.04088), table 1
+MIXTRAL = PlannedModel("mixtral-8x7b", 32000, 32768, 32, 32, 4096, 8, 14336, "llama", n_expert=8, top_k=2)
+MODELS = (*PRESETS, *LLAMAS, MIXTRAL.name)
 
 
 def preset_model(name):
-    """The PlannedModel of a preset of the trainer, or of one of LLAMAS. Raises ValueError for an unknown name."""
+    """The PlannedModel of a preset of the trainer, of one of LLAMAS, or of MIXTRAL. Raises ValueError for an unknown name."""
+    if name == MIXTRAL.name:
+        return MIXTRAL
     if name in LLAMAS:
         n_layer, n_head, n_embd, n_hidden = LLAMAS[name]
         return PlannedModel(name, 128256, 8192, n_layer, n_head, n_embd, 8, n_hidden, "llama")
@@ -151,12 +219,3 @@ def preset_model(name):
         name, sizes.vocab_size or SHAKESPEARE_SYMBOLS, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,
         tie=sizes.tie, qkv_bias=sizes.qkv_bias, dropout=sizes.dropout,
     )  # fmt: skip
-
-
-def refuse_experts(experts):
-    """Mixtures of experts cannot be planned here. Raises ValueError for more than one."""
-    if experts is not None and experts != 1:
-        raise ValueError(
-            f"experts={experts}: there is no formula here for routing, capacity and all-to-all, and train.py has no experts;"
-            " plan the dense model with the hidden width that a token really passes through, and trust no byte of it"
-        )

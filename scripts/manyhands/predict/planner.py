@@ -5,12 +5,15 @@
     smallest_fit(question)                         # where nothing fits: on how many GPUs something would
 
 What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are right,
-the simplest is best: fewer axes, then the simpler way to share, then less recomputation, then less memory.
+the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then less
+recomputation, then the simpler schedule, then less memory.
 """
 
 from dataclasses import dataclass, replace
 
-from manyhands.predict.plan_layouts import RECOMPUTE, SHARINGS, Candidate, Question, families
+from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.predict.plan_command import not_trained
+from manyhands.predict.plan_layouts import RECOMPUTE, SCHEDULES, SHARINGS, Candidate, Question, families
 from manyhands.predict.plan_memory import AT_REST, PlannedBytes, bytes_at_rest, planned_bytes
 from manyhands.predict.plan_work import planned_work
 from manyhands.predict.step_time import Assumptions, StepTime, step_time
@@ -41,10 +44,12 @@ class Plan:
     def complexity(self):
         """For `sorted`: the simplest plan first."""
         layout, parallel = self.candidate.layout, self.candidate.options.parallel
-        axes = (layout.tensor > 1) + (layout.pipeline > 1) + (layout.data > 1)
+        axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
         kind = list(SHARINGS).index(self.candidate.sharing)
         again = RECOMPUTE.index(parallel.recompute)
-        return axes, kind, again, layout.stages_per_rank, self.held.on_gpu, self.step_s
+        schedule = list(SCHEDULES).index(parallel.schedule)
+        # a context axis comes last: train.py has none
+        return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,17 @@ class Answer:
     fastest_s: float  # a step of the fastest plan of all: `best` may take up to CLOSE times as long
     refused: tuple[tuple[str, str], ...]
     tried: int  # layouts, variants of families included
+    # of the first of `ranked` that has a pipeline: the fastest plan with each schedule that fits
+    schedules: tuple[Plan, ...] = ()
 
     @property
     def best(self):
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def best_trained(self):
+        """The first of `ranked` that train.py can run, or None."""
+        return next((one for one in self.ranked if not not_trained(self.question, one.candidate)), None)
 
 
 def plan(question, assumed=None):
@@ -85,7 +97,18 @@ def plan(question, assumed=None):
         min(fitting, key=lambda one: one.step_s) for name, fitting in plans.items() if name != best.name
     ]
     ranked = (best, *sorted(others, key=lambda one: one.step_s))
-    return Answer(question, ranked, fastest_s, tuple(refused), tried)
+    return Answer(question, ranked, fastest_s, tuple(refused), tried, _by_schedule(ranked, plans))
+
+
+def _by_schedule(ranked, plans):
+    """The fastest plan per schedule of the first way to split that has a pipeline."""
+    first = next((one for one in ranked if one.candidate.layout.pipeline > 1), None)
+    if first is None:
+        return ()
+    fastest = {first.candidate.options.parallel.schedule: first}
+    for one in sorted(plans[first.name], key=lambda one: one.step_s):
+        fastest.setdefault(one.candidate.options.parallel.schedule, one)
+    return tuple(fastest[name] for name in SCHEDULES if name in fastest)
 
 
 def _measured(question, variants):
@@ -172,10 +195,25 @@ def weakest_assumption(question, best):
         ),
         f"kept bytes pass {a.memory_passes:.1f} times through memory, as fitted with Megatron-LM's fused kernels; at twice"
         " that": replace(a, memory_passes=2 * a.memory_passes),
-        "messages of data parallelism hide behind compute; if none does": replace(a, overlap=False),
+        f"messages of data {'and context ' * (best.candidate.layout.context > 1)}parallelism hide behind compute; if none does": replace(
+            a, overlap=False
+        ),
     }
+    if best.candidate.layout.pipeline > 1 and best.candidate.options.parallel.schedule in SPLIT_BACKWARD:
+        doubts["the two halves of a backward take as long as a forward each; if they fill no bubble"] = (
+            replace(a, halves_fill=False)
+        )
+    if best.candidate.layout.expert > 1 and question.model.capacity is None:
+        doubts["tokens spread evenly over the experts; if the busiest rank's experts get twice as many"] = (
+            replace(a, routing=2.0)
+        )
     seconds = {
         said: _timed(question, best.candidate, best.held, changed).step_s for said, changed in doubts.items()
     }
     worst = max(seconds, key=seconds.get)
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
+
+
+def unbalanced_s(question, best):
+    """Seconds of a step if the busiest rank's experts get twice the mean of tokens."""
+    return _timed(question, best.candidate, best.held, Assumptions(routing=2.0)).step_s

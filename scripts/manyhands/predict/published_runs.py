@@ -12,7 +12,8 @@ from statistics import median
 
 from manyhands.predict.machines import MACHINES, Machine
 from manyhands.predict.planned_model import PlannedModel, preset_model
-from manyhands.predict.step_time import Assumptions, Work, step_time
+from manyhands.predict.step_time import Assumptions, step_time
+from manyhands.predict.work import Work
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from manyhands.checkpoints.export import tokenizer_of
 from manyhands.data import shakespeare
 
 SYMBOLS = 8192  # of the held-out text, in windows of the model's context
@@ -38,8 +39,7 @@ def held_out(words, file=None):
     else:
         text = _corpus()
         text = text[len(text) * 9 // 10 :]
-    known = "".join(character for character in text if character in words.place)
-    ids = words.encode(known)[:SYMBOLS]
+    ids = words.encode(words.known(text[: 16 * SYMBOLS]))[:SYMBOLS]
     if len(ids) < 256:
         raise ValueError(
             f"{len(ids)} symbols of {file or 'the corpus'} are known to the model; name a text by --gate-text"
@@ -68,7 +68,7 @@ def loss_on(model, ids):
 
 def judge(candidate, facts, live, live_facts, ids, tolerance):
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
-    if facts["corpus"]["alphabet"] != live_facts["corpus"]["alphabet"]:
+    if tokenizer_of(facts).content != tokenizer_of(live_facts).content:
         return Verdict(False, "it has other symbols than the model that serves: requests could not be read")
     if candidate.config.block_size < live.config.block_size:
         return Verdict(

@@ -7,30 +7,44 @@ text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what ca
 """
 
 from manyhands.alignment import chat_template
+from manyhands.checkpoints.export import tokenizer_of
 
 ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
 
 
 class Vocabulary:
-    """The symbols of a checkpoint. A marker of the chat template is one symbol, which no text becomes."""
+    """The symbols of a checkpoint: characters, or pieces of a tokenizer. `markers` are those that no text becomes.
+
+    They are the chat template's, and the one between documents; to draw one of them ends a text.
+    """
 
     def __init__(self, facts):
-        self.symbols = list(facts["corpus"]["alphabet"])
-        self.place = {symbol: i for i, symbol in enumerate(self.symbols)}
-        self.speaks_template = all(marker in self.place for marker in chat_template.MARKERS)
-        self.markers = {self.place[m] for m in chat_template.MARKERS} if self.speaks_template else set()
+        self.tokenizer = tokenizer_of(facts)
+        self.symbols, by_character = list(self.tokenizer.symbols), self.tokenizer.kind == "char"
+        place = {symbol: i for i, symbol in enumerate(self.symbols)}
+        # None: the tokenizer has an id for every text
+        self.place = {symbol: i for symbol, i in place.items() if len(symbol) == 1} if by_character else None
+        self.speaks_template = by_character and all(marker in place for marker in chat_template.MARKERS)
+        self.markers = {place[m] for m in chat_template.MARKERS} if self.speaks_template else set()
+        self.markers |= {self.tokenizer.mark} - {None}
 
     def __len__(self):
         return len(self.symbols)
 
     def encode(self, text):
         """The ids of a text. Raises ValueError for a character that is no symbol."""
+        if self.place is None:
+            return self.tokenizer.encode(text.encode("utf-8", "replace").decode()).tolist()
         ids = [self.place.get(character, -1) for character in text]
         if -1 in ids:
             raise ValueError(
                 f"{text[ids.index(-1)]!r} is none of the model's {len(self)} symbols; leave it out"
             )
         return ids
+
+    def known(self, text):
+        """The text without the characters that are no symbols."""
+        return text if self.place is None else "".join(c for c in text if c in self.place)
 
     def encode_chat(self, messages):
         """(ids, ids that end the reply). Raises ValueError for messages that the template refuses.
@@ -42,15 +56,16 @@ class Vocabulary:
             return ids, self.markers
         chat_template.pieces(messages, reply=True)  # the same order of roles, and the same sentences
         lines = [ROLE_NAMES[m["role"]] + m["content"] for m in messages]
-        return self.encode("\n".join([*lines, ROLE_NAMES["assistant"].rstrip()])), set()
+        return self.encode("\n".join([*lines, ROLE_NAMES["assistant"].rstrip()])), self.markers
 
     def chat_stops(self):
         """Strings that end a reply besides markers: a base model goes on with the user's next line."""
         return () if self.speaks_template else ("\n" + ROLE_NAMES["user"].rstrip(),)
 
     def writer(self):
-        """A function (id, final) -> text, for ids that come one at a time."""
-        return lambda i, final=False: "" if i is None or i in self.markers else self.symbols[i]
+        """A function (id, final) -> text, for ids that come one at a time; of None, what the last ones began."""
+        write = self.tokenizer.writer()
+        return lambda i, final=False: "" if i in self.markers else write(i, final)
 
 
 class TextSoFar:

@@ -15,7 +15,6 @@ import sys
 
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config, to_dict
-from manyhands.data.corpus import load_corpus
 from manyhands.data.shakespeare import DataError, from_cache
 from manyhands.launching.allocation import Allocation, RanksError
 from manyhands.launching.commands import TRAIN, command_for
@@ -26,6 +25,7 @@ from manyhands.measure.tensor_bytes import Bytes
 from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
 from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank, checkpoint_bytes
 from manyhands.runs.screen import write
+from manyhands.trainer.chosen_text import corpus_of
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
@@ -56,7 +56,7 @@ def describe(options, world_size, per_node=None):
 
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
         corpus = _corpus_at_hand(options)
-    config = model_config(options, len(corpus.symbols) if corpus else 0)
+    config = model_config(options, len(corpus.symbols) if corpus else 0, corpus and corpus.mark)
     per_node = per_node or _usual_per_node(world_size)
     layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
@@ -108,8 +108,8 @@ def describe(options, world_size, per_node=None):
 
 def _corpus_at_hand(options):
     """The corpus, or None where it is needed for nothing but a check and would have to be fetched."""
-    needed = options.model.vocab_size is None
-    return load_corpus() if needed or os.environ.get("MANYHANDS_SHAKESPEARE") or from_cache() else None
+    needed = options.model.vocab_size is None or options.data.folder
+    return corpus_of(options) if needed or os.environ.get("MANYHANDS_SHAKESPEARE") or from_cache() else None
 
 
 def _usual_per_node(world_size):

@@ -38,4 +38,5 @@ def write_metrics(run):
 
 def _without_places(options):
     """Options without the names of folders: two runs of one configuration are compared."""
-    return {**options, "config": None, "checkpoint": {**options["checkpoint"], "folder": None}}
+    without = {group: {**options[group], "folder": None} for group in ("data", "checkpoint")}
+    return {**options, "config": None, **without}

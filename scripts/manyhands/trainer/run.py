@@ -15,13 +15,14 @@ from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.checkpoints.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config
-from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.data.corpus import get_batch
 from manyhands.gpt.sampling import generate
 from manyhands.launching.join import end, join, leave, refuse
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
 from manyhands.runs.exit_status import DIVERGED, INTERRUPTED, say_status
 from manyhands.runs.run_folder import point_latest_to
+from manyhands.trainer.chosen_text import corpus_of
 from manyhands.trainer.finite import Diverged, refuse_broken_weights, refuse_nan
 from manyhands.trainer.profiling import Profile
 from manyhands.trainer.random_state import random_state, seed_dropout
@@ -230,9 +231,9 @@ def train(options):
     Refuses what cannot be (status 2) before the first collective of the training.
     """
     ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
-    corpus = load_corpus(ranks)
     try:
-        config = model_config(options, len(corpus.symbols))
+        corpus = corpus_of(options, ranks)
+        config = model_config(options, len(corpus.symbols), corpus.mark)
         layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
         refuse_text(options, config, corpus)
         refuse_size(config, ranks)

@@ -1,0 +1,129 @@
+"""One rank of a world that is not there: torch builds its share of a model on the fake backend, and the bytes are counted.
+
+    python -m manyhands.predict.simulated_rank 64,1024 --preset olmo-7b --parallel.tensor 8     # JSON: held and planned bytes
+    in_own_process([64, 1024], ["--preset", "olmo-7b", "--parallel.tensor", "8"])              # the same, from a program
+
+`torch.testing._internal.distributed.fake_pg` (torch 2.13) has a process group whose collectives return at once and move
+nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch cuts
+is real: DTensor's and fully_shard's shards, padding included, and Adam's state. Not simulated: anything of time, and what a
+forward keeps. Only layouts of strategy fsdp: copies of a model would have to be moved to a device.
+
+It runs in a process of its own, because a process has one default process group, and ranks are in theirs.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from manyhands.config.layout import AXES, LayoutError, resolve_layout
+from manyhands.config.options import OptionError, model_config, read_options
+from manyhands.gpt.model import GPT
+from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.parallel.fsdp import shard
+from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
+from manyhands.parallel.tensor_parallel import apply_tensor_parallel
+from manyhands.predict.rank_memory import bytes_per_rank
+
+SYMBOLS = 65  # of a preset without a vocabulary: the corpus's
+PER_NODE = 8
+
+
+def in_own_process(worlds, flags, timeout_s=150):
+    """[what `simulate` returns] for each number of ranks in `worlds`. Local; nothing is sent.
+
+    Raises ValueError with the sentence of what was refused, subprocess.TimeoutExpired after `timeout_s`.
+    """
+    scripts = str(Path(__file__).resolve().parents[2])
+    # a launcher's variables would make a rank of it
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environ["PYTHONPATH"] = os.pathsep.join([scripts, environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, "-m", "manyhands.predict.simulated_rank", ",".join(map(str, worlds)), *flags]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise ValueError((done.stderr.strip() or f"it ended with status {done.returncode}").splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def simulate(gpus, flags):
+    """{"layout", "held", "planned", "seconds"} of rank 0 among `gpus`; held and planned are {kind: bytes}.
+
+    Raises OptionError or LayoutError for flags that do not go together, ValueError for a strategy other than fsdp.
+    """
+    options = read_options(flags)
+    config = model_config(options, SYMBOLS)
+    layout = resolve_layout(options, config, gpus, min(PER_NODE, gpus))
+    if layout.data_by(options) != "fsdp":
+        raise ValueError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")
+    start = time.perf_counter()
+    held = _held(config, layout, options)
+    return {
+        "layout": str(layout),
+        "held": held,
+        "planned": dataclasses.asdict(bytes_per_rank(config, layout, options)),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _held(config, layout, options):
+    """{kind: bytes} that torch gives rank 0. Opens and closes the process's default group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    try:
+        mesh = init_device_mesh("cpu", tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
+        parts = _parts(config, layout, options)
+        for part in parts:
+            if layout.tensor > 1:
+                parallel = options.parallel
+                apply_tensor_parallel(
+                    part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel
+                )
+            shard(part, mesh, options)
+        model = torch.nn.ModuleList(parts)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()  # Adam's state is made in the first step
+        held = tensor_bytes(model, optimizer)
+        counters = sum(4 for state in optimizer.state.values() if "step" in state)
+        return {
+            "parameters": held.parameters,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer - counters,
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _parts(config, layout, options):
+    """The GPT, or the first pipeline rank's stages of it, without numbers."""
+    with torch.device("meta"):
+        model = GPT(config)
+    if layout.pipeline == 1:
+        return [model]
+    owners = stage_owners(options.parallel.schedule, layout.pipeline, layout.stages_per_rank)
+    layers = layers_of_stages(config.n_layer, len(owners))
+    return [Stage(model, layers[i]) for i, owner in enumerate(owners) if owner == 0]
+
+
+def main(argv):
+    worlds, *flags = argv
+    try:
+        for gpus in worlds.split(","):
+            print(json.dumps(simulate(int(gpus), flags)), flush=True)
+    except (OptionError, LayoutError, ValueError) as error:
+        print(f"simulated_rank: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,300 @@
+"""Each check of lesson 10 accepts right answers in another style and rejects mutants, by name, with the numbers."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
+from manyhands.checks import meshes_and_planning as checks
+from manyhands.checks.meshes_and_planning import _between, _place, _wanted_groups
+from manyhands.course.catch_up import taken_from
+
+LESSON = "10_meshes_and_planning"
+
+
+# ---- grids ----
+
+
+def by_strides(rank, shape):  # right
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return tuple(rank // stride % size for stride, size in zip(strides, shape, strict=True))
+
+
+def by_numpy(rank, shape):  # right
+    return np.unravel_index(rank, shape)
+
+
+def first_axis_fastest(rank, shape):
+    return _place(rank, shape[::-1])[::-1]
+
+
+def back_to_front(rank, shape):
+    return _place(rank, shape)[::-1]
+
+
+def for_two_axes(rank, shape):
+    return list(divmod(rank, shape[-1]))
+
+
+def groups_by_arange(shape, axis):  # right
+    return np.moveaxis(np.arange(math.prod(shape)).reshape(shape), axis, -1).reshape(-1, shape[axis]).tolist()
+
+
+def groups_as_tensors(shape, axis):  # right
+    grid = torch.arange(math.prod(shape)).reshape(shape)
+    return [tuple(row.tolist()) for row in grid.movedim(axis, -1).reshape(-1, shape[axis])]
+
+
+def consecutive(shape, axis):
+    ranks = list(range(math.prod(shape)))
+    return [ranks[i : i + shape[axis]] for i in range(0, len(ranks), shape[axis])]
+
+
+def counted_from_the_end(shape, axis):
+    return _wanted_groups(shape, len(shape) - 1 - axis)
+
+
+def only_rank_0s(shape, axis):
+    return [group for group in _wanted_groups(shape, axis) if 0 in group]
+
+
+def one_for_each_rank(shape, axis):
+    groups = _wanted_groups(shape, axis)
+    return [next(g for g in groups if rank in g) for rank in range(math.prod(shape))]
+
+
+def reversed_groups(shape, axis):
+    return [group[::-1] for group in _wanted_groups(shape, axis)]
+
+
+# ---- links ----
+
+
+def _slow(hops=lambda group, nodes: zip(nodes, nodes[1:] + nodes[:1], strict=True), factor=None):
+    def answer(group, payload, per_node):
+        n, nodes = len(group), [rank // per_node for rank in group]
+        each = 2 * (n - 1) / n if factor is None else factor(n)
+        return sum(a != b for a, b in hops(group, nodes)) * each * payload
+
+    return answer
+
+
+def slow_by_tensors(group, payload, per_node):  # right
+    nodes = torch.tensor(group) // per_node
+    n = len(group)
+    return (nodes != nodes.roll(1)).sum() * (2 * (n - 1) * payload / n)
+
+
+def every_hop(group, payload, per_node):
+    return 2 * (len(group) - 1) * payload
+
+
+def of_one_rank(group, payload, per_node):
+    return 2 * (len(group) - 1) / len(group) * payload
+
+
+# ---- plans ----
+
+
+def _recommend(within=1.05, fits_first=True, key=lambda plan: (plan[3], plan[2]), whole=False):
+    def answer(plans, memory):
+        fitting = [plan for plan in plans if plan[1] <= memory]
+        if not fitting:
+            return None
+        limit = within * min(plan[2] for plan in (fitting if fits_first else plans))
+        close = [plan for plan in fitting if plan[2] <= limit]
+        if not close:
+            return None
+        best = min(close, key=key)
+        return best if whole else best[0]
+
+    return answer
+
+
+def by_sorting(plans, memory):  # right
+    rows = sorted((plan for plan in plans if plan[1] <= memory), key=lambda plan: plan[2])
+    rows = [plan for plan in rows if plan[2] <= rows[0][2] * 1.05]
+    return sorted(rows, key=lambda plan: plan[3])[0][0] if rows else None  # sorted is stable
+
+
+def fails_on_nothing(plans, memory):
+    rows = [plan for plan in plans if plan[1] <= memory]
+    rows = [plan for plan in rows if plan[2] <= 1.05 * min(row[2] for row in rows)]
+    return sorted(rows, key=lambda plan: (plan[3], plan[2]))[0][0]
+
+
+# ---- exercises ----
+
+
+def tensor_last(sizes, payloads, per_node):
+    return "pipeline", "data", "tensor"
+
+
+def by_search(sizes, payloads, per_node):  # right
+    return list(
+        sorted(itertools.permutations(sizes), key=lambda o: _between(o, sizes, payloads, per_node))[0]
+    )
+
+
+def worst(sizes, payloads, per_node):
+    return max(itertools.permutations(sizes), key=lambda o: _between(o, sizes, payloads, per_node))
+
+
+def by_payload(sizes, payloads, per_node):
+    return tuple(sorted(sizes, key=payloads.get, reverse=True))
+
+
+def _roofline(giga=1e9, tera=1e12, bits=8, take=max, name=None):
+    def answer(flop, memory_bytes, link_bytes, peak_tflops, memory_gbs, link_gbits):
+        seconds = {
+            "compute": flop / (peak_tflops * tera),
+            "memory": memory_bytes / (memory_gbs * giga),
+            "link": link_bytes * bits / (link_gbits * 1e9),
+        }
+        found = take(seconds.values())
+        return found, name or max(seconds, key=seconds.get)
+
+    return answer
+
+
+def roofline_by_numpy(flop, memory_bytes, link_bytes, peak_tflops, memory_gbs, link_gbits):  # right
+    seconds = np.array(
+        [flop / peak_tflops * 1e-12, memory_bytes / memory_gbs * 1e-9, link_bytes / (link_gbits * 125e6)]
+    )
+    return seconds.max(), ("compute", "memory", "link")[seconds.argmax()]
+
+
+def _phases(first=lambda M, G: (G - 1) / G * M, second=lambda M, G, N: 2 * (N - 1) / N * M / G, third=None):
+    return lambda M, G, N: [first(M, G), second(M, G, N), (third or first)(M, G)]
+
+
+def phases_as_messages(M, G, N):  # right
+    part = M / G
+    return np.array([(G - 1) * part, 2 * (N - 1) * (part / N), (G - 1) * part])
+
+
+def as_first_published(M, G):
+    return 2 * (G - 1) / G * M
+
+
+def as_changed(M, G):
+    return 2 * (G - 1) / G * M / G
+
+
+REJECTED = {
+    "coordinates": {
+        "the first axis fastest": (first_axis_fastest, "the last axis runs fastest, yours is the first"),
+        "back to front": (back_to_front, "rank 1 on a grid of 2 x 2 x 2 stands at [0, 0, 1], not [1, 0, 0]"),
+        "for two axes": (for_two_axes, "stands at [0, 0, 0], not [0, 0]"),
+        "the rank": (lambda rank, shape: rank, "return its coordinates as a list of whole numbers, not 0"),
+        "by division": (lambda rank, shape: [rank / size for size in shape], "a list of whole numbers, not"),
+        "nothing": (lambda rank, shape: None, "not None"),
+    },
+    "groups_of": {
+        "ranges": (consecutive, "axis 0 of a grid of 2 x 2 x 2: these are the groups of axis 2"),
+        "counted from the end": (counted_from_the_end, "these are the groups of axis 2; axis 0 is the outermost"),
+        "rank 0's alone": (only_rank_0s, "rank 1 is in no group"),
+        "one for each rank": (one_for_each_rank, "rank 0 is in 2 groups; each is in exactly one"),
+        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "a group of this axis has 2 ranks"),
+        "back to front": (reversed_groups, "put each in the order of its coordinate, as [0, 4]"),
+        "one list": (lambda shape, axis: list(range(math.prod(shape))), "a list of lists of ranks, not"),
+    },
+    "slow_bytes": {
+        "every hop": (every_hop, "all 6 hops; 3 of them cross"),
+        "one rank's": (of_one_rank, "what a rank sends, whether it crosses or not"),
+        "a part": (lambda *a: _slow()(*a) / len(a[0]), "one rank's share of them"),
+        "half": (_slow(factor=lambda n: (n - 1) / n), "half of that: an all-reduce goes around twice"),
+        "no way back": (_slow(hops=lambda g, nodes: zip(nodes, nodes[1:])), "without the hop from the last rank"),  # noqa: B905
+        "whole payloads": (_slow(factor=lambda n: 1), "the whole payload per hop"),
+        "two payloads": (_slow(factor=lambda n: 2), "2 payloads per hop"),
+        "a text": (lambda *_: "3000", "return a number of bytes, not the text '3000'"),
+    },
+    "recommend": {
+        "the fastest": (_recommend(within=1.0), "'b' (4 % slower with fewer axes), not the str 'a'"),
+        "the simplest of all": (_recommend(within=9.9), "'a' (10 % slower is not close)"),
+        "the fastest that does not fit": (_recommend(fits_first=False), "what does not fit sets no limit"),
+        "the least memory": (_recommend(key=lambda plan: plan[1]), "not"),
+        "the first of equals": (_recommend(key=lambda plan: plan[3]), "of equally many axes the faster"),
+        "a row": (_recommend(whole=True), "return the plan's name, not the tuple ('b', 80, 1.04, 1)"),
+        "fails on nothing": (fails_on_nothing, "your code raised IndexError"),
+    },
+    "best_order": {
+        "always tensor inside": (tensor_last, "bytes between nodes, "),
+        "the worst": (worst, "no order sends more: is the outermost axis first?"),
+        "most bytes outermost": (by_payload, "bytes between nodes, "),
+        "two axes": (lambda *_: ("pipeline", "tensor"), "return each of pipeline, data, tensor once"),
+        "a number": (lambda *_: 3, "return a tuple of axes, not the int 3"),
+    },
+    "roofline": {
+        "bits as bytes": (_roofline(bits=1), "it takes"),
+        "sum": (_roofline(take=sum), "that is their sum; they overlap"),
+        "binary giga": (_roofline(giga=2**30), "with GB of 2^30 bytes"),
+        "binary tera": (_roofline(tera=2**40), "with tera as 2^40"),
+        "milliseconds": (lambda *a: (1e3 * _roofline()(*a)[0], _roofline()(*a)[1]), "look at the units"),
+        "always compute": (_roofline(name="compute"), "the seconds are right; what bounds them is"),
+        "seconds alone": (lambda *a: _roofline()(*a)[0], "return (seconds, what bounds them), not the float"),
+    },
+    "phases": {
+        "as first published": (_phases(as_first_published), "that is a whole all-reduce"),
+        "as changed": (_phases(third=as_changed), "in the all-gather inside the node"),
+        "a shard goes back": (_phases(third=lambda M, G: (G - 1) / G * M / G), "a G-th of that; but each rank must receive"),
+        "all between": (_phases(second=lambda M, G, N: 2 * (N - 1) / N * M), "all M bytes; inside the node M/G is left"),
+        "half between": (_phases(second=lambda M, G, N: (N - 1) / N * M / G), "an all-reduce goes around twice"),
+        "their sum": (lambda M, G, N: sum(_phases()(M, G, N)), "return three numbers of bytes, not the float"),
+        "two": (lambda M, G, N: _phases()(M, G, N)[:2], "return three numbers of bytes, not 2"),
+    },
+}  # fmt: skip
+RIGHT = {
+    "coordinates": {"strides": by_strides, "numpy": by_numpy},
+    "groups_of": {"arange": groups_by_arange, "tensors": groups_as_tensors},
+    "slow_bytes": {"zip": _slow(), "tensors": slow_by_tensors},
+    "recommend": {"two steps": _recommend(), "sorting": by_sorting},
+    "best_order": {"sorting": by_search, "min": lambda *a: tuple(by_search(*a))},
+    "roofline": {"dict": _roofline(), "numpy": roofline_by_numpy},
+    "phases": {"list": _phases(), "messages": phases_as_messages},
+}
+SOLUTIONS = {name: name for name in REJECTED}
+CASES = [(check, name) for check, mutants in REJECTED.items() for name in mutants]
+GOOD = [(check, name) for check, answers in RIGHT.items() for name in answers]
+
+
+# No check sends anything, so that one process judges as four do.
+@pytest.mark.parametrize(("check", "name"), CASES, ids=lambda value: value.replace(" ", "_"))
+def test_a_wrong_answer_is_rejected_with_the_right_sentence(check, name):
+    answer, sentence = REJECTED[check][name]
+    assert sentence.lower() in getattr(checks, check)(answer).lower()
+
+
+@pytest.mark.parametrize(("check", "name"), GOOD, ids=lambda value: value.replace(" ", "_"))
+def test_a_right_answer_in_another_style_is_accepted(check, name):
+    assert getattr(checks, check)(RIGHT[check][name]) == "correct"
+
+
+@pytest.mark.parametrize("check", SOLUTIONS)
+def test_the_lessons_solution_is_accepted_and_the_stub_is_no_fault(check):
+    around = "coordinates", "groups_of", "slow_bytes", "crossing"
+    given = taken_from(LESSON, *dict.fromkeys((*around, check)))
+    assert getattr(checks, check)(getattr(given, check), None, solution=True) == "correct"
+    assert getattr(checks, check)(not_attempted) == "not attempted"
+
+
+def test_the_changed_formula_is_right_for_nodes_of_two_and_that_is_why_nobody_saw():
+    inside = _phases()(800, 2, 2)[2]
+    assert as_changed(800, 2) == inside == as_first_published(800, 2) / 2
+    assert as_changed(800, 8) == _phases()(800, 8, 2)[2] / 4
+
+
+def judged(ranks):
+    alone = {name: name for name in ("coordinates", "slow_bytes", "recommend", "roofline", "phases")}
+    return judge_solutions(ranks, checks.__name__, LESSON, alone)
+
+
+def test_all_ranks_hear_the_verdict(pool):
+    assert set(heard_alike(pool.run(2, judged)).values()) == {"correct"}
+
+
+def test_every_check_of_the_lesson_has_four_mutants_or_more_and_a_right_answer_in_another_style():
+    assert exercises_of(checks) == set(REJECTED) == set(RIGHT) == set(SOLUTIONS)
+    assert all(len(mutants) >= 4 for mutants in REJECTED.values())

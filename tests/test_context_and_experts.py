@@ -1,0 +1,229 @@
+"""Lesson 09's rings, trades and exchanges: one process, forward and backward; messages, bytes and pairs; gradients of experts.
+
+What is tested is the lesson's own code, taken from its script, in float64, under a random v.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from manyhands.course.catch_up import taken_from
+from manyhands.measure import wire
+
+LESSON = "09_context_and_experts"
+CONTEXT = (
+    "normal", "scores", "start", "absorb", "pass_on", "ring_forward", "in_order", "mine_of", "block_gradients", "ring_backward",
+    "RingAttention", "zig_zag", "pairs_of", "to_heads", "to_positions", "Trade",
+)  # fmt: skip
+EXPERTS = (
+    "normal", "route", "dense_mixture", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel", "finish",
+    "share_of_choices", "balance_loss", "global_balance", "kept", "by_library",
+)  # fmt: skip
+B, H, T, K = 2, 4, 32, 5
+N, D, M, E, k = 12, 6, 7, 8, 2
+
+
+def ours(names, group):
+    return taken_from(LESSON, *names, me=group.rank(), c=group.size(), device=torch.device("cpu"))
+
+
+def subgroup(ranks, c):
+    """This rank's group of c neighbours."""
+    made = [dist.new_group(range(first, first + c)) for first in range(0, ranks.world_size, c)]
+    return made[ranks.rank // c]
+
+
+def full_attention(lesson, seed):
+    """Inputs with their gradients, the output, and v."""
+    *inputs, v_out = (lesson.normal(seed + i, B, H, T, K) for i in range(4))
+    leaves = [x.requires_grad_() for x in inputs]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    out.backward(v_out)
+    return leaves, out.detach(), v_out
+
+
+def furthest(pairs):
+    return max((mine - wanted).abs().max().item() for mine, wanted in pairs)
+
+
+def ring(ranks, c, layout):
+    """(distance from full attention, blocks sent forward and backward, messages of both, pairs of each step)."""
+    group = subgroup(ranks, c)
+    lesson = ours(CONTEXT, group)
+    leaves, wanted, v_out = full_attention(
+        lesson, 10 * (ranks.rank // c)
+    )  # every group has a sequence of its own
+    at = [getattr(lesson, layout)(T, c, r) for r in range(c)]
+    here = at[group.rank()]
+    mine = [lesson.mine_of(x.detach(), at) for x in leaves]
+    with wire.watch() as there:
+        out = lesson.RingAttention.apply(*mine, at, group)
+    with wire.watch() as back:
+        out.backward(v_out[:, :, here])
+    unit = 2 * B * H * (T // c) * K * 8
+    apart = furthest(
+        [
+            (out, wanted[:, :, here]),
+            *((a.grad, b.grad[:, :, here]) for a, b in zip(mine, leaves, strict=True)),
+        ]
+    )
+    sent = there.sent_bytes / unit, back.sent_bytes / unit
+    return apart, sent, (there.messages, back.messages), lesson.pairs_of(at, group)
+
+
+@pytest.mark.parametrize("layout", ["in_order", "zig_zag"])
+@pytest.mark.parametrize(("n", "c"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_a_ring_is_full_attention_in_forward_and_backward_for_c_minus_1_and_2c_minus_1_blocks(
+    pool, n, c, layout
+):
+    for apart, sent, messages, _ in pool.run(n, ring, c, layout):
+        assert apart < 1e-10
+        assert sent == (c - 1, 2 * c - 1 if c > 1 else 0)
+        assert messages == (c - 1, c if c > 1 else 0)
+
+
+def test_zig_zag_gives_every_rank_the_same_pairs_in_every_step_and_in_order_takes_2_minus_1_nth_as_long(pool):
+    s = T // 4
+    rows = [found[3] for found in pool.run(4, ring, 4, "zig_zag")]
+    assert all(row == [s * (s + 1) // 2, *[s * s // 2] * 3] for row in rows)
+    rows = [found[3] for found in pool.run(4, ring, 4, "in_order")]
+    assert sum(max(row[step] for row in rows) for step in range(4)) == s * (s + 1) // 2 + 3 * s * s
+    assert sum(map(sum, rows)) == T * (T + 1) // 2
+
+
+def ulysses(ranks):
+    group = dist.group.WORLD
+    lesson, n, me = ours(CONTEXT, group), ranks.world_size, ranks.rank
+    leaves, wanted, v_out = full_attention(lesson, 0)
+    mine = [x.detach().chunk(n, 2)[me].clone().requires_grad_() for x in leaves]
+    with wire.watch() as seen:
+        heads = [lesson.Trade.apply(x, lesson.to_heads, lesson.to_positions, group) for x in mine]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        out = lesson.Trade.apply(out, lesson.to_positions, lesson.to_heads, group)
+    out.backward(v_out.chunk(n, 2)[me])
+    pairs = [(a.grad, b.grad.chunk(n, 2)[me]) for a, b in zip(mine, leaves, strict=True)]
+    return furthest([(out, wanted.chunk(n, 2)[me]), *pairs]), [call.bytes for call in seen.calls]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_ulysses_is_full_attention_for_four_all_to_alls_forward(pool, n):
+    for apart, sizes in pool.run(n, ulysses):
+        assert apart < 1e-10
+        assert sizes == [8 * B * H * T // n * K] * 4
+
+
+def experts(ranks, c, way):
+    """(distance from the dense mixture, expert gradients before finish over one process's, bytes of forward's calls, those
+    predicted); the loss is the mean of v · y with a random v, over all tokens of the group.
+    """
+    group = subgroup(ranks, c)
+    lesson, e, me = ours(EXPERTS, group), E // c, group.rank()
+    held, here = slice(me * e, (me + 1) * e), slice(me * N, (me + 1) * N)
+    weights = lesson.normal(1, E, D), lesson.normal(2, E, D, M), lesson.normal(3, E, M, D)
+    tokens, v = lesson.normal(20, c * N, D), lesson.normal(21, c * N, D)
+    single = [w.clone().requires_grad_() for w in (tokens, *weights)]
+    wanted = lesson.dense_mixture(*single, k)
+    (v * wanted).mean().backward()
+    mine = [
+        w.clone().requires_grad_() for w in (tokens[here], weights[0], weights[1][held], weights[2][held])
+    ]
+    with wire.watch() as seen:
+        y, _, chosen = lesson.expert_parallel(
+            *mine, k, group, lesson.Exchange.apply if way == "ours" else lesson.by_library
+        )
+    (v[here] * y).mean().backward()  # a mean over this rank's tokens
+    before = [(mine[i].grad.norm() / single[i].grad[held].norm()).item() for i in (2, 3)]
+    lesson.finish([mine[1]], mine[2:], group)
+    wanted_grads = [single[0].grad[here] * c, single[1].grad, single[2].grad[held], single[3].grad[held]]
+    apart = furthest([(y, wanted[here]), *zip([w.grad for w in mine], wanted_grads, strict=True)])
+    everybody = lesson.route(tokens, weights[0], k)[1]
+    arrived = int(((everybody >= held.start) & (everybody < held.stop)).sum())
+    predicted = [8 * E, 8 * D * arrived, 8 * D * N * k]
+    return apart, before, [call.bytes for call in seen.calls], predicted
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_experts_on_other_ranks_are_the_dense_mixture_and_unfinished_gradients_are_c_times_too_large(
+    pool, n, c
+):
+    for apart, before, sizes, predicted in pool.run(n, experts, c, "ours"):
+        assert apart < 1e-10
+        assert before == pytest.approx([c, c])
+        assert sizes == predicted
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_so_they_are_by_torchs_exchange(pool, n):
+    for apart, *_ in pool.run(n, experts, n, "torch's"):
+        assert apart < 1e-10
+
+
+def nobody_chooses(ranks):
+    """All tokens choose expert 0: the other ranks receive nothing, and backward passes."""
+    group = dist.group.WORLD
+    lesson, n = ours(EXPERTS, group), ranks.world_size
+    chosen = torch.zeros(N, 1, dtype=torch.int64)
+    leaving, arriving, table = lesson.split_sizes(chosen, E, group)
+    x = lesson.normal(ranks.rank, N, D).requires_grad_()
+    up, down = (lesson.normal(i, E // n, *shape) for i, shape in ((1, (D, M)), (2, (M, D))))
+    rows = lesson.Exchange.apply(x, leaving, arriving, group)
+    out = lesson.Exchange.apply(lesson.run_experts(rows, table, up, down), arriving, leaving, group)
+    out.sum().backward()
+    return len(rows), bool(x.grad.abs().sum() > 0)
+
+
+def test_a_rank_that_nobody_chooses_takes_part_with_no_rows(pool):
+    found = pool.run(4, nobody_chooses)
+    assert [rows for rows, _ in found] == [4 * N, 0, 0, 0]
+    assert all(arrived for _, arrived in found)
+
+
+def balances(ranks):
+    group = dist.group.WORLD
+    lesson = ours(EXPERTS, group)
+    probs = [lesson.normal(5 + r, N, E).softmax(-1) for r in range(ranks.world_size)]
+    mine = probs[ranks.rank]
+    value = lesson.global_balance(mine, mine.topk(k).indices, group)
+    share = lesson.share_of_choices(mine.topk(k).indices, E, group)
+    own = lesson.balance_loss(mine, share)
+    dist.all_reduce(own)
+    return value.item(), own.item() / ranks.world_size, share.sum().item()
+
+
+def test_the_balancing_loss_averaged_over_ranks_is_that_of_all_tokens(pool):
+    for value, averaged, total in pool.run(4, balances):
+        assert value == pytest.approx(averaged, rel=1e-12)
+        assert total == pytest.approx(1)
+
+
+def test_capacity_drops_the_last_choices_of_a_popular_expert():
+    kept = taken_from(LESSON, "kept").kept
+    chosen = torch.tensor([[0, 1], [0, 2], [2, 0], [0, 1]])
+    assert kept(chosen, 3, 2).tolist() == [[True, True], [True, True], [True, False], [False, True]]
+
+
+def test_each_half_fits_fifty_minutes():
+    from manyhands.course.lessons import find_lessons
+    from manyhands.course.minutes import sections
+
+    (lesson,) = find_lessons(only=["09"])
+    core = [part for part in sections(lesson) if part.core]
+    second = next(i for i, part in enumerate(core) if part.name.startswith("A router"))
+    start = sum(part.minutes for part in core[:2])  # needed before either half
+    halves = sum(part.minutes for part in core[:second]), start + sum(part.minutes for part in core[second:])
+    assert max(halves) <= 50
+    stated = sum(part.stated or 0 for part in core[:second]), sum(part.stated or 0 for part in core[second:])
+    assert stated == (35, 31), "as the head says"
+
+
+def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
+    from manyhands.figures.shared_work import skew_and_balance, work_per_rank
+
+    figure = work_per_rank({"in order": [[1, 0], [1, 2]], "zig-zag": [[1, 1], [1, 1]]}, fair=2)
+    heights = [[bar.get_y() + bar.get_height() for bar in axes.patches] for axes in figure.axes]
+    assert heights == [[1, 1, 1, 3], [1, 2, 1, 2]], "steps are stacked, rank by rank"
+    figure = skew_and_balance(
+        {0.5: ([1.1, 0.9], 1.0)}, {"no balancing": [[0.7, 0.3]], "balanced": [[0.6, 0.4]]}
+    )
+    points = figure.axes[0].get_lines()
+    assert [list(line.get_ydata()) for line in points] == [[1.0], [1.1, 0.9]]

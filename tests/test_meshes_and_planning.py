@@ -1,0 +1,214 @@
+"""Lesson 10: grids as DeviceMesh has them, messages between nodes as counted, the product of all axes, 1,024 simulated ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from manyhands.config.layout import AXES as LAYOUT_AXES
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import Options, ParallelOptions, TrainOptions
+from manyhands.course.catch_up import taken_from
+from manyhands.figures.planned_and_held import planned_and_held
+from manyhands.figures.table_and_others import table_and_others
+from manyhands.gpt.model import GPTConfig
+from manyhands.measure import wire
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.predict.simulated_rank import in_own_process
+
+LESSON = "10_meshes_and_planning"
+AXES = ("pipeline", "data", "tensor")
+CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=16)
+
+
+def ours(**given):
+    names = "coordinates", "groups_of", "slow_bytes", "ring_sum", "crossing", "recommend", "phases"
+    return taken_from(LESSON, *names, **given)
+
+
+# ------------------------------------------------------------------ grids
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 1, 2), Layout(3, 1, 2, 2), Layout(1, 4, 1, 1)])
+def test_coordinates_are_those_of_the_trainers_layout(layout):
+    shape = (layout.pipeline, layout.replicate, layout.shard, layout.tensor)
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        assert ours().coordinates(rank, shape) == [place[axis] for axis in LAYOUT_AXES]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2)])
+def test_the_groups_of_an_axis_hold_each_rank_once_and_differ_in_that_axis_alone(shape):
+    lesson = ours()
+    for axis in range(len(shape)):
+        groups = lesson.groups_of(shape, axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(math.prod(shape)))
+        for group in groups:
+            places = [lesson.coordinates(rank, shape) for rank in group]
+            assert [place.pop(axis) for place in places] == list(range(shape[axis]))
+            assert all(place == places[0] for place in places)
+
+
+def meshed(ranks, shape):
+    """(coordinates, {axis: group}) by DeviceMesh, and by the lesson."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, lesson = init_device_mesh("cpu", shape, mesh_dim_names=AXES), ours()
+    theirs = {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES}
+    mine = {
+        axis: next(g for g in lesson.groups_of(shape, i) if ranks.rank in g) for i, axis in enumerate(AXES)
+    }
+    return (list(mesh.get_coordinate()), theirs), (lesson.coordinates(ranks.rank, shape), mine)
+
+
+@pytest.mark.parametrize(("n", "shape"), [(1, (1, 1, 1)), (4, (2, 1, 2)), (8, (2, 2, 2))])
+def test_the_grid_is_device_meshs(pool, n, shape):
+    for theirs, mine in pool.run(n, meshed, shape):
+        assert theirs == mine
+
+
+# ------------------------------------------------------------------ links
+
+
+def sent_between(ranks, order, per_node):
+    """(sum of the ring, bytes that this rank sent to another node, number of messages) in a group of that order."""
+    group = dist.new_group(order, sort_ranks=False) if order != sorted(order) else dist.new_group(order)
+    if ranks.rank not in order:
+        return None
+    x = torch.full((24,), float(ranks.rank))
+    with wire.watch() as seen:
+        ours().ring_sum(x, group)
+    sends = [call for call in seen.calls if call.op == "send"]
+    crossing = sum(call.bytes for call in sends if call.peer // per_node != ranks.rank // per_node)
+    return x.tolist(), crossing, len(sends)
+
+
+@pytest.mark.parametrize(
+    ("n", "order", "per_node"), [(4, [0, 1, 2, 3], 2), (4, [0, 2], 2), (3, [0, 1, 2], 2)]
+)
+def test_real_messages_between_nodes_are_those_of_the_formula(pool, n, order, per_node):
+    found = [one for one in pool.run(n, sent_between, order, per_node) if one]
+    assert all(values == [float(sum(order))] * 24 for values, _, _ in found)
+    assert all(count == 2 * (len(order) - 1) for _, _, count in found)
+    assert sum(crossing for _, crossing, _ in found) == ours().slow_bytes(order, 96, per_node)
+
+
+def test_tensor_inside_and_pipeline_outside_sends_least_between_nodes():
+    sizes = {"pipeline": 2, "data": 2, "tensor": 4}
+    payloads = {"pipeline": 1.0, "data": 25.0, "tensor": 64.0}
+    lesson = ours()
+    inside = sum(lesson.crossing(AXES, sizes, payloads, 8).values())
+    outside = sum(lesson.crossing(AXES[::-1], sizes, payloads, 8).values())
+    assert inside == 8 * 2 * 1.0  # eight pairs of stages, there and back
+    assert outside == 4 * 2 * 1.5 * 64.0  # four tensor groups, two hops of each cross
+
+
+def third_phase(ranks):
+    """(virtual seconds of the lesson's all-gather, what each rank of it then has)."""
+    link = Link(0.0, 1e9)
+    given = {"NVLINK": link, "VirtualNetwork": VirtualNetwork, "ranks": ranks, "whole": torch.zeros(240)}
+    given["whole"].chunk(ranks.world_size)[ranks.rank].fill_(ranks.rank + 1.0)
+    seconds = taken_from(LESSON, "back_inside", **given).back_inside(dist.group.WORLD)
+    return seconds, given["whole"].unique().tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_way_back_takes_what_each_rank_must_receive_and_arrives(pool, n):
+    for seconds, values in pool.run(n, third_phase):
+        assert seconds == pytest.approx((n - 1) / n * 960 / 1e9)
+        assert values == [r + 1.0 for r in range(n)]
+
+
+# ------------------------------------------------------------------ all axes at once
+
+
+def furthest_from_one_process(ranks, parallel_options):
+    """The largest difference of the loss or a gradient from one process's, in float64."""
+    from manyhands.parallel.full_model import full_model
+    from manyhands.parallel.parallelize import parallelize
+
+    options = Options(
+        train=TrainOptions(global_batch=8, precision="fp64"), parallel=ParallelOptions(**parallel_options)
+    )
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(CONFIG.vocab_size, (8, CONFIG.block_size + 1), generator=draw)
+    ids, targets = ids[:, :-1], ids[:, 1:]
+    single = full_model(CONFIG, options)
+    loss_1 = single(ids, targets)[1]
+    loss_1.backward()
+    parallel = parallelize(CONFIG, resolve_layout(options, CONFIG, ranks.world_size), options, ranks)
+    share = (part.chunk(parallel.data_size)[parallel.data_rank] for part in (ids, targets))
+    loss = parallel.mean_loss(parallel.forward_backward(*share))
+    gradients = parallel.named_full_gradients()
+    apart = [(gradients[name] - p.grad).abs().max().item() for name, p in single.named_parameters()]
+    return max([(loss - loss_1).abs().item(), *apart])
+
+
+@pytest.mark.parametrize(
+    ("n", "parallel"),
+    [
+        (8, {"strategy": "fsdp", "tensor": 2, "pipeline": 2}),
+        (4, {"strategy": "fsdp", "tensor": 2}),
+        (4, {"strategy": "tp", "tensor": 2, "pipeline": 2}),
+        (1, {}),
+    ],
+)
+def test_the_product_of_all_axes_has_one_processs_loss_and_gradients(pool, n, parallel):
+    assert max(pool.run(n, furthest_from_one_process, parallel, timeout_s=120)) < 1e-10
+
+
+# ------------------------------------------------------------------ a thousand ranks
+
+
+def test_a_rank_of_1024_holds_what_the_formula_says():
+    flags = ["--preset", "olmo-7b", "--parallel.tensor", "8"]
+    eight, many = in_own_process([8, 1024], flags)
+    for found in (eight, many):
+        planned = {kind: found["planned"][kind] for kind in found["held"]}
+        assert found["held"] == planned, found["layout"]
+    assert many["layout"] == "shard 128 x tensor 8"
+    # 128 times as many data ranks hold a 128th, and padding
+    assert 1 <= 128 * many["held"]["parameters"] / eight["held"]["parameters"] < 1.02
+
+
+def test_what_is_not_simulated_is_refused_with_its_sentence():
+    with pytest.raises(ValueError, match="strategy=ddp is not simulated; use fsdp"):
+        in_own_process([8], ["--preset", "nano", "--parallel.strategy", "ddp"])
+
+
+# ------------------------------------------------------------------ the figure
+
+
+def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
+    held = {"parameters": 1000, "optimizer": 2000, "gradients": 1000}
+    figure = planned_and_held(
+        [("copies 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t"
+    )
+    (axes,) = figure.axes
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert max(ends) == 4.0 and [line.get_xdata()[0] for line in axes.lines] == [4.0, 2.0]
+
+
+def test_each_published_run_is_a_point_fitted_ones_are_hollow_and_others_share_a_marker_by_source():
+    rows = [("1.7B", 137.0, 137.1, True), ("3.6B", 138.0, 135.7, False)]
+    others = [("A", 126.0, 150.0, False), ("A", 121.0, 145.0, False), ("B", 430.0, 465.0, False)]
+    left, right = table_and_others(rows, others, "table 1").axes
+    points = {line.get_xdata()[0]: line.get_fillstyle() for line in left.lines if line.get_marker() == "o"}
+    assert points == {137.0: "none", 138.0: "full"}
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["A", "B"]
+    assert {text.get_text() for text in left.texts} == {"1.7B", "3.6B"}
+
+
+def test_the_lessons_eight_layouts_exist_on_four_ranks():
+    """The lesson's nodes are half of the ranks: what the planner calls hybrid then shards over one of them."""
+    from manyhands.predict.machines import machine_named
+    from manyhands.predict.plan_layouts import Question, families
+    from manyhands.predict.planned_model import PlannedModel
+
+    tiny = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
+    node = replace(machine_named("h100"), gpus_per_node=2)
+    found = {f.name: f for f in families(Question(tiny, node, 4, 8), ("none",), most_micro_batch=2)}
+    assert found["hybrid 2 x 2"].variants[0].layout.shard == 2
+    wanted = {"copies 4", "zero1 4", "zero2 4", "zero3 4", "copies 2 x pipeline 2", "zero3 2 x tensor 2"}
+    assert wanted | {"tensor 2 x pipeline 2"} <= {name for name, family in found.items() if family.variants}

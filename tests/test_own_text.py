@@ -1,0 +1,368 @@
+"""Training on a text of one's own: documents do not see each other, under any strategy; a killed run goes on; samples read."""
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from manyhands.checkpoints.export import load_model, tokenizer_of
+from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.config.options import (
+    CheckpointOptions,
+    DataOptions,
+    LogOptions,
+    ModelOptions,
+    OptimizerOptions,
+    OptionError,
+    Options,
+    TrainOptions,
+    model_config,
+    read_options,
+)
+from manyhands.data.corpus import get_batch
+from manyhands.data.own_text import open_text
+from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.gpt.model import GPT, GPTConfig
+from rank_pool import _server, ranks_of
+from test_strategies import BATCH, assert_equal, compiled_steps, one_process, options_of, sgd_steps
+
+MARK = 3
+# few symbols, so that most windows hold several documents
+CONFIG = GPTConfig(vocab_size=13, block_size=16, n_layer=4, n_head=4, n_embd=32, document_mark=MARK)
+
+
+# --- packing
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    torch.manual_seed(1)
+    model = GPT(CONFIG).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # attention far from uniform
+    return model
+
+
+def test_no_symbol_sees_another_document_and_each_sees_its_own(gpt):
+    ids = torch.tensor([[5, 6, MARK, 7, 8, 9, MARK, MARK, 10, 11, 4, 5]])
+    documents = [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3]
+    with torch.no_grad():
+        before, _ = gpt(ids)
+        for place in range(ids.shape[1]):
+            if ids[0, place] == MARK:
+                continue
+            other = ids.clone()
+            other[0, place] = 12 if place else 0
+            moved = (gpt(other)[0] != before).any(-1)[0].tolist()
+            expected = [i >= place and document == documents[place] for i, document in enumerate(documents)]
+            assert moved == expected, f"place {place}"
+
+
+def test_the_first_symbol_of_a_document_is_asked_from_its_mark_alone(gpt):
+    with torch.no_grad():
+        after_mark = [gpt(torch.tensor([[*before, MARK]]))[0][0, -1] for before in ([1, 2], [9, 9])]
+    assert torch.equal(*after_mark)
+
+
+def test_without_a_mark_the_model_is_the_one_it_was(gpt):
+    ids = torch.randint(CONFIG.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
+    plain = GPT(replace(CONFIG, document_mark=None)).double().eval()
+    plain.load_state_dict(gpt.state_dict())
+    seen = []
+    plain.blocks[0].attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        assert not torch.equal(plain(ids)[0], gpt(ids)[0])
+        ids[ids == MARK] = 0
+        torch.testing.assert_close(plain(ids)[0], gpt(ids)[0], rtol=0, atol=1e-12)
+    assert seen[0] == {"allowed_B1TT": None}  # causal attention, by whichever kernel is best at that
+
+
+def test_a_mark_that_is_no_symbol_is_refused():
+    with pytest.raises(ValueError, match="document_mark=13 is none of 13 symbols"):
+        replace(CONFIG, document_mark=13)
+
+
+# --- strategies
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return one_process(CONFIG)
+
+
+CASES = {
+    "flat": dict(strategy="ddp", copies="flat", micro_batch=1),
+    "ddp": dict(strategy="ddp", copies="ddp", recompute="selective"),
+    "zero1": dict(strategy="zero1"),
+    "fsdp": dict(strategy="fsdp", recompute="block"),
+    "tp": dict(strategy="tp"),
+    "tp, sequence and loss parallel": dict(strategy="tp", sequence_parallel=True, loss_parallel=True),
+    "fsdp x tp, sequence parallel": dict(strategy="fsdp", tensor=2, sequence_parallel=True),
+    "pp": dict(strategy="pp"),
+    "pp, interleaved": dict(strategy="ddp", pipeline=2, schedule="Interleaved1F1B"),
+    "pp, zero bubble": dict(strategy="ddp", pipeline=2, schedule="ZBVZeroBubble"),
+    "pp x tp": dict(strategy="ddp", pipeline=2, tensor=2, sequence_parallel=True, recompute="block"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_four_ranks_mask_as_one_process_does(pool, reference, case):
+    for result in pool.run(4, masked_steps, options_of(**CASES[case])):
+        names = result.pop("names")
+        assert set(names) <= set(reference["names"])
+        evaluated = result.pop("evaluated")
+        assert_equal([result | {"names": reference["names"]}], reference)
+        expected = GPT(CONFIG).double().eval()
+        expected.load_state_dict(reference["weights"])
+        ids, targets = torch.arange(BATCH * 16).view(BATCH, 16) % 13, torch.zeros(BATCH, 16, dtype=torch.long)
+        logits, loss = expected(ids, targets)
+        assert evaluated[0].item() == pytest.approx(loss.item(), abs=1e-10)
+        torch.testing.assert_close(evaluated[1], logits[:2], rtol=0, atol=1e-10)
+
+
+def masked_steps(ranks, options):
+    kept = []
+    result = sgd_steps(ranks, options, CONFIG, kept.append)
+    parallel = kept[-1]
+    ids, targets = torch.arange(BATCH * 16).view(BATCH, 16) % 13, torch.zeros(BATCH, 16, dtype=torch.long)
+    own = [part.chunk(parallel.data_size)[parallel.data_rank] for part in (ids, targets)]
+    loss = parallel.mean_loss(parallel.evaluate(*own))
+    return result | {"evaluated": (loss, parallel.logits(ids[:2]))}
+
+
+def test_a_compiled_model_that_masks_is_one_graph(pool):
+    config = replace(CONFIG, n_layer=2, n_embd=16)
+    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config)
+    assert_equal([result], one_process(config))
+    assert num_graphs == 1
+
+
+# --- a run
+
+
+WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "ée", "ll", "ck")]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    draw = random.Random(1)
+    texts = ["\n".join(" ".join(draw.choices(WORDS, k=8)) for _ in range(6)) for _ in range(60)]
+    path = tmp_path_factory.mktemp("files") / "mine.txt"
+    path.write_text("\n\n\n".join(texts), "utf-8")
+    return path
+
+
+def prepare(ranks, files, folder, tokenizer):
+    wishes = Wishes(tokenizer=tokenizer, vocab_size=300, shard_bytes=4000)
+    return prepare_text([files], folder, wishes, ranks, tell=lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def texts(pool, files, tmp_path_factory):
+    """{tokenizer: folder}"""
+    folders = {kind: tmp_path_factory.mktemp("data") / f"mine-{kind}" for kind in ("bpe", "char")}
+    for kind, folder in folders.items():
+        pool.run(1, prepare, files, folder, kind)
+    return folders
+
+
+STEPS, EVERY = 8, 2
+OPTIONS = Options(
+    model=ModelOptions(n_layer=1, n_head=1, n_embd=8, block_size=32, dropout=0.2),
+    train=TrainOptions(steps=STEPS, global_batch=4),
+    optimizer=OptimizerOptions(lr=1e-2),
+    log=LogOptions(every=1, eval_every=4, eval_batches=1, sample=5, plots=False, progress=False),
+    checkpoint=CheckpointOptions(every=EVERY, keep=9),
+)
+
+
+def train(ranks, data, folder, killed_after=None):
+    """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left). Killed for good at a step."""
+    from manyhands.config.layout import resolve_layout
+    from manyhands.runs.metrics import fingerprint
+    from manyhands.trainer.chosen_text import corpus_of
+    from manyhands.trainer.resume import resume
+    from manyhands.trainer.run import Run
+
+    options = replace(
+        OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder))
+    )
+    corpus = corpus_of(options, ranks)
+    config = model_config(options, len(corpus.symbols), corpus.mark)
+    run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
+    resume(run)
+    began, batch, report, seen = run.step, run.batch, run.report.step, {}
+
+    def note(ids, step, seed):
+        found = batch(ids, step, seed)
+        if ids is run.train_ids:
+            seen[step] = found[0].tolist()
+        return found
+
+    def step(number, *about):
+        report(number, *about)
+        if number == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run.batch, run.report.step = note, step
+    assert run.go() == 0
+    return began, seen, dict(run.val_losses), fingerprint([*run.tensors().values(), torch.get_rng_state()])
+
+
+def _life(store, data, folder, killed_after, pipe):
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MANYHANDS_OUTPUTS": f"{store}.outputs"}
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
+    pipe.send(train(ranks_of(), data, folder, killed_after))
+    dist.destroy_process_group()
+
+
+def life(tmp_path, number, data, folder, killed_after=None):
+    """What `train` returned in a process of its own, and its exit status."""
+    ours, theirs = _server.Pipe(duplex=False)
+    store = str(tmp_path / f"store{number}")
+    process = _server.Process(
+        target=_life, args=(store, str(data), str(folder), killed_after, theirs), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv() if ours.poll(120) else None
+    except EOFError:
+        answer = None
+    process.join(20)
+    return answer, process.exitcode
+
+
+@pytest.fixture(scope="module")
+def lives(texts, tmp_path_factory):
+    """A run from one go, one that was killed after step 5 of 8 and resumed, and their folders."""
+    scratch = tmp_path_factory.mktemp("lives")
+    data = texts["bpe"]
+    whole = life(scratch, 1, data, scratch / "whole")
+    killed = life(scratch, 2, data, scratch / "killed", killed_after=5)
+    resumed = life(scratch, 3, data, scratch / "killed")
+    return whole, killed, resumed, scratch
+
+
+@pytest.mark.ranks
+def test_a_run_that_was_killed_goes_on_at_the_very_position_and_ends_with_the_same_bits(lives):
+    (whole, _), (nothing, status), (resumed, _), _ = lives
+    assert (nothing, status) == (None, -signal.SIGKILL)
+    assert (whole[0], resumed[0]) == (0, 4)  # the last checkpoint before step 5
+    assert sorted(resumed[1]) == [4, 5, 6, 7]
+    assert {step: whole[1][step] for step in resumed[1]} == resumed[1]
+    assert resumed[2][8] == whole[2][8]
+    assert resumed[3] == whole[3]
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_of_another_text_is_refused(lives, texts, pool):
+    with pytest.raises(AssertionError, match=r"holds another model|was trained on another text"):
+        pool.run(1, train, texts["char"], lives[-1] / "whole")
+
+
+def test_one_rank_and_two_get_the_same_global_batch(texts):
+    ids = open_text(texts["bpe"]).train_ids
+    whole = get_batch(ids, 3, 4, 16, 0, 1, 7)
+    halves = [get_batch(ids, 3, 4, 16, rank, 2, 7) for rank in range(2)]
+    for one, parts in zip(whole, zip(*halves, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(parts))
+    assert torch.equal(whole[0][:, 1:], whole[1][:, :-1])
+    assert whole[0].dtype == torch.long
+
+
+@pytest.fixture(scope="module")
+def program(root):
+    spec = importlib.util.spec_from_file_location("sample_program", root / "scripts" / "sample.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, program, capsys, tmp_path):
+    from manyhands.checkpoints import export
+
+    assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
+    capsys.readouterr()
+    for source in (lives[-1] / "whole", tmp_path / "model.safetensors"):
+        model, facts = load_model(source, "best")
+        assert model.config.document_mark == 0
+        tokenizer = tokenizer_of(facts)
+        assert program.main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
+        text = capsys.readouterr().out
+        ids = tokenizer.encode("dée ").tolist()
+        drawn = program.continued(model, ids, 40, 1.5, None, 300, torch.Generator().manual_seed(1))
+        expected = tokenizer.decode([*ids, *drawn])
+        assert text == program.shown(expected) + "\n"
+        assert "\ufffd" not in text[:6]
+        assert tokenizer.encode("kann bée").tolist() == open_text(texts["bpe"]).encode("kann bée").tolist()
+
+
+@pytest.mark.ranks
+def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_path, capsys):
+    from manyhands.checkpoints import export
+
+    assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
+    about = tmp_path / "model.json"
+    facts = json.loads(about.read_text())
+    for wrong in ({"model": 3}, {"format": "manyhands characters 1", "symbols": ["a"] * 999}, "text", None):
+        facts["corpus"]["vocabulary"] = wrong
+        about.write_text(json.dumps(facts))
+        with pytest.raises(CheckpointError, match="is not what a run writes down"):
+            load_model(tmp_path / "model.safetensors")
+
+
+# --- what the trainer says before it starts
+
+
+def test_a_dry_run_counts_the_symbols_of_the_folder(texts):
+    from manyhands.trainer.dry_run import describe
+
+    flags = ["--data.folder", str(texts["bpe"]), "--dry-run", "--model.block-size", "32"]
+    text = describe(read_options(flags), 2)
+    assert "300 symbols" in text
+    assert f'[data]\nfolder = "{texts["bpe"]}"\nmask_documents = true' in text
+    wide = describe(read_options([*flags, "--model.vocab-size", "1000"]), 2)
+    assert "1,000 symbols" in wide
+    with pytest.raises(OptionError, match="vocab_size=100 is less than the corpus's 300 symbols"):
+        describe(read_options([*flags, "--model.vocab-size", "100"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--data.folder", "nowhere"],
+            r"data.folder: nowhere is no prepared text \(it has no manifest.json\)",
+        ),
+        (["--data.folder", ""], r"data.folder is empty \(is a variable of the shell unset\?\)"),
+        (["--data.folder", "~nobody-here/x"], r"data.folder=~nobody-here/x: .*name another folder"),
+    ],
+)
+def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
+    from manyhands.trainer.chosen_text import corpus_of
+
+    with pytest.raises(OptionError, match=sentence):
+        corpus_of(read_options(flags))
+
+
+def test_masks_can_be_switched_off_and_shakespeare_has_none(texts):
+    masked, blind = (
+        read_options(["--data.folder", str(texts["bpe"]), *flags])
+        for flags in ([], ["--data.no-mask-documents"])
+    )
+    assert model_config(masked, 300, 0).document_mark == 0
+    assert model_config(blind, 300, 0).document_mark is None
+    assert model_config(read_options([]), 65).document_mark is None

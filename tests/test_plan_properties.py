@@ -1,0 +1,77 @@
+"""What holds of every plan, whatever is asked: it fits, its degrees are the GPUs, its bytes are the sum of their kinds."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manyhands.predict.machines import machine_named
+from manyhands.predict.plan_layouts import Question, families
+from manyhands.predict.plan_memory import planned_bytes
+from manyhands.predict.planned_model import PlannedModel
+from manyhands.predict.planner import CLOSE, plan
+
+H100 = machine_named("h100")
+
+
+def llama(layers, heads, groups, vocab, positions, experts, top_k, capacity):
+    width = heads * groups * 64
+    top_k = min(top_k, experts)
+    capacity = min(capacity, experts / top_k) if capacity and experts > 1 else None
+    return PlannedModel(
+        "any", vocab, positions, layers, heads * groups, width, heads, 3 * width, "llama", n_expert=experts,
+        top_k=top_k, capacity=capacity,
+    )  # fmt: skip
+
+
+models = st.builds(
+    llama, st.integers(1, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4]), st.integers(100, 60_000),
+    st.sampled_from([512, 2048, 16_384]), st.sampled_from([1, 4, 8]), st.integers(1, 3),
+    st.sampled_from([None, 1.0, 1.5]),
+)  # fmt: skip
+questions = st.builds(
+    lambda model, memory_gb, gpus, batch, offload: Question(
+        model, dataclasses.replace(H100, memory_bytes=memory_gb * 1e9), gpus, batch, offload
+    ),
+    models, st.floats(0.5, 80), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 64), st.booleans(),
+)  # fmt: skip
+
+
+def with_little_memory(question, pick, factor):
+    """The question on a machine that is a bit too small for one of its layouts."""
+    found = [c for family in families(question, ("none",), 4) for c in family.variants]
+    if not found:
+        return question
+    one = found[pick % len(found)]
+    needed = planned_bytes(question.model, one.layout, one.options).on_gpu
+    return dataclasses.replace(question, machine=dataclasses.replace(H100, memory_bytes=needed / factor))
+
+
+@settings(max_examples=20, derandomize=True)
+@given(question=questions, pick=st.integers(0, 999), factor=st.floats(1.001, 1.1))
+def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(question, pick, factor):
+    question = with_little_memory(question, pick, factor)
+    answer = plan(question)
+    for one in answer.ranked:
+        layout, held = one.candidate.layout, one.held
+        assert held.on_gpu <= question.machine.memory_bytes
+        assert held == planned_bytes(question.model, layout, one.candidate.options)
+        assert (
+            sum(held.by_kind().values()) == held.on_gpu + held.on_host and min(held.by_kind().values()) >= 0
+        )
+        assert layout.pipeline * layout.data * layout.context * layout.tensor == question.gpus
+        assert layout.data * layout.micro_batches * one.candidate.micro_batch == question.global_batch
+        assert sum(one.time.by_part().values()) == pytest.approx(one.step_s)
+        assert min(one.time.by_part().values()) >= 0 and 0 < one.mfu < 1
+    if answer.best:
+        assert answer.best.step_s <= answer.fastest_s * CLOSE
+        assert answer.fastest_s <= min(one.step_s for one in answer.ranked)
+
+
+@settings(max_examples=12, derandomize=True)
+@given(question=questions, factor=st.floats(1, 8))
+def test_more_memory_never_makes_the_fastest_plan_slower_and_refuses_nothing_that_fitted(question, factor):
+    larger = dataclasses.replace(question.machine, memory_bytes=factor * question.machine.memory_bytes)
+    before, after = plan(question), plan(dataclasses.replace(question, machine=larger))
+    assert after.fastest_s <= before.fastest_s
+    assert {one.name for one in before.ranked} <= {one.name for one in after.ranked}

@@ -1,0 +1,260 @@
+"""Context ranks and experts in a plan: bytes and messages by hand, a published count, and no command that train.py lacks."""
+
+import dataclasses
+
+import pytest
+from manyhands.predict.link_time import LINK_SHARE, Group
+from manyhands.predict.machines import machine_named
+from manyhands.predict.plan_layouts import Question, families, name_of
+from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes
+from manyhands.predict.plan_report import as_text
+from manyhands.predict.plan_work import planned_work
+from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.planner import plan, unbalanced_s, weakest_assumption
+from manyhands.predict.step_time import Assumptions, step_time
+
+H100 = machine_named("h100")
+LONG = PlannedModel("long", 32000, 32768, 8, 16, 2048, 4, 8192, "llama")
+MIXTRAL = preset_model("mixtral-8x7b")
+MOE = PlannedModel("moe", 32000, 2048, 8, 16, 2048, 4, 4096, "llama", n_expert=8, top_k=2)
+
+
+def candidate(name, model, gpus, batch=64, machine=H100, micro_batch=1, recompute="none", **kwargs):
+    """The first candidate of that name."""
+    found = families(Question(model, machine, gpus, batch, **kwargs), (recompute,))
+    return next(c for f in found if f.name == name for c in f.variants if c.micro_batch == micro_batch)
+
+
+def work_of(model, one):
+    return planned_work(model, one.layout, one.options, one.sharing)
+
+
+def messages(time, axis):
+    return [m for m in time.messages if m.axis == axis]
+
+
+# ------------------------------------------------------------------ context
+
+
+def test_a_context_axis_divides_activations_and_leaves_weights_as_data_ranks_do():
+    plain = candidate("zero3 8", LONG, 8)
+    context = candidate("zero3 2 x context 4", LONG, 8)
+    assert (context.layout.shard, context.layout.data, context.layout.world_size) == (8, 2, 8)
+    whole, share = (planned_bytes(LONG, one.layout, one.options) for one in (plain, context))
+    assert share.activations == pytest.approx(whole.activations / 4, rel=1e-3)
+    assert bytes_at_rest(LONG, plain.layout, plain.options) == bytes_at_rest(
+        LONG, context.layout, context.options
+    )
+    copies = candidate("copies 2 x context 4", LONG, 8)
+    assert (copies.layout.replicate, copies.layout.shard, copies.layout.data) == (8, 1, 2)
+    parameters, gradients, *_ = bytes_at_rest(LONG, copies.layout, copies.options)
+    assert parameters == gradients == 4 * LONG.num_params(), "each context rank has all weights"
+
+
+def test_gradients_are_summed_over_context_and_data_ranks_together():
+    time = step_time(work_of(LONG, one := candidate("copies 2 x context 4", LONG, 8)), H100)
+    (summed,) = messages(time, "data")
+    assert one.layout.data == 2 and summed.operation == "all_reduce"
+    assert summed.sent.inside == pytest.approx(2 * 7 / 8 * 4 * LONG.num_params())
+
+
+def test_keys_and_values_go_around_once_forward_and_with_their_gradients_backward():
+    one = candidate("zero3 2 x context 4", LONG, 8)
+    forward, backward = messages(step_time(work_of(LONG, one), H100), "context")
+    keys_and_values = 2 * 4 * 128 * 32768  # numbers of a layer: 4 heads of 128 each
+    layers, micro_batches = 8, 32
+    assert forward.payload_bytes == layers * micro_batches * keys_and_values * 2
+    assert forward.sent.inside == forward.payload_bytes * 3 / 4 and forward.sent.between == 0
+    assert backward.payload_bytes == layers * micro_batches * keys_and_values * (2 + 4), "gradients in fp32"
+    again = candidate("zero3 2 x context 4", LONG, 8, recompute="block")
+    repeated, _ = messages(step_time(work_of(LONG, again), H100), "context")
+    assert repeated.payload_bytes == 2 * forward.payload_bytes
+
+
+def test_attention_costs_a_context_rank_its_share_of_the_whole_and_hides_the_ring_where_it_is_longer():
+    one, alone = candidate("zero3 2 x context 4", LONG, 8), candidate("zero3 8", LONG, 8)
+    shared, whole = work_of(LONG, one), work_of(LONG, alone)
+    assert shared.layers_flops * 4 == whole.layers_flops, "every query meets every key, wherever they are"
+    hidden = step_time(shared, H100)
+    bare = step_time(shared, H100, Assumptions(overlap=False))
+    assert hidden.context_s == 0 < bare.context_s
+    slow = dataclasses.replace(H100, inside_bytes_per_s=5e9)
+    waited, link = (
+        step_time(shared, slow).context_s,
+        sum(m.sent.inside for m in hidden.messages if m.axis == "context"),
+    )
+    attention_s = 3 * 32 * shared.attention_flops / (H100.peak_flops * Assumptions().matmul_share)
+    assert waited == pytest.approx(link / (5e9 * LINK_SHARE) - attention_s, rel=0.01)
+
+
+def test_long_sequences_try_context_ranks_within_a_node_and_short_ones_do_not():
+    def degrees(model, **kwargs):
+        question = Question(model, H100, 32, 64, **kwargs)
+        return {c.layout.context for f in families(question, ("none",), 1) for c in f.variants}
+
+    assert degrees(LONG) == {1, 2, 4, 8}
+    assert degrees(dataclasses.replace(LONG, block_size=8192)) == {1, 2}
+    assert degrees(dataclasses.replace(LONG, block_size=4096)) == {1}
+    assert degrees(dataclasses.replace(LONG, block_size=4096), context=16) == {16}
+    assert degrees(LONG, context=1) == {1}
+    for family in families(Question(LONG, H100, 32, 64), ("none",), 1):
+        assert all(c.layout.context == 1 or c.layout.context * c.layout.tensor <= 8 for c in family.variants)
+
+
+def test_a_batch_smaller_than_the_gpus_is_possible_with_context_ranks():
+    refused = dict(plan(Question(LONG, H100, 8, 2, context=1)).refused)
+    assert "train.global_batch=2 does not split over 8 data-parallel ranks" in refused["zero3 8"]
+    assert "zero3 2 x context 4" in [one.name for one in plan(Question(LONG, H100, 8, 2)).ranked]
+
+
+def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_named():
+    gpt = PlannedModel("your model", 32000, 32768, 16, 16, 2048)
+    answer = plan(Question(gpt, H100, 8, 2))
+    assert answer.best.candidate.layout.context > 1 and answer.best_trained.candidate.layout.context == 1
+    text = as_text(answer)
+    place = answer.ranked.index(answer.best_trained) + 1
+    assert "train.py has no context axis: there is no command for this layout" in text
+    assert f"the first that it runs is {place}. {answer.best_trained.name}" in text
+    assert (
+        "--model.block-size 32768" in text and "context" not in text[text.index("check it:") :].split("\n")[0]
+    )
+    enough = plan(Question(gpt, H100, 8, 8))
+    assert enough.best is enough.best_trained, "what train.py can run is the simpler one"
+    only = as_text(plan(Question(gpt, H100, 8, 8, context=8)))
+    assert "train.py has no context axis" in only and "sbatch" not in only
+
+
+# ------------------------------------------------------------------ experts
+
+
+def test_mixtral_has_the_parameters_that_are_published():
+    """Jiang et al. 2024, section 1: 47 B parameters, of which a token uses 13 B; to three digits, 46.7 and 12.9."""
+    assert round(MIXTRAL.num_params() / 1e9, 1) == 46.7
+    assert round(MIXTRAL.active_params() / 1e9, 1) == 12.9
+    one_expert = 32 * 3 * 4096 * 14336
+    assert MIXTRAL.num_params() - MIXTRAL.active_params() == 6 * one_expert
+
+
+def test_a_token_costs_its_own_experts_and_the_padding_that_mfu_leaves_out():
+    dense = dataclasses.replace(MOE, n_expert=1, top_k=1)
+    expert, router = 3 * 2048 * 4096, 8 * 2048
+    assert MOE.layer_flops() - dense.layer_flops() == 2 * (expert + router)
+    assert MOE.computed_flops() == MOE.layer_flops()
+    padded = dataclasses.replace(MOE, capacity=1.25)
+    assert padded.layer_flops() == MOE.layer_flops() and padded.flops_per_token() == MOE.flops_per_token()
+    assert padded.computed_flops() - MOE.computed_flops() == pytest.approx(0.25 * 2 * 2 * expert)
+    one = candidate("zero3 8, experts over 8", MOE, 8)
+    assert (
+        planned_bytes(padded, one.layout, one.options).activations
+        > planned_bytes(MOE, one.layout, one.options).activations
+    )
+
+
+def test_ranks_that_share_experts_hold_a_part_of_them_and_all_of_the_dense_weights():
+    experts = 8 * 8 * 3 * 2048 * 4096  # of all layers
+    dense = MOE.num_params() - experts
+    for name, held in (
+        ("copies 8", dense + experts),
+        ("copies 8, experts over 8", dense + experts / 8),
+        ("zero3 8", dense / 8 + experts / 8),
+        ("zero3 8, experts over 8", dense / 8 + experts / 8),
+    ):
+        one = candidate(name, MOE, 8)
+        parameters, _, optimizer, _, gathered = bytes_at_rest(MOE, one.layout, one.options)
+        assert (parameters, optimizer) == (pytest.approx(4 * held), pytest.approx(8 * held)), name
+        if name.startswith("zero3"):
+            around = 2 * 32000 * 2048 + 2048
+            a_layer = (dense - around) / 8 + experts / 8 / one.layout.expert
+            assert gathered == pytest.approx(2 * (around + a_layer), rel=1e-6), (
+                "own experts are whole already"
+            )
+
+
+def test_tokens_go_to_their_experts_and_back_forward_and_backward():
+    one = candidate("copies 8, experts over 8", MOE, 8)
+    work = work_of(MOE, one)
+    (sent,) = messages(step_time(work, H100), "experts")
+    calls = 8 * one.layout.micro_batches * 4  # layers; there and back, twice
+    assert sent.calls == calls
+    assert sent.payload_bytes == calls * 2048 * 2 * 2048 * 2, "tokens x experts of each x width x 2 bytes"
+    assert sent.sent.inside == pytest.approx(sent.payload_bytes * 7 / 8)
+    padded = dataclasses.replace(MOE, capacity=1.5)
+    (more,) = messages(step_time(work_of(padded, one), H100), "experts")
+    assert more.payload_bytes == 1.5 * sent.payload_bytes
+    assert not messages(step_time(work_of(MOE, candidate("copies 8", MOE, 8)), H100), "experts")
+
+
+def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same_ones():
+    def summed(name, gpus):
+        time = step_time(work_of(MOE, candidate(name, MOE, gpus)), H100)
+        return [m.sent.inside + m.sent.between for m in messages(time, "data")]
+
+    experts = 8 * 8 * 3 * 2048 * 4096 * 4
+    dense = 4 * MOE.num_params() - experts
+    assert summed("copies 8, experts over 8", 8) == [pytest.approx(2 * 7 / 8 * dense)], "each has its own"
+    twice = [pytest.approx(2 * 15 / 16 * dense), pytest.approx(2 * 1 / 2 * experts / 8)]
+    assert summed("copies 16, experts over 8", 16) == twice, "two have the same ones"
+    assert sum(summed("zero3 16, experts over 8", 16)) < sum(summed("zero3 16", 16))
+
+
+def test_an_all_to_all_crosses_nodes_with_all_that_is_for_them_where_a_ring_crosses_once_per_node():
+    two_nodes = Group(H100, 16)
+    to_all, ring = (two_nodes.sent(operation, 16e9) for operation in ("all_to_all", "all_gather"))
+    assert (to_all.inside, to_all.between) == (pytest.approx(7e9), pytest.approx(8e9))
+    assert ring.between == pytest.approx(15e9 * 2 / 16)
+    seconds = two_nodes.seconds("all_to_all", 16e9)
+    assert seconds == pytest.approx(8e9 / (50e9 * LINK_SHARE), rel=1e-3), "each GPU has one network card"
+
+
+def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
+    question = Question(MOE, H100, 16, 64)
+    one = next(p for p in plan(question).ranked if p.candidate.layout.expert == 8)
+    assert unbalanced_s(question, one) > 1.1 * one.step_s
+    wide = dataclasses.replace(question, model=dataclasses.replace(MOE, n_hidden=32768))
+    spread = next(p for p in plan(wide).ranked if p.candidate.layout.expert == 8)
+    assert "tokens spread evenly over the experts" in weakest_assumption(wide, spread)[0]
+    alone = next(p for p in plan(question).ranked if p.candidate.layout.expert == 1)
+    assert unbalanced_s(question, alone) == alone.step_s
+    text = as_text(plan(Question(MIXTRAL, H100, 64, 64)))
+    assert "46,702,792,704 parameters (12,879,925,248 active: 2 of 8 experts)" in text
+    assert "assumed of the experts: balanced routing" in text and "sbatch" not in text
+
+
+def test_a_gpt_with_experts_has_no_command_and_says_so():
+    model = dataclasses.replace(preset_model("olmo-1b"), name="olmo-1b with 4 experts", n_expert=4, top_k=1)
+    answer = plan(Question(model, H100, 8, 512))
+    assert answer.best_trained is None
+    assert "train.py has no experts: there is no command for this model" in as_text(answer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_expert": 0}, "n_expert=0 is too small"),
+        ({"top_k": 9}, r"top_k=9 of 8 expert\(s\); use more experts, or at most 8"),
+        ({"capacity": 0.9}, "capacity factor 0.9: use 1, which holds a balanced share, to 4"),
+        ({"capacity": 4.5}, "capacity factor 4.5: use 1"),
+        ({"n_expert": 1, "top_k": 1, "capacity": 1.0}, "capacity factor 1 without experts"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_with_the_numbers(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(MOE, **changes)
+
+
+@pytest.mark.parametrize(
+    "model, gpus", [(LONG, 32), (MOE, 16), (dataclasses.replace(MOE, block_size=16384), 16)]
+)
+def test_every_way_to_split_with_these_axes_has_a_name_of_its_own_and_the_degrees_multiply_to_the_gpus(
+    model, gpus
+):
+    names = [family.name for family in families(Question(model, H100, gpus, 64), ("none",), 1)]
+    assert len(names) == len(set(names))
+    for family in families(Question(model, H100, gpus, 64), ("none",), 1):
+        for one in family.variants:
+            layout = one.layout
+            assert layout.data * layout.context * layout.tensor * layout.pipeline == gpus == layout.world_size
+            assert (
+                layout.replicate * layout.shard % layout.expert == 0 and model.n_expert % layout.expert == 0
+            )
+            assert name_of(one.sharing, layout) == family.name

@@ -1,0 +1,516 @@
+"""A text of one's own becomes tokens: what is read, refused, dropped and kept, and that ranks make no difference."""
+
+import gzip
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from manyhands.data import text_files
+from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, normalised, similarity, sketch
+from manyhands.data.own_text import open_text, verify_text
+from manyhands.data.shakespeare import DataError
+from manyhands.data.text_files import find_files, raw_documents, text_of
+from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.data.text_quality import REASONS, Quality
+from manyhands.data.text_report import shown_report
+from manyhands.data.text_tokenizer import MARK, characters_of, tokenizer_from, train_bpe
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
+
+
+def essay(seed, words=150):
+    """A document of lines that nobody else writes."""
+    draw = random.Random(seed)
+    lines = [" ".join(draw.choices(WORDS, k=10)) for _ in range(words // 10)]
+    return "\n".join(lines)
+
+
+TEXTS = [essay(i) for i in range(20)] + ["Grüße, 你好! It's 1234.\n\n  x"] * 2 + [" 1234" * 3000]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(TEXTS, 400)
+
+
+# --- reading
+
+
+def documents(path, **wishes):
+    return [(raw.line, text_of(raw)) for raw in raw_documents([path], **wishes)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_plain_text_is_cut_where_so_many_blank_lines_follow_each_other(tmp_path, packed):
+    content = b"\xef\xbb\xbf\n\none\r\nmore\r\n\r\nstill one\n\n \t\ntwo\n\n\n\n\nthree"
+    path = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    path.write_bytes(gzip.compress(content) if packed else content)
+    assert [text for _, text in documents(path)] == [
+        "one\nmore\n\nstill one",
+        "two",
+        "three",
+    ]
+    assert [line for line, _ in documents(path, blank_lines=2)] == [3, 9, 14]
+    assert len(documents(path, blank_lines=1)) == 4
+    assert len(documents(path, blank_lines=0)) == 1
+
+
+def by_lines(content, blank_lines):
+    """What documents are, line by line: [(line, byte, content)]."""
+    found, at, blank = [], 0, blank_lines
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            if not found or (blank_lines and blank >= blank_lines):
+                found.append([number, at, []])
+            found[-1][2] += [b""] * blank * (len(found[-1][2]) > 0) + [line]
+        blank = 0 if line.strip() else blank + 1
+        at += len(line) + 1
+    return [(number, at, b"\n".join(lines).rstrip()) for number, at, lines in found]
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"bb ", b"", b"", b""]), max_size=30),
+    st.integers(0, 3),
+    st.sampled_from([2, 3, 7, 1000]),
+)
+def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(
+    tmp_path_factory, lines, blank_lines, block
+):
+    path, content = tmp_path_factory.getbasetemp() / "blocks.txt", b"\n".join(lines)
+    path.write_bytes(content)
+    before, text_files.BLOCK = text_files.BLOCK, block
+    try:
+        found = list(text_files.raw_documents([path], blank_lines)) if content.strip() else []
+    finally:
+        text_files.BLOCK = before
+    assert [(raw.line, raw.begin, raw.content) for raw in found] == by_lines(content, blank_lines)
+
+
+def test_json_lines_give_the_named_field_of_each_line(tmp_path):
+    path = tmp_path / "posts.jsonl.gz"
+    lines = [{"id": i, "body": f"text {i}\n\n\nsame document"} for i in range(2)]
+    path.write_bytes(gzip.compress("\n\n".join(map(json.dumps, lines)).encode()))
+    assert documents(path, text_field="body") == [
+        (1, "text 0\n\n\nsame document"),
+        (3, "text 1\n\n\nsame document"),
+    ]
+
+
+def test_half_a_surrogate_pair_in_json_becomes_a_replacement_character(tmp_path):
+    path = tmp_path / "posts.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n')
+    assert documents(path) == [(1, "a\ufffdb")]
+
+
+def test_a_folder_stands_for_its_text_files_in_the_order_of_their_paths(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/k.jsonl.gz", "picture.png", "data.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = [path.relative_to(tmp_path).as_posix() for path in find_files([tmp_path])]
+    assert found == ["a/k.jsonl.gz", "a/z.md", "b.txt"]
+
+
+BAD = {
+    "a zero": (b"text\n\n\n\nmore \0", "a.txt", r"a.txt is no text: byte 13 is zero; extract its text first"),
+    "Latin-1": ("Grüße\n".encode("latin1"), "a.txt", r"not UTF-8: byte 2 is 0xfc; .*iconv -f latin1 -t utf-8"),
+    "UTF-16": ("text".encode("utf-16"), "a.txt", r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16"),
+    "empty": (b"", "a.txt", r"a.txt is empty; leave it out"),
+    "blank": (b" \n\n\n", "a.txt", r"a.txt is empty; leave it out"),
+    "one line": (b"x" * 2000, "a.txt", r"line 1 has more than 1,000 bytes without a line end; break it"),
+    "cut gzip": (gzip.compress(os.urandom(500))[:-20], "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*again"),
+    "no gzip": (b"plain", "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*; copy or pack it again"),
+    "no JSON": (b'{"text": "x"}\nhello\n', "a.jsonl", r"a.jsonl line 2 is no JSON \(.*rename the file to .txt"),
+    "no text": (b'{"body": "x", "id": 3}', "a.jsonl", r"line 1 has no text in its field 'text' \(it has: body, id\)"),
+    "a list": (b"[1]", "a.jsonl", r"line 1 has no text in its field 'text' \(it has: list\)"),
+    "deep": (b"[" * 900, "a.jsonl", r"line 1 is (no JSON|JSON that is nested too deeply)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_one_sentence_with_the_cure(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
+    content, name, sentence = BAD[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=sentence) as raised:
+        documents(tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_name_that_is_not_there_and_a_folder_without_text_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere.txt is not there; check the name"):
+        find_files([tmp_path / "nowhere.txt"])
+    with pytest.raises(
+        DataError, match=r"is a folder without text files \(.txt, .*name the files themselves"
+    ):
+        find_files([tmp_path])
+
+
+# --- what is no text to learn from
+
+
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [
+        ("too short", "Too few words."),
+        ("too short", " \n" * 200),
+        ("few letters", "12.5 | 13.9 | 40.0 | 33\n" * 3 + "3.1415926 " * 20),
+        ("repeated lines", "All rights reserved by us.\n" * 6 + essay(1, 20)),
+        ("long runs", essay(2, 20) + "\n" + "a" * 100),
+        (None, essay(3)),
+        (
+            None,
+            "पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर। " * 4,
+        ),  # half of these are marks on letters
+        (None, "".join(chr(0x4E00 + i) for i in range(150))),
+        (None, "def f():\n" + "".join(" " * 30 + f"return {word}\n" for word in WORDS[:30])),
+    ],
+)
+def test_each_rule_drops_what_it_is_for_and_nothing_else(why, text):
+    assert Quality().why_dropped(text) == why
+
+
+def test_marks_on_letters_count_as_letters():
+    assert (
+        Quality(min_letters=0.9).why_dropped("पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर " * 4)
+        is None
+    )
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_judged(text):
+    assert Quality(min_characters=0).why_dropped(text) in (*REASONS, None)
+
+
+# --- copies
+
+
+def changed(text, count, seed):
+    """`text` with `count` of its words replaced."""
+    draw, words = random.Random(seed), text.split(" ")
+    for place in draw.sample(range(len(words)), count):
+        words[place] = "elsewhere"
+    return " ".join(words)
+
+
+def test_planted_copies_are_found_and_everything_else_stays():
+    texts = [essay(i, 400) for i in range(60)]
+    planted = {60 + i: (i, changed(texts[i], 3, i)) for i in range(0, 60, 3)}
+    texts += [planted[i][1] if i in planted else essay(i, 400) for i in range(60, 118)]
+    texts += [texts[7].replace(" ", "  \n"), texts[9].upper()]
+    clean = [normalised(text) for text in texts]
+    found = copies_among(list(map(content_hash, clean)), np.stack(list(map(sketch, clean))))
+    expected = {place: (original, "near copy") for place, (original, _) in planted.items()}
+    assert found == expected | {118: (7, "exact copy"), 119: (9, "near copy")}
+
+
+def test_above_one_only_equal_documents_are_copies():
+    texts = [essay(1), changed(essay(1), 1, 1), essay(1)]
+    sketches = np.stack([sketch(text) for text in texts])
+    assert copies_among([text.encode() for text in texts], sketches, 2.0) == {2: (0, "exact copy")}
+
+
+@pytest.mark.parametrize("shared", [1000, 1600, 1900])
+def test_the_estimate_is_within_four_standard_errors_of_the_true_similarity(shared):
+    one = [f"w{i}" for i in range(2000)]
+    other = one[:shared] + [f"v{i}" for i in range(2000 - shared)]
+
+    def shingles(words):
+        return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
+
+    a, b = shingles(one), shingles(other)
+    true = len(a & b) / len(a | b)
+    estimate = similarity(sketch(" ".join(one)), sketch(" ".join(other)))
+    assert abs(estimate - true) < 4 * (true * (1 - true) / ORDERS) ** 0.5
+
+
+def test_the_same_words_in_another_order_are_another_document():
+    words = [f"w{i}" for i in range(300)]
+    assert similarity(sketch(" ".join(words)), sketch(" ".join(words[::-1]))) < 0.1
+
+
+def test_a_sketch_is_the_same_on_every_machine():
+    assert sketch("to be or not to be that is the question")[:3].tolist() == [
+        312500760,
+        146977432,
+        1321509412,
+    ]
+
+
+@given(st.text(max_size=200))
+def test_any_text_has_a_sketch_that_agrees_with_itself(text):
+    assert similarity(sketch(normalised(text)), sketch(normalised(f" {text}\n"))) == 1
+
+
+# --- tokenizers
+
+
+@given(st.text())
+def test_bpe_gives_any_unicode_back(bpe, text):
+    assert bpe.decode(bpe.encode(text)) == text
+
+
+@settings(max_examples=300)
+@given(
+    st.text(
+        alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ1239_.s"), st.characters(codec="utf-8"))
+    )
+)
+@example("4412 it's 12")
+def test_the_pieces_that_we_cut_are_those_that_the_library_cuts(bpe, text):
+    assert bpe.encode(text).tolist() == bpe.inner.encode(text).ids
+
+
+@given(st.lists(st.text(), min_size=1, max_size=4))
+def test_characters_give_back_every_text_they_were_made_from(texts):
+    tokenizer = characters_of([*texts, "ab"])
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.mark not in tokenizer.encode(text)
+
+
+@given(st.text())
+def test_symbols_that_come_one_at_a_time_make_the_same_text(bpe, text):
+    write = bpe.writer()
+    assert "".join([*(write(i) for i in bpe.encode(text).tolist()), write(None, final=True)]) == text
+
+
+def test_a_text_that_spells_the_mark_is_no_mark(bpe):
+    for tokenizer in (bpe, characters_of([MARK])):
+        ids = tokenizer.encode(f"one{MARK}two" if tokenizer is bpe else MARK)
+        assert tokenizer.mark not in ids
+        assert MARK in tokenizer.decode(ids)
+        assert tokenizer.decode([tokenizer.mark]) == MARK
+
+
+def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(bpe):
+    again = train_bpe(TEXTS, 400)
+    assert again.content == bpe.content
+    copy = tokenizer_from(json.loads(json.dumps(bpe.content)))
+    assert copy.encode(essay(99)).tolist() == bpe.encode(essay(99)).tolist()
+    assert len(bpe.symbols) == 400
+    assert bpe.mark == 0
+
+
+def test_what_is_no_tokenizer_is_refused():
+    for content in ({"format": "manyhands characters 1"}, {"model": 3}, [], {}):
+        with pytest.raises(DataError, match=r"; (use another|prepare the text again)$"):
+            tokenizer_from(content)
+    with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the mark .* 257"):
+        train_bpe(["text"], 256)
+
+
+# --- the folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Plain text and packed JSON lines with copies of it, and documents that are dropped."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "book.txt").write_text("\n\n\n".join(essay(i) for i in range(30)), "utf-8")
+    posts = [essay(i) for i in range(25, 55)] + [changed(essay(3), 1, 3), "short", "0 " * 200]
+    content = "\n".join(
+        json.dumps({"text": f"{text}\nÆsop {i}" if i > 40 else text}) for i, text in enumerate(posts)
+    )
+    (folder / "posts.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    return folder
+
+
+WISHES = Wishes(vocab_size=300, shard_bytes=9000, validation=0.2)
+
+
+def prepare(ranks, files, folder, wishes=WISHES, replace=False):
+    return prepare_text([files], folder, wishes, ranks, replace, tell=lambda text: None)
+
+
+def all_bytes(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
+
+
+@pytest.fixture(scope="module")
+def prepared(pool, files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "mine"
+    return folder, pool.run(1, prepare, files, folder)[0]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_any_number_of_ranks_writes_the_same_bytes_and_merges(pool, files, prepared, tmp_path, n_ranks):
+    reports = pool.run(n_ranks, prepare, files, tmp_path / "mine")
+    assert reports == [prepared[1]] * n_ranks
+    assert all_bytes(tmp_path / "mine") == all_bytes(prepared[0])
+
+
+def test_the_report_says_what_was_dropped_and_why_with_an_example(prepared):
+    folder, report = prepared
+    assert {why: count for why, count in report["documents"].items() if count} == {
+        "kept": 55, "too short": 1, "few letters": 1, "exact copy": 5, "near copy": 1
+    }  # fmt: skip
+    example = report["examples"]["near copy"]
+    assert (example["file"], example["line"], example["like"]["file"]) == ("posts.jsonl.gz", 31, "book.txt")
+    text = shown_report(report)
+    assert "such as posts.jsonl.gz line 32: 'short'" in text
+    assert json.loads((folder / "report.json").read_text())["documents"] == report["documents"]
+    assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_tokens_are_the_kept_documents_each_begun_by_the_mark(prepared, files):
+    folder, report = prepared
+    text = open_text(folder)
+    found = []
+    for row in (text.train_ids, text.val_ids):
+        parts = text.decode(row[:]).split(MARK)
+        assert parts[0] == ""
+        found += parts[1:]
+    raws = list(raw_documents(find_files([files])))
+    kept = [text_of(raw) for i, raw in enumerate(raws) if i < 30 or 35 <= i < 60]
+    assert sorted(found) == sorted(kept)
+    assert len(list(folder.glob("train-*.bin"))) > 2
+    assert text.counts["validation"]["documents"] == report["splits"]["validation"]["documents"] > 3
+    assert verify_text(folder) == 2 * (len(text.train_ids) + len(text.val_ids))
+
+
+def test_rows_of_shards_are_picked_like_one_row(prepared):
+    import torch
+
+    ids = open_text(prepared[0]).train_ids
+    whole = torch.cat([torch.from_numpy(shard.astype(np.int64)) for shard in ids._shards])
+    index = torch.randint(len(ids), (7, 11), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(ids[index], whole[index])
+    assert torch.equal(ids[:], whole)
+    with pytest.raises(IndexError, match="places"):
+        ids[torch.tensor([len(ids)])]
+
+
+def damaged(prepared, tmp_path, name, change):
+    import shutil
+
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("train-00001.bin", lambda b: b[:-2], r"train-00001.bin has \d+ bytes, but .* copy it again"),
+        ("tokenizer.json", lambda b: b + b" ", r"tokenizer.json has changed since it was written; prepare"),
+        ("manifest.json", lambda b: b[:-9], r"manifest.json is damaged, or of another version"),
+        ("manifest.json", lambda b: b.replace(b"train-00000", b"../rain-000"), r"is damaged|cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_damaged_folder_is_refused_when_it_is_opened(prepared, tmp_path, name, change, sentence):
+    with pytest.raises(DataError, match=sentence):
+        open_text(damaged(prepared, tmp_path, name, change))
+
+
+def test_a_flipped_byte_is_found_by_reading_everything(prepared, tmp_path):
+    folder = damaged(prepared, tmp_path, "train-00001.bin", lambda b: bytes([b[0] ^ 1]) + b[1:])
+    open_text(folder)
+    with pytest.raises(DataError, match=r"train-00001.bin has changed since it was written"):
+        verify_text(folder)
+
+
+def test_a_folder_that_is_no_prepared_text_says_how_to_make_one(tmp_path):
+    with pytest.raises(DataError, match=r"has no manifest.json\); make one: python scripts/prepare_data.py"):
+        open_text(tmp_path)
+
+
+def refusals(ranks, files, tmp_path):
+    """What each of several wishes is answered, on this rank."""
+    full, said = tmp_path / "full", []
+    full.mkdir(exist_ok=True)
+    (full / "mine.txt").write_text("my own")
+    tries = [
+        (files, full, WISHES), (files / "book.txt", tmp_path / "a", Wishes(blank_lines=0)),
+        (files, tmp_path / "b", Wishes(quality=Quality(min_characters=10**6))), (tmp_path / "bad.txt", tmp_path / "c", WISHES),
+    ]  # fmt: skip
+    for names, folder, wishes in tries:
+        with pytest.raises(DataError) as raised:
+            prepare(ranks, names, folder, wishes)
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_cannot_be_prepared_is_the_same_sentence_on_all_ranks(pool, files, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(essay(1).encode() + b"\n\n\n" + essay(2).encode() + b"\xff")
+    one, *others = pool.run(2, refusals, files, tmp_path)
+    assert others == [one]
+    assert [sentence.partition("/full ")[2] or sentence for sentence in one[:3]] == [
+        "holds something already; name another one with --to",
+        "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1",
+        "none of the 63 documents is left (63 are too short); give more text, or loosen a limit (--help lists them)",
+    ]
+    assert "bad.txt is not UTF-8: byte" in one[3]  # only rank 1 has decoded it
+    assert (tmp_path / "full" / "mine.txt").exists()
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_a_text_is_written_anew_only_where_that_is_asked_for(pool, files, tmp_path):
+    folder = tmp_path / "mine"
+    pool.run(1, prepare, files, folder)
+    (folder / "notes.txt").write_text("kept")
+    with pytest.raises(AssertionError, match="--replace writes it anew"):
+        pool.run(1, prepare, files, folder)
+    pool.run(1, prepare, files, folder, Wishes(tokenizer="char"), True)
+    assert open_text(folder).tokenizer.kind == "char"
+    assert len(list(folder.glob("train-*.bin"))) == 1
+    assert (folder / "notes.txt").read_text() == "kept"
+
+
+# --- the program
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("prepare_program", ROOT / "scripts" / "prepare_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("a.txt", "--to FOLDER says where"),
+        ("--to data/mine", "--to needs files"),
+        ("a.txt --to x --vocab-size 200", "--vocab-size 200 has no room for 256 bytes"),
+        ("a.txt --to x --vocab-size 500 --tokenizer char", "--vocab-size is for bpe"),
+        ("a.txt --to x --validation 1", "--validation 1.0 is no share"),
+        ("a.txt --to x --blank-lines 9999999999", "--blank-lines 9999999999 ends no document"),
+        ("a.txt --to x --vocab-size 99999999999", "--vocab-size 99999999999 is too large"),
+        ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
+        ("a.txt --to x --near nan", "--near nan finds everything alike"),
+        ("a.txt --to x --max-runs 2", "--max-runs 2.0 is no share"),
+        ("a.txt --verify x", "--verify reads a prepared text"),
+        ("a.txt --to x", None),
+        ("", None),
+    ],
+)
+def test_a_flag_that_makes_no_sense_is_a_sentence(program, flags, sentence):
+    import re
+
+    said = program.wrong_value(program.arguments_of(flags.split()))
+    assert said is None if sentence is None else re.match(sentence, said)
+
+
+@pytest.mark.ranks
+def test_mpiexec_prepares_what_one_process_would(files, prepared, tmp_path):
+    command = [
+        str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable, "scripts/prepare_data.py", str(files),
+        "--to", str(tmp_path / "mine"), "--vocab-size", "300", "--validation", "0.2",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exact copy") == 1
+    assert f"train.py --data.folder {tmp_path / 'mine'}" in done.stdout
+    assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (
+        prepared[0] / "tokenizer.json"
+    ).read_bytes()
