@@ -168,7 +168,7 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 # <details><summary>Answer</summary>
 #
 # The first has 0.4, which does not reach 0.6. With the second it is 0.7: the symbol that crosses the line is kept. So 4/7 and
-# 3/7. With p = 0.7 the same two: 0.4 + 0.3 reach it exactly. (A computer may see 0.7 - 1e-17 there.)
+# 3/7. With p = 0.7 the same two: 0.4 + 0.3 reach it exactly.
 #
 # </details>
 
@@ -183,8 +183,8 @@ say(f"top-k 2, or top-p 0.6: {[round(p, 3) for p in (two_V / two_V.sum()).tolist
 # %% [markdown]
 # ## From logits to a symbol (CORE, 7 min)
 #
-# **Why.** Without a cut, a symbol of probability 0.0001 comes up once in 10,000 draws. A text of 1,000 symbols over a
-# vocabulary with 50,000 such symbols contains many of them, and each derails what follows.
+# **Why cut?** Each unlikely symbol is rare, but there are many of them. 50,000 symbols of probability 0.000002 make up a tenth
+# together: every tenth draw is one of them, and derails what follows.
 #
 # ### Build A: what is kept
 #
@@ -767,8 +767,8 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 # <details><summary>Answer</summary>
 #
 # The rule is exact for guesses that are *drawn from the q that it is given*. The likeliest symbol is drawn with certainty, so
-# its q is 1, not softmax's: with the wrong q it is kept too often. Give the rule the distribution that you draw from, after
-# temperature, top-k, top-p or argmax. The author found it when a reader compared both ways:
+# its q is 1, and not softmax's: with the wrong q it is kept too often. Give the rule the distribution that you draw from, after
+# temperature, top-k, top-p or argmax. The author confirmed it when a reader asked why greedy texts differed:
 # [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a guesser that ignores the temperature:
 # [dflash#74](https://github.com/z-lab/dflash/issues/74).
 #
@@ -998,8 +998,8 @@ checks.may_serve(may_serve, ranks, solution=True)
 # ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE                  # with --host 0.0.0.0; or the page by a hub's jupyter-server-proxy
 # ```
 #
-# **What changes on GPUs.** A kernel reads blocks where they lie, instead of gathering them. Weights and cache are bf16 or less, and "the
-# same text in any company" is lost: sums in another order, another last digit, once in a while another symbol. Many copies behind a
+# **What changes on GPUs.** A kernel reads blocks where they lie, instead of gathering them. Weights and cache are bf16 or less, where
+# company may change a text: sums in another order, another last digit, once in a while another symbol. Many copies behind a
 # load balancer should send the same user to the same copy, where the beginning of the conversation is cached.
 #
 # **What to look for**: symbols per second *and* time to the first symbol, at the 99th percentile, since they pull in opposite directions;

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import random
 import socket
 import threading
@@ -26,8 +27,10 @@ from live_server import (
     text_of,
     written,
 )
+from manyhands.checkpoints.export import newest_in
 from manyhands.gpt.model import GPTConfig
 from manyhands.serving import gate
+from manyhands.serving.app import watch
 from manyhands.serving.client import Client, ServerSaid
 from manyhands.serving.limits import Limits
 from manyhands.serving.metrics import Drift
@@ -150,6 +153,24 @@ def test_the_client_of_the_standard_library_says_the_same(live, client):
     with pytest.raises(ServerSaid, match="the token is missing or wrong.* [(]status 401[)]"):
         Client(live.address, "no").complete("HO")
     assert TOKEN not in repr(ours)
+
+
+def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys):
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    Client(live.address, TOKEN).show_chat()
+    field, _ = shown[0].children
+    field.value = "HO"
+    said = capsys.readouterr().out
+    assert said.startswith("you: HO\nmodel: ") and field.value == ""
+    field.value = "az"
+    assert capsys.readouterr().out.endswith(
+        "['a' is none of the model's 37 symbols; leave it out (status 400)]\n"
+    )
+    field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
+    assert "status" not in capsys.readouterr().out
 
 
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
@@ -479,6 +500,38 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
     assert status == 200 and text_of(body) == written(live.model, "WHO IS", 80, 5)
 
 
+def test_who_never_reads_is_cut_off_when_the_time_is_over():
+    """The connection takes no more bytes: neither the text nor a last word can be sent."""
+    with Live(limits=Limits(request_s=0.5)) as live:
+        body = json.dumps({"prompt": "HO", "max_tokens": 9, "stream": True}).encode()
+        headers = [
+            (b"authorization", f"Bearer {TOKEN}".encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT,
+            "raw_path": TEXT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
+        }  # fmt: skip
+        sent = []
+
+        async def conversation():
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive():
+                return messages.pop() if messages else await asyncio.Event().wait()
+
+            async def send(message):
+                sent.append(message["type"])
+                if message["type"] == "http.response.body":
+                    await asyncio.Event().wait()
+
+            await live.app(scope, receive, send)
+
+        asyncio.run_coroutine_threadsafe(conversation(), live.service.worker.loop).result(timeout=30)
+        assert sent[0] == "http.response.start" and live.idle()
+        assert Client(live.address, TOKEN).metrics()['manyhands_generations_total{reason="timeout"}'] == 1
+
+
 def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog):
     with Live() as live:
         step, failing = live.service.engine.step, [True]
@@ -589,6 +642,41 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         )
         told = Client(live.address, TOKEN).metrics()
         assert told['manyhands_candidates_total{verdict="refused"}'] == 4
+
+
+def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(
+    tmp_path, caplog
+):
+    seen = []
+
+    class Service:
+        async def consider(self, load):
+            seen.append(load())
+            if len(seen) == 1:
+                raise OSError("half a file")
+
+    async def grow():
+        (tmp_path / "step-00000010").mkdir()
+        task = asyncio.ensure_future(watch(Service(), lambda step: step, tmp_path, 0.01))
+        await asyncio.sleep(0.1)
+        assert seen == [], "what is there at the start serves already"
+        for n in (1, 2):
+            (tmp_path / f"step-000000{n + 1}0").mkdir()
+            while len(seen) < n:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(grow(), 30))
+    assert seen == ["newest", "newest"] and "half a file" in caplog.text
+
+
+def test_a_file_that_is_written_again_is_something_newer(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"a")
+    before = newest_in(file)
+    os.utime(file, ns=(1, 1))
+    assert newest_in(file) != before and newest_in(tmp_path / "nowhere") is None
 
 
 # ---------------------------------------------------------------- what is measured, what is logged
