@@ -33,6 +33,13 @@ def make_model(seed=1, config=CONFIG):
     return model
 
 
+def quiet(model):
+    """Never writes a marker, so that a reply is as long as asked."""
+    with torch.no_grad():
+        model.head.bias[-4:] = -50.0
+    return model
+
+
 def facts_of(step=10, config=CONFIG, symbols=SYMBOLS):
     return {
         "config": asdict(config), "corpus": {"name": "test", "alphabet": symbols}, "step": step, "val_loss": 2.5,

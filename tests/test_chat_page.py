@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from lab import chromium
-from live_server import TOKEN, Live, make_model
+from live_server import TOKEN, Live, make_model, quiet
 from manyhands.serving.limits import Limits
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
@@ -23,13 +23,6 @@ def proxied(app, outside):
         await app(scope, receive, send)
 
     return hub
-
-
-def quiet(model):
-    """Never writes a marker, so that a reply is as long as asked."""
-    with torch.no_grad():
-        model.head.bias[-4:] = -50.0
-    return model
 
 
 @pytest.fixture(scope="module")

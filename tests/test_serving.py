@@ -23,18 +23,20 @@ from live_server import (
     events,
     facts_of,
     make_model,
+    quiet,
     read_answer,
     text_of,
     written,
 )
 from manyhands.checkpoints.export import newest_in
 from manyhands.gpt.model import GPTConfig
-from manyhands.serving import gate
+from manyhands.serving import gate, load_test
 from manyhands.serving.app import watch
 from manyhands.serving.client import Client, ServerSaid
 from manyhands.serving.limits import Limits
 from manyhands.serving.metrics import Drift
 from manyhands.serving.sampler import Sampling
+from manyhands.serving.service import Cache
 from manyhands.serving.vocabulary import TextSoFar, Vocabulary
 
 pytestmark = pytest.mark.timeout(120)
@@ -629,7 +631,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         for step, words in (
             (1, "worse by more than 0.02"),
             (2, "nan against"),
-            (3, "its context of 48 is shorter than 96"),
+            (3, "its context of 48 is not the 96 that this server was started for"),
             (4, "it has other symbols"),
         ):
             status, body = one(live, "/admin/checkpoint", {"step": step})
@@ -680,6 +682,34 @@ def test_a_file_that_is_written_again_is_something_newer(tmp_path):
 
 
 # ---------------------------------------------------------------- what is measured, what is logged
+
+
+def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
+    config = GPTConfig(len(load_test.SYMBOLS), 96, 1, 1, 8)
+    with Live(make_model(1, config), facts_of(1, config, load_test.SYMBOLS)) as live:
+        rate, answers = asyncio.run(load_test.throughput(live.port, TOKEN, 5, 20))
+        assert [answer.tokens for answer in answers] == [20] * 5 and rate > 0
+        assert all(0 < answer.first_s <= answer.whole_s for answer in answers)
+        for reused in (0, 32):  # four full blocks of 8; the last of 40 symbols is computed
+            assert asyncio.run(load_test.streamed(live.port, TOKEN, "A" * 40, 1)).reused == reused
+        with pytest.raises(RuntimeError, match="401 Unauthorized"):
+            asyncio.run(load_test.streamed(live.port, "no", "A", 1))
+
+
+def test_sequences_that_were_put_back_are_counted():
+    with Live(quiet(make_model()), limits=Limits(running=6), cache=Cache(blocks=14, block_size=8)) as live:
+
+        async def ask_six():
+            return await asyncio.gather(
+                *(
+                    ask(live, TEXT, {"prompt": "HO" + "ABCDEF"[i], "max_tokens": 60, "seed": i})
+                    for i in range(6)
+                )
+            )
+
+        for i, (status, body) in enumerate(asyncio.run(ask_six())):
+            assert status == 200 and text_of(body) == written(live.model, "HO" + "ABCDEF"[i], 60, i)
+        assert Client(live.address, TOKEN).metrics()["manyhands_put_back_total"] > 0
 
 
 def test_prompts_unlike_the_training_text_raise_the_drift_gauge():

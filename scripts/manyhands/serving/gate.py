@@ -58,6 +58,7 @@ def _corpus():
 @torch.inference_mode()
 def loss_on(model, ids):
     """Mean cross-entropy in nats per symbol of `ids` [n], in windows that do not overlap."""
+    ids = ids.to(next(model.parameters()).device)
     block = min(model.config.block_size, len(ids) - 1)
     count = (len(ids) - 1) // block
     inputs = ids[: count * block].view(count, block)
@@ -70,11 +71,11 @@ def judge(candidate, facts, live, live_facts, ids, tolerance):
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(facts).content != tokenizer_of(live_facts).content:
         return Verdict(False, "it has other symbols than the model that serves: requests could not be read")
-    if candidate.config.block_size < live.config.block_size:
+    if candidate.config.block_size != live.config.block_size:
         return Verdict(
             False,
-            f"its context of {candidate.config.block_size} is shorter than {live.config.block_size}: requests "
-            f"that wait would not fit",
+            f"its context of {candidate.config.block_size} is not the {live.config.block_size} that this server "
+            f"was started for; start another",
         )
     loss, live_loss = loss_on(candidate, ids), loss_on(live, ids)
     numbers = f"{loss:.4f} against {live_loss:.4f} nats per symbol"

@@ -22,6 +22,9 @@ class ServerMetrics:
         self.tokens = self._make(
             Counter, "tokens", "symbols: of prompts, found in the cache, drawn", ["kind"]
         )
+        self.put_back = self._make(
+            Counter, "put_back", "sequences that gave their blocks back to an older one", []
+        )
         self.first_s = self._make(
             Histogram, "first_token_seconds", "from the request to its first symbol", [], SECONDS
         )
@@ -53,6 +56,7 @@ class ServerMetrics:
         """A text has ended, for `reason`, so many seconds after it was asked for."""
         sequence = ticket.sequence
         self.ended.labels(reason).inc()
+        self.put_back.inc(sequence.preempted)
         self.tokens.labels("prompt").inc(sequence.prompt_length)
         self.tokens.labels("reused").inc(sequence.reused)
         self.tokens.labels("drawn").inc(len(sequence.ids) - sequence.prompt_length)

@@ -1,11 +1,13 @@
 """One server's state, and what happens to a request between its JSON and its answer; `app` has the routes.
 
-service = Service(model, facts, token)
-await service.start()                          # in the event loop that will serve
-ticket = service.submit(asked)                 # Refusal if there is no room
-service.close(ticket, "gone")                  # for every ticket, once, whatever happened
-verdict = await service.consider(load)         # a new checkpoint, through the gate
-await service.stop()
+    service = Service(model, facts, token)
+    await service.start()                          # in the event loop that will serve
+    ticket = service.submit(asked)                 # Refusal if there is no room
+    service.close(ticket, "gone")                  # for every ticket, once, whatever happened
+    verdict = await service.consider(load)         # a new checkpoint, through the gate
+    await service.stop()
+
+All of it belongs to the event loop's thread, but for the engine, which is the worker's.
 """
 
 import asyncio
@@ -13,6 +15,8 @@ import hashlib
 import logging
 import time
 from dataclasses import dataclass, field
+
+import torch
 
 from manyhands.serving import gate
 from manyhands.serving.engine import Engine
@@ -156,5 +160,5 @@ def weights_digest(model):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:8]

@@ -1,9 +1,11 @@
 """Text to ids and back, for a model that is served; and messages to ids, where it was trained on the chat template.
 
-words = Vocabulary(facts)                      # of a checkpoint
-ids = words.encode("Who goes there?")          # ValueError for a character that the model has no symbol for
-ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
-text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as symbols come
+    words = Vocabulary(facts)                      # of a checkpoint
+    ids = words.encode("Who goes there?")          # ValueError for a character that the model has no symbol for
+    ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
+    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as symbols come
+
+Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
 """
 
 from manyhands.alignment import chat_template
