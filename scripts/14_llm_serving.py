@@ -122,11 +122,10 @@ def trained(n_layer, n_embd):
         optimizer.zero_grad()
         ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, T, rank, world_size, seed=1)
         model(ids_bT.to(device), targets_bT.to(device))[1].backward()
-        row_P = torch.cat([p.grad.flatten() for p in model.parameters()])
+        parameters = list(model.parameters())
+        row_P = torch.cat([p.grad.flatten() for p in parameters])
         dist.all_reduce(row_P)
-        for p, part in zip(
-            model.parameters(), row_P.split([p.numel() for p in model.parameters()]), strict=True
-        ):
+        for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p) / world_size
         optimizer.step()
     return model.double().eval()
@@ -581,7 +580,8 @@ for name, symbols in ways.items():
 # %%
 # %%ranks
 def cached(model, cache, ids, start):
-    """Logits [T, V], on the CPU, of ids at start, start + 1, ...; the cache forgets what lies from there on."""
+    """Logits [T, V], on the CPU, of ids from `start` on; what the cache has from there on was wrong."""
+    start = min(start, cache[0][0].shape[2]) if cache else 0  # it may lack the last guess
     for layer, (k_BHTE, v_BHTE) in list(cache.items()):
         cache[layer] = k_BHTE[:, :, :start], v_BHTE[:, :, :start]
     new_BT = torch.tensor([ids[start:]], device=device)
@@ -601,7 +601,7 @@ def guesses_of(cache, ids, number, numbers, judged_to):
 def speculate(prompt, n, k, seed):
     """(n symbols after the prompt, calls of the large model, guesses made, guesses kept)"""
     ids, caches, numbers = list(prompt), ({}, {}), iter(uniforms(seed, 4 * (k + 1) * n))
-    calls = made = held = done = 0  # done: positions that both caches have right
+    calls = made = held = done = 0  # done: positions whose keys stay as they are
     while len(ids) < len(prompt) + n:
         room = min(k, len(prompt) + n - len(ids) - 1)
         guessed, q = guesses_of(caches[1], ids, room, numbers, done)

@@ -45,6 +45,14 @@ def test_the_cache_ends_with_what_was_judged_right(ours):
     assert (found - ours.target(torch.tensor([[1, 2, 3, 9, 8]]))[0][0, 3:]).abs().max() < 1e-10
 
 
+def test_a_twin_guesses_everything(ours):
+    """Every guess is kept only if both caches hold the same as if there were none."""
+    twins = taken_from(LESSON, *NAMES, device=ours.device, target=ours.target, draft=ours.target)
+    for k in (1, 3):
+        text, calls, made, held = twins.speculate([1, 2, 3], 29, k, seed=5)
+        assert made == held and calls == -(-29 // (k + 1))
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_is_written_with_guesses_follows_the_large_model(ours, k):
     """The first two symbols after a prompt, against their exact probabilities."""
