@@ -851,7 +851,10 @@ if rank == 0:
 # curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8000/metrics
 # ```
 #
-# or from any program with the official client: `OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=TOKEN)`. What a server must do that a
+# or from any program with the official client: `OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=TOKEN)`. In a notebook,
+# `Client.from_file("../outputs/serve/serving-8000.json").show_chat()` from `manyhands.serving.client`.
+#
+# What a server must do that a
 # loop need not: **refuse** what is too long, too much or too late, with a status (400, 413, 429, 504); take those who leave **out of the
 # batch**; finish what was asked when it is told to stop; and keep the token out of every log.
 #

@@ -393,6 +393,10 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
     live.wait_until(live.idle)
     assert live.service.engine.cache.num_bytes() == bytes_before
     assert tensors == [id(store) for store in live.service.engine.cache.keys], "nothing was allocated anew"
+    pool = live.service.engine.pool
+    assert len(pool.found_by) <= pool.num_blocks == pool.available(), (
+        "what is remembered is bounded by the blocks"
+    )
     told = Client(live.address, TOKEN).metrics()
     assert told['manyhands_tokens_total{kind="reused"}'] > 0
     assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
