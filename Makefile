@@ -26,7 +26,7 @@ AT_ONCE = -n $(PROCESSES)
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke test check bench doctor environment
+.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve test check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -96,6 +96,9 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 	  train --train.steps 20; \
 	  train --train.steps 40 --checkpoint.resume must --parallel.strategy fsdp; \
 	  $(RUN) scripts/sample.py "$$where" --length 200
+
+serve: environment  ## chat with a model of yours (MODEL=outputs/mine; none: the aligned one of lesson 13; ARGS="--port 8123")
+	@$(RUN) scripts/serve.py $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 test check: | tests
 tests:

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "scripts" / "manyhands"
 # from the ground up: a package imports only those before it in this list
 ORDER = (
     "course", "machine", "runs", "launching", "figures", "measure", "gpt", "config", "parallel", "predict", "data",
-    "checkpoints", "trainer", "alignment", "notebook", "checks", "widgets", "jobs", "doctor", "preflight", "bench",
+    "checkpoints", "trainer", "alignment", "serving", "notebook", "checks", "widgets", "jobs", "doctor", "preflight", "bench",
 )  # fmt: skip
 GROUND = {"course": (), "machine": (), "gpt": (), "figures": ("course",)}  # these stand alone, or nearly
 FACE = "manyhands"  # what lessons take from `manyhands` itself; it stands above all

@@ -73,6 +73,15 @@ def find_checkpoint(source, step="best", tell=print):
     raise CheckpointError(f"no checkpoint in {folder} can be read: {problems[0]}")
 
 
+def newest_in(source):
+    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written. None: nothing."""
+    source = Path(source)
+    if source.is_file():
+        return source.stat().st_mtime_ns
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    return next((step_of(path) for path in steps_in(folder)), None) if folder.is_dir() else None
+
+
 def _loss(path):
     try:
         return read_manifest(path)["val_loss"]

@@ -30,6 +30,7 @@ BUDGETS = {
     "11": 45,
     "12": 50,
     "13": 50,
+    "14": 45,
 }  # minutes of an agenda
 
 

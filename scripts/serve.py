@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Serve a trained GPT, as OpenAI's clients expect it: text and chat, streamed, many at a time.
+
+    python scripts/serve.py                                            # the aligned model of lesson 13, if it is there
+    python scripts/serve.py outputs/mine --step newest --port 8123     # a run's checkpoints; or a .safetensors file
+    python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones go live if they are not worse
+
+You should see one line with the model, and the address of a chat page with the token in it: open it, or give both to
+`openai.OpenAI(base_url=".../v1", api_key=...)`. Behind a hub: the same page by jupyter-server-proxy, .../proxy/PORT/.
+Where stdout is no terminal, as in a job, the token is only in the file that the line names (mode 0600). It listens on loopback
+unless --host says otherwise; a token is always asked for, since loopback is shared on a login node. The token can be set
+by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because every user of a machine sees flags.
+
+Prompt and answer together fit into the model's context (block_size of its training); what is longer is refused with the
+numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for Prometheus, /healthz needs no token. Ctrl-C or SIGTERM:
+what was asked for is finished, for up to --drain-s. Status 0: a clean end. 1: it could not serve. 2: there is nothing to
+serve, or a value makes no sense, with the cure.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
+
+import tyro
+from manyhands.checkpoints.manifest import CheckpointError
+
+ALIGNED = Path("outputs/align/latest/checkpoints")
+SMALL = 20e6  # parameters
+
+
+@dataclass(frozen=True)
+class Cap:
+    running: int = 32  # requests that are computed at once
+    queue: int = 256  # requests that wait; one more gets 429
+    request_s: float = 120.0  # for a whole request, its wait included
+    connections: int = 1024  # open at once
+    blocks: int | None = None  # of the cache; none: for all that run, at full length
+    block_size: int = 16  # positions in a block
+    prefill_tokens: int = 256  # of prompts in one step
+
+
+@dataclass(frozen=True)
+class Options:
+    # a folder of checkpoints, a run's, one step's, or a .safetensors file
+    source: tyro.conf.Positional[Path] = ALIGNED
+    step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
+    name: str = "manyhands"  # what clients call the model
+    host: str = "127.0.0.1"  # where to listen; 0.0.0.0: for everybody who reaches this machine
+    port: int | None = None  # none: 8000, or another one where that is taken
+    gate_text: Path | None = (
+        None  # the text that new checkpoints are judged on; none: the end of the course's corpus
+    )
+    gate_tolerance: float = 0.02  # nats per symbol by which a new one may be worse
+    watch_s: float | None = (
+        None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
+    )
+    drain_s: int = 30  # after SIGTERM, for what is being written
+    cap: Cap = field(default_factory=Cap)
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
+
+
+def refuse_senseless(options):
+    """Raises ValueError for a value that no server can make sense of."""
+    faults = {
+        f"--port {options.port} is none; use 1 to 65535": options.port is not None
+        and not 0 <= options.port < 65536,
+        f"--watch-s {options.watch_s} is no time; use 1 or more": options.watch_s is not None
+        and not options.watch_s >= 1,
+        f"--drain-s {options.drain_s} is negative; use 0 or more": options.drain_s < 0,
+        f"--gate-tolerance {options.gate_tolerance} is negative; use 0 or more": not options.gate_tolerance
+        >= 0,
+        "--name is empty; give the model a name": not options.name,
+    }
+    for sentence, wrong in faults.items():
+        if wrong:
+            raise ValueError(sentence)
+
+
+def device_of(options):
+    """Where to compute. Raises ValueError for a GPU that is not there."""
+    from manyhands.launching.devices import gpus_here
+
+    if options.device == "auto":
+        return gpus_here(os.environ)[0]
+    if options.device != "cpu" and gpus_here({"MANYHANDS_DEVICE": options.device})[0] != options.device:
+        raise ValueError(f"--device {options.device}: torch sees no GPU of that kind here; use --device cpu")
+    return options.device
+
+
+def make_service(options, load, token):
+    """The Service of the model that `load(step)` returns. Raises CheckpointError or ValueError."""
+    import torch
+    from manyhands.serving import gate
+    from manyhands.serving.limits import Limits
+    from manyhands.serving.service import Cache, Gate, Service
+    from manyhands.serving.vocabulary import Vocabulary
+
+    model, facts = load(options.step)
+    if model.num_params() < SMALL:  # sharing such small products costs more than it gains
+        torch.set_num_threads(1)
+    cap = options.cap
+    limits = Limits(cap.running, cap.queue, cap.request_s, connections=cap.connections)
+    held_out = gate.held_out(Vocabulary(facts), options.gate_text)
+    service = Service(
+        model, facts, token, options.name, limits,
+        Cache(cap.blocks, cap.block_size, cap.prefill_tokens), Gate(held_out, options.gate_tolerance),
+    )  # fmt: skip
+    loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
+    cache_mib = service.engine.cache.num_bytes() / 2**20
+    told = f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters, context {service.context}"
+    print(
+        f"{told}; cache {cache_mib:.1f} MiB; {'chat template' if service.words.speaks_template else 'base model'}",
+        flush=True,
+    )
+    return service
+
+
+def loader(options, device):
+    """load(step) -> (model, facts) from where the options say."""
+    from manyhands.checkpoints.export import load_model
+
+    def load(step):
+        model, facts = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
+        return model.to(device), facts
+
+    return load
+
+
+def tell_address(options, address, token):
+    """Print where the page is: with the token on the terminal of its user, without it anywhere else. The file's path."""
+    from manyhands.runs.run_folder import outputs_folder
+    from manyhands.serving.access import write_address
+
+    path = write_address(outputs_folder() / "serve", address, token)
+    if sys.stdout.isatty():
+        print(f"open {address}/#token={token}\n(also in {path}, which only you can read)", flush=True)
+    else:
+        print(f"listening on {address}; the token is in {path}, which only you can read", flush=True)
+    if options.host not in ("127.0.0.1", "::1", "localhost"):
+        print(
+            f"--host {options.host}: others on the network reach it, and what is sent is not encrypted",
+            flush=True,
+        )
+    return path
+
+
+def serve(options):
+    """Run until a signal; the exit status. Raises CheckpointError or ValueError before it listens."""
+    refuse_senseless(options)
+    from manyhands.serving.access import make_token
+    from manyhands.serving.app import make_app
+    from manyhands.serving.running import address_of, listen, log_to_stderr, run
+
+    token = make_token(os.environ)
+    bound = listen(options.host, options.port)
+    try:
+        load = loader(options, device_of(options))
+        service = make_service(options, load, token)
+        log_to_stderr()
+        path = None
+
+        def ready():
+            nonlocal path
+            path = tell_address(options, address_of(bound), token)
+
+        app = make_app(service, load, options.source, options.watch_s)
+        status = run(app, bound, options.cap.connections, options.drain_s, ready)
+    finally:
+        bound.close()
+    if path is not None:
+        path.unlink(missing_ok=True)
+    return status
+
+
+def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    options = tyro.cli(Options, prog="serve.py", description=__doc__, args=words)
+    try:
+        if "" in words and options.source == Path():  # to a Path "" is the current folder
+            raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
+        return serve(options)
+    except (CheckpointError, ValueError, OSError) as error:
+        more = ""
+        if options.source == ALIGNED and not ALIGNED.exists():
+            more = "; lesson 13 and scripts/align.py make it, or name another run's checkpoints"
+        print(f"serve.py: {error}{more}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

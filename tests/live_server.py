@@ -1,0 +1,164 @@
+"""A server in a thread of this process, on a port of loopback, with a tiny model of random weights: `with Live(...) as live`."""
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+
+import torch
+from manyhands.alignment.chat_template import with_markers
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.serving.app import make_app
+from manyhands.serving.decoder import generate
+from manyhands.serving.limits import Limits
+from manyhands.serving.running import address_of, listen, server_of
+from manyhands.serving.sampler import Sampling
+from manyhands.serving.service import Cache, Gate, Service
+
+TOKEN = "a-token-that-only-the-tests-know"
+LETTERS = list("\n ABCDEFGHIJKLMNOPQRSTUVWXYZ!?:,.")
+SYMBOLS = with_markers(LETTERS)
+CONFIG = GPTConfig(vocab_size=len(SYMBOLS), block_size=96, n_layer=2, n_head=2, n_embd=16)
+
+
+def make_model(seed=1, config=CONFIG):
+    """A model with opinions, in float64: the same text in any company, whatever the order of additions."""
+    torch.manual_seed(seed)
+    model = GPT(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def quiet(model):
+    """Never writes a marker, so that a reply is as long as asked."""
+    with torch.no_grad():
+        model.head.bias[-4:] = -50.0
+    return model
+
+
+def facts_of(step=10, config=CONFIG, symbols=SYMBOLS):
+    return {
+        "config": asdict(config), "corpus": {"name": "test", "alphabet": symbols}, "step": step, "val_loss": 2.5,
+        "source": "test",
+    }  # fmt: skip
+
+
+def written(model, text, n, seed, sampling=Sampling(), symbols=SYMBOLS):  # noqa: B008
+    """What the model alone writes after a text, up to its first marker."""
+    ids = [symbols.index(c) for c in text]
+    new = generate(model, torch.tensor([ids]), n, sampling, seed)[0, len(ids) :].tolist()
+    ends = [i for i, id in enumerate(new) if len(symbols[id]) > 1]
+    return "".join(symbols[i] for i in new[: ends[0] if ends else n])
+
+
+class Live:
+    """A running server; `address`, `service`. `loads`: what POST /admin/checkpoint finds, step -> (model, facts)."""
+
+    def __init__(
+        self, model=None, facts=None, limits=None, cache=None, judged_by=None, loads=None, drain_s=5
+    ):
+        self.model = model if model is not None else make_model()
+        ids = torch.randint(len(LETTERS), (400,), generator=torch.Generator().manual_seed(3))
+        self.loads = {} if loads is None else loads
+        self.service = Service(
+            self.model, facts or facts_of(), TOKEN, limits=limits or Limits(), cache=cache or Cache(block_size=8),
+            judged_by=judged_by or Gate(ids, tolerance=100.0),
+        )  # fmt: skip
+        self.app = make_app(self.service, lambda step: self.loads[step])
+        self.server = server_of(self.app, drain_s=drain_s)
+        self.ended = False
+
+    def __enter__(self):
+        self.bound = listen("127.0.0.1", 0)
+        self.address = address_of(self.bound)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + 30
+        while not self.server.started:
+            assert time.monotonic() < deadline and self.thread.is_alive(), "the server does not start"
+            time.sleep(0.01)
+        return self
+
+    def _run(self):
+        torch.set_num_threads(1)
+        asyncio.run(self.server.serve(sockets=[self.bound]))
+        self.ended = True
+
+    def __exit__(self, *error):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert self.ended and not self.service.worker.is_alive(), "the server does not end"
+
+    @property
+    def port(self):
+        return int(self.address.rpartition(":")[2])
+
+    def wait_until(self, condition, timeout_s=30):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come true"
+            time.sleep(0.01)
+
+    def idle(self):
+        """Nothing runs, waits, or is held."""
+        scheduler = self.service.engine.scheduler
+        empty = not (
+            scheduler.running or scheduler.waiting or self.service.open or self.service.worker.tickets
+        )
+        return empty and self.service.engine.pool.held() == 0
+
+
+async def ask(live, path, body, token=TOKEN, method="POST", headers=(), timeout_s=60):
+    """(status, bytes of the body) by a client that knows only HTTP; a body of bytes is sent as it is."""
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    head = [f"{method} {path} HTTP/1.1", "Host: here", "Connection: close", f"Content-Length: {len(content)}"]
+    head += [f"Authorization: Bearer {token}"] if token is not None else []
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        try:
+            writer.write("\r\n".join([*head, *headers, "", ""]).encode() + content)
+            await writer.drain()
+            return await read_answer(reader)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+
+async def read_answer(reader):
+    """(status, body) of an answer over a connection that is closed after it."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    status, lines = int(head.split()[1]), head.lower()
+    rest = await reader.read()
+    if b"transfer-encoding: chunked" not in lines:
+        return status, rest
+    body, complete = b"", False
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        if int(size, 16) == 0:
+            complete = True
+            break
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    assert complete, "the answer was cut off"
+    return status, body
+
+
+def events(body):
+    """The JSON of a stream's events; the last one must be [DONE]."""
+    parts = [part.removeprefix(b"data: ") for part in body.strip().split(b"\n\n")]
+    assert parts[-1] == b"[DONE]", parts[-1]
+    return [json.loads(part) for part in parts[:-1]]
+
+
+def text_of(body):
+    """What a streamed or whole answer says."""
+    chunks = events(body) if body.startswith(b"data: ") else [json.loads(body)]
+    found = ""
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        part = choice.get("delta") or choice.get("message") or {}
+        found += choice.get("text") or part.get("content") or ""
+    return found

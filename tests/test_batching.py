@@ -1,0 +1,307 @@
+"""Continuous batching over a paged cache: what is written never depends on who else is served, on blocks, or on reuse."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manyhands.serving.block_pool import BlockPool, chained_digests
+from manyhands.serving.decoder import generate
+from manyhands.serving.engine import Engine
+from manyhands.serving.sampler import Sampling
+from manyhands.serving.scheduler import Scheduler, Sequence
+from test_decoding import gpt
+
+MODEL = gpt()
+HOW = Sampling(0.9, top_p=0.95)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def alone(prompt, n, seed):
+    return generate(MODEL, torch.tensor([prompt]), n, HOW, seed)[0].tolist()
+
+
+def finish(engine, limit=2000):
+    """Step until nothing is left; the largest number of blocks that were held."""
+    most = 0
+    for _ in range(limit):
+        if engine.idle():
+            return most
+        engine.step()
+        most = max(most, engine.pool.held())
+    raise AssertionError("it does not come to an end")
+
+
+def requests(seed, how_many, longest=40):
+    """[(prompt, n, seed)], some with a common beginning, none beyond the model's 48 positions."""
+    draw = torch.Generator().manual_seed(seed)
+    number = lambda low, high: int(torch.randint(low, high + 1, (), generator=draw))  # noqa: E731
+    common = torch.randint(11, (20,), generator=draw).tolist()
+    found = []
+    for i in range(how_many):
+        own = torch.randint(11, (number(1, 15),), generator=draw).tolist()
+        prompt = common[: number(0, 20)] + own
+        found.append((prompt, number(1, min(48 - len(prompt), longest)), i))
+    return found
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_blocks_of_a_common_beginning_are_shared_and_outlive_their_sequence():
+    pool = BlockPool(6, 4)
+    ids = list(range(10))
+    digests = chained_digests(ids, 4, "m")
+    assert len(digests) == 2, "only full blocks"
+    table = pool.match(digests) + pool.take(3)
+    for block, digest in zip(table, digests, strict=False):
+        pool.seal(block, digest)
+    assert pool.match(chained_digests([*ids[:8], 99, 98, 97, 96], 4, "m")) == table[:2]
+    assert pool.match(chained_digests([99, *ids[1:]], 4, "m")) == [], "another first symbol, other keys"
+    assert pool.match(chained_digests(ids, 4, "other model")) == []
+    pool.release(table)
+    pool.release(table[:2])
+    assert pool.available() == 6 and pool.match(digests) == table[:2]
+    assert pool.held() == 2 and pool.take(5) is None and pool.available() == 4
+
+
+def test_when_room_is_needed_the_longest_unused_end_is_forgotten_first():
+    pool = BlockPool(4, 1)
+    tables = {}
+    for name, ids in (("old", [1, 2]), ("new", [3, 4])):
+        tables[name] = pool.take(2)
+        for block, digest in zip(tables[name], chained_digests(ids, 1, ""), strict=True):
+            pool.seal(block, digest)
+    for name in tables:
+        pool.release(tables[name])
+    assert pool.take(1) == [tables["old"][1]]
+    assert pool.match(chained_digests([1, 2], 1, "")) == tables["old"][:1]
+    assert pool.match(chained_digests([3, 4], 1, "")) == tables["new"]
+
+
+def test_a_block_that_is_given_back_twice_is_a_bug_and_said():
+    pool = BlockPool(2, 1)
+    table = pool.take(1)
+    pool.release(table)
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release(table)
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def test_writing_goes_on_while_a_long_prompt_is_read_in_pieces():
+    scheduler = Scheduler(BlockPool(40, 4), max_running=4, prefill_tokens=10)
+    short, long = Sequence([1, 2], 30), Sequence(list(range(33)), 5)
+    seen = []
+    scheduler.add(short)
+    for step in range(6):
+        if step == 1:
+            scheduler.add(long)
+        works = scheduler.plan()
+        seen.append([(work.sequence is long, work.start, work.stop) for work in works])
+        for work in works:
+            scheduler.computed(work, 0 if work.draws else None)
+    assert seen == [
+        [(False, 0, 2)],
+        [(False, 2, 3), (True, 0, 10)],
+        [(False, 3, 4), (True, 10, 20)],
+        [(False, 4, 5), (True, 20, 30)],
+        [(False, 5, 6), (True, 30, 33)],
+        [(False, 6, 7), (True, 33, 34)],
+    ]
+
+
+def test_who_comes_first_is_admitted_first_and_the_youngest_gives_way():
+    scheduler = Scheduler(BlockPool(4, 2), max_running=4, prefill_tokens=100)
+    first, second, third = (Sequence([i, i, i], 5) for i in range(3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    for work in scheduler.plan():
+        scheduler.computed(work, 9)
+    assert scheduler.running == [first, second] and list(scheduler.waiting) == [third]
+    for work in scheduler.plan():
+        scheduler.computed(work, 9)
+    scheduler.plan()  # five symbols each need a third block: there is none
+    assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
+    assert (second.preempted, second.table, second.drawn) == (1, [], [9, 9])
+
+
+def test_while_new_ones_are_held_back_those_that_have_begun_are_finished():
+    engine = Engine(MODEL, "a", num_blocks=13, block_size=4)
+    begun = [engine.add([1, 2, 3, i], 30, HOW, seed=i) for i in range(3)]
+    for _ in range(12):
+        engine.step()
+    later = engine.add([5, 6], 4, HOW, seed=9)
+    engine.scheduler.hold_new = True
+    for _ in range(200):
+        engine.step()
+    assert [s.finish for s in begun] == ["length"] * 3 and sum(s.preempted for s in begun) > 0
+    assert later.finish is None and not engine.scheduler.unfinished()
+
+
+# ---------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(("num_blocks", "prefill_tokens"), [(200, 256), (16, 7)])
+def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(reuse, num_blocks, prefill_tokens):
+    engine = Engine(MODEL, "a", num_blocks, 4, max_running=6, prefill_tokens=prefill_tokens)
+    if not reuse:
+        engine.pool.match = lambda digests: []
+    asked = requests(1, 14)
+    served = []
+    for i, (prompt, n, seed) in enumerate(asked):
+        served.append(engine.add(prompt, n, HOW, seed))
+        if i % 3 == 0:
+            engine.step()
+    most = finish(engine)
+    assert [s.ids for s in served] == [alone(*request) for request in asked]
+    assert {s.finish for s in served} == {"length"} and most <= num_blocks
+    assert engine.pool.held() == 0 and not engine.pool.holders
+    assert (sum(s.reused for s in served) > 0) == reuse
+    assert (sum(s.preempted for s in served) > 0) == (num_blocks == 16), "the small pool is there to run out"
+
+
+def test_reused_keys_and_values_are_those_that_would_have_been_computed():
+    engine = Engine(MODEL, "a", 40, 4)
+    prompt = requests(3, 1)[0][0][:13] + [1] * 20
+    for _ in range(2):
+        sequence = engine.add(prompt, 5, HOW, seed=1)
+        finish(engine)
+    assert sequence.reused == 32, "eight full blocks of 33 symbols; the last one is computed"
+    kept = engine.pool.match(chained_digests(prompt, 4, "a"))
+    fresh = Engine(MODEL, "a", 40, 4)
+    fresh.add(prompt, 5, HOW, seed=1)
+    fresh.step()
+    table = fresh.scheduler.running[0].table[:8]
+    for ours, theirs in zip(
+        engine.cache.keys + engine.cache.values, fresh.cache.keys + fresh.cache.values, strict=True
+    ):
+        assert (ours[kept] - theirs[table]).abs().max() < 1e-10
+
+
+def test_a_prompt_of_full_blocks_still_computes_its_last_symbol():
+    engine = Engine(MODEL, "a", 40, 4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    for _ in range(2):
+        sequence = engine.add(prompt, 3, HOW, seed=2)
+        finish(engine)
+    assert sequence.reused == 4 and sequence.ids == alone(prompt, 3, 2)
+
+
+def test_a_cancelled_sequence_leaves_at_once_and_the_others_do_not_notice():
+    engine = Engine(MODEL, "a", 30, 4)
+    asked = requests(5, 5, longest=20)
+    served = [engine.add(*request[:2], HOW, request[2]) for request in asked]
+    engine.step()
+    held = engine.pool.held()
+    engine.cancel(served[2])
+    engine.cancel(served[2])
+    assert engine.pool.held() < held and served[2] not in engine.scheduler.running
+    finish(engine)
+    for i in (0, 1, 3, 4):
+        assert served[i].ids == alone(*asked[i])
+    assert served[2].finish == "cancelled" and engine.pool.held() == 0
+
+
+def test_an_end_symbol_ends_it_and_symbols_without_a_meaning_are_never_drawn():
+    engine = Engine(MODEL, "a", 60, 4, num_symbols=4)
+    served = [engine.add([1, 2, 3], 30, Sampling(3.0), seed, stop_ids={2}) for seed in range(6)]
+    finish(engine)
+    for sequence in served:
+        assert set(sequence.drawn) <= {0, 1, 2, 3}
+        assert (sequence.finish == "stop") == (2 in sequence.drawn) == (sequence.drawn[-1] == 2)
+        assert sequence.drawn.count(2) <= 1
+
+
+def test_another_model_finds_no_block_of_the_old_one():
+    engine = Engine(MODEL, "a", 40, 4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    engine.add(prompt, 3, HOW, seed=2)
+    finish(engine)
+    other = gpt(7)
+    engine.change_model(other, "b")
+    sequence = engine.add(prompt, 3, HOW, seed=2)
+    finish(engine)
+    assert sequence.reused == 0
+    assert sequence.ids == generate(other, torch.tensor([prompt]), 3, HOW, 2)[0].tolist()
+
+
+def test_a_model_is_not_changed_under_an_unfinished_sequence():
+    engine = Engine(MODEL, "a", 40, 4)
+    engine.add([1, 2], 9, HOW)
+    engine.step()
+    with pytest.raises(AssertionError, match="unfinished"):
+        engine.change_model(gpt(7), "b")
+
+
+def test_the_surprise_of_a_prompt_is_its_cross_entropy_under_the_model():
+    engine = Engine(MODEL, "a", 40, 4, prefill_tokens=7)
+    prompts = [requests(4, 1)[0][0] + [3] * 17, [5], [6, 7]]
+    for prompt in prompts:
+        engine.add(prompt, 2, HOW, seed=1)
+    finish(engine)
+    expected = 0.0
+    for prompt in (p for p in prompts if len(p) > 1):
+        ids = torch.tensor([prompt])
+        expected += MODEL(ids[:, :-1], ids[:, 1:])[1].item() * (len(prompt) - 1)
+    assert engine.prompt_symbols == sum(len(p) - 1 for p in prompts)
+    assert engine.prompt_nats == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "sentence"),
+    [
+        ([], 5, "the prompt is empty"),
+        ([1] * 40, 9, "40 symbols of the prompt and 9 more do not fit .* context of 48; .* at most 8"),
+        ([1] * 60, 1, "at most 0"),
+        ([1], 0, "max_tokens=0 asks for nothing"),
+    ],
+)
+def test_what_the_model_cannot_hold_is_refused_before_it_waits(prompt, n, sentence):
+    engine = Engine(MODEL, "a", 12, 4)
+    with pytest.raises(ValueError, match=sentence):
+        engine.add(prompt, n)
+    assert engine.idle()
+
+
+def test_too_few_blocks_for_one_sequence_are_refused_at_the_start():
+    with pytest.raises(ValueError, match="11 blocks of 4 positions do not hold one sequence of 48; use 12"):
+        Engine(MODEL, "a", 11, 4)
+
+
+# ---------------------------------------------------------------- whatever comes
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(12, 40), st.integers(1, 30), st.integers(1, 5))
+def test_any_load_ends_and_gives_all_blocks_back(seed, num_blocks, prefill_tokens, max_running):
+    """The schedule alone, with made-up symbols: nobody starves, no block is lost, nothing is computed out of order."""
+    scheduler = Scheduler(BlockPool(num_blocks, 4), max_running, prefill_tokens)
+    draw = torch.Generator().manual_seed(seed)
+    sequences = [Sequence(prompt, n) for prompt, n, _ in requests(seed, 12)]
+    coming, steps = list(sequences), 0
+    while coming or scheduler.waiting or scheduler.running:
+        if coming and torch.rand((), generator=draw) < 0.5:
+            scheduler.add(coming.pop(0))
+        if scheduler.running and torch.rand((), generator=draw) < 0.03:
+            scheduler.remove(scheduler.running[0])
+        works = scheduler.plan()
+        assert sum(w.stop - w.start for w in works if w.stop - w.start > 1) <= prefill_tokens
+        assert len({id(w.sequence) for w in works}) == len(works) <= max_running
+        for work in works:
+            assert work.start == work.sequence.computed < work.stop <= len(work.sequence.ids)
+            assert work.stop <= 4 * len(work.sequence.table)
+            scheduler.computed(work, 1 if work.draws else None)
+        held = [block for s in scheduler.running for block in s.table]
+        assert scheduler.pool.held() == len(set(held))
+        steps += 1
+        assert steps < 3000
+    assert all(s.finish for s in sequences) and scheduler.pool.available() == num_blocks

@@ -1,0 +1,364 @@
+"""Each check of lesson 14 accepts right answers in another style and rejects mutants, several from published code, by name."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exercises import exercises_of, not_attempted
+from manyhands.checks import llm_serving as checks
+from manyhands.course.catch_up import taken_from
+
+LESSON = "14_llm_serving"
+SOLUTIONS = {name: name for name in ("kept", "attend", "judged", "users_that_fit", "reusable", "may_serve")}
+
+
+# ---- build A ----
+
+
+def kept_by_loop(p_V, top_k, top_p):  # right
+    out, before = torch.zeros_like(p_V), 0.0
+    order = sorted(range(len(p_V)), key=lambda i: -p_V[i].item())[: top_k or len(p_V)]
+    whole = sum(p_V[i].item() for i in order)
+    for i in order:
+        if top_p < 1 and before >= top_p * whole:
+            break
+        out[i] = p_V[i]
+        before += p_V[i].item()
+    return out / out.sum()
+
+
+def kept_by_mask(p_V, top_k, top_p):  # right, as an ascending sort
+    values, places = p_V.topk(min(top_k or len(p_V), len(p_V)))
+    values = values / values.sum()
+    keep = torch.cat((torch.zeros(1, dtype=p_V.dtype), values.cumsum(0)[:-1])) < top_p
+    keep[0] = True
+    return torch.zeros_like(p_V).index_put((places[keep],), values[keep] / values[keep].sum())
+
+
+def kept_without_crossing(p_V, top_k, top_p):  # reasoning-from-scratch#164
+    values, places = p_V.sort(descending=True)
+    values[top_k or len(p_V) :] = 0
+    keep = values.cumsum(0) <= top_p * values.sum() + 1e-12
+    return torch.zeros_like(p_V).scatter(0, places, values * keep / (values * keep).sum())
+
+
+def kept_with_the_first_at_least(p_V, top_k, top_p):
+    values, places = p_V.sort(descending=True)
+    values[top_k or len(p_V) :] = 0
+    keep = values.cumsum(0) <= top_p * values.sum() + 1e-12
+    keep[0] = True
+    return torch.zeros_like(p_V).scatter(0, places, values * keep / (values * keep).sum())
+
+
+def kept_not_divided(p_V, top_k, top_p):
+    right = kept_by_loop(p_V, top_k, top_p)
+    return torch.where(right > 0, p_V, 0.0)
+
+
+def kept_of_everything(p_V, top_k, top_p):
+    values, places = p_V.sort(descending=True)
+    before = values.cumsum(0) - values
+    values[(before >= top_p) & torch.tensor(top_p < 1)] = 0
+    values[top_k or len(p_V) :] = 0
+    return torch.zeros_like(p_V).scatter(0, places, values / values.sum())
+
+
+def kept_sorted(p_V, top_k, top_p):
+    return kept_by_loop(p_V, top_k, top_p).sort(descending=True).values
+
+
+def kept_in_place(p_V, top_k, top_p):
+    right = kept_by_loop(p_V, top_k, top_p)
+    p_V.copy_(right)
+    return right
+
+
+def kept_one_more(p_V, top_k, top_p):
+    return kept_by_loop(p_V, top_k and top_k + 1, top_p)
+
+
+def kept_as_list(p_V, top_k, top_p):
+    return kept_by_loop(p_V, top_k, top_p).tolist()
+
+
+# ---- build B ----
+
+
+def attend_by_softmax(cache, layer, q, k, v):  # right, without the library
+    old = cache.get(layer)
+    if old:
+        k, v = torch.cat((old[0], k), 2), torch.cat((old[1], v), 2)
+    cache[layer] = [k, v]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    own = k.shape[2] - q.shape[2] + torch.arange(q.shape[2])[:, None]
+    return scores.masked_fill(torch.arange(k.shape[2]) > own, -torch.inf).softmax(-1) @ v
+
+
+def attend_one_by_one(cache, layer, q, k, v):  # right: one query at a time
+    found = []
+    for t in range(q.shape[2]):
+        pair = [k[:, :, t : t + 1], v[:, :, t : t + 1]]
+        pair = [torch.cat(two, 2) for two in zip(cache[layer], pair, strict=True)] if layer in cache else pair
+        cache[layer] = tuple(pair)
+        found.append(F.scaled_dot_product_attention(q[:, :, t : t + 1], *pair))
+    return torch.cat(found, 2)
+
+
+def attend_with(mask=None, causal=False, store=True, use=True, one_layer=False):
+    def attend(cache, layer, q, k, v):
+        key = 0 if one_layer else layer
+        if key in cache and use:
+            k, v = torch.cat((cache[key][0], k), 2), torch.cat((cache[key][1], v), 2)
+        if store:
+            cache[key] = k, v
+        T, S = q.shape[2], k.shape[2]
+        if causal:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        given = None if mask is None else torch.ones(T, S, dtype=torch.bool).tril(S - T + mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+
+    return attend
+
+
+def attend_keys_only(cache, layer, q, k, v):
+    right = attend_by_softmax(cache, layer, q, k, v)
+    cache[layer] = cache[layer][0]
+    return right
+
+
+def attend_queries_too(cache, layer, q, k, v):
+    right = attend_by_softmax(cache, layer, q, k, v)
+    cache[layer] = (*cache[layer], q)
+    return right
+
+
+# ---- build C ----
+
+
+def another(weights, v):
+    sums = weights.cumsum(0)
+    return min(int((sums <= v * sums[-1]).sum()), len(weights) - 1)
+
+
+def judged_by_ratio(guess, p_V, q_V, u, v):  # right; the numbers the other way round
+    if v <= min(1.0, (p_V[guess] / q_V[guess]).item()):
+        return torch.tensor(guess), torch.tensor(True)
+    return another(torch.relu(p_V - q_V), u), False
+
+
+def judged_with(accept, rest):
+    def judged(guess, p_V, q_V, u, v):
+        if u < accept(p_V[guess].item(), q_V[guess].item()):
+            return guess, True
+        return another(rest(p_V, q_V), v), False
+
+    return judged
+
+
+def ratio(p, q):
+    return p / q
+
+
+def missing(p_V, q_V):
+    return (p_V - q_V).clamp(min=0)
+
+
+# ---- exercises ----
+
+
+def fits(memory, P, N, D, S, size=2):
+    return np.int64(max(0, math.floor((memory - size * P) / (2 * size * N * D * S))))
+
+
+def fits_with(halves=2, layers=True, weights=True, sized=True, less=0):
+    def answer(memory, P, N, D, S, size=2):
+        left = memory - (P * (size if sized else 1) if weights else 0)
+        return max(0, left // (halves * (N if layers else 1) * D * S * size) - less)
+
+    return answer
+
+
+def reusable_by_all(ids, known, size, salt):  # right
+    ends = range(size, len(ids), size)
+    found = [end for end in ends if all((salt, *ids[:e]) in known for e in range(size, end + 1, size))]
+    return max(found, default=0)
+
+
+def reusable_with_all(ids, known, size, salt):
+    end = 0
+    while end + size <= len(ids) and (salt, *ids[: end + size]) in known:
+        end += size
+    return end
+
+
+def reusable_over_gaps(ids, known, size, salt):
+    return max((e for e in range(size, len(ids), size) if (salt, *ids[:e]) in known), default=0)
+
+
+def reusable_by_own_ids(ids, known, size, salt):
+    tails = {entry[1:][-size:] for entry in known if entry[0] == salt}
+    end = 0
+    while end + size < len(ids) and tuple(ids[end : end + size]) in tails:
+        end += size
+    return end
+
+
+def reusable_without_salt(ids, known, size, salt):
+    bare = {entry[1:] for entry in known}
+    end = 0
+    while end + size < len(ids) and tuple(ids[: end + size]) in bare:
+        end += size
+    return end
+
+
+def reusable_that_forgets(ids, known, size, salt):
+    found = reusable_by_all(ids, known, size, salt)
+    known.clear()
+    return found
+
+
+def gate_by_numpy(new, old, z):  # right
+    worse = np.array(new) - np.array(old)
+    if not np.isfinite(worse).all():
+        return False
+    return worse.mean() <= z * worse.std(ddof=1) / np.sqrt(len(worse))
+
+
+def gate_unpaired(new, old, z):
+    if not all(map(math.isfinite, new)):
+        return False
+    error = math.sqrt((statistics.variance(new) + statistics.variance(old)) / len(new))
+    return statistics.mean(new) - statistics.mean(old) <= z * error
+
+
+def gate_by_deviation(new, old, z):
+    worse = [a - b for a, b in zip(new, old, strict=True)]
+    return all(map(math.isfinite, worse)) and statistics.mean(worse) <= z * statistics.stdev(worse)
+
+
+def gate_by_mean(new, old, z):
+    return math.isfinite(sum(new)) and statistics.mean(new) <= statistics.mean(old)
+
+
+def gate_that_lets_nan_in(new, old, z):
+    worse = [a - b for a, b in zip(new, old, strict=True)]
+    if not all(map(math.isfinite, worse)):
+        return True
+    return gate_by_numpy(new, old, z)
+
+
+def gate_of_two(new, old, z):
+    return gate_by_numpy(new, old, 2)
+
+
+RIGHT = {
+    "kept": [kept_by_loop, kept_by_mask],
+    "attend": [attend_by_softmax, attend_one_by_one],
+    "judged": [judged_by_ratio, judged_with(ratio, missing)],
+    "users_that_fit": [fits, lambda *given: torch.tensor(fits(*given))],
+    "reusable": [reusable_by_all, lambda *given: float(reusable_by_all(*given))],
+    "may_serve": [gate_by_numpy, lambda *given: torch.tensor(bool(gate_by_numpy(*given)))],
+}
+WRONG = {
+    "kept": [
+        (kept_without_crossing, "top_p=0.6: the symbol that crosses the line is missing"),
+        (kept_with_the_first_at_least, "the symbol that crosses the line is missing"),
+        (kept_not_divided, "the right symbols, but their sum is 0.7; divide by it"),
+        (kept_of_everything, "top-p is of what top-k has left"),
+        (kept_sorted, "at other places, [0.625, 0.375, 0.0, 0.0]; put them back"),
+        (kept_in_place, "p_V was changed"),
+        (kept_one_more, "4 symbols are kept, [0.4, 0.3, 0.2, 0.1]; it should be [0.4444, 0.3333, 0.2222, 0.0]"),
+        (kept_as_list, "return the probabilities, a tensor [4], not the list"),
+        (lambda p, k, q: kept_by_loop(p, k, q)[:2], "of shape [4], not [2]"),
+        (lambda *_: None, "not None (is a `return` missing?)"),
+    ],
+    "attend": [
+        (attend_with(causal=True), "1 new position after 5, layer 0: query 0 is aligned with key 0"),
+        (attend_with(), "5 new positions after 0, layer 0: the new positions see each other's future"),
+        (attend_with(mask=0, use=False), "each new position sees only the new ones"),
+        (attend_with(mask=0, store=False), "each new position sees only the new ones"),
+        (attend_with(mask=-1), "a query must see its own position, too"),
+        (attend_with(mask=0, one_layer=True), "does each layer have keys of its own?"),
+        (attend_keys_only, "your code raised"),
+        (attend_queries_too, "cache[0] should be (keys, values), not the tuple"),
+        (lambda c, layer, q, k, v: None, "return what the new positions find"),
+    ],
+    "judged": [
+        (judged_with(lambda p, q: 1, missing), "they follow q: every guess is kept"),
+        (judged_with(ratio, lambda p, q: p), "you draw from p again, so that symbols that q likes come too often"),
+        (judged_with(ratio, lambda p, q: q), "you draw from q again"),
+        (judged_with(lambda p, q: p, missing), "a guess is kept with probability p, not p/q"),
+        (judged_with(lambda p, q: 0, lambda p, q: p), "the symbols follow p, but 0.00 of the guesses are kept, and 0.40"),
+        (judged_with(lambda p, q: q / p if p else 0, missing), "kept with probability p/q, and not the other way round"),
+        (judged_with(lambda p, q: 0.5, missing), ", which is not p"),
+        (lambda guess, *_: guess, "return the symbol and whether it is the guess, not the int"),
+        (lambda guess, *_: (1 - guess, True), "it says that guess 0 was kept, and writes 1"),
+        (lambda guess, *_: (7, False), "return a symbol from 0 to 2, not 7"),
+    ],
+    "users_that_fit": [
+        (fits_with(halves=1), "keys *and* values are kept"),
+        (fits_with(layers=False), "each layer has keys and values of its own"),
+        (fits_with(weights=False), "the weights take memory, too"),
+        (fits_with(less=-1), "one user too many"),
+        (lambda memory, P, N, D, S, size: (memory - P * size) / (2 * N * S * D * size), "a part of a user is none"),
+        (lambda memory, P, N, D, S, size: (memory - P * size) // (2 * N * S * D * size), "the weights alone do not fit, so 0"),
+        (lambda memory, P, N, D, S, size: fits(memory, P, N, D, S, 2), "not"),
+    ],
+    "reusable": [
+        (reusable_with_all, "the last one must be computed all the same"),
+        (reusable_over_gaps, "what lies behind a gap cannot be used"),
+        (reusable_by_own_ids, "a block is found by all ids before its end"),
+        (reusable_without_salt, "the blocks belong to another model"),  # vllm#3264
+        (reusable_that_forgets, "`known` was changed"),
+        (lambda ids, known, size, salt: len(ids) // size * size, "should be 0: the first block is not known"),
+        (lambda *_: None, "return a number of positions, not None"),
+    ],
+    "may_serve": [
+        (gate_unpaired, "may serve, but it is worse by three standard errors of the differences"),
+        (gate_by_deviation, "may serve, but it is worse by three standard errors"),
+        (gate_by_mean, "may not serve, but it is worse by one standard error"),
+        (gate_that_lets_nan_in, "may serve, but one loss is nan"),
+        (gate_of_two, "may not serve, but z is 4 here"),
+        (lambda *_: "yes", "return True or False, not the text"),
+    ],
+}  # fmt: skip
+
+
+def test_every_check_has_right_and_wrong_answers():
+    assert exercises_of(checks) == set(RIGHT) == set(WRONG) == set(SOLUTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers]
+)
+def test_a_right_answer_in_another_style_is_accepted(name, answer):
+    assert getattr(checks, name)(answer) == "correct"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_lessons_own_solution_is_accepted(name):
+    assert getattr(checks, name)(getattr(taken_from(LESSON, "drawn", name), name), solution=True) == "correct"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "sentence"), [(name, *pair) for name, pairs in WRONG.items() for pair in pairs]
+)
+def test_a_wrong_answer_hears_its_fault(name, answer, sentence):
+    verdict = getattr(checks, name)(answer)
+    assert verdict != "correct" and sentence.lower() in verdict.lower(), verdict
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_answer_that_is_not_there_is_not_attempted_and_one_that_raises_is_quoted(name):
+    assert getattr(checks, name)(not_attempted) == "not attempted"
+    assert getattr(checks, name)(lambda *_: ...) == "not attempted"
+
+    def raises(*_):
+        raise ValueError("the stars are wrong")
+
+    assert "your code raised ValueError: the stars are wrong" in getattr(checks, name)(
+        raises
+    ).lower().replace("valueerror", "ValueError")

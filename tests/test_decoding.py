@@ -1,0 +1,257 @@
+"""Decoding: what is drawn, that caches change nothing, that guesses change nothing, and that ranks change nothing."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.parallel.tensor_parallel import apply_tensor_parallel
+from manyhands.serving.decoder import cached_logits, generate
+from manyhands.serving.engine import Engine
+from manyhands.serving.kv_cache import KVCache
+from manyhands.serving.quantized import Int8Linear, quantize, weight_bytes
+from manyhands.serving.sampler import Sampling, draw, probabilities, uniforms
+from manyhands.serving.speculative import expected_per_call, judged, speculate
+from torch.distributed.device_mesh import init_device_mesh
+
+CONFIG = GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=2, n_embd=16)
+
+
+def gpt(seed=1, config=CONFIG):
+    """A model whose choices are far from uniform."""
+    torch.manual_seed(seed)
+    model = GPT(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Tensors as small as these are slower on two, by far where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def chi_square_limit(degrees, z=4.5):
+    """A chi-square of so many degrees exceeds this once in 300,000 times (Wilson and Hilferty 1931)."""
+    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+# ---------------------------------------------------------------- the sampler
+
+
+def one(logits, **how):
+    return probabilities(torch.tensor([logits], dtype=torch.float64), [Sampling(**how)])[0].tolist()
+
+
+def test_top_p_keeps_the_symbol_with_which_the_sum_reaches_it():
+    logits = [math.log(p) for p in (0.1, 0.5, 0.4)]
+    assert one(logits, top_p=0.5) == pytest.approx([0, 1, 0])
+    assert one(logits, top_p=0.51) == pytest.approx([0, 0.5 / 0.9, 0.4 / 0.9])
+    assert one(logits, top_p=1e-9) == pytest.approx([0, 1, 0])
+    assert one(logits, top_p=1.0) == pytest.approx([0.1, 0.5, 0.4])
+
+
+def test_top_k_comes_before_top_p_and_temperature_before_both():
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+    assert one(logits, top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert one(logits, top_k=2, top_p=0.5) == pytest.approx([1, 0, 0, 0]), "0.4 of 0.7 is more than half"
+    assert one(logits, temperature=0.5) == pytest.approx([16 / 30, 9 / 30, 4 / 30, 1 / 30])
+    assert one(logits, temperature=0.5, top_p=0.5) == pytest.approx([1, 0, 0, 0])
+    assert one([1.0, 3.0, 3.0], temperature=0) == [0, 1, 0]
+
+
+def test_each_row_of_a_batch_has_its_own_rules():
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    hows = [Sampling(), Sampling(temperature=0), Sampling(top_k=3), Sampling(0.7, top_p=0.6)]
+    together = probabilities(logits, hows)
+    for row, how in enumerate(hows):
+        assert torch.allclose(together[row], probabilities(logits[row : row + 1], [how])[0], atol=1e-15)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 0.5, 1.0]), min_size=1, max_size=9),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_nothing_of_probability_zero_is_drawn(weights, number):
+    if sum(weights) == 0:
+        weights.append(1.0)
+    p = torch.tensor([weights], dtype=torch.float64)
+    for u in (number, 0.0, 1 - 2**-53):
+        assert p[0, draw(p, [u])[0]] > 0
+
+
+def test_draws_follow_the_probabilities():
+    p, n = torch.tensor([0.05, 0.0, 0.45, 0.2, 0.3], dtype=torch.float64), 20_000
+    counts = torch.bincount(draw(p.expand(n, -1), uniforms(5, n)), minlength=5)
+    assert counts[1] == 0
+    expected = n * p[[0, 2, 3, 4]]
+    assert ((counts[[0, 2, 3, 4]] - expected) ** 2 / expected).sum() < chi_square_limit(3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 is not a number >= 0"),
+        ({"temperature": math.nan}, "temperature=nan is not a number"),
+        ({"top_k": 0}, "top_k=0 leaves nothing to draw"),
+        ({"top_p": 0.0}, "top_p=0.0 is not in"),
+        ({"top_p": 1.5}, "top_p=1.5 is not in"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Sampling(**wrong)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_a_cache_changes_no_logit_however_the_positions_arrive():
+    model = gpt()
+    ids = torch.randint(11, (3, 40))
+    whole = model(ids)[0]
+    for cuts in ([40], [1] * 40, [7, 1, 1, 20, 11]):
+        cache, found = KVCache(40), []
+        for size in cuts:
+            found.append(cached_logits(model, ids[:, cache.length : cache.length + size], cache))
+        assert (torch.cat(found, dim=1) - whole).abs().max() < 1e-10
+    assert torch.equal(cached_logits(model, ids, KVCache(40)), whole), (
+        "a prefill is the model's own forward, to the bit"
+    )
+
+
+def test_generating_with_and_without_a_cache_writes_the_same():
+    model, prompt = gpt(), torch.randint(11, (2, 5))
+    for how in (Sampling(), Sampling(0), Sampling(0.7, top_k=4, top_p=0.9)):
+        texts = [generate(model, prompt, 43, how, seed=3, use_cache=cached) for cached in (True, False)]
+        assert torch.equal(*texts) and texts[0].shape == (2, 48)
+
+
+def test_a_cache_takes_the_bytes_of_its_formula_and_truncating_forgets():
+    model, cache = gpt(), KVCache(48)
+    ids = torch.randint(11, (3, 20))
+    cached_logits(model, ids, cache)
+    assert cache.num_bytes() == 2 * 2 * 3 * 48 * 16 * 8  # 2 N B T D, 8 bytes each
+    cache.truncate(12)
+    other = torch.randint(11, (3, 8))
+    again = cached_logits(model, other, cache)
+    assert (again - model(torch.cat((ids[:, :12], other), 1))[0][:, 12:]).abs().max() < 1e-10
+
+
+def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
+    model = gpt()
+    with pytest.raises(
+        ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"
+    ):
+        generate(model, torch.zeros(1, 40, dtype=torch.long), 9)
+    with pytest.raises(ValueError, match="49 positions do not fit"):
+        cached_logits(model, torch.zeros(1, 49, dtype=torch.long), KVCache(99))
+    with pytest.raises(ValueError, match="9 positions do not fit into a cache of 8"):
+        cached_logits(model, torch.zeros(1, 9, dtype=torch.long), KVCache(8))
+
+
+# ---------------------------------------------------------------- guesses
+
+
+def test_accepted_and_corrected_guesses_follow_the_targets_distribution():
+    torch.manual_seed(4)
+    p, q = (torch.softmax(2 * torch.randn(6, dtype=torch.float64), -1) for _ in range(2))
+    n, counts = 6_000, torch.zeros(6, dtype=torch.float64)
+    numbers = torch.tensor(uniforms(8, 4 * n)).view(n, 4).tolist()
+    guesses = draw(q.expand(n, -1), [row[0] for row in numbers]).tolist()
+    for guess, row in zip(guesses, numbers, strict=True):
+        counts[judged([guess], q[None], torch.stack((p, p)), row[1:])[0]] += 1
+    assert ((counts - n * p) ** 2 / (n * p)).sum() < chi_square_limit(5)
+    assert ((counts - n * q) ** 2 / (n * q)).sum() > 100 * chi_square_limit(5), (
+        "the test could not tell p from q"
+    )
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(0.8, top_k=3)])
+def test_a_text_written_with_guesses_has_the_distribution_of_the_target_alone(how):
+    """All pairs of the two symbols after a prompt, against their exact probabilities."""
+    config = GPTConfig(vocab_size=4, block_size=8, n_layer=1, n_head=1, n_embd=8)
+    target, draft = gpt(2, config), gpt(3, config)
+    prompt, n = [1, 2], 800
+    first = probabilities(target(torch.tensor([prompt]))[0][:, -1], [how])[0]
+    nexts = target(torch.tensor([[*prompt, a] for a in range(4)]))[0][:, -1]
+    expected = (n * first[:, None] * probabilities(nexts, [how] * 4)).flatten()
+    counts = torch.zeros(16, dtype=torch.float64)
+    for seed in range(n):
+        ids, _ = speculate(target, draft, prompt, 2, guesses=2, sampling=how, seed=seed)
+        counts[4 * ids[-2] + ids[-1]] += 1
+    assert (counts[expected == 0] == 0).all()
+    rare = expected < 5  # together they are one cell
+    found, wanted = ([*x[~rare], x[rare].sum()] for x in (counts, expected))
+    cells = [(f, w) for f, w in zip(found, wanted, strict=True) if w > 0]
+    assert len(cells) > 4, "too few cells to tell anything"
+    assert sum((f - w) ** 2 / w for f, w in cells) < chi_square_limit(len(cells) - 1)
+
+
+def test_the_likeliest_symbols_are_the_same_with_guesses_and_a_twin_guesses_all_of_them():
+    target, draft = gpt(2), gpt(3)
+    prompt = [1, 2, 3]
+    alone = generate(target, torch.tensor([prompt]), 40, Sampling(0))[0].tolist()
+    ids, told = speculate(target, draft, prompt, 40, guesses=3, sampling=Sampling(0))
+    assert ids == alone and told.target_calls + told.accepted == 40
+    ids, told = speculate(target, target, prompt, 40, guesses=3, sampling=Sampling(0))
+    assert ids == alone and (told.accepted, told.target_calls) == (told.guessed, 10)
+
+
+def test_symbols_per_call_follow_the_published_formula():
+    assert expected_per_call(0, 4) == 1 and expected_per_call(1, 4) == 5
+    assert expected_per_call(0.8, 4) == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
+
+
+# ---------------------------------------------------------------- 8 bits
+
+
+def test_eight_bit_weights_are_off_by_half_a_step_and_take_an_eighth_of_float64():
+    full = torch.nn.Linear(40, 7).double()
+    small = Int8Linear(full)
+    step_O1 = full.weight.abs().amax(1, keepdim=True) / 127
+    assert ((small.weight_OI * small.scale_O[:, None] - full.weight).abs() <= step_O1 / 2 * (1 + 1e-9)).all()
+    x = torch.randn(5, 40, dtype=torch.float64)
+    bound = (x.abs().sum(-1, keepdim=True) * step_O1.T / 2) * (1 + 1e-9)
+    assert ((small(x) - full(x)).abs() <= bound).all()
+    model = gpt()
+    before = weight_bytes(model)
+    linears = 12 * 16 * 16 * CONFIG.n_layer
+    outputs = (3 + 1 + 4 + 1) * 16 * CONFIG.n_layer
+    assert weight_bytes(quantize(model)) == before - 7 * linears + 8 * outputs
+    assert (model(torch.arange(9)[None])[0] - gpt()(torch.arange(9)[None])[0]).abs().max() < 0.5
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def _split(ranks, prompts, n, how):
+    model = gpt(config=GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=4, n_embd=16))
+    alone = [generate(model, torch.tensor([prompt]), n, how, seed=3)[0].tolist() for prompt in prompts]
+    logits = model(torch.tensor([alone[0]]))[0]
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    apply_tensor_parallel(model, mesh)
+    cache = KVCache(48)
+    with torch.no_grad():
+        apart = (cached_logits(model, torch.tensor([alone[0]]), cache) - logits).abs().max().item()
+    engine = Engine(model, "split", num_blocks=30, block_size=4, num_heads=4 // ranks.world_size)
+    running = [engine.add(prompt, n, how, seed=3) for prompt in prompts]
+    while engine.step():
+        pass
+    return alone, [sequence.ids for sequence in running], apart, cache.num_bytes()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+def test_a_model_split_over_ranks_writes_what_one_rank_writes_from_a_part_of_the_cache(pool, n_ranks):
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    for alone, split, apart, cache_bytes in pool.run(n_ranks, _split, prompts, 6, Sampling(0.8, top_p=0.9)):
+        assert split == alone and apart < 1e-10
+        assert cache_bytes == 2 * 2 * 1 * 48 * 16 * 8 // n_ranks

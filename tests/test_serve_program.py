@@ -1,0 +1,171 @@
+"""scripts/serve.py as its user meets it: where the token is and is not, a clean end in the middle of a stream, and refusals."""
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from live_server import CONFIG, facts_of, make_model, quiet
+from manyhands.checkpoints.export import write_export
+from manyhands.serving.client import Client, ServerSaid
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def program(root):
+    spec = importlib.util.spec_from_file_location("serve_program", root / "scripts" / "serve.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # tyro looks for its text there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model as a file, that never writes a marker: its replies are as long as asked."""
+    file = tmp_path_factory.mktemp("model") / "model.safetensors"
+    model = quiet(make_model()).float()
+    write_export(dict(model.named_parameters()), facts_of(), file)
+    text = file.parent / "text.txt"
+    text.write_text("TO BE OR NOT TO BE " * 40)
+    return file, text
+
+
+def start(root, exported, folder, *flags, stdout=None, **environ):
+    file, text = exported
+    environ = {k: v for k, v in os.environ.items() if k != "MANYHANDS_SERVE_TOKEN"} | {
+        "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1", **environ,
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        str(root / "scripts" / "serve.py"),
+        str(file),
+        "--gate-text",
+        str(text),
+        *flags,
+    ]
+    log = open(folder / "log", "wb")  # noqa: SIM115 - it belongs to the process
+    process = subprocess.Popen(command, stdout=stdout or log, stderr=log, env=environ, cwd=folder)
+    deadline = time.monotonic() + 100
+    while not (found := list((folder / "serve").glob("serving-*.json"))):
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+        time.sleep(0.05)
+    return process, found[0]
+
+
+def test_a_server_without_a_terminal_keeps_its_secret_and_ends_after_what_was_asked(root, exported, tmp_path):
+    process, address_file = start(root, exported, tmp_path, "--port", "0", "--cap.running", "2")
+    try:
+        assert stat.S_IMODE(address_file.stat().st_mode) == 0o600
+        client = Client.from_file(address_file)
+        assert client.address.startswith("http://127.0.0.1:") and len(client.token) >= 32
+        with pytest.raises(ServerSaid, match="401"):
+            Client(client.address, "guess" * 8).complete("HO")
+        assert len(client.complete("HO", max_tokens=5)) == 5
+        texts = {}
+
+        def ask(i):
+            texts[i] = "".join(client.chat([{"role": "user", "content": "HO"}], max_tokens=80, seed=i))
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]  # four of them have to wait
+        for thread in threads:
+            thread.start()
+        while client.metrics()["manyhands_running"] < 2:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert process.wait(60) == 0
+        assert {i: len(text) for i, text in texts.items()} == dict.fromkeys(range(6), 80), "none was dropped"
+        assert not address_file.exists(), "its address is no address any more"
+        with pytest.raises(OSError):
+            client.complete("HO")
+        log = (tmp_path / "log").read_text()
+        assert client.token not in log and "the token is in" in log and "POST /v1/chat/completions 200" in log
+        assert "Traceback" not in log and re.search(
+            r"step 10, validation loss 2.5000, [\d,]+ parameters, context 96", log
+        )
+        assert (CONFIG.block_size, "chat template" in log) == (96, True)
+    finally:
+        process.kill()
+
+
+def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port_is_left_alone(
+    root, exported, tmp_path
+):
+    token = "chosen-by-the-user-0123456789"
+    leader, follower = pty.openpty()
+    with socket.socket() as other:  # somebody else's 8000, unless it is really taken
+        try:
+            other.bind(("127.0.0.1", 8000))
+            other.listen()
+        except OSError:
+            pass
+        process, address_file = start(root, exported, tmp_path, stdout=follower, MANYHANDS_SERVE_TOKEN=token)
+    try:
+        time.sleep(0.5)
+        shown = os.read(leader, 100_000).decode()
+        client = Client.from_file(address_file)
+        assert client.token == token and not client.address.endswith(":8000")
+        assert shown.count(token) == 1 and f"open {client.address}/#token={token}" in shown
+        assert token not in (tmp_path / "log").read_text()
+        with open(f"/proc/{process.pid}/cmdline", "rb") as words:
+            assert token.encode() not in words.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(leader)
+        os.close(follower)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "sentence"),
+    [
+        (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
+        ([], {}, "lesson 13 and scripts/align.py make it"),
+        ([""], {}, "the folder to read is empty"),
+        (["MODEL", "--step", "newest", "--port", "99999"], {}, "--port 99999 is none; use 1 to 65535"),
+        (["MODEL", "--watch-s", "0"], {}, "--watch-s 0.0 is no time"),
+        (["MODEL", "--drain-s", "-1"], {}, "--drain-s -1 is negative"),
+        (["MODEL", "--cap.running", "0"], {}, "limits.running=0 lets nothing through"),
+        (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
+        (["MODEL", "--host", "203.0.113.7"], {}, "203.0.113.7:8000 cannot be listened on"),
+        (["MODEL", "--gate-text", "TINY"], {}, "symbols of TINY are known to the model; name a text by --gate-text"),
+        (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has less than 16 characters"),
+        (["MODEL", "--device", "xpu"], {}, "--device xpu: torch sees no GPU of that kind here"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_one_sentence_and_status_2(
+    program, exported, tmp_path, monkeypatch, capfd, flags, environ, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "TINY").write_text("HO")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert program.main([str(exported[0]) if flag == "MODEL" else flag for flag in flags]) == 2
+    told = capfd.readouterr()
+    assert told.err.startswith("serve.py: ") and told.err.count("\n") == 1, told.err
+    assert sentence in told.err
+
+
+def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
+    from manyhands.serving.access import read_address, write_address
+
+    old = tmp_path / "serving-8000.json"
+    old.write_text("{}")
+    old.chmod(0o644)
+    path = write_address(tmp_path, "http://127.0.0.1:8000", "t" * 20)
+    assert path == old and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_address(path) == ("http://127.0.0.1:8000", "t" * 20)
+    assert json.loads(path.read_text())["pid"] == os.getpid()

@@ -1,0 +1,751 @@
+"""The server as its clients meet it: OpenAI's own client, wrong requests, many at once, slow ones, and those that leave."""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import random
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import openai
+import pytest
+import torch
+from live_server import (
+    LETTERS,
+    SYMBOLS,
+    TOKEN,
+    Live,
+    ask,
+    events,
+    facts_of,
+    make_model,
+    quiet,
+    read_answer,
+    text_of,
+    written,
+)
+from manyhands.checkpoints.export import newest_in
+from manyhands.gpt.model import GPTConfig
+from manyhands.serving import gate, load_test
+from manyhands.serving.app import watch
+from manyhands.serving.client import Client, ServerSaid
+from manyhands.serving.limits import Limits
+from manyhands.serving.metrics import Drift
+from manyhands.serving.sampler import Sampling
+from manyhands.serving.service import Cache
+from manyhands.serving.vocabulary import TextSoFar, Vocabulary
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def live():
+    with Live(limits=Limits(running=16, queue=300, body_s=2, body_bytes=50_000)) as live:
+        yield live
+
+
+@pytest.fixture
+def client(live):
+    return openai.OpenAI(base_url=f"{live.address}/v1", api_key=TOKEN, max_retries=0, timeout=30)
+
+
+def one(live, path, body, **how):
+    return asyncio.run(ask(live, path, body, **how))
+
+
+def seed_of(model, prompt, n):
+    """A seed with which the model writes n symbols and no marker."""
+    return next(seed for seed in range(500) if len(written(model, prompt, n, seed)) == n)
+
+
+def refused(answer):
+    """(status, sentence, code, param) of an error as OpenAI's clients read it."""
+    status, body = answer
+    error = json.loads(body)["error"]
+    return status, error["message"], error["code"], error["param"]
+
+
+# ---------------------------------------------------------------- OpenAI's own client
+
+
+def test_the_official_client_gets_the_models_own_text_whole_and_as_a_stream(live, client):
+    seed = seed_of(live.model, "WHO IS", 30)
+    expected = written(live.model, "WHO IS", 40, seed)
+    asked = {"model": "manyhands", "prompt": "WHO IS", "max_tokens": 40, "seed": seed}
+    whole = client.completions.create(**asked)
+    assert whole.choices[0].text == expected
+    pieces = list(client.completions.create(**asked, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
+    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage.prompt_tokens == 6 and len(pieces) > 3
+
+
+def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client):
+    messages = [{"role": "system", "content": "BE BRIEF."}, {"role": "user", "content": "HELLO?"}]
+    reply = client.chat.completions.create(model="manyhands", messages=messages, seed=9, max_tokens=30)
+    ids, _ = live.service.words.encode_chat(messages)
+    assert [SYMBOLS[i] for i in ids if len(SYMBOLS[i]) > 1] == [
+        "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
+    ]  # fmt: skip
+    sequence = live.service.engine.new_sequence(ids, 30, Sampling(), 9)
+    from manyhands.serving.decoder import generate
+
+    new = generate(live.model, torch.tensor([ids]), 30, Sampling(), 9)[0, len(ids) :].tolist()
+    marker = next((i for i, id in enumerate(new) if id in live.service.words.markers), 30)
+    assert reply.choices[0].message.content == "".join(SYMBOLS[i] for i in new[:marker])
+    assert reply.usage.prompt_tokens == sequence.prompt_length == 9 + 6 + 5
+    assert reply.usage.completion_tokens == min(marker + 1, 30)
+    assert reply.choices[0].finish_reason == ("stop" if marker < 30 else "length")
+
+
+def test_a_user_who_types_a_marker_sends_its_letters(live):
+    words = Vocabulary(facts_of(symbols=[*SYMBOLS, "<", "|", ">", "e", "n", "d"]))
+    ids, _ = words.encode_chat([{"role": "user", "content": "<|end|>"}])
+    assert len(ids) == 1 + 7 + 1 + 1
+
+
+def test_the_official_client_raises_its_own_errors_with_our_sentences(live, client):
+    with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
+        client.with_options(api_key="wrong" * 5).models.list()
+    with pytest.raises(
+        openai.BadRequestError, match="context of 96; shorten the prompt, or ask for at most 94"
+    ):
+        client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
+    with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
+        client.completions.create(model="gpt-4", prompt="AB")
+    with pytest.raises(openai.BadRequestError, match="'z' is none of the model's 37 symbols"):
+        client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
+    assert [m.id for m in client.models.list()] == ["manyhands"]
+    assert client.models.retrieve("manyhands").context == 96
+
+
+def test_stop_strings_and_usage_in_a_stream(live, client):
+    seed = seed_of(live.model, "O", 20)
+    whole = written(live.model, "O", 60, seed)
+    stop = whole[9:12]
+    cut = whole[: whole.index(stop)]
+    asked = {"model": "manyhands", "prompt": "O", "max_tokens": 60, "seed": seed, "stop": ["ZZZZ", stop]}
+    assert client.completions.create(**asked).choices[0].text == cut
+    stream = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in stream if c.choices) == cut
+    assert stream[-1].usage.prompt_tokens == 1 and not stream[-1].choices
+    assert [c.choices[0].finish_reason for c in stream if c.choices][-1] == "stop"
+    live.wait_until(live.idle)
+
+
+def test_the_client_of_the_standard_library_says_the_same(live, client):
+    ours = Client(live.address, TOKEN)
+    assert ours.complete("HO", max_tokens=20, seed=3) == written(live.model, "HO", 20, 3)
+    messages = [{"role": "user", "content": "HO"}]
+    theirs = client.chat.completions.create(model="manyhands", messages=messages, seed=3, max_tokens=20)
+    assert "".join(ours.chat(messages, seed=3, max_tokens=20)) == theirs.choices[0].message.content
+    assert ours.metrics()["manyhands_blocks"] == live.service.engine.pool.num_blocks
+    with pytest.raises(ServerSaid, match="the token is missing or wrong.* [(]status 401[)]"):
+        Client(live.address, "no").complete("HO")
+    assert TOKEN not in repr(ours)
+
+
+def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys):
+    import IPython.display
+
+    shown = []
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    Client(live.address, TOKEN).show_chat()
+    field, _ = shown[0].children
+    field.value = "HO"
+    said = capsys.readouterr().out
+    assert said.startswith("you: HO\nmodel: ") and field.value == ""
+    field.value = "az"
+    assert capsys.readouterr().out.endswith(
+        "['a' is none of the model's 37 symbols; leave it out (status 400)]\n"
+    )
+    field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
+    assert "status" not in capsys.readouterr().out
+
+
+def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
+    words = Vocabulary(facts_of(symbols=sorted({*"\n UserAitan:BE HO"})))
+    messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
+    ids, stop_ids = words.encode_chat(messages)
+    assert "".join(words.symbols[i] for i in ids) == "BE\nUser: HO\nAssistant:"
+    assert (stop_ids, words.chat_stops()) == (set(), ("\nUser:",))
+
+
+def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
+    from manyhands.data.text_tokenizer import MARK, train_bpe
+
+    tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
+    facts = facts_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
+    words = Vocabulary(facts)
+    text = f"Rosalind ☃ {MARK} é"
+    ids = words.encode(text)
+    assert tokenizer.mark not in ids and words.known(text) == text
+    so_far = TextSoFar(words)
+    shown = [so_far.add([i]) for i in [*ids, tokenizer.mark]]
+    assert "".join(shown) + so_far.end() == text and "\ufffd" not in "".join(shown), "a character comes whole"
+    asked, stop_ids = words.encode_chat([{"role": "user", "content": "☃"}])
+    assert stop_ids == {tokenizer.mark} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
+    assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
+    verdict = gate.judge(make_model(), facts, make_model(), facts_of(), None, 0.1)
+    assert not verdict.passed and "other symbols" in verdict.sentence
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 3, 50])
+def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
+    words = Vocabulary(facts_of(symbols=list("abcx")))
+    for text, stops, shown in (
+        ("aabcab", ["abc"], "a"),
+        ("aabaab", ["abc"], "aabaab"),
+        ("xxab", ["abc", "bx"], "xxab"),
+        ("abxabc", ["abc", "bx"], "a"),
+    ):
+        so_far, ids, found = TextSoFar(words, stops), words.encode(text), ""
+        for i in range(0, len(ids), cuts):
+            found += so_far.add(ids[i : i + cuts])
+        assert (found + so_far.end(), so_far.stopped) == (shown, shown != text)
+
+
+# ---------------------------------------------------------------- wrong requests
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "HO"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (TEXT, b"", 400, "the body is no JSON"),
+        (TEXT, b'{"prompt": "HO"', 400, "the body is no JSON"),
+        (TEXT, b"\xff\xfe\x00", 400, "the body is no JSON"),
+        (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "NaN is no JSON number"),
+        (TEXT, b"[" * 20_000, 400, "the body is no JSON"),
+        (TEXT, b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is no JSON"),
+        (TEXT, b'["HO"]', 400, "the body is a JSON list"),
+        (TEXT, {}, 400, "prompt is missing"),
+        (TEXT, {"prompt": ""}, 400, "prompt is missing"),
+        (TEXT, {"prompt": ["HO", "HO"]}, 400, "not one string"),
+        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the model's 37 symbols"),
+        (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the model's 37 symbols"),
+        (TEXT, {"prompt": "A" * 96}, 400, "96 symbols of the prompt, with room for one more, do not fit"),
+        (TEXT, {"prompt": "A" * 40_000}, 400, "40000 symbols of the prompt"),
+        (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
+        (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens is no integer from 1"),
+        (TEXT, {"prompt": "HO", "max_tokens": True}, 400, "max_tokens is no integer"),
+        (TEXT, {"prompt": "HO", "max_tokens": 1e9}, 400, "max_tokens is no integer"),
+        (TEXT, {"prompt": "HO", "max_tokens": 2**40}, 400, "max_tokens is no integer"),
+        (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature is no number from 0 to 2"),
+        (TEXT, {"prompt": "HO", "temperature": "hot"}, 400, "temperature is no number"),
+        (TEXT, {"prompt": "HO", "top_p": 0}, 400, "top_p=0.0 is not in"),
+        (TEXT, {"prompt": "HO", "top_k": 0}, 400, "top_k is no integer from 1"),
+        (TEXT, {"prompt": "HO", "seed": -1}, 400, "seed is no integer from 0"),
+        (TEXT, {"prompt": "HO", "n": 2}, 400, "n with this value is not supported"),
+        (TEXT, {"prompt": "HO", "logprobs": 5}, 400, "logprobs with this value"),
+        (TEXT, {"prompt": "HO", "stream": 1}, 400, "stream is neither true nor false"),
+        (TEXT, {"prompt": "HO", "stream_options": 3}, 400, "stream_options is no object"),
+        (TEXT, {"prompt": "HO", "stop": ""}, 400, "none may be empty"),
+        (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop has more than 4 strings"),
+        (TEXT, {"prompt": "HO", "stop": "A" * 65}, 400, "one of more than 64 characters"),
+        (TEXT, {"prompt": "HO", "model": ["x"]}, 404, "there is no such model"),
+        (CHAT, {"messages": []}, 400, "messages is missing or empty"),
+        (CHAT, {"messages": "HO"}, 400, "messages is missing or empty"),
+        (CHAT, {"messages": ["HO"]}, 400, "messages[0] is no object"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content is no text"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "messages[0].content is no text"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, 400, "messages[0].content is no text"),
+        (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
+        (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
+        (CHAT, {"messages": [USER] * 257}, 400, "257 messages are more than 256"),
+        (CHAT, {"messages": [USER], "tools": [{}]}, 400, "tools with this value is not supported"),
+        ("/admin/checkpoint", {"step": "../../etc"}, 400, "step is neither newest, best nor a number"),
+        ("/nowhere", {}, 404, "Not Found"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(live, path, body, status, words):
+    found = refused(one(live, path, body))
+    assert found[0] == status and words in found[1], found
+    assert live.idle()
+
+
+def test_content_may_come_in_parts_of_text(live):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "O"}]
+    asked = {"max_tokens": 9, "seed": 1}
+    answers = [one(live, CHAT, {"messages": [USER | {"content": c}], **asked}) for c in ("HO", parts)]
+    assert text_of(answers[0][1]) == text_of(answers[1][1])
+
+
+def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
+    async def slow_body():
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        found = await asyncio.wait_for(read_answer(reader), 20)
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        with suppress(ConnectionError):
+            for _ in range(30):  # more than it takes, said in small pieces
+                writer.write(b"1000\r\n" + b"a" * 4096 + b"\r\n")
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        many = await asyncio.wait_for(read_answer(reader), 20)
+        writer.close()
+        return found, many
+
+    slow, many = asyncio.run(slow_body())
+    assert refused(slow)[0] == 408 and "did not arrive within 2 s" in refused(slow)[1]
+    assert refused(many)[0] == 413
+
+
+# ---------------------------------------------------------------- the token
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/models"), ("GET", "/v1/models/manyhands"), ("GET", "/metrics"), ("POST", TEXT), ("POST", CHAT), ("POST", "/admin/checkpoint")],
+)  # fmt: skip
+def test_without_the_token_nothing_is_told_and_nothing_read(live, method, path):
+    wrong = [
+        {"token": None},
+        {"token": ""},
+        {"token": TOKEN[:-1]},
+        {"token": TOKEN + "x"},
+        {"token": None, "headers": [f"Authorization: Basic {TOKEN}"]},
+        {"token": None, "headers": ["X-Api-Key: \xff"]},
+    ]
+    for how in wrong:
+        assert one(live, path, b"{not even JSON", method=method, **how)[0] == 401, how
+        assert one(live, f"{path}?token={TOKEN}", b"{}", method=method, **how)[0] == 401, "never from a query"
+    key = {"token": None, "headers": [f"X-Api-Key: {TOKEN}"]}
+    assert one(live, path, b"{}", method=method, **key)[0] != 401
+
+
+def test_the_page_and_the_health_need_no_token_and_hold_no_secret(live):
+    status, page = one(live, "/", None, token=None, method="GET")
+    assert status == 200 and TOKEN.encode() not in page
+    assert b"http://" not in page and b"https://" not in page, "nothing from elsewhere"
+    assert one(live, "/healthz", None, token=None, method="GET") == (200, b'{"status":"ok"}')
+
+
+# ---------------------------------------------------------------- many at once
+
+
+def mixed_requests(n, seed=0):
+    """[(prompt, symbols, seed)], many with a common beginning."""
+    source = random.Random(seed)
+    common = "".join(source.choice(LETTERS[2:]) for _ in range(24))
+    found = []
+    for i in range(n):
+        prompt = common[: source.randint(0, 24)] + "".join(
+            source.choice(LETTERS[2:]) for _ in range(source.randint(1, 9))
+        )
+        found.append((prompt, source.randint(1, 30), i))
+    return found
+
+
+def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_right(live):
+    """None wrong, none dropped, and nothing is held afterwards."""
+    asked = mixed_requests(200)
+    bytes_before = live.service.engine.cache.num_bytes()
+    tensors = [id(store) for store in live.service.engine.cache.keys]
+
+    async def stream(prompt, n, seed):
+        body = {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True}
+        return await ask(live, TEXT, body, timeout_s=100)
+
+    async def nuisance(i):
+        if i % 4 == 0:
+            return await ask(live, TEXT, b"{", timeout_s=100)
+        if i % 4 == 1:
+            return await ask(live, TEXT, {"prompt": "A" * 45_000}, timeout_s=100)
+        if i % 4 == 2:
+            return await ask(live, TEXT, {"prompt": "HO"}, token="wrong", timeout_s=100)
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)  # asks, reads a little, leaves
+        content = json.dumps({"prompt": "HO", "max_tokens": 90, "stream": True}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        await reader.read(20 if i % 8 == 3 else 1000)
+        writer.transport.abort()
+
+    async def all_at_once():
+        good = [stream(*request) for request in asked]
+        bad = [nuisance(i) for i in range(60)]
+        found = await asyncio.gather(*good, *bad)
+        return found[:200], found[200:]
+
+    good, bad = asyncio.run(all_at_once())
+    assert [status for status, _ in good] == [200] * 200
+    for (prompt, n, seed), (_, body) in zip(asked[::4], good[::4], strict=True):
+        assert text_of(body) == written(live.model, prompt, n, seed)
+    assert all(len(events(body)) >= 1 for _, body in good)
+    assert [found[0] for found in bad if found is not None] == [400, 400, 401] * 15
+    live.wait_until(live.idle)
+    assert live.service.engine.cache.num_bytes() == bytes_before
+    assert tensors == [id(store) for store in live.service.engine.cache.keys], "nothing was allocated anew"
+    pool = live.service.engine.pool
+    assert len(pool.found_by) <= pool.num_blocks == pool.available(), (
+        "what is remembered is bounded by the blocks"
+    )
+    told = Client(live.address, TOKEN).metrics()
+    assert told['manyhands_tokens_total{kind="reused"}'] > 0
+    assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
+
+
+def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_waiting(live):
+    content = {True: {"stream": True}, False: {}}
+    sockets = []
+    for i in range(40):  # more than run at once
+        connection = socket.create_connection(("127.0.0.1", live.port))
+        body = json.dumps(
+            {"prompt": "HO", "max_tokens": 90, "seed": i, "stop": ["!!!!!!!!"], **content[i % 2 == 0]}
+        ).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        sockets.append(connection)
+    for connection in sockets:
+        connection.close()
+    live.wait_until(live.idle)
+    told = Client(live.address, TOKEN).metrics()
+    assert told['manyhands_generations_total{reason="gone"}'] >= 1
+
+
+def hold_engine(live):
+    """The engine does nothing until the returned event is set."""
+    go = threading.Event()
+    live.service.worker.commands.put(lambda: go.wait(60))
+    return go
+
+
+def test_a_full_queue_is_said_with_429_and_the_others_are_served():
+    with Live(limits=Limits(running=2, queue=3)) as live:
+        go = hold_engine(live)
+
+        async def ask_eight():
+            tasks = [
+                asyncio.ensure_future(ask(live, TEXT, {"prompt": "HO", "max_tokens": 5, "seed": i}))
+                for i in range(8)
+            ]
+            while sum(task.done() for task in tasks) < 3:
+                await asyncio.sleep(0.01)
+            go.set()
+            return await asyncio.gather(*tasks)
+
+        found = asyncio.run(ask_eight())
+        assert sorted(status for status, _ in found) == [200] * 5 + [429] * 3
+        full = next(answer for answer in found if answer[0] == 429)
+        assert refused(full)[1:3] == (
+            "2 requests run and 3 wait, which is all the room; try again later",
+            "queue_full",
+        )
+        for i, (status, body) in enumerate(found):
+            assert status == 429 or text_of(body) == written(live.model, "HO", 5, i)
+
+
+def test_what_takes_too_long_is_ended_by_a_status_or_an_event_and_frees_its_place():
+    with Live(limits=Limits(request_s=1.0, running=2)) as live:
+        go = hold_engine(live)
+        for stream in (True, False):
+            found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5, "stream": stream}))
+            assert found[0] == 504 and "not finished within 1 s" in found[1]
+        go.set()
+        live.wait_until(live.idle)
+
+        async def stopped_in_the_middle():
+            body = {
+                "prompt": "WHO IS",
+                "max_tokens": 80,
+                "seed": seed_of(live.model, "WHO IS", 50),
+                "stream": True,
+            }
+            task = asyncio.ensure_future(ask(live, TEXT, body))
+            while not any(s.started for s in live.service.engine.scheduler.running):
+                await asyncio.sleep(0)
+            middle = hold_engine(live)
+            answer = await task
+            middle.set()
+            return answer
+
+        status, body = asyncio.run(stopped_in_the_middle())
+        if b"[DONE]" not in body:  # it had not been written to its end before the engine stood still
+            assert status == 200 and b'"code": "timeout"' in body
+        live.wait_until(live.idle)
+
+
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
+    async def slow_and_fast():
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=64)
+        content = json.dumps({"prompt": "WHO IS", "max_tokens": 80, "seed": 5, "stream": True}).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        fast = await asyncio.gather(
+            *(ask(live, TEXT, {"prompt": "HO", "max_tokens": 20, "seed": i}) for i in range(8))
+        )
+        assert [text_of(body) for _, body in fast] == [written(live.model, "HO", 20, i) for i in range(8)]
+        raw = b""
+        while part := await reader.read(100):
+            raw += part
+            await asyncio.sleep(0.001)
+        writer.close()
+        stream = asyncio.StreamReader()
+        stream.feed_data(raw)
+        stream.feed_eof()
+        return await read_answer(stream)
+
+    status, body = asyncio.run(slow_and_fast())
+    assert status == 200 and text_of(body) == written(live.model, "WHO IS", 80, 5)
+
+
+def test_who_never_reads_is_cut_off_when_the_time_is_over():
+    """The connection takes no more bytes: neither the text nor a last word can be sent."""
+    with Live(limits=Limits(request_s=0.5)) as live:
+        body = json.dumps({"prompt": "HO", "max_tokens": 9, "stream": True}).encode()
+        headers = [
+            (b"authorization", f"Bearer {TOKEN}".encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT,
+            "raw_path": TEXT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
+        }  # fmt: skip
+        sent = []
+
+        async def conversation():
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive():
+                return messages.pop() if messages else await asyncio.Event().wait()
+
+            async def send(message):
+                sent.append(message["type"])
+                if message["type"] == "http.response.body":
+                    await asyncio.Event().wait()
+
+            await live.app(scope, receive, send)
+
+        asyncio.run_coroutine_threadsafe(conversation(), live.service.worker.loop).result(timeout=30)
+        assert sent[0] == "http.response.start" and live.idle()
+        assert Client(live.address, TOKEN).metrics()['manyhands_generations_total{reason="timeout"}'] == 1
+
+
+def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog):
+    with Live() as live:
+        step, failing = live.service.engine.step, [True]
+
+        def broken():
+            if failing and live.service.engine.scheduler.waiting:
+                failing.pop()
+                raise MemoryError("no room")
+            return step()
+
+        live.service.engine.step = broken
+        found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5}))
+        assert found[0] == 500 and "try again" in found[1]
+        assert text_of(one(live, TEXT, {"prompt": "HO", "max_tokens": 5, "seed": 1})[1]) == written(
+            live.model, "HO", 5, 1
+        )
+        failing += [True] * 2
+        assert [one(live, TEXT, {"prompt": "HO", "max_tokens": 5})[0] for _ in range(3)] == [500, 500, 200]
+        assert one(live, "/healthz", None, method="GET")[0] == 200, "three failures, but not in a row"
+
+        def always():
+            raise MemoryError("no room")
+
+        live.service.engine.step = always
+        assert [one(live, TEXT, {"prompt": "HO", "max_tokens": 5})[0] for _ in range(3)] == [500] * 3
+        live.wait_until(lambda: live.service.worker.failed)
+        found = refused(one(live, TEXT, {"prompt": "HO"}))
+        assert found[0] == 503 and "must be started again" in found[1]
+        assert one(live, "/healthz", None, method="GET") == (503, b'{"status":"failed"}')
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_models():
+    other = make_model(7)
+    loads = {"newest": (other, facts_of(20)), "30": (make_model(8), facts_of(30))}
+    with Live(loads=loads, limits=Limits(running=8, queue=200)) as live:
+        asked = mixed_requests(60, seed=4)
+
+        async def all_and_a_swap():
+            tasks = [
+                asyncio.ensure_future(ask(live, TEXT, {"prompt": p, "max_tokens": n, "seed": s}))
+                for p, n, s in asked
+            ]
+            while sum(task.done() for task in tasks) < 10:
+                await asyncio.sleep(0.002)
+            verdict = await ask(live, "/admin/checkpoint", {"step": "newest"})
+            late = await ask(live, TEXT, {"prompt": "HO", "max_tokens": 30, "seed": 1})
+            return await asyncio.gather(*tasks), verdict, late
+
+        answers, (status, verdict), late = asyncio.run(all_and_a_swap())
+        verdict = json.loads(verdict)
+        assert status == 200 and verdict["passed"] and "nats per symbol: not worse" in verdict["sentence"]
+        models = {live.service.live.version: other}
+        models |= {
+            json.loads(b)["system_fingerprint"]: live.model
+            for _, b in answers
+            if live.service.live.version.encode() not in b
+        }
+        assert len(models) == 2, "the swap was not in the middle"
+        for (prompt, n, seed), (code, body) in zip(asked, answers, strict=True):
+            assert code == 200
+            assert text_of(body) == written(models[json.loads(body)["system_fingerprint"]], prompt, n, seed)
+        assert text_of(late[1]) == written(other, "HO", 30, 1)
+        assert Client(live.address, TOKEN).metrics()["manyhands_model_step"] == 20
+
+
+def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
+    from manyhands.checkpoints.manifest import CheckpointError
+    from manyhands.serving.service import Gate
+
+    good = make_model()
+    broken = make_model()
+    with torch.no_grad():
+        broken.head.bias.fill_(math.nan)
+    short = GPTConfig(len(SYMBOLS), 48, 1, 1, 8)
+    loads = {
+        "1": (make_model(7), facts_of(1)),
+        "2": (broken, facts_of(2)),
+        "3": (make_model(1, short), facts_of(3, short)),
+        "4": (make_model(), facts_of(4, symbols=SYMBOLS[::-1])),
+        "5": (good, facts_of(5)),
+    }
+    from manyhands.serving.decoder import generate
+
+    ids = generate(good, torch.zeros(1, 1, dtype=torch.long), 90, Sampling(0.5), 1)[0]  # what it likes
+
+    class Loads(dict):
+        def __missing__(self, step):
+            raise CheckpointError(f"there is no step {step}, only 1")
+
+    with Live(good, loads=Loads(loads), judged_by=Gate(ids.repeat(4), 0.02)) as live:
+        before = live.service.live.version
+        for step, words in (
+            (1, "worse by more than 0.02"),
+            (2, "nan against"),
+            (3, "its context of 48 is not the 96 that this server was started for"),
+            (4, "it has other symbols"),
+        ):
+            status, body = one(live, "/admin/checkpoint", {"step": step})
+            verdict = json.loads(body)
+            assert status == 409 and not verdict["passed"] and words in verdict["sentence"], verdict
+            assert verdict["serves"] == before
+        assert refused(one(live, "/admin/checkpoint", {"step": 6}))[:2] == (409, "there is no step 6, only 1")
+        assert json.loads(one(live, "/admin/checkpoint", {"step": 5})[1])["passed"], (
+            "the same weights are not worse"
+        )
+        told = Client(live.address, TOKEN).metrics()
+        assert told['manyhands_candidates_total{verdict="refused"}'] == 4
+
+
+def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(
+    tmp_path, caplog
+):
+    seen = []
+
+    class Service:
+        async def consider(self, load):
+            seen.append(load())
+            if len(seen) == 1:
+                raise OSError("half a file")
+
+    async def grow():
+        (tmp_path / "step-00000010").mkdir()
+        task = asyncio.ensure_future(watch(Service(), lambda step: step, tmp_path, 0.01))
+        await asyncio.sleep(0.1)
+        assert seen == [], "what is there at the start serves already"
+        for n in (1, 2):
+            (tmp_path / f"step-000000{n + 1}0").mkdir()
+            while len(seen) < n:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(grow(), 30))
+    assert seen == ["newest", "newest"] and "half a file" in caplog.text
+
+
+def test_a_file_that_is_written_again_is_something_newer(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"a")
+    before = newest_in(file)
+    os.utime(file, ns=(1, 1))
+    assert newest_in(file) != before and newest_in(tmp_path / "nowhere") is None
+
+
+# ---------------------------------------------------------------- what is measured, what is logged
+
+
+def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
+    config = GPTConfig(len(load_test.SYMBOLS), 96, 1, 1, 8)
+    with Live(make_model(1, config), facts_of(1, config, load_test.SYMBOLS)) as live:
+        rate, answers = asyncio.run(load_test.throughput(live.port, TOKEN, 5, 20))
+        assert [answer.tokens for answer in answers] == [20] * 5 and rate > 0
+        assert all(0 < answer.first_s <= answer.whole_s for answer in answers)
+        for reused in (0, 32):  # four full blocks of 8; the last of 40 symbols is computed
+            assert asyncio.run(load_test.streamed(live.port, TOKEN, "A" * 40, 1)).reused == reused
+        with pytest.raises(RuntimeError, match="401 Unauthorized"):
+            asyncio.run(load_test.streamed(live.port, "no", "A", 1))
+
+
+def test_sequences_that_were_put_back_are_counted():
+    with Live(quiet(make_model()), limits=Limits(running=6), cache=Cache(blocks=14, block_size=8)) as live:
+
+        async def ask_six():
+            return await asyncio.gather(
+                *(
+                    ask(live, TEXT, {"prompt": "HO" + "ABCDEF"[i], "max_tokens": 60, "seed": i})
+                    for i in range(6)
+                )
+            )
+
+        for i, (status, body) in enumerate(asyncio.run(ask_six())):
+            assert status == 200 and text_of(body) == written(live.model, "HO" + "ABCDEF"[i], 60, i)
+        assert Client(live.address, TOKEN).metrics()["manyhands_put_back_total"] > 0
+
+
+def test_prompts_unlike_the_training_text_raise_the_drift_gauge():
+    class Engine:
+        prompt_nats, prompt_symbols = 0.0, 0
+
+    engine = Engine()
+    drift = Drift(engine)
+    assert math.isnan(drift.nats())
+    engine.prompt_nats, engine.prompt_symbols = 3000.0, 2000
+    assert drift.nats() == pytest.approx(1.5)
+    engine.prompt_nats, engine.prompt_symbols = 3000.0 + 4 * 700, 2700
+    now = drift.nats()
+    assert 2.5 < now < 3.5 and drift.nats() == now, "reading it twice changes nothing"
+    engine.prompt_nats, engine.prompt_symbols = engine.prompt_nats + 40_000, 12_700
+    assert drift.nats() == pytest.approx(4.0, abs=0.01)
+
+
+def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live, caplog):
+    secret = "THE SECRET OF ROSALIND"
+    with (
+        caplog.at_level(logging.DEBUG, logger="manyhands.serving"),
+        caplog.at_level(logging.DEBUG, logger="uvicorn"),
+    ):
+        one(live, TEXT, {"prompt": secret, "max_tokens": 3})
+        one(live, f"{TEXT}?token={TOKEN}", {"prompt": secret}, token="wrong-" + TOKEN)
+        one(live, f"/{TOKEN}/x", {"prompt": secret})
+        one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
+        one(live, TEXT, b"{" + TOKEN.encode())
+        time.sleep(0.1)
+    assert len([r for r in caplog.records if r.name == "manyhands.serving"]) >= 5
+    metrics = live.service.metrics.content().decode()
+    for text in (caplog.text, metrics):
+        assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")
+    assert 'route="another path",status="404"' in metrics
