@@ -173,7 +173,7 @@ def trainer_options(wanted, config):
     options = Options(
         preset=f"align {wanted.method}",
         config=wanted.config,
-        model=ModelOptions(**dataclasses.asdict(config)),
+        model=ModelOptions(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelOptions)}),
         **{name: getattr(wanted, name) for name in ("train", "optimizer", "parallel", "checkpoint", "log")},
     )
     validate(options)
