@@ -123,7 +123,7 @@ def defined(text):
     found = set()
     for node in tree_of(text).body:
         for part in [node, *ast.walk(node)] if isinstance(node, (ast.If, ast.Try, ast.With)) else [node]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.add(part.name)
             elif isinstance(part, (ast.Assign, ast.AnnAssign)):
                 targets = part.targets if isinstance(part, ast.Assign) else [part.target]
