@@ -181,9 +181,7 @@ def test_reused_keys_and_values_are_those_that_would_have_been_computed():
     fresh.add(prompt, 5, HOW, seed=1)
     fresh.step()
     table = fresh.scheduler.running[0].table[:8]
-    for ours, theirs in zip(
-        engine.cache.keys + engine.cache.values, fresh.cache.keys + fresh.cache.values, strict=True
-    ):
+    for ours, theirs in zip(engine.cache.layers, fresh.cache.layers, strict=True):
         assert (ours[kept] - theirs[table]).abs().max() < 1e-10
 
 

@@ -358,7 +358,7 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
     """None wrong, none dropped, and nothing is held afterwards."""
     asked = mixed_requests(200)
     bytes_before = live.service.engine.cache.num_bytes()
-    tensors = [id(store) for store in live.service.engine.cache.keys]
+    tensors = [id(store) for store in live.service.engine.cache.layers]
 
     async def stream(prompt, n, seed):
         body = {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True}
@@ -392,7 +392,7 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
     assert [found[0] for found in bad if found is not None] == [400, 400, 401] * 15
     live.wait_until(live.idle)
     assert live.service.engine.cache.num_bytes() == bytes_before
-    assert tensors == [id(store) for store in live.service.engine.cache.keys], "nothing was allocated anew"
+    assert tensors == [id(store) for store in live.service.engine.cache.layers], "nothing was allocated anew"
     pool = live.service.engine.pool
     assert len(pool.found_by) <= pool.num_blocks == pool.available(), (
         "what is remembered is bounded by the blocks"

@@ -5,7 +5,7 @@
     while engine.step():                           # [Drawn(sequence, id, finish)], empty when there is nothing to do
         ...
 
-One process, no server, no clock. Sequences that are writing run as one batch; prompts, of any length, one after the other.
+One process, no server, no clock. All sequences that are writing run as one batch; so do prompts, or pieces of them, of one length.
 """
 
 from dataclasses import dataclass
@@ -108,11 +108,11 @@ class Engine:
     def step(self):
         """One step for all that run; the symbols that were drawn, as a list of Drawn."""
         works = self.scheduler.plan()
-        single = [work for work in works if work.stop - work.start == 1]
-        groups = [single] if single else []
-        groups += [[work] for work in works if work.stop - work.start > 1]
+        groups = {}  # those of one length are one batch: all that are writing, and prompts of equal length
+        for work in works:
+            groups.setdefault(work.stop - work.start, []).append(work)
         rows, drawing = [], []
-        for group in groups:
+        for group in groups.values():
             logits_BTV = self._logits(group)
             for work, logits_TV in zip(group, logits_BTV, strict=True):
                 self._note_surprise(work, logits_TV)

@@ -38,7 +38,7 @@ class Options:
     tokens: int = 64  # symbols that each asks for
     samples: int = 5  # of each measurement
     n_layer: int = 6  # of the model that is started
-    n_embd: int = 256
+    n_embd: int = 192
     block_size: int = 512  # its context
 
 
