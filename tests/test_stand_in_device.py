@@ -30,6 +30,7 @@ SHORTEST = {
     "07_tensor_parallel": "--layers 1 --sequences 1 --steps 2",
     "08_pipeline_parallel": "--layers 2 --micro-batches 2 --rows 1",
     "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
+    "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
 }
 LESSONS = find_lessons()
 TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "
