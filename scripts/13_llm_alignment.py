@@ -331,7 +331,7 @@ ids_NT = demonstrations(seed=0)
 counted_N = loss_mask(ids_NT, ASSISTANT, STOP).sum(1)
 if rank == 0:
     say(f"{len(ids_NT)} conversations of up to {ids_NT.shape[1]} symbols")
-    say(f"{counted_N.min()} to {counted_N.max()} of them count")
+    say(f"{counted_N.min()} to {counted_N.max()} symbols of each count")
 
 # %% [markdown]
 # A step takes 32 of the words and 8 of all conversations, mostly speeches. All ranks draw the same rows from `(seed, step)`,
@@ -607,7 +607,7 @@ if rank == 0:
 assert apart == 0
 
 # %% [markdown]
-# Now the pairs. Each rank asks the model its share of 1,024 questions; a *drawn* answer that is wrong makes a pair with the
+# Next the pairs. Each rank asks the model its share of 1,024 questions; a *drawn* answer that is wrong makes a pair with the
 # right one:
 
 
@@ -631,7 +631,9 @@ if rank == 0:
         say(f"    {word}: rather {task.answer(word)!r} than {text!r}")
 
 # %% [markdown]
-# And the training. Policy and reference read both answers of a pair in one forward:
+# (A drawn answer is wrong more often than the likeliest one, at which `accuracy` looks.)
+#
+# Now the training. Policy and reference read both answers of a pair in one forward:
 
 
 # %%
@@ -919,11 +921,17 @@ from manyhands.figures.alignment import reward_and_kl
 if rank == 0:
     runs = {"the verifier": models["grpo", 0][1:], "letters that ascend": hacked_curves}
     show(
-        reward_and_kl(runs, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for both rewards"
+        reward_and_kl(runs, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for two rewards"
     )
     for name, (points, shares) in runs.items():
-        say(f"{name}: reward {points[0][1]:.2f} to {points[-1][1]:.2f}, accuracy {shares[0]:.0%} to"
-            f" {shares[max(shares)]:.0%}, KL {points[-1][2]:.1f} nats per answer")  # fmt: skip
+        last = [np.mean(values) for values in zip(*points[-10:], strict=True)]
+        say(f"{name}: reward {points[0][1]:.2f} to {last[1]:.2f}, KL {last[2]:.1f} nats per answer")
+        say(f"    accuracy {shares[0]:.0%} to {shares[max(shares)]:.0%}")
+
+# %% [markdown]
+# By the first panel alone, the second reward looks like the better choice: it starts higher, and is full after a few steps.
+# (Reward and KL are printed as means of the last ten steps. Single steps jump: the estimate of the KL is an exponential, and one
+# unlikely answer makes it large.)
 
 # %% [markdown]
 # ### Exercise 2: partial credit that cannot be hacked
@@ -1066,13 +1074,12 @@ held_out = task.draw(256, [7], held_out=True)
 # %%
 # %%ranks --timeout 600
 for seed in range(seeds):
-    for stage, make in {
-        "sft": lambda seed: sft(seed),
-        "dpo": lambda seed: dpo(models["sft", seed], seed),
-        "grpo": lambda seed: grpo(models["sft", seed], seed, task.right),
-    }.items():
-        if (stage, seed) not in models:
-            models[stage, seed] = make(seed)
+    if ("sft", seed) not in models:
+        models["sft", seed] = sft(seed)
+    if ("dpo", seed) not in models:
+        models["dpo", seed] = dpo(models["sft", seed], seed)
+    if ("grpo", seed) not in models:
+        models["grpo", seed] = grpo(models["sft", seed], seed, task.right)
 shares = {"base": [accuracy(base)]}
 shares["SFT"] = [accuracy(models["sft", seed]) for seed in range(seeds)]
 shares["SFT, DPO"] = [accuracy(models["dpo", seed]) for seed in range(seeds)]
@@ -1083,11 +1090,7 @@ shares["SFT, GRPO"] = [accuracy(models["grpo", seed][0]) for seed in range(seeds
 from manyhands.figures.alignment import stages
 
 if rank == 0:
-    show(
-        stages(shares, task.chance),
-        "stages",
-        "the accuracy on held-out words after each stage, a point per seed",
-    )
+    show(stages(shares, task.chance), "stages", "held-out accuracy after each stage, a point per seed")
     for stage, found in shares.items():
         say(f"{stage:9} {min(found):6.1%} to {max(found):6.1%}; chance is {task.chance:.1%}")
 metrics.measured(accuracy=shares)
@@ -1119,7 +1122,7 @@ if ("sft", 0) not in models:
 # %%
 # %%ranks --timeout 300
 def without_padding(ids_BT, assistant, end):
-    """Their mask: what the assistant wrote, except for padding, which is the end marker here."""
+    """Their mask: what the assistant wrote, but no target that is the padding symbol, the end marker."""
     return loss_mask(ids_BT, assistant, end) & (ids_BT[:, 1:] != end)
 
 
