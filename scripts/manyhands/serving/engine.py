@@ -5,7 +5,8 @@
     while engine.step():                           # [Drawn(sequence, id, finish)], empty when there is nothing to do
         ...
 
-One process, no server, no clock. All sequences that are writing run as one batch; so do prompts, or pieces of them, of one length.
+One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing, through the
+layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
 """
 
 from dataclasses import dataclass
@@ -107,18 +108,13 @@ class Engine:
     @torch.inference_mode()
     def step(self):
         """One step for all that run; the symbols that were drawn, as a list of Drawn."""
-        works = self.scheduler.plan()
-        groups = {}  # those of one length are one batch: all that are writing, and prompts of equal length
-        for work in works:
-            groups.setdefault(work.stop - work.start, []).append(work)
+        works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
         rows, drawing = [], []
-        for group in groups.values():
-            logits_BTV = self._logits(group)
-            for work, logits_TV in zip(group, logits_BTV, strict=True):
-                self._note_surprise(work, logits_TV)
-                if work.draws:
-                    rows.append(logits_TV[-1])
-                    drawing.append(work)
+        for work, logits_TV in zip(works, self._logits(works), strict=True):
+            self._note_surprise(work, logits_TV)
+            if work.draws:
+                rows.append(logits_TV[-1])
+                drawing.append(work)
         drawn = dict(zip(drawing, self._draw(rows, drawing), strict=True)) if drawing else {}
         for work in works:
             self.scheduler.computed(work, drawn.get(work))
@@ -129,11 +125,15 @@ class Engine:
         return not self.scheduler.waiting and not self.scheduler.running
 
     def _logits(self, works):
-        device = self.cache.device
-        ids_BT = torch.tensor([work.sequence.ids[work.start : work.stop] for work in works], device=device)
-        positions_BT = torch.tensor([list(range(work.start, work.stop)) for work in works], device=device)
+        """Logits [T, V] of each work's positions. All go through the layers as one row; only attention tells them apart."""
+        if not works:
+            return []
+        device, lengths = self.cache.device, [work.stop - work.start for work in works]
+        ids_1N = torch.tensor([[i for w in works for i in w.sequence.ids[w.start : w.stop]]], device=device)
+        positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
         tables = [work.sequence.table[: self.pool.blocks_for(work.stop)] for work in works]
-        return run(self.model, ids_BT, positions_BT, self.cache.attend_for(tables, positions_BT))
+        attend = self.cache.attend_for(tables, lengths, positions_1N[0])
+        return run(self.model, ids_1N, positions_1N, attend)[0].split(lengths)
 
     def _draw(self, rows, works):
         logits_BV = torch.stack(rows)[:, : self.num_symbols]

@@ -1,13 +1,15 @@
 """Keys and values in blocks of a pool that is allocated once: sequences of any lengths share the room and common beginnings.
 
     cache = PagedCache(config, num_blocks=256, block_size=16)
-    attend = cache.attend_for(tables, positions_BT)       # once per step, for all layers
-    logits_BTV = run(model, ids_BT, positions_BT, attend)
+    attend = cache.attend_for(tables, lengths, positions_N)    # once per step, for all layers
+    logits_1NV = run(model, ids_1N, positions_1N, attend)      # the new positions of all sequences, one after another
 
 Position i of a sequence lies in block tables[b][i // block_size], at place i % block_size. Attention gathers a sequence's
 blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et al. 2023); the bookkeeping is the same.
-Shapes: B sequences, T new positions, S positions that are gathered, P blocks of a table, H heads of size E.
+Shapes: N new positions in all, B sequences with T of them each, S positions that are gathered, P blocks of a table, H heads of size E.
 """
+
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,40 @@ class PagedCache:
         self.block_size, self.device = block_size, torch.device(device)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
-    def attend_for(self, tables, positions_BT):
-        """attend(layer, q, k, v) for new positions of sequences with these tables (lists of blocks, of any lengths)."""
+    def attend_for(self, tables, lengths, positions_N):
+        """attend(layer, q, k, v), all [1, H, N, E], for one row of new positions: lengths[b] of a sequence with tables[b].
+
+        Sequences of equal lengths lie side by side and look back as one batch; their tables may differ in length.
+        """
+        groups, first, begin = [], 0, 0
+        for length, some in groupby(lengths):
+            B = len(list(some))
+            stop = begin + B * length
+            positions_BT = positions_N[begin:stop].view(B, length)
+            groups.append((slice(begin, stop), self._group(tables[first : first + B], positions_BT)))
+            first, begin = first + B, stop
+        slots_N = torch.cat([slots for _, (slots, _, _) in groups])
+
+        def attend(layer, q_1HNE, k_1HNE, v_1HNE):
+            store_PSH2E = self.layers[layer]
+            new_NH2E = torch.stack((k_1HNE[0], v_1HNE[0]), dim=-2).transpose(0, 1)
+            store_PSH2E.flatten(0, 1).index_copy_(0, slots_N, new_NH2E)
+            found = []
+            for part, (_, tables_BP, mask_B1TS) in groups:
+                B = len(tables_BP)
+                rows_BSH2E = store_PSH2E.index_select(0, tables_BP.flatten()).view(
+                    B, -1, *store_PSH2E.shape[2:]
+                )
+                keys_BHSE, values_BHSE = rows_BSH2E.transpose(1, 2).unbind(-2)
+                q_BHTE = q_1HNE[0, :, part].unflatten(1, (B, -1)).transpose(0, 1)
+                y_BHTE = F.scaled_dot_product_attention(q_BHTE, keys_BHSE, values_BHSE, attn_mask=mask_B1TS)
+                found.append(y_BHTE.transpose(0, 1).flatten(1, 2))
+            return (found[0] if len(found) == 1 else torch.cat(found, dim=1))[None]
+
+        return attend
+
+    def _group(self, tables, positions_BT):
+        """Of sequences with equally many new positions: their places in the store, their tables, and who sees what."""
         longest = max(map(len, tables))
         # what a shorter table lacks reads block 0, and is masked
         tables_BP = torch.tensor(
@@ -33,18 +67,7 @@ class PagedCache:
         slots_BT += positions_BT % self.block_size
         seen_BTS = torch.arange(longest * self.block_size, device=self.device) <= positions_BT[..., None]
         mask_B1TS = torch.zeros(seen_BTS.shape, dtype=self.layers[0].dtype, device=self.device)
-        mask_B1TS = mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
-        slots, blocks = slots_BT.flatten(), tables_BP.flatten()
-
-        def attend(layer, q_BHTE, k_BHTE, v_BHTE):
-            store_PSH2E = self.layers[layer]
-            new_BTH2E = torch.stack((k_BHTE, v_BHTE), dim=-2).transpose(1, 2)
-            store_PSH2E.flatten(0, 1).index_copy_(0, slots, new_BTH2E.flatten(0, 1))
-            rows_BSH2E = store_PSH2E.index_select(0, blocks).view(len(tables), -1, *store_PSH2E.shape[2:])
-            keys_BHSE, values_BHSE = rows_BSH2E.transpose(1, 2).unbind(-2)
-            return F.scaled_dot_product_attention(q_BHTE, keys_BHSE, values_BHSE, attn_mask=mask_B1TS)
-
-        return attend
+        return slots_BT.flatten(), tables_BP, mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
 
     def num_bytes(self):
         """Bytes of all blocks, used or not: what the server takes at its start, and never more."""
