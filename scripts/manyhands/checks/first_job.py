@@ -9,9 +9,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import jupytext
-import nbformat
-
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.values import number
 
@@ -290,6 +287,9 @@ _PAIRS = [
 
 def _pair(folder, cells, newer, with_outputs):
     """(notebook, script) in `folder`: the script holds _SCRIPT, the notebook `cells`."""
+    import jupytext  # late: they take seconds to import
+    import nbformat
+
     folder.mkdir()
     notebook, script = folder / "lesson.ipynb", folder / "lesson.py"
     for path, sources in ((notebook, cells), (script, _SCRIPT)):

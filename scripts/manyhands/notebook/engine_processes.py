@@ -22,6 +22,8 @@ from manyhands.machine.processes import Family
 from manyhands.notebook.watchdog import MARK
 
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
+# A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
+HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
 KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
 
@@ -83,12 +85,14 @@ class Processes:
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
         profile = f"--profile-dir={self.folder / 'profile'}"
         controller = ["ipyparallel.controller", profile, "--usethreads", "--nodb", "--log-level=ERROR"]
+        controller += HEARTBEATS
         self._spawn("controller", [*controller, f"--ip={self.host}", f"--location={self.host}"], environ)
         security = self.folder / "profile" / "security"
         self.connection_file = security / "ipcontroller-client.json"
         engine = [
             "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}", f"--timeout={START_TIMEOUT_S}",
-            f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
+            f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}", "--IPEngine.max_heartbeat_misses=200",
+            "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip
         if self.launcher is not None:
             self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])
