@@ -506,10 +506,11 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
     assert status == 200 and text_of(body) == written(live.model, "WHO IS", 80, 5)
 
 
-def test_who_never_reads_is_cut_off_when_the_time_is_over():
+@pytest.mark.parametrize("max_tokens", [1, 9])  # of one symbol the first piece is the last
+def test_who_never_reads_is_cut_off_when_the_time_is_over(max_tokens):
     """The connection takes no more bytes: neither the text nor a last word can be sent."""
     with Live(limits=Limits(request_s=0.5)) as live:
-        body = json.dumps({"prompt": "HO", "max_tokens": 9, "stream": True}).encode()
+        body = json.dumps({"prompt": "HO", "max_tokens": max_tokens, "stream": True}).encode()
         headers = [
             (b"authorization", f"Bearer {TOKEN}".encode()),
             (b"content-length", str(len(body)).encode()),

@@ -93,7 +93,6 @@ class Answer:
             body = head + (self.reply.piece(shown, version) if shown else b"")
             head = b""
             if finish is not None:
-                self.service.close(self.ticket, finish)
                 body += self.reply.last(finish, version)
                 if self.asked.include_usage:
                     body += self.reply.usage(usage_of(self.ticket.sequence), version)
@@ -101,6 +100,7 @@ class Answer:
             if body:
                 await send(_body(body, more=finish is None))
             if finish is not None:
+                self.service.close(self.ticket, finish)  # not earlier: who never reads has not got it
                 return
             shown, finish = await self._more()
 
