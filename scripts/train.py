@@ -16,35 +16,19 @@ outputs/train/latest, holds steps.jsonl, metrics.json and the curves, and the ch
 `--checkpoint.folder` names a place: naming the same one again resumes, on any number of ranks, with any strategy.
 """
 
-import contextlib
-import os
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def main():
-    from manyhands.trainer.stopping import hold
+def read(words):
+    from manyhands.config.options import read_options
 
-    hold()  # a scheduler's SIGUSR1 may come while torch is still being imported
-    from manyhands.config.options import OptionError, read_options
-    from manyhands.launching.join import end
+    return read_options(words, prog="train.py", description=__doc__)
 
-    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as quiet:
-        if _some_other_rank():  # all ranks read the same flags: one says what is wrong with them
-            quiet.enter_context(contextlib.redirect_stdout(nowhere))
-            quiet.enter_context(contextlib.redirect_stderr(nowhere))
-        status, why = None, ""
-        try:
-            options = read_options(sys.argv[1:], prog="train.py", description=__doc__)
-        except OptionError as error:
-            status, why = 2, f"train.py: {error}"
-        except SystemExit as ended:  # tyro has printed its help, or what it did not understand
-            status = ended.code or 0
-    if status is not None:
-        end(why, status, sys.stderr)
+
+def act(options):
     if options.dry_run:
         from manyhands.trainer.dry_run import dry_run
 
@@ -54,29 +38,7 @@ def main():
     return train(options)
 
 
-def _some_other_rank():
-    from manyhands.launching.launchers import LaunchError, resolve
-
-    try:
-        return resolve(os.environ).rank != 0
-    except LaunchError:
-        return False
-
-
 if __name__ == "__main__":
-    from manyhands.runs.exit_status import INTERRUPTED, say_status
-    from manyhands.runs.ranks import joined
-    from manyhands.trainer.stopping import exit_process
+    from manyhands.trainer.program import run_program
 
-    try:
-        status = main()
-    except SystemExit as ended:  # it has said why
-        status = ended.code
-    except KeyboardInterrupt:  # Ctrl-C before the training began, or for the second time
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: it is said once
-        if not _some_other_rank():
-            why = "train.py: ended by Ctrl-C"
-            say_status(INTERRUPTED, why)
-            print(why, file=sys.stderr)
-        status = INTERRUPTED
-    exit_process(status, joined())
+    run_program("train.py", read, act)

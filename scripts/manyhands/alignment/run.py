@@ -6,7 +6,6 @@ the learning rate and the strategies are the trainer's.
 
 import dataclasses
 import math
-import sys
 
 from manyhands.alignment.chat_corpus import chat_corpus
 from manyhands.alignment.imitation import Imitation
@@ -20,14 +19,12 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.launching.agreement import Agreement
-from manyhands.launching.join import end, join, leave, refuse
+from manyhands.launching.join import join, refuse
 from manyhands.parallel.parallelize import parallelize
-from manyhands.runs.exit_status import DIVERGED, say_status
 from manyhands.runs.metrics import StepLog
 from manyhands.trainer.finite import Diverged
 from manyhands.trainer.refusals import refuse_size
-from manyhands.trainer.resume import resume
-from manyhands.trainer.run import Run
+from manyhands.trainer.run import Run, carry_out
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample
@@ -133,17 +130,4 @@ def align(wanted):
         run = Alignment(wanted, base, config, layout, corpus, ranks)
     except (OptionError, CheckpointError) as error:
         refuse(str(error))
-    try:
-        refuse_other_method(run)
-        resume(run)
-        status = run.go()
-    except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
-        run.close()
-        refuse(str(error))
-    except Diverged as error:  # on all ranks too: what it looks at is global
-        run.close()
-        end(f"align.py: {error}", DIVERGED, sys.stderr)
-    leave()
-    if status and ranks.rank == 0:
-        say_status(status)
-    return status
+    return carry_out(run, "align.py", refuse_other_method)

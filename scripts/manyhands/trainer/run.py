@@ -256,7 +256,13 @@ def train(options):
         run = Run(options, config, layout, corpus, ranks)
     except (OptionError, CheckpointError) as error:
         refuse(str(error))
+    return carry_out(run, "train.py")
+
+
+def carry_out(run, prog, look=lambda run: None):
+    """Resume a run and go to its end: the exit status. `look(run)` may raise CheckpointError first. All ranks must call it."""
     try:
+        look(run)
         resume(run)
         status = run.go()
     except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
@@ -264,8 +270,8 @@ def train(options):
         refuse(str(error))
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
-        end(f"train.py: {error}", DIVERGED, sys.stderr)
+        end(f"{prog}: {error}", DIVERGED, sys.stderr)
     leave()
-    if status and ranks.rank == 0:
+    if status and run.ranks.rank == 0:
         say_status(status)
     return status
