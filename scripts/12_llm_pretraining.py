@@ -22,8 +22,7 @@
 # - find near-duplicates among documents that are spread over ranks, and say how sure you are;
 # - train a tokenizer whose merges do not depend on the number of ranks;
 # - pack documents into sequences so that no token sees another document, and prove it;
-# - compare models with different tokenizers in bits per byte;
-# - prepare a text of your own and train on it;
+# - prepare a text of your own, train on it, and compare models in bits per byte;
 # - fit a scaling law to a grid of runs, with its uncertainty, and say where it ends.
 #
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token and
@@ -783,8 +782,8 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
 # ## A text of your own (CORE, 3 min)
 #
 # `scripts/prepare_data.py` does all of the above to files: filter, deduplicate, train the tokenizer, write shards.
-# Here is a small folder for it, with four pages that do not belong in a training set. Any number of ranks writes the
-# same bytes.
+# The next cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number
+# of ranks writes the same bytes.
 
 # %%
 # %%ranks --timeout 120
@@ -815,7 +814,7 @@ metrics.exact(prepared=report["documents"])
 #
 # Expect half a minute on two cores: 300 steps, in which the validation loss falls from ln 512 = 6.2 to about 3.8 nats
 # per token. At 2.03 bytes each that is 2.7 bits per byte. The samples begin as noise and end as words, many of them
-# real; `<|document|>` is the mark. For files of your own, prepare them first:
+# real; `<|document|>` is the mark. For files of your own, run this first:
 #
 # ```bash
 # python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine
@@ -844,21 +843,20 @@ metrics.exact(prepared=report["documents"])
 
 # %%
 # %%ranks --timeout 300
-from manyhands.measure.timing import gemm_peak
+from manyhands.measure.timing import gemm_together
 from manyhands.predict.scaling import by_budget, parabola, power_law, residuals, spread
 from manyhands.runs import recorded_runs
 from manyhands.trainer.isoflop import Point, train_point
 
 grid = recorded_runs.numbers("12_isoflop.json")
 live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
-peak = torch.tensor(gemm_peak(device, torch.float32, 0.2), device=device)  # FLOP/s, all ranks at once
-dist.all_reduce(peak)
+peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
 flop_per_s = live["flops"] / live["seconds"]
 bits = live["val_loss"] / math.log(2) * len(corpus.text) / len(corpus.text.encode())
 if rank == 0:
     say(f"{live['params']:,} parameters, {live['tokens']:,} tokens, {live['steps']} steps")
     say(f"validation loss {live['val_loss']:.3f} nats per character, {bits:.2f} bits per byte")
-    say(f"{flop_per_s / 1e9:.1f} of {peak.item() / 1e9:.0f} GFLOP/s: MFU {flop_per_s / peak.item():.0%}")
+    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {flop_per_s / peak:.0%}")
     say(f"it writes {live['sample']!r}")
 metrics.close(1e-2, live_loss=live["val_loss"])
 metrics.measured(flop_per_s=flop_per_s)
@@ -866,8 +864,8 @@ metrics.measured(flop_per_s=flop_per_s)
 # %% [markdown]
 # The peak is what large matrix products reach here. This model is 24 numbers wide, so its own are far too small for that.
 #
-# `train_point` is `train.py`'s loop, and takes its data-parallel strategies. A thirtieth of the budget must end with the
-# same loss under each of them, up to rounding:
+# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
+# end with the same loss under each of them, up to rounding:
 
 # %%
 # %%ranks --timeout 120

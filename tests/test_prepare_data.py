@@ -300,6 +300,13 @@ def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(b
     assert bpe.mark == 0
 
 
+def test_the_merges_are_the_golden_ones():
+    tokenizer = train_bpe(["the cat and the hat and that bat sat", "the bat is that hat"], 257 + 8)
+    merges = [a + b for a, b in tokenizer.content["model"]["merges"]]
+    assert merges == ["at", "th", "Ġth", "an", "bat", "hat", "Ġan", "Ġbat"], "Ġ is the space"
+    assert tokenizer.encode("that cat").tolist() == [258, 257, 221, 67, 257]
+
+
 def test_what_is_no_tokenizer_is_refused():
     for content in ({"format": "manyhands characters 1"}, {"model": 3}, [], {}):
         with pytest.raises(DataError, match=r"; (use another|prepare the text again)$"):
