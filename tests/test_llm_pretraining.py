@@ -388,9 +388,11 @@ def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
         assert 0 < losses.index(min(losses)) < len(losses) - 1, "the best size is inside of the grid"
 
 
-def test_an_unknown_budget_is_refused_before_anything_runs(capsys):
+def test_an_unknown_budget_or_width_is_refused_before_anything_runs(capsys):
     assert isoflop.main(["--budget", "5"]) == 2
     assert "budget 5 is none of 6e+10, 2e+11, 6e+11" in capsys.readouterr().err
+    assert isoflop.main(["--width", "7"]) == 2
+    assert "these budgets have no width 7" in capsys.readouterr().err
 
 
 def test_the_worlds_of_the_grid_split_its_batch():

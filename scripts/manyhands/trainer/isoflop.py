@@ -35,6 +35,7 @@ from manyhands.config.options import (
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.sampling import generate
+from manyhands.launching.ctrl_c import ends_at_once
 from manyhands.launching.join import join, leave
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
@@ -229,6 +230,12 @@ def main(argv=None):
         for width in widths
         if budget in (wanted.budget or GRID) and width in (wanted.width or widths)
     ]
+    if not points:
+        print(
+            f"isoflop: these budgets have no width {', '.join(map(str, wanted.width))}; see GRID in this file",
+            file=sys.stderr,
+        )
+        return 2
     ranks = join(name="isoflop", quiet=True)
     torch.set_num_threads(1)  # these models are so small that a second thread only waits for the first
     corpus = load_corpus(ranks)
@@ -243,4 +250,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    ends_at_once("isoflop")  # the points that are done lie in the file
     raise SystemExit(main())
