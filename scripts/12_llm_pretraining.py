@@ -61,7 +61,7 @@
 # </details>
 
 # %% tags=["parameters"]
-n_ranks = 4  # processes; in a script the launcher decides
+n_ranks = 4  # processes, a divisor of 24; in a script the launcher decides
 merges = 256  # merges of the tokenizer, 16 to 2000
 hashes = 128  # numbers in a MinHash signature, a multiple of 16, at least 16
 live_flops = 6e10  # cost of the model that is trained here, at least 1e9; 6e10 is a recorded point
@@ -107,6 +107,8 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if hashes % 16 or hashes < 16:
     refuse(f"hashes={hashes} does not split into 16 bands; use a multiple of 16")
+if 24 % world_size:
+    refuse(f"a batch of 24 does not split over {world_size} ranks; use 1, 2, 3, 4, 6, 8, 12 or 24")
 corpus = load_corpus(ranks)
 given = {"merges": merges, "hashes": hashes, "live_flops": live_flops, "zoo_steps": zoo_steps}
 metrics = Metrics(ranks, corpus, given)
@@ -1119,8 +1121,6 @@ from manyhands.data.corpus import get_batch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.flat_ddp import FlatReplicas
 
-rows = 24 if 24 % world_size == 0 else world_size
-
 
 def train(loss_of):
     """A small GPT after `zoo_steps` steps on all ranks, and its last loss."""
@@ -1130,7 +1130,7 @@ def train(loss_of):
     optimizer = torch.optim.AdamW([part for part, _ in replicas.parts], lr=5e-3)
     for step in range(zoo_steps):
         # targets_bT[:, t] is the character after ids_bT[:, t]
-        ids_bT, targets_bT = get_batch(corpus.train_ids, step, rows, 32, rank, world_size, 1)
+        ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, 32, rank, world_size, 1)
         loss = loss_of(model(ids_bT.to(device))[0], targets_bT.to(device))
         replicas.backward(loss, last=True)
         optimizer.step()
