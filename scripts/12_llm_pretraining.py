@@ -22,7 +22,7 @@
 # - find near-duplicates among documents that are spread over ranks, and say how sure you are;
 # - train a tokenizer whose merges do not depend on the number of ranks;
 # - pack documents into sequences so that no token sees another document, and prove it;
-# - compare models with different tokenizers in bits per byte;
+# - prepare a text of your own, train on it, and compare models in bits per byte;
 # - fit a scaling law to a grid of runs, with its uncertainty, and say where it ends.
 #
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token and
@@ -53,16 +53,15 @@
 # *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each process); comparing
 # losses per token of two tokenizers; reading a scaling law outside its range.
 #
-# *When late:* give solutions A and D, show the first section without reading its table, keep builds B and C, the grid
-# and the zoo.
+# *When late:* give solutions A and D, skip the table of model families, and keep builds B and C, the grid and the zoo.
 #
-# *Ask the room:* "You get ten times the compute. How much of it goes into a larger model?" (About a half, in
-# logarithms: the exponent in the grid below.)
+# *Ask the room:* "You get ten times the compute. How much larger is the model?" (Four times in the grid below, whose
+# exponent is 0.6; three times by Hoffmann's 0.5.)
 #
 # </details>
 
 # %% tags=["parameters"]
-n_ranks = 4  # processes; in a script the launcher decides
+n_ranks = 4  # processes, a divisor of 24; in a script the launcher decides
 merges = 256  # merges of the tokenizer, 16 to 2000
 hashes = 128  # numbers in a MinHash signature, a multiple of 16, at least 16
 live_flops = 6e10  # cost of the model that is trained here, at least 1e9; 6e10 is a recorded point
@@ -97,8 +96,8 @@ from manyhands.checks import llm_pretraining as checks
 from manyhands.measure import wire
 
 # %% [markdown]
-# The corpus is Shakespeare once more, but now it is a pile of **documents**: the speeches, which blank lines separate.
-# Document i belongs to rank i mod n.
+# The corpus is Shakespeare once more, but now it is a pile of **documents**: each speech is one, and a blank line ends
+# it. Document i belongs to rank i mod n.
 
 # %%
 # %%ranks
@@ -108,6 +107,8 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if hashes % 16 or hashes < 16:
     refuse(f"hashes={hashes} does not split into 16 bands; use a multiple of 16")
+if 24 % world_size:
+    refuse(f"a batch of 24 does not split over {world_size} ranks; use 1, 2, 3, 4, 6, 8, 12 or 24")
 corpus = load_corpus(ranks)
 given = {"merges": merges, "hashes": hashes, "live_flops": live_flops, "zoo_steps": zoo_steps}
 metrics = Metrics(ranks, corpus, given)
@@ -116,19 +117,19 @@ mine = documents[rank::world_size]
 say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for text in mine):,} bytes")
 
 # %% [markdown]
-# ## The life of a language model (CORE, 4 min)
+# ## The life of a language model (CORE, 3 min)
 #
 # ![Six stages in a row: collect and clean, pre-train, fine-tune, align, deploy, monitor and re-evaluate; an arrow leads
 # from the last one back to the first; pre-training is marked as nearly all the compute](../assets/12_life.svg)
 #
-# [**Pre-training**](../assets/glossary.md#pre-training) is one task, guess the next token, on as much text as one can
-# get. It takes nearly all of the compute. Fine-tuning and alignment make an assistant of it; then it is deployed,
-# watched, and measured again.
+# [**Pre-training**](../assets/glossary.md#pre-training) has one task: guess the next token, on as much text as you can
+# get. It takes nearly all of the compute. Fine-tuning and alignment turn the result into an assistant, which is
+# deployed, watched and measured again.
 #
-# Architectures have come close to each other. What differs most is the appetite for data. (B is 10⁹, T is 10¹². Norms,
-# positions and MLPs are variants of the parts in [lesson 01](01_one_device.ipynb)'s drawing;
-# [GQA](../assets/glossary.md#gqa) shares heads of keys, "latent" compresses them, and of many experts a token uses a
-# few.)
+# Architectures have become much alike. What differs most is how much data the models were trained on. (B is 10⁹, T is
+# 10¹². Norms, positions and MLPs are variants of the parts in [lesson 01](01_one_device.ipynb)'s drawing.
+# [GQA](../assets/glossary.md#gqa) shares keys and values among heads, "latent" compresses them, and with experts each
+# token uses only a few of many MLPs.)
 #
 # | family | norm | positions | MLP | attention | parameters | tokens |
 # |---|---|---|---|---|---|---|
@@ -144,8 +145,8 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # GPT-3 and Gopher lie far below it, Chinchilla and LLaMA 65B on it, Llama 2 and Llama 3 405B above
 # it](../assets/12_appetite.svg)
 #
-# **Predict.** Training takes about 6 FLOPs per parameter and token. How many FLOPs is Llama 3 405B? How long do 16,000
-# GPUs need that reach 400 TFLOP/s each?
+# **Predict.** Training takes about 6 FLOPs per parameter and token. How many FLOPs did Llama 3 405B take? How long would
+# 16,000 GPUs need if each reaches 400 TFLOP/s?
 #
 # <details><summary>Answer</summary>
 #
@@ -156,26 +157,26 @@ say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for
 # %% [markdown]
 # ## Documents that are there twice (CORE, 10 min)
 #
-# **Why.** Pages of the web are copied, with another header or a changed word. A model that sees them often learns them
-# by heart, and one that was trained on its own test looks better than it is. Equal documents are found by a hash of
-# their text. For *nearly* equal ones you need a measure.
+# **Why.** Web pages get copied, with another header or a changed word. A model that sees a page many times learns it by
+# heart, and a model that was trained on its own test looks better than it is. Equal documents have the same hash. For
+# *nearly* equal ones you need a measure.
 #
 # Cut a document into [**shingles**](../assets/glossary.md#shingle), here three words in a row. Two documents with the
 # sets A and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) |A ∩ B| / |A ∪
-# B|. But to compare each document with each other is hopeless: a billion documents are 5e17 pairs.
+# B|. But comparing every pair is hopeless: a billion documents make 5e17 pairs.
 #
 # ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the
 # first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
 #
-# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. The first shingle of A
-# and the first of B are the same exactly if the first of A ∪ B lies in both. So that happens with probability J. Take K
-# random orders, and the share of them in which the firsts agree *estimates* J.
+# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. A and B then have the
+# same first shingle exactly if the first shingle of A ∪ B lies in both, which happens with probability J. Do so for K
+# random orders: the share of them in which A and B have the same first shingle *estimates* J.
 #
-# A random order is a hash: x → (a·x + b) mod p, smallest first. So a document becomes K small numbers, its
-# **signature**.
+# A hash makes a random order: map each shingle's number x to (a·x + b) mod p and sort by the result. The smallest
+# result stands for the first shingle, so a document becomes K numbers, its **signature**.
 #
-# **Predict.** With K = 128 and J = 0.8, how far off is the estimate typically? (Each order is a coin with probability
-# J.)
+# **Predict.** With K = 128 and J = 0.8, how far off is the estimate typically? (Each order is a coin toss that agrees
+# with probability J.)
 #
 # <details><summary>Answer</summary>
 #
@@ -191,7 +192,7 @@ a_K, b_K = draw.integers(1, PRIME, size=(2, hashes))
 
 
 def shingle_hashes(text, k=3):
-    """The numbers [S] of a text's shingles: k words in a row, in small letters."""
+    """The numbers [S] of a text's shingles: k words in a row, in lower case."""
     words = re.findall(r"\w+", text.lower())
     found = {" ".join(words[i : i + k]) for i in range(max(1, len(words) - k + 1))}
     return np.array(sorted(zlib.crc32(shingle.encode()) % PRIME for shingle in found))
@@ -202,9 +203,9 @@ def shingle_hashes(text, k=3):
 #
 # ### Build A: signature and estimate
 #
-# Write `signature(hashes_S, a_K, b_K)`: for each k the smallest of (a_k · x + b_k) mod PRIME over the x of the set, as
-# int32 [K]; without a loop, with `PRIME` from above. And `similarity(one_K, other_K)`, the estimate of J as a float.
-# (The folded cell below is a solution: whatever you do not build, run there, because the lesson goes on with it.)
+# Write `signature(hashes_S, a_K, b_K)`: for each k the smallest (a_k · x + b_k) mod PRIME over all x in `hashes_S`, as
+# int32 [K], without a loop (broadcast to [S, K]). And `similarity(one_K, other_K)`: the estimate of J, as a float. (If
+# you skip a build, run the folded solution below it: the lesson goes on with what it defines.)
 
 
 # %%
@@ -237,15 +238,15 @@ def similarity(one_K, other_K):
 checks.minhash((signature, similarity), ranks, solution=True)
 
 # %% [markdown]
-# **One experiment.** Plant copies of long speeches, in which some words are exchanged. Each rank makes and signs its
-# share. We know the true J of each pair, so the estimate can be held against it. What should the plot show? Points
-# around the diagonal, about two thirds of them within the dashed lines, one standard deviation away.
+# **One experiment.** Copy long speeches and replace some of their words. Each rank copies and signs its share. The true
+# J of each pair is known. What should the plot show? Points around the diagonal, about two thirds of them between the
+# dashed lines, which are one standard deviation away.
 
 
 # %%
 # %%ranks
 def copy_of(text, share, dice):
-    """The text with about this share of its words exchanged for others of its own."""
+    """The text with about this share of its words replaced by others of its own."""
     words = text.split()
     return " ".join(dice.choice(words) if dice.random() < share else word for word in words)
 
@@ -278,15 +279,15 @@ if rank == 0:
 metrics.exact(minhash_inside=inside)
 
 # %% [markdown]
-# And the pairs? Cut each signature into 16 **bands**. Only documents that agree in *all* numbers of some band are
-# compared: a look into a dictionary. With r numbers in a band that happens with probability 1 - (1 - J^r)^16; for r = 8
-# it is 0.06 at J = 0.5, and 0.95 at J = 0.8.
+# But which pairs do you compare? Cut each signature into 16 **bands**, and compare two documents only if they agree in
+# *all* numbers of some band: one dictionary look-up per band finds them. With r numbers in a band, a pair is found with
+# probability 1 - (1 - J^r)^16. For r = 8 that is 0.06 at J = 0.5, and 0.95 at J = 0.8.
 
 
 # %%
 # %%ranks
 def near_duplicates(signatures_NK, limit=0.6):
-    """{document: the earlier one of which it is a copy}; who comes first is kept."""
+    """{document: the earlier one that it copies}; the first of several copies is kept."""
     seen, dropped = {}, {}
     for i, signature_K in enumerate(signatures_NK):
         bands = [(b, part.tobytes()) for b, part in enumerate(np.split(signature_K, 16))]
@@ -300,14 +301,14 @@ def near_duplicates(signatures_NK, limit=0.6):
 
 
 # %% [markdown]
-# Ranks exchange signatures, never texts. Each signs its share, an all-gather hands all signatures to all, and all
-# decide the same:
+# Ranks exchange signatures, never texts. Each rank signs its share, an all-gather gives all signatures to every rank,
+# and all ranks come to the same decision:
 
 # %%
 # %%ranks
 dice = random.Random(1)
 pile = [text for text in documents if len(text.split()) >= 20][:1000]
-copies = {len(pile) + k: 40 * k for k in range(25)}  # where the copy stands: where its original does
+copies = {len(pile) + k: 40 * k for k in range(25)}  # {place of a copy: place of its original}
 pile += [copy_of(pile[i], 0.03, dice) for i in copies.values()]
 each = math.ceil(len(pile) / world_size)
 mine_eK = np.zeros((each, hashes), np.int32)
@@ -324,41 +325,40 @@ found = sum(dropped.get(copy) == original for copy, original in copies.items())
 truth = [jaccard(shingle_hashes(pile[copy]), shingle_hashes(pile[i])) for copy, i in copies.items()]
 expected = sum(1 - (1 - J ** (hashes // 16)) ** 16 for J in truth)
 if rank == 0:
-    text_bytes = sum(len(text.encode()) for text in pile)
-    say(
-        f"found {found} of {len(copies)} planted copies, expected {expected:.1f}; and {len(dropped) - found} more"
-    )
+    say(f"found {found} of {len(copies)} planted copies; the bands should find {expected:.1f}")
+    say(f"dropped {len(dropped) - found} other documents")
     predicted = 4 * hashes * world_size * each
-    say(f"all-gathered {seen.payload_bytes():,} bytes, predicted {predicted:,}; texts have {text_bytes:,}")
+    say(f"all-gathered {seen.payload_bytes():,} bytes, predicted {predicted:,}")
+    say(f"the texts themselves have {sum(len(text.encode()) for text in pile):,} bytes")
     assert seen.payload_bytes() == predicted
 metrics.exact(dropped=sorted(dropped.items()))
 
 # %% [markdown]
-# Speeches are short, so that a signature is as long as its text. For pages of 5 kB it is a tenth. Real pipelines also
-# **filter**: too short, too few letters, lines that repeat. `prepare_data.py` (at the end) does all of this, and
-# reports what it dropped and why.
+# Most speeches are shorter than a signature (4 K = 512 bytes); a page of 5 kB is ten times as long. Real pipelines also
+# **filter**: they drop what is too short, has few letters, or repeats its lines.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: duplicates</summary>
 #
 # *Usual mistake:* believing that a long signature makes the search slow. The search is in the bands; K makes the
-# estimate sharp. *Ask:* "which of these steps needs all documents in one place?" (None: only signatures, and with bands
-# one could send each band to one rank.) *When late:* skip the plot.
+# estimate sharp. *Ask:* "which of these steps needs all documents in one place?" (None. Even the signatures need not be:
+# with bands you could send each band to one rank.) *When late:* skip the plot.
 #
 # </details>
 
 # %% [markdown]
 # ## Tokens: byte-pair encoding (CORE, 10 min)
 #
-# **Why.** Characters make long sequences, whole words make endless vocabularies and unknown words.
-# [**BPE**](../assets/glossary.md#bpe) (Sennrich et al. 2016) lies between: begin with the 256 bytes, and again and
-# again make the *most frequent pair of neighbours* a new token. Bytes cover every text, so nothing is unknown.
+# **Why.** Characters make long sequences. Whole words make endless vocabularies, and a new word is unknown. Byte-pair
+# encoding ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) lies between: begin with the 256 bytes, and
+# again and again make the *most frequent pair of neighbours* a new token. Bytes spell every text, so nothing is
+# unknown.
 #
 # ![The words banana and bandana as letters; the pair a n occurs four times and becomes one token; then b with an,
 # twice](../assets/12_bpe.svg)
 #
-# **Predict.** Which pair is merged third, after `an` and `b`+`an`? If several are equally frequent, that with the
-# smallest numbers wins; numbers are bytes first (`a` < `b` < `d` < `n`), then tokens in their order.
+# **Predict.** Which pair is merged third? In a tie the pair with the smaller numbers wins: bytes come first (`a` < `b` <
+# `d` < `n`), then the new tokens in the order in which they were made.
 #
 # <details><summary>Answer</summary>
 #
@@ -369,20 +369,20 @@ metrics.exact(dropped=sorted(dropped.items()))
 #
 # ### Build B: one merge
 #
-# `pairs` counts the pairs of neighbours, as {(a, b): how often}. Write `most_frequent(pairs)`, ties as above; and
-# `merge(ids, pair, new)`: the list with each occurrence of `pair` replaced by `new`, from left to right. A token is
-# used once: of a a a only the first two become one.
+# `pairs` counts the pairs of neighbours: {(a, b): how often}. Write `most_frequent(pairs)`, with the rule for ties from
+# above. And `merge(ids, pair, new)`: a new list in which `new` replaces each `pair`, from left to right. Each token is
+# used once: in a a a only the first two become one.
 
 
 # %%
 # %%ranks
 def most_frequent(pairs):
-    """The pair that occurs most often; of several the smallest."""
+    """The pair (a, b) that occurs most often; in a tie the smallest."""
     raise NotImplementedError  # your turn
 
 
 def merge(ids, pair, new):
-    """`ids`, a list, with `new` in place of each `pair`, as a new list."""
+    """A new list: `ids` with `new` in place of each `pair`."""
     raise NotImplementedError  # your turn
 
 
@@ -408,8 +408,8 @@ def merge(ids, pair, new):
 checks.one_merge((most_frequent, merge), ranks, solution=True)
 
 # %% [markdown]
-# Pairs are counted inside words only, each with the space before it. So it suffices to know how often each *word*
-# occurs. After a merge only the words that contain the pair are counted anew:
+# Pairs are counted within words only; a word includes the space before it. So it is enough to know how often each *word*
+# occurs:
 
 
 # %%
@@ -422,7 +422,10 @@ def word_counts(texts):
     return Counter(word.encode() for text in texts for word in WORDS.findall(text))
 
 
-say(list(WORDS.findall("Who goes there?\nI.")))
+say(WORDS.findall("Who goes there?\nI."))
+
+# %% [markdown]
+# After a merge only the words that changed are counted again:
 
 
 # %%
@@ -434,17 +437,20 @@ def train_bpe(counts, merges):
     for ids, n in words:
         pairs.update({pair: k * n for pair, k in Counter(zip(ids, ids[1:], strict=False)).items()})
     while len(table) < merges and any(n > 0 for n in pairs.values()):
-        table.append(most_frequent(pairs))
-        for entry in (entry for entry in words if table[-1][0] in entry[0]):
-            old, entry[0] = entry[0], merge(entry[0], table[-1], 255 + len(table))
-            for ids, sign in ((old, -1), (entry[0], 1)):
-                for pair in zip(ids, ids[1:], strict=False):
-                    pairs[pair] += sign * entry[1]
+        best = most_frequent(pairs)
+        for word in words:
+            old, n = word
+            if best[0] in old:
+                word[0] = merge(old, best, 256 + len(table))
+                for ids, sign in ((old, -n), (word[0], n)):
+                    for pair in zip(ids, ids[1:], strict=False):
+                        pairs[pair] += sign
+        table.append(best)
     return table
 
 
 # %% [markdown]
-# Your answer from the figure, now by the code. (97, 110) is `an`, and 256 its token:
+# Is your third merge right? (97, 110) are the bytes of `an`, which becomes token 256:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -452,13 +458,13 @@ by_hand = train_bpe(Counter({b"banana": 1, b"bandana": 1}), 3)
 say(f"merges {by_hand}")
 
 # %% [markdown]
-# **Predict.** Each rank has some documents. For the same merges on any number of ranks, what should they exchange: the
-# text, the counts of words, or at each merge the counts of pairs?
+# **Predict.** Each rank has some of the documents, and the merges must not depend on the number of ranks. What should
+# ranks exchange: the text, the counts of words, or the counts of pairs at each merge?
 #
 # <details><summary>Answer</summary>
 #
-# The counts of words, once. They grow slowly, as new text brings few new words. Counts of pairs would need a collective
-# for each merge. Sums of whole numbers are the same in any order, so all ranks find the same merges.
+# The counts of words, once: more text brings few new words. Counts of pairs would need a collective per merge. Sums of
+# integers are the same in any order, so all ranks find the same merges.
 #
 # </details>
 
@@ -471,18 +477,16 @@ counts = sum(gathered, Counter())
 table = train_bpe(counts, merges)
 if rank == 0:
     handed = sum(call.bytes for call in seen.calls)
-    say(f"{len(own):,} different words of mine, {len(counts):,} of all")
-    say(f"gathered: {handed:,} bytes, all texts have {len(corpus.text.encode()):,}")
+    say(f"{len(own):,} different words on this rank, {len(counts):,} on all")
+    say(f"all-gathered {handed:,} bytes; the texts have {len(corpus.text.encode()):,}")
     token = {i: bytes([i]) for i in range(256)}
     for i, (a, b) in enumerate(table):
         token[256 + i] = token[a] + token[b]
-    say(f"first merges {[token[256 + i].decode() for i in range(8)]}")
     say(f"longest tokens {[t.decode('latin-1') for t in sorted(token.values(), key=len)[-6:]]}")
 metrics.exact(merges=[list(pair) for pair in table])
 
 # %% [markdown]
-# **The library's way** is `tokenizers`, written in Rust. It works on characters, so give it one character per byte. Its
-# merges must be ours:
+# **The library's way** is `tokenizers`. It works on characters, so we give it one per byte. Its merges must equal ours:
 
 # %%
 # %%ranks --timeout 120
@@ -509,8 +513,8 @@ assert theirs == table, "ours and the library's merges differ"
 say(f"{len(table)} merges, the same as the library's")
 
 # %% [markdown]
-# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that a training maps into
-# memory. A token of its own, the **mark**, begins each document.
+# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that training later maps into
+# memory. A special token, the **mark**, begins each document.
 
 # %%
 # %%ranks
@@ -548,7 +552,7 @@ metrics.exact(tokens=total.tolist())
 # <details><summary>For the instructor: tokens</summary>
 #
 # Do banana and bandana by hand with the room. *Usual mistake:* counting pairs across a space, so that `e t` of "the
-# the" becomes a token. *Ask:* "why does the training need the words' counts, and encoding the order of the merges?"
+# the" becomes a token. *Ask:* "why does training need the counts of words, and encoding only the order of the merges?"
 # *When late:* give `merge` and let them write `most_frequent`.
 #
 # </details>
@@ -556,20 +560,20 @@ metrics.exact(tokens=total.tolist())
 # %% [markdown]
 # ## Packing: many documents in one sequence (CORE, 8 min)
 #
-# **Why.** Documents have all lengths, a batch has one. Padding wastes compute. So documents are
-# [**packed**](../assets/glossary.md#packing): one after the other in a row that is cut into sequences of T tokens. Now
-# two documents stand in one sequence, and attention looks back from the second into the first.
+# **Why.** Documents differ in length, but all sequences of a batch have the same. Padding wastes compute. So documents
+# are [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T
+# tokens. Now several documents share a sequence, and attention looks back from the second into the first.
 #
 # ![Three documents in one sequence of ten tokens, and the mask of ten by ten: three triangles along the diagonal are
 # allowed, the rest of the lower half is not](../assets/12_packing.svg)
 #
-# A [**document mask**](../assets/glossary.md#document-mask) forbids that. For each position you know the number of its
-# document.
+# A [**document mask**](../assets/glossary.md#document-mask) forbids that. `documents_BT` holds the number of each
+# position's document, such as 1 1 1 2 2 2 2 3 3 3 in the figure.
 #
 # ### Build C: the mask
 #
-# Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (the second dim) may look at the key (the
-# third): the same document, and not later. No loops.
+# Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (second dimension) may look at the key
+# (third): a key of the same document that does not come later. No loops.
 
 
 # %%
@@ -593,15 +597,15 @@ def document_mask(documents_BT):
 checks.document_mask(document_mask, ranks, solution=True)
 
 # %% [markdown]
-# The mask goes into attention, on the parts of the course's GPT. `positions_of` lets positions **begin anew** with each
-# document:
+# The mask goes into attention. `packed_logits` runs the course's GPT part by part with it (H heads of E numbers each),
+# and `positions_of` **restarts** the positions with each document:
 
 
 # %%
 # %%ranks
 def positions_of(documents_BT):
     """0, 1, 2, ... from the beginning of each document; documents are numbered in order."""
-    first_BT = torch.searchsorted(documents_BT, documents_BT)  # where its document begins
+    first_BT = torch.searchsorted(documents_BT, documents_BT)  # where each position's document begins
     return torch.arange(documents_BT.shape[1], device=documents_BT.device) - first_BT
 
 
@@ -619,8 +623,8 @@ def packed_logits(model, ids_BT, mask_BTT, positions_BT):
 
 
 # %% [markdown]
-# **The proof** is to run each document alone. Each rank does it with two packed sequences of its own, of characters and
-# marks:
+# **The proof** is to run each document alone: its logits must be the same. Each rank tries two packed sequences of its
+# own documents (characters, and the mark):
 
 # %%
 # %%ranks
@@ -629,8 +633,8 @@ from manyhands.gpt.model import GPT, GPTConfig
 B, T, mark = 2, 256, len(corpus.symbols)
 torch.manual_seed(1337)
 gpt = GPT(GPTConfig(vocab_size=mark + 1, block_size=T)).to(device, torch.float64)
-row = [i for text in mine[:50] for i in (mark, *corpus.encode(text).tolist())]
-ids_BT = torch.tensor(row[: B * T], device=device).view(B, T)
+joined = [i for text in mine[:50] for i in (mark, *corpus.encode(text).tolist())]
+ids_BT = torch.tensor(joined[: B * T], device=device).view(B, T)
 documents_BT = (ids_BT == mark).cumsum(1)
 mask_BTT = document_mask(documents_BT)
 packed_BTV, apart = packed_logits(gpt, ids_BT, mask_BTT, positions_of(documents_BT)), 0.0
@@ -641,14 +645,12 @@ for row in range(B):
         apart = max(apart, (packed_BTV[row, here_T] - alone_tV).abs().max().item())
 assert apart < 1e-10
 share = mask_BTT.sum().item() / (B * T * (T + 1) / 2)
-say(
-    f"{len(documents_BT.unique())} documents; packed and alone differ by {apart:.0e}; {share:.0%} of causal pairs"
-)
+say(f"packed and alone differ by {apart:.0e}; the mask keeps {share:.0%} of the causal pairs")
 
 # %% [markdown]
-# **The library's way**: the package's GPT masks by itself where its configuration names the mark, and so does
-# `train.py` under every strategy. Its positions count on through the sequence, because a window may begin in the middle
-# of a document, where nobody knows the true position.
+# **The library's way**: the course's GPT builds the mask itself if its configuration names the mark, and so does
+# `train.py` under every strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose
+# true positions nobody knows.
 
 # %%
 # %%ranks
@@ -660,8 +662,8 @@ assert apart.abs().max() < 1e-10
 say(f"ours and the package's differ by {apart.abs().max().item():.0e}")
 
 # %% [markdown]
-# One more measurement, which belongs into the tests of any trainer: **change the second token of a sequence. What moves
-# in the documents behind the first?**
+# One more measurement, which belongs in the tests of any trainer: **change the second token of a sequence. Which logits
+# change in the documents after the first?**
 
 # %%
 # %%ranks
@@ -671,20 +673,21 @@ later_BT = documents_BT != documents_BT[:, :1]
 causal_BTT = torch.ones_like(mask_BTT).tril()
 for name, *how in (
     ("plain causal", causal_BTT, counting_T),
-    ("positions begin anew", causal_BTT, positions_of(documents_BT)),
+    ("restarted positions", causal_BTT, positions_of(documents_BT)),
     ("document mask", mask_BTT, counting_T),
 ):
     before, after = (packed_logits(gpt, ids, *how) for ids in (ids_BT, other_BT))
     leak = (before - after)[later_BT].abs().max().item()
     if rank == 0:
-        say(f"{name:21} later documents move by {leak:.1e}")
+        say(f"{name:20} logits of later documents change by {leak:.1e}")
 
 # %% [markdown]
-# Positions that begin anew hide nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
-# measured such a leak: 0.4621 as it was, 0.4625 with positions that restart, and a mask of documents was the cure.
+# Restarting the positions hides nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
+# measured the same: another prefix changed the next sample's output by 0.4621, with restarted positions by 0.4625. The
+# cure was a document mask.
 #
-# A dense mask saves no work: all pairs are computed, and most thrown away. Kernels that know where documents begin
-# (FlashAttention's `varlen`, `flex_attention`) compute only the pairs that count.
+# A dense mask saves no work: all pairs are computed, then masked. Kernels that know where documents begin
+# (FlashAttention's `varlen`, `flex_attention`) skip the masked ones.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: packing</summary>
@@ -698,22 +701,24 @@ for name, *how in (
 # %% [markdown]
 # ## Bits per byte (CORE, 6 min)
 #
-# **Why.** A loss is nats *per token*. A tokenizer with longer tokens has fewer and harder guesses, so its loss is
-# higher for the same knowledge. What all models share is the text: divide by its **bytes**.
+# **Why.** A loss is in nats *per token* (a nat is the unit of the natural logarithm). With longer tokens a model makes
+# fewer and harder guesses, so its loss is higher though it knows as much. What all models share is the text: divide by
+# its **bytes**.
 #
-# **Predict.** Knowing nothing costs ln 65 = 4.17 nats per character, and ln 512 = 6.24 nats per token of 1.9 bytes.
-# Which is less per byte?
+# **Predict.** A model that knows nothing pays ln 65 = 4.17 nats per character of one byte, or ln 512 = 6.24 nats per
+# token of 1.95 bytes. Which is less per byte?
 #
 # <details><summary>Answer</summary>
 #
-# 4.17 / ln 2 = 6.02 bits per byte, and 6.24 / ln 2 / 1.9 = 4.7. The token model already knows how common merges are.
+# 4.17 / ln 2 = 6.02 bits per byte, and 6.24 / ln 2 / 1.95 = 4.6. Some knowledge is in the tokenizer: which bytes often
+# stand together.
 #
 # </details>
 #
 # ### Build D: bits per byte
 #
-# Write `bits_per_byte(nats_per_token, tokens, num_bytes)` for a mean loss over `tokens` tokens, which stand for
-# `num_bytes` bytes. A bit is ln 2 nats.
+# Write `bits_per_byte(nats_per_token, tokens, num_bytes)`: the mean loss is `nats_per_token` over `tokens` tokens, which
+# spell `num_bytes` bytes. A bit is ln 2 nats.
 
 
 # %%
@@ -736,8 +741,8 @@ def bits_per_byte(nats_per_token, tokens, num_bytes):
 checks.bits_per_byte(bits_per_byte, ranks, solution=True)
 
 # %% [markdown]
-# The simplest model there is knows how often each token occurs, and nothing else. Each rank counts its own tokens, an
-# all-reduce adds up:
+# The simplest model knows how often each token occurs, and nothing else. Each rank counts its own tokens, and an
+# all-reduce adds up the counts:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -773,54 +778,96 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
         )
 
 # %% [markdown]
-# The higher loss belongs to the better model. So a loss without its tokenizer says nothing.
+# The model with the higher loss per token is better per byte. A loss without its tokenizer says nothing.
 
 # %% [markdown]
-# ## How large, for how long? A scaling law (CORE, 6 min)
+# ## A text of your own (CORE, 3 min)
 #
-# **Why.** The budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but sees
-# fewer of them. Which size is best? Try it where it is cheap. For one budget train several sizes, each on as many
-# tokens as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022). Its lowest
-# point is the best size. Some budgets give a line in logarithms, a [**scaling
+# `scripts/prepare_data.py` does all of the above to files: filter, deduplicate, train the tokenizer, write shards.
+# The next cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number
+# of ranks writes the same bytes.
+
+# %%
+# %%ranks --timeout 120
+from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.data.text_report import shown_report
+from manyhands.runs.run_folder import run_folder
+
+place = [run_folder(ranks) if rank == 0 else None]
+dist.broadcast_object_list(place, src=0)
+folder = place[0]  # rank 0's, on all ranks
+speeches = [text for text in documents if len(text) >= 200][:1200]
+bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy it now!\n" * 20]
+if rank == 0:
+    (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
+report = prepare_text([folder / "pages.txt"], folder / "text", Wishes(vocab_size=512), ranks, replace=True)
+if rank == 0:
+    say(shown_report(report))
+metrics.exact(prepared=report["documents"])
+
+# %% [markdown]
+# Now train on it and let the model write. In a terminal, in the course's folder, type:
+#
+# ```bash
+# python scripts/launch.py --nproc 2 -- --checkpoint.folder outputs/mine \
+#     --data.folder outputs/12_llm_pretraining/latest/text
+# python scripts/sample.py outputs/mine --prompt "KING"
+# ```
+#
+# Expect half a minute on two cores: 300 steps, in which the validation loss falls from ln 512 = 6.2 to about 3.8 nats
+# per token. At 2.03 bytes each that is 2.7 bits per byte. The samples begin as noise and end as words, many of them
+# real; `<|document|>` is the mark. For files of your own, run this first:
+#
+# ```bash
+# python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine
+# ```
+
+# %% [markdown]
+# ## How large, for how long? A scaling law (CORE, 5 min)
+#
+# **Why.** Your budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but the
+# budget buys it fewer tokens. Which size is best? Find out where it is cheap. For one budget train several sizes, each
+# on as many tokens as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022),
+# whose lowest point is the best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
 # law**](../assets/glossary.md#scaling-law).
 #
-# The grid is recorded: 3 budgets of 6 sizes, on characters, by `python -m manyhands.trainer.isoflop`. One of its models
-# is trained here, now, by all ranks, data parallel.
+# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python -m manyhands.trainer.isoflop`. You train one
+# of its models now, data parallel on all ranks.
 #
 # **Predict.** What does one budget's curve look like? Where does its lowest point go when the budget grows?
 #
 # <details><summary>Answer</summary>
 #
-# A valley: small models cannot hold more, large ones see too few tokens. It goes right and down.
+# It is a valley: small models cannot learn more, large ones see too few tokens. The lowest point moves right (a larger
+# model) and down (a lower loss).
 #
 # </details>
 
 # %%
 # %%ranks --timeout 300
-from manyhands.measure.timing import gemm_peak
+from manyhands.measure.timing import gemm_together
 from manyhands.predict.scaling import by_budget, parabola, power_law, residuals, spread
 from manyhands.runs import recorded_runs
 from manyhands.trainer.isoflop import Point, train_point
 
 grid = recorded_runs.numbers("12_isoflop.json")
-live = train_point(Point(live_flops, 24), corpus, ranks)
-peak = torch.tensor(gemm_peak(device, torch.float32, 0.2), device=device)  # FLOP/s, all ranks at once
-dist.all_reduce(peak)
+live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
+peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
 flop_per_s = live["flops"] / live["seconds"]
+bits = live["val_loss"] / math.log(2) * len(corpus.text) / len(corpus.text.encode())
 if rank == 0:
     say(f"{live['params']:,} parameters, {live['tokens']:,} tokens, {live['steps']} steps")
-    say(f"validation loss {live['val_loss']:.3f}")
-    say(
-        f"{flop_per_s / 1e9:.1f} GFLOP/s; against large matrix products here an MFU of {flop_per_s / peak.item():.0%}"
-    )
+    say(f"validation loss {live['val_loss']:.3f} nats per character, {bits:.2f} bits per byte")
+    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {flop_per_s / peak:.0%}")
+    say(f"it writes {live['sample']!r}")
 metrics.close(1e-2, live_loss=live["val_loss"])
 metrics.measured(flop_per_s=flop_per_s)
 
 # %% [markdown]
-# The MFU is low because the matrices are small: this model is 24 numbers wide.
+# The peak is what large matrix products reach here. This model is 24 numbers wide, so its own are far too small for that.
 #
-# `train.py` takes the strategies of the course as flags, and `train_point` the data-parallel ones by name. A thirtieth of
-# the budget under three of them must end with the same loss, but for rounding:
+# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
+# end with the same loss under each of them, up to rounding:
 
 # %%
 # %%ranks --timeout 120
@@ -842,12 +889,12 @@ if rank == 0:
     alt = "loss against parameters for three budgets, each a valley; the lowest points go right and down"
     show(isoflop(by_budget(points), optima, law, live), "isoflop", alt)
     for best in optima:
-        each = best.budget_flops / 6 / best.params**2
-        say(f"{best.budget_flops:.0e} FLOPs: best {best.params:7,.0f} parameters, loss {best.loss:.3f}")
-        say(f"   that is about {each:.0f} tokens per parameter")
-    say(f"the points lie {residuals(points)[0]:.3f} from their parabolas (standard deviation)")
+        each = best.budget_flops / 6 / best.params**2  # tokens per parameter
+        size = f"{best.params:6,.0f} parameters ({each:.0f} tokens for each)"
+        say(f"{best.budget_flops:.0e} FLOPs: best {size}, loss {best.loss:.3f}")
+    say(f"the points scatter about their parabolas with a standard deviation of {residuals(points)[0]:.3f}")
     low, high = sure["exponent"]
-    say(f"parameters grow as C^{law.exponent:.2f}, 90 % of refits between {low:.2f} and {high:.2f}")
+    say(f"best size ~ budget^{law.exponent:.2f}; 90 % of refits with such scatter: {low:.2f} to {high:.2f}")
 
 # %%
 # %%ranks
@@ -859,46 +906,48 @@ if rank == 0:
     params, loss = law.at(ten)
     (few, many), (least, most) = sure["params"], sure["loss"]
     say(f"ten times the largest budget: {params:,.0f} parameters [{few:,.0f} to {many:,.0f}]")
-    say(f"its loss {loss:.2f} [{least:.2f} to {most:.2f}]")
-    say(f"it would read {ten / 6 / params:,.0f} tokens, and the corpus has {len(corpus.train_ids):,}")
+    say(f"its loss: {loss:.2f} [{least:.2f} to {most:.2f}]")
+    times, most = ten / 6 / params / len(corpus.train_ids), max(point["epochs"] for point in points)
+    say(f"it would read the corpus {times:.1f} times; the recorded runs read it up to {most:.1f} times")
 
 # %% [markdown]
-# **How far would you trust it?** The brackets know the scatter of 18 points, and nothing else. They do not know that:
+# **How far would you trust it?** The brackets hold the scatter of 18 points around their parabolas, and nothing else.
+# They leave out that:
 #
-# - the learning rate was tuned for the smallest budget only, and a curve of badly tuned runs has its lowest point
-#   elsewhere;
-# - the corpus has one megabyte. Already these runs read it several times, and a repeated token is worth less;
+# - each point is one run with one seed, so the scatter is guessed from how badly a parabola fits, not measured;
+# - the learning rate was tuned for the smallest budget only, and badly tuned runs can move a curve's lowest point;
+# - the corpus has one megabyte, and a token that is read again teaches less;
 # - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al.
 #   (2020) found an exponent of 0.73, Hoffmann et al. (2022) about 0.5. GPT-3 has 2 tokens per parameter, Chinchilla 20;
-# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots.
-#   Their fit to them gives other numbers, and they find the published intervals implausibly narrow.
+# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots,
+#   got other numbers from them, and found the published intervals implausibly narrow.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
 #
 # While the point trains, let the room draw the curve. *Usual mistake:* comparing two models that were trained on
 # equally many tokens, and calling the larger one better. *Ask:* "what changes if the model will answer a billion
-# questions?" (A smaller model trained for longer is cheaper to serve: that is why Llama 3 lies far above the line of
-# 20.) *When late:* show the stored figure.
+# questions?" (A smaller model trained for longer is cheaper to serve: Llama 3 8B read the same 15 T tokens, over 1,800
+# per parameter.) *When late:* show the stored figure.
 #
 # </details>
 
 # %% [markdown]
 # ## Do abilities emerge? (MORE, 3 min)
 #
-# Wei et al. (2022) call an ability *emergent* if small models do not have it and larger ones do, so that nobody could
-# have predicted it from the small ones. Schaeffer et al. (2023) answer that often the *measure* jumps, not the model: a
-# score that counts only answers in which every token is right turns a smooth gain into a sudden one.
+# Wei et al. (2022) call an ability *emergent* if small models lack it and larger ones have it, so that nobody could have
+# predicted it from the small ones. Schaeffer et al. (2023) answer that often the *measure* jumps, not the model: a score
+# that counts only answers in which every token is right turns a smooth gain into a sudden one.
 #
-# Look at the 18 models again. For each we know how often the next character is guessed right, and how often five in a
-# row are.
+# Look at the 18 models again. The grid records how often they guess the next character right, and how often five in a
+# row.
 #
-# **Predict.** If guesses were independent, a model that is right in 35 % would have five in a row right in how many?
-# And one with 50 %?
+# **Predict.** If guesses were independent, how often would a model that is right 35 % of the time get five in a row
+# right? And one that is right 50 % of the time?
 #
 # <details><summary>Answer</summary>
 #
-# 0.35⁵ = 0.5 %, 0.5⁵ = 3 %. From 35 to 50 % is less than half as much again; 0.5 to 3 % is six times.
+# 0.35⁵ = 0.5 % and 0.5⁵ = 3 %: one score grows by less than a half, the other is six times as high.
 #
 # </details>
 
@@ -914,12 +963,12 @@ if rank == 0:
     show(emergence(points), "emergence", alt)
     worst, best = (f(points, key=lambda point: point["val_loss"]) for f in (max, min))
     for name in ("accuracy", "in_a_row"):
-        say(f"{name:9} from {worst[name]:.1%} to {best[name]:.1%}, times {best[name] / worst[name]:.1f}")
+        say(f"{name:9} from {worst[name]:.1%} to {best[name]:.1%}: {best[name] / worst[name]:.1f} times")
 
 # %% [markdown]
-# Both curves come from the same answers. (There are 6,144 groups of five: 1 % of them are 61, give or take 8, hence the
-# scatter.) Whether *all* reported jumps are of this kind is still argued about; the lesson to take home is to report a
-# smooth measure beside a strict one.
+# Both curves come from the same answers. (The right one scatters because 1 % of 6,144 groups of five are 61, give or
+# take 8.) Whether *all* reported jumps are of this kind is still argued about. Report a smooth measure beside a strict
+# one.
 
 # %% [markdown]
 # ## Exercises (MORE, 18 min)
@@ -928,9 +977,9 @@ if rank == 0:
 #
 # ### Exercise 1: encode a word
 #
-# The merges are known; which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the
-# tokens of `word`, given as bytes. As long as neighbours of the word are in the table, merge the pair that was *learned
-# first*, everywhere in the word. You may use your `merge`. `table[i]` makes the token 256 + i.
+# You have the merges. Which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the list
+# of tokens of `word`, given as bytes. As long as two neighbours are a pair in the table, take the pair that was
+# *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 + i.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -962,10 +1011,10 @@ checks.encode_word(encode_word, ranks, solution=True)
 # %% [markdown]
 # ### Exercise 2: what does a packed sequence teach?
 #
-# Where a mark stands between documents, the last token of one learns to guess "the end". Without a mark it is followed
-# by the first token of another document, which nobody can guess, and nobody should try. Write `packed_targets(ids_BT,
-# documents_BT)`: for each position the next token of the *same document*, and -100 where there is none, which
-# `F.cross_entropy` leaves out. At the end of the sequence we do not know the next token. Leave `ids_BT` as it is.
+# With a mark between documents, the last token of one learns to guess "the end". Without a mark it would have to guess
+# how another document begins, which nobody can. Write `packed_targets(ids_BT, documents_BT)`: for each position the next
+# token of the *same document*, and -100 where there is none (`F.cross_entropy` ignores -100). The last position of a
+# sequence has none either. Do not change `ids_BT`.
 
 
 # %%
@@ -991,15 +1040,15 @@ def packed_targets(ids_BT, documents_BT):
 checks.packed_targets(packed_targets, ranks, solution=True)
 
 # %% [markdown]
-# Ranks now have unequal numbers of targets. A mean of the ranks' means is not the mean over the tokens: lesson 05 says
-# what to divide by.
+# Ranks now have unequal numbers of targets, so the mean of the ranks' means is not the mean over tokens: [lesson
+# 05](05_same_science.ipynb) says what to divide by.
 #
 # ### Exercise 3: predict the next loss
 #
 # `points` are dicts with `budget_flops`, `params` and `val_loss`, for two budgets or more. Write `next_best(points,
-# budget_flops)`: (parameters, loss) of the best model for a *larger* budget. For each budget a parabola of the loss in
-# ln(params) gives its lowest point (`np.polyfit(x, y, 2)`); through the logarithms of the lowest points goes a straight
-# line against ln(budget), one for the parameters and one for the loss.
+# budget_flops)`: (parameters, loss) of the best model for a *larger* budget. For each budget fit a parabola of the loss
+# in ln(params) (`np.polyfit(x, y, 2)`) and take its lowest point. Then fit two straight lines against ln(budget): one
+# through the lowest points' ln(params), one through their ln(loss).
 
 
 # %%
@@ -1032,7 +1081,7 @@ def next_best(points, budget_flops):
 checks.next_best(next_best, ranks, solution=True)
 
 # %% [markdown]
-# A law is worth what it predicts. Two budgets of the grid predict the third, which it has not seen:
+# A law is worth what it predicts. Let the two smaller budgets of the grid predict the third:
 
 # %%
 # %%ranks
@@ -1044,22 +1093,21 @@ if rank == 0:
     seen_points = [point for rows in smaller for point in rows]
     params, loss = next_best(seen_points, largest[0]["budget_flops"])
     best = parabola(largest)
-    say(
-        f"predicted {params:,.0f} parameters and loss {loss:.3f}; measured {best.params:,.0f} and {best.loss:.3f}"
-    )
+    say(f"predicted {params:,.0f} parameters, loss {loss:.3f}")
+    say(f"measured  {best.params:,.0f} parameters, loss {best.loss:.3f}")
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 4 min)
+# ## A bug from the zoo (CORE, 3 min)
 #
-# A model computes its own loss from logits and targets. Somebody found the same lines in a library's loss function and
-# used that one. It runs, and the loss falls. **What is wrong, and which measurement shows it?** Write down your
-# suspicion before you open the answer.
+# A model computes its loss by `plain_loss`. Somebody replaces it by a library's loss function, `shifted_loss`. Training
+# runs, and the loss falls. **What is wrong, and which measurement shows it?** Write down your suspicion before you open
+# the answer.
 
 
 # %%
 # %%ranks
 def shifted_loss(logits_bTV, targets_bT):
-    """The library's: position t is to guess what stands at t + 1."""
+    """The library's: position t must guess what stands at t + 1."""
     return F.cross_entropy(logits_bTV[:, :-1].flatten(0, 1), targets_bT[:, 1:].flatten())
 
 
@@ -1068,31 +1116,30 @@ def plain_loss(logits_bTV, targets_bT):
 
 
 # %%
-# %%ranks --timeout 120
+# %%ranks
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.flat_ddp import FlatReplicas
 
-rows = 24 if 24 % world_size == 0 else world_size
-
 
 def train(loss_of):
-    """A small GPT after `zoo_steps` steps on all ranks, and its last loss. Targets are one further than inputs."""
+    """A small GPT after `zoo_steps` steps on all ranks, and its last loss."""
     torch.manual_seed(1337)
     model = GPT(GPTConfig(len(corpus.symbols), block_size=32, n_layer=2, n_head=2, n_embd=48)).to(device)
     replicas = FlatReplicas(model)
     optimizer = torch.optim.AdamW([part for part, _ in replicas.parts], lr=5e-3)
     for step in range(zoo_steps):
-        ids_bT, targets_bT = (
-            t.to(device) for t in get_batch(corpus.train_ids, step, rows, 32, rank, world_size, 1)
-        )
-        loss = loss_of(model(ids_bT)[0], targets_bT)
+        # targets_bT[:, t] is the character after ids_bT[:, t]
+        ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, 32, rank, world_size, 1)
+        loss = loss_of(model(ids_bT.to(device))[0], targets_bT.to(device))
         replicas.backward(loss, last=True)
         optimizer.step()
         optimizer.zero_grad()
     return model, loss.item()
 
 
+# %%
+# %%ranks --timeout 120
 wrong, loss = train(shifted_loss)
 if rank == 0:
     say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.symbols)):.2f}")
@@ -1117,19 +1164,19 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Targets were shifted twice: by the batch, and by the loss. The model learns to guess the character *after* the next.
-# There is enough to learn in that, so the loss falls; it stops at a higher value, and what is sampled is no English.
+# The targets are shifted twice: by the batch and by the loss. The model learns to guess the character *after* the next.
+# There is something to learn in that too, so the loss falls. But it stays higher, and the samples are not English.
 #
-# It happens where a library's loss begins to shift and a model's own lines still do. In transformers GIT was trained so
-# in every release from v4.49 on, until somebody looked
-# ([transformers#47394](https://github.com/huggingface/transformers/issues/47394), mended in #47395; the flattened
-# labels even took a target from the next row of the batch). The same in JetMoe:
+# This happens when a library's loss starts to shift while a model's own code still does. In transformers GIT trained
+# like this in every release from v4.49 on
+# ([transformers#47394](https://github.com/huggingface/transformers/issues/47394), mended in #47395; flattened labels
+# even took targets from the next row of the batch). JetMoe had the same bug:
 # [transformers#37830](https://github.com/huggingface/transformers/pull/37830).
 #
 # </details>
 #
-# The rule to take home: **score the model against targets moved by one in both directions.** The right ones must win.
-# And look at a sample before you look at a curve.
+# The rule to take home: **score the model against targets moved by one in both directions.** The true targets must have
+# the lowest loss. And read a sample before you trust a curve.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1142,31 +1189,31 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # %% [markdown]
 # ## On the cluster
 #
-# Each step of this lesson is one command. The first one gives each rank its share of the files:
+# Each step of this lesson is one command:
 #
 # ```bash
-# mpiexec -n 4 python scripts/prepare_data.py pages/ --tokenizer bpe --vocab-size 8192 --to data/mine
+# mpiexec -n 32 python scripts/prepare_data.py pages/ --vocab-size 8192 --to data/mine
 # python scripts/launch.py --nproc 4 -- --data.folder data/mine --parallel.strategy fsdp
 # python -m manyhands.trainer.isoflop --to outputs/isoflop.json
 # ```
 #
-# **What changes on GPUs.** Cleaning and tokenizing stay on CPUs, days before: GPUs must not wait for text. Document
-# masks go through FlashAttention's `varlen` or `flex_attention`. A grid of small runs is a job array; keep one batch
-# size and tune the learning rate for each size, or the curves are of your tuning.
+# **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. Document masks go
+# through FlashAttention's `varlen` or `flex_attention`. A grid of small runs is a job array; keep one batch size and
+# tune the learning rate for each size, or the curves show your tuning.
 #
-# **What to look for**: [MFU](../assets/glossary.md#mfu); bits per byte on a fixed held-out text that deduplication has
-# seen; the loss that the scaling law predicts for this step. A run that is above it has a bug or bad data.
+# **What to look for**: [MFU](../assets/glossary.md#mfu); bits per byte on a fixed held-out text whose copies were
+# removed from the training set; the final loss that the scaling law predicts. A run that ends above it has a bug or bad
+# data.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Nearly all compute is pre-training; what goes in is decided by cleaning, which must not depend on the number of
+# 1. Pre-training takes nearly all of the compute. Cleaning decides what goes in, and must not depend on the number of
 #    ranks.
-# 2. MinHash estimates similarity from K numbers, with an error of sqrt(J (1 - J) / K); bands find the candidates.
+# 2. MinHash estimates similarity from K numbers, with an error of sqrt(J (1 - J) / K). Bands find the candidates.
 # 3. BPE merges the most frequent pair again and again. Ranks add up counts of words once, and find the same merges.
-# 4. In a packed sequence each document has a triangle of its own. The proof is to run it alone, and to change a token
-#    of another.
-# 5. Compare in bits per byte. A scaling law holds in its range, for its data, and with its interval.
+# 4. Document masks keep packed documents apart. To prove it, run each one alone, or change a token of another.
+# 5. Compare models in bits per byte. A scaling law holds in its range, for its data, and with its interval.
 #
 # ## Further reading
 #

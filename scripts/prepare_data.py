@@ -16,7 +16,8 @@ You should see one line: where the file lies, or what the lessons will use inste
 Files are plain text or JSON lines in UTF-8, each also as .gz; a folder stands for the text files below it. You should see
 what was dropped and why, with an example of each, and how many tokens are left; report.json and report.png say it again.
 
-Status 2: a wrong file, a corrupt download or a full disk, with the cure.
+Status 2: a wrong file, a corrupt download or a full disk, with the cure. Ctrl-C leaves a FOLDER that no program takes for a
+prepared text: start again with --replace.
 """
 
 import argparse
@@ -162,4 +163,7 @@ def _refuse(sentence):
 
 
 if __name__ == "__main__":
+    from manyhands.launching.ctrl_c import ends_at_once
+
+    ends_at_once("prepare_data.py")
     sys.exit(main())

@@ -78,7 +78,7 @@ SIGNATURES = {
     "forgot": (lambda h, a, b: None, "should have shape [32]"),
 }  # fmt: skip
 SIMILARITIES = {
-    "number": (lambda x, y: (x == y).sum(), "that is their number"),
+    "number": (lambda x, y: (x == y).sum(), "that is how many"),
     "as_sets": (lambda x, y: len(set(x.tolist()) & set(y.tolist())) / len(x), "number k of one belongs to number k"),
     "unequal": (lambda x, y: (x != y).mean(), "that is the share that differs"),
     "of_sets": (lambda x, y: len(np.intersect1d(x, y)) / len(np.union1d(x, y)), "the estimate should be 0.75, not 0.6"),
@@ -183,11 +183,11 @@ def first_row_only(documents_BT):
 
 
 MASKS = {
-    "no_causal": (same_of, "may look at token 1, a later one"),
-    "causal_only": (lambda d: torch.ones_like(same_of(d)).tril(), "may look at token 0, one of document 0"),
+    "no_causal": (same_of, "can look at token 1, a later one"),
+    "causal_only": (lambda d: torch.ones_like(same_of(d)).tril(), "can look at token 0, one of document 0"),
     "transposed": (lambda d: same_of(d).triu(), "queries and keys have changed places"),
-    "not_itself": (lambda d: same_of(d).tril(-1), "may not look at itself: softmax over nothing is nan"),
-    "earlier_documents": (lambda d: (d[:, :, None] >= d[:, None, :]).tril(), "may look at token 0, one of document 0"),
+    "not_itself": (lambda d: same_of(d).tril(-1), "cannot look at itself: softmax over nothing is nan"),
+    "earlier_documents": (lambda d: (d[:, :, None] >= d[:, None, :]).tril(), "can look at token 0, one of document 0"),
     "scores": (lambda d: torch.where(by_positions(d), 0.0, -math.inf), "should be bool, not float32"),
     "first_row": (first_row_only, "document"),
     "no_batch": (lambda d: by_positions(d)[0], "return a mask of shape [2, 6, 6]"),

@@ -102,9 +102,16 @@ def merges_on(ranks):
     return ours.train_bpe(sum(gathered, Counter()), 40)
 
 
+GOLDEN = [  # an, " h", th, and, " th", " hand", " the", " o", ld, old, " hold", " hands"
+    (97, 110), (32, 104), (116, 104), (256, 100), (32, 258), (257, 259),
+    (260, 101), (32, 111), (108, 100), (111, 264), (257, 265), (261, 115),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_merges_do_not_depend_on_the_number_of_ranks(pool, n):
+def test_the_merges_are_the_golden_ones_on_any_number_of_ranks(pool, n):
     assert pool.run(n, merges_on) == [TABLE] * n
+    assert TABLE[: len(GOLDEN)] == GOLDEN
 
 
 # ---- near-duplicates ----
@@ -312,7 +319,7 @@ def test_every_point_costs_its_budget_by_the_exact_count():
 
 
 def trained_on(ranks, strategy="ddp"):
-    return isoflop.train_point(isoflop.Point(3e8, 8), small_corpus(), ranks, strategy)
+    return isoflop.train_point(isoflop.Point(3e8, 8), small_corpus(), ranks, strategy, sample=20)
 
 
 def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
@@ -321,9 +328,27 @@ def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
     for strategy in ("ddp", "zero1", "fsdp"):
         one, other = pool.run(2, trained_on, strategy)
         assert {**one, "seconds": 0} == {**other, "seconds": 0}, "all ranks know the same"
+        assert len(one["sample"]) == 20 and set(one["sample"]) <= set("abcdefgh \n")
         assert one["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-3), strategy
         same = ("params", "tokens", "steps", "flops")
         assert [one[name] for name in same] == [alone[name] for name in same]
+
+
+def test_ranks_that_multiply_at_once_agree_on_their_rate(pool):
+    one, other = pool.run(2, timed_together)
+    assert one == other == pytest.approx(2 * 3 * 2 * 8**3 / 5.0), (
+        "two ranks, three products, the slower took 5 s"
+    )
+
+
+def timed_together(ranks):
+    from manyhands.measure import timing
+
+    real, timing._seconds_of = timing._seconds_of, lambda a, b, products, device: 4.0 + ranks.rank
+    try:
+        return timing.gemm_together(ranks, n=8, products=3)
+    finally:
+        timing._seconds_of = real
 
 
 def resumed(ranks, folder):
@@ -363,9 +388,11 @@ def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
         assert 0 < losses.index(min(losses)) < len(losses) - 1, "the best size is inside of the grid"
 
 
-def test_an_unknown_budget_is_refused_before_anything_runs(capsys):
+def test_an_unknown_budget_or_width_is_refused_before_anything_runs(capsys):
     assert isoflop.main(["--budget", "5"]) == 2
     assert "budget 5 is none of 6e+10, 2e+11, 6e+11" in capsys.readouterr().err
+    assert isoflop.main(["--width", "7"]) == 2
+    assert "these budgets have no width 7" in capsys.readouterr().err
 
 
 def test_the_worlds_of_the_grid_split_its_batch():

@@ -212,6 +212,15 @@ def test_planted_copies_are_found_and_everything_else_stays():
     assert found == expected | {118: (7, "exact copy"), 119: (9, "near copy")}
 
 
+def test_a_band_in_common_makes_a_candidate_and_only_the_estimate_a_copy():
+    sketches = np.random.default_rng(2).integers(0, 2**32, (3, ORDERS), np.uint32)
+    sketches[1, : ORDERS * 3 // 4] = sketches[0, : ORDERS * 3 // 4]  # many bands, and a similarity of 0.75
+    sketches[2, : ORDERS * 7 // 8] = sketches[0, : ORDERS * 7 // 8]
+    hashes = [b"one", b"two", b"three"]
+    assert copies_among(hashes, sketches, 0.8) == {2: (0, "near copy")}
+    assert copies_among(hashes, sketches, 0.7) == {1: (0, "near copy"), 2: (0, "near copy")}
+
+
 def test_above_one_only_equal_documents_are_copies():
     texts = [essay(1), changed(essay(1), 1, 1), essay(1)]
     sketches = np.stack([sketch(text) for text in texts])
@@ -254,6 +263,7 @@ def test_any_text_has_a_sketch_that_agrees_with_itself(text):
 
 
 @given(st.text())
+@example("\x00 a\u00a0\r\n\ufeff\U0001f600\x00")
 def test_bpe_gives_any_unicode_back(bpe, text):
     assert bpe.decode(bpe.encode(text)) == text
 
@@ -298,6 +308,13 @@ def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(b
     assert copy.encode(essay(99)).tolist() == bpe.encode(essay(99)).tolist()
     assert len(bpe.symbols) == 400
     assert bpe.mark == 0
+
+
+def test_the_merges_are_the_golden_ones():
+    tokenizer = train_bpe(["the cat and the hat and that bat sat", "the bat is that hat"], 257 + 8)
+    merges = [a + b for a, b in tokenizer.content["model"]["merges"]]
+    assert merges == ["at", "th", "Ġth", "an", "bat", "hat", "Ġan", "Ġbat"], "Ġ is the space"
+    assert tokenizer.encode("that cat").tolist() == [258, 257, 221, 67, 257]
 
 
 def test_what_is_no_tokenizer_is_refused():
@@ -499,6 +516,35 @@ def test_a_flag_that_makes_no_sense_is_a_sentence(program, flags, sentence):
 
     said = program.wrong_value(program.arguments_of(flags.split()))
     assert said is None if sentence is None else re.match(sentence, said)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from manyhands.launching.ctrl_c import ends_at_once
+if "ignored" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+ends_at_once("prepare_data.py")
+os.kill(os.getpid(), signal.SIGINT)
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "status", "out", "err"),
+    [
+        ("heard", "0", 130, "", "prepare_data.py: ended by Ctrl-C\n"),
+        ("heard", "1", 130, "", ""),
+        ("ignored", "0", 0, "goes on\n", ""),
+    ],
+)
+def test_ctrl_c_is_one_sentence_of_the_first_rank_and_status_130(case, rank, status, out, err):
+    launched = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, case], env=launched | {"PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
 
 
 @pytest.mark.ranks

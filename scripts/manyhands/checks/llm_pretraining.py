@@ -194,9 +194,9 @@ def _judge_signature(found, hashes_S, a_K, b_K):
 def _judge_similarity(found, share):
     if abs(found - share) <= 1e-9:
         return
-    case = f"of 32 numbers {32 * share:.0f} agree in their places"
+    case = f"of 32 numbers {32 * share:.0f} agree place by place"
     if abs(found - 32 * share) <= 1e-9:
-        raise Wrong(f"{case}: that is their number; the estimate is their share, {share:g}")
+        raise Wrong(f"{case}: that is how many; the estimate is their share, {share:g}")
     if abs(found - (1 - share)) <= 1e-9 and share != 0:
         raise Wrong(f"{case}: that is the share that differs; the estimate is {share:g}")
     if share == 0:
@@ -263,18 +263,20 @@ def _judge_mask(mask, documents_BT):
         return
     if T > 1 and torch.equal(mask, wanted.transpose(1, 2)):
         raise Wrong(
-            "queries and keys have changed places: token 0 may look at later ones, and later ones not back"
+            "queries and keys have changed places: your mask lets token 0 look at later ones, and not the other way round"
         )
     row, query, key = (int(i) for i in (mask != wanted).nonzero()[0])
     numbers = f"token {query} (document {documents_BT[row, query]})"
     if mask[row, query, key]:
         why = "a later one" if key > query else f"one of document {documents_BT[row, key]}"
-        raise Wrong(f"in {documents_BT[row].tolist()} {numbers} may look at token {key}, {why}")
+        raise Wrong(f"in {documents_BT[row].tolist()} {numbers} can look at token {key}, {why}: hide it")
     if key == query:
         raise Wrong(
-            f"in {documents_BT[row].tolist()} {numbers} may not look at itself: softmax over nothing is nan"
+            f"in {documents_BT[row].tolist()} {numbers} cannot look at itself: softmax over nothing is nan"
         )
-    raise Wrong(f"in {documents_BT[row].tolist()} {numbers} may not look at token {key} of the same document")
+    raise Wrong(
+        f"in {documents_BT[row].tolist()} {numbers} cannot look at token {key}, an earlier one of its own document: allow it"
+    )
 
 
 # ---- exercise 2 ----

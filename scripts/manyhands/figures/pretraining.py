@@ -68,7 +68,7 @@ def isoflop(grids, optima, law, live):
     low, high = min(grids), 10 * max(grids)
     line.plot([low, high], [law.at(low)[0], law.at(high)[0]], **PREDICTED)
     line.set(xscale="log", yscale="log", xlabel="budget, FLOPs", ylabel="best number of parameters")
-    line.set_title(f"C to the power of {law.exponent:.2f}")
+    line.set_title(f"best size grows as budget^{law.exponent:.2f}")
     line.axvline(max(grids), **{**LIMIT, "lw": 1})
     line.annotate(
         "measured\nup to here", (max(grids), law.at(low)[0]), (-6, 0), textcoords="offset points",

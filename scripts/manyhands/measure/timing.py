@@ -110,6 +110,19 @@ def gemm_peak(device, dtype, seconds=1.0):
         n *= 2
 
 
+def gemm_together(ranks, n=1024, products=20):
+    """FLOP/s of matrix products [n, n] in float32 on all ranks at once, summed. All ranks call it.
+
+    Unlike `gemm_peak` of each rank, it counts a core that two ranks share once: the slowest rank's time is everybody's.
+    """
+    a_nn, b_nn = (torch.randn(n, n, device=ranks.device) for _ in range(2))
+    _seconds_of(a_nn, b_nn, 2, ranks.device)  # warms up
+    dist.barrier()
+    slowest = torch.tensor(_seconds_of(a_nn, b_nn, products, ranks.device), device=ranks.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return ranks.world_size * products * 2 * n**3 / slowest.item()
+
+
 def _seconds_of(a_nn, b_nn, products, device):
     synchronise(device)
     start = time.perf_counter()

@@ -34,6 +34,8 @@ from manyhands.config.options import (
 )
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.sampling import generate
+from manyhands.launching.ctrl_c import ends_at_once
 from manyhands.launching.join import join, leave
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
@@ -74,11 +76,11 @@ class Point:
         return dataclasses.replace(options, train=train)
 
 
-def train_point(point, corpus, ranks, strategy="ddp"):
+def train_point(point, corpus, ranks, strategy="ddp", sample=0):
     """Train one point to its end, over all ranks, and look at it: a row of the file. All ranks call it.
 
     `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same under
-    each of them on any number of ranks.
+    each of them on any number of ranks. `sample`: so many characters that the model writes are the row's "sample".
     """
     options = point.options(len(corpus.symbols))
     options = dataclasses.replace(options, parallel=ParallelOptions(strategy=strategy))
@@ -96,6 +98,7 @@ def train_point(point, corpus, ranks, strategy="ddp"):
         optimizer.zero_grad()
     seconds = time.perf_counter() - began
     tokens = steps * GLOBAL_BATCH * BLOCK
+    written = {"sample": _written(parallel, corpus, sample)} if sample else {}
     return {
         "budget_flops": point.budget_flops,
         "flops": tokens * flops_per_token(config),
@@ -108,7 +111,15 @@ def train_point(point, corpus, ranks, strategy="ddp"):
         "seed": point.seed,
         **look(parallel, corpus, ranks),
         "seconds": seconds,
+        **written,
     }
+
+
+def _written(parallel, corpus, n):
+    """What the model writes after a line's end: n characters, the same on all ranks, which all call it."""
+    start_11 = corpus.encode("\n").to(parallel.ranks.device)[None]
+    ids_1T = generate(parallel, start_11, n, 1.0, torch.Generator().manual_seed(SEED))
+    return corpus.decode(ids_1T[0, 1:])
 
 
 def _share(ids, step, options, parallel):
@@ -219,6 +230,12 @@ def main(argv=None):
         for width in widths
         if budget in (wanted.budget or GRID) and width in (wanted.width or widths)
     ]
+    if not points:
+        print(
+            f"isoflop: these budgets have no width {', '.join(map(str, wanted.width))}; see GRID in this file",
+            file=sys.stderr,
+        )
+        return 2
     ranks = join(name="isoflop", quiet=True)
     torch.set_num_threads(1)  # these models are so small that a second thread only waits for the first
     corpus = load_corpus(ranks)
@@ -233,4 +250,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    ends_at_once("isoflop")  # the points that are done lie in the file
     raise SystemExit(main())
