@@ -1095,6 +1095,23 @@ if rank == 0:
         say(f"{stage:9} {min(found):6.1%} to {max(found):6.1%}; chance is {task.chance:.1%}")
 metrics.measured(accuracy=shares)
 
+# %% [markdown]
+# Take the last model along: `make serve` finds it, and you can ask it to sort four letters
+# ([lesson 14](14_llm_serving.ipynb) says how a server works).
+
+# %%
+# %%ranks
+from dataclasses import asdict
+
+from manyhands.checkpoints.export import write_export
+from manyhands.runs.run_folder import run_folder
+
+if rank == 0:
+    about = {"config": asdict(config), "corpus": {"name": corpus.name, "alphabet": symbols}, "step": rl_steps}
+    aligned = run_folder(ranks) / "aligned.safetensors"
+    write_export(dict(models["grpo", 0][0].named_parameters()), about, aligned)
+    say(f"{aligned.name}: {aligned.stat().st_size:,} bytes")
+
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #

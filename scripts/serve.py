@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve a trained GPT, as OpenAI's clients expect it: text and chat, streamed, many at a time.
 
-    python scripts/serve.py                                            # the aligned model of lesson 13, if it is there
+    python scripts/serve.py                                            # what lesson 13 or scripts/align.py made last
     python scripts/serve.py outputs/mine --step newest --port 8123     # a run's checkpoints; or a .safetensors file
     python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones go live if they are not worse
 
@@ -19,7 +19,7 @@ serve, or a value makes no sense, with the cure.
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 import tyro
 from manyhands.checkpoints.manifest import CheckpointError
 
-ALIGNED = Path("outputs/align/latest/checkpoints")
+ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
+TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:
+    python scripts/launch.py --nproc 2 -- --checkpoint.folder outputs/base
+    python scripts/launch.py --nproc 2 scripts/align.py -- sft --from outputs/base --checkpoint.folder outputs/sft
+    python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from outputs/sft
+Or name another run's checkpoints."""
 SMALL = 20e6  # parameters
 
 
@@ -45,8 +50,8 @@ class Cap:
 
 @dataclass(frozen=True)
 class Options:
-    # a folder of checkpoints, a run's, one step's, or a .safetensors file
-    source: tyro.conf.Positional[Path] = ALIGNED
+    # a folder of checkpoints, a run's, one step's, or a .safetensors file; none: what lesson 13 or align.py made last
+    source: tyro.conf.Positional[Path | None] = None
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     name: str = "manyhands"  # what clients call the model
     host: str = "127.0.0.1"  # where to listen; 0.0.0.0: for everybody who reaches this machine
@@ -78,6 +83,16 @@ def refuse_senseless(options):
     for sentence, wrong in faults.items():
         if wrong:
             raise ValueError(sentence)
+
+
+def aligned():
+    """What lesson 13 or align.py has made last. Raises ValueError, with the commands that make it."""
+    from manyhands.runs.run_folder import outputs_folder
+
+    there = [path for name in ALIGNED if (path := outputs_folder() / name).exists()]
+    if not there:
+        raise ValueError(TO_ALIGN)
+    return max(there, key=lambda path: path.stat().st_mtime)
 
 
 def device_of(options):
@@ -182,12 +197,9 @@ def main(argv=None):
     try:
         if "" in words and options.source == Path():  # to a Path "" is the current folder
             raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
-        return serve(options)
+        return serve(replace(options, source=options.source or aligned()))
     except (CheckpointError, ValueError, OSError) as error:
-        more = ""
-        if options.source == ALIGNED and not ALIGNED.exists():
-            more = "; lesson 13 and scripts/align.py make it, or name another run's checkpoints"
-        print(f"serve.py: {error}{more}", file=sys.stderr)
+        print(f"serve.py: {error}", file=sys.stderr)
         return 2
 
 

@@ -133,7 +133,6 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
     ("flags", "environ", "sentence"),
     [
         (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
-        ([], {}, "lesson 13 and scripts/align.py make it"),
         ([""], {}, "the folder to read is empty"),
         (["MODEL", "--step", "newest", "--port", "99999"], {}, "--port 99999 is none; use 1 to 65535"),
         (["MODEL", "--watch-s", "0"], {}, "--watch-s 0.0 is no time"),
@@ -157,6 +156,23 @@ def test_what_cannot_be_served_is_one_sentence_and_status_2(
     told = capfd.readouterr()
     assert told.err.startswith("serve.py: ") and told.err.count("\n") == 1, told.err
     assert sentence in told.err
+
+
+def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_commands_that_make_one(
+    program, exported, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
+    assert program.main([]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith("serve.py: there is no aligned model yet") and "align.py -- grpo --from" in told
+    lesson, run = (tmp_path / name for name in program.ALIGNED)
+    for place in (run, lesson):
+        place.parent.mkdir(parents=True)
+        place.touch()
+    for earlier, later in ((lesson, run), (run, lesson)):
+        os.utime(earlier, (1, 1))
+        os.utime(later, (2, 2))
+        assert program.aligned() == later
 
 
 def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
