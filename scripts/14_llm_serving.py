@@ -117,8 +117,9 @@ def trained(n_layer, n_embd):
     """A GPT after `steps` steps of data-parallel AdamW, the same on all ranks, in float64."""
     torch.manual_seed(1337)
     model = GPT(GPTConfig(V, T, n_layer, 4, n_embd)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
     for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
         optimizer.zero_grad()
         ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, T, rank, world_size, seed=1)
         model(ids_bT.to(device), targets_bT.to(device))[1].backward()
@@ -162,12 +163,12 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 # ![Four bars 0.4, 0.3, 0.2, 0.1: temperature 0.5 makes them steeper; top-k 2 keeps two; top-p 0.6 keeps two, the second of which
 # crosses the line](../assets/14_sampling.svg)
 #
-# **Predict.** Which symbols does top-p = 0.6 keep, and with which probabilities? And top-p = 0.7?
+# **Predict.** Which symbols does top-p = 0.75 keep, and with which probabilities? And top-p = 0.7?
 #
 # <details><summary>Answer</summary>
 #
-# The first has 0.4, which does not reach 0.6. With the second it is 0.7: the symbol that crosses the line is kept. So 4/7 and
-# 3/7. With p = 0.7 the same two: 0.4 + 0.3 reach it exactly.
+# The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the symbol that crosses the line is kept.
+# So 4/9, 3/9 and 2/9. With p = 0.7 only the first two, 4/7 and 3/7: together they reach it exactly.
 #
 # </details>
 
@@ -176,8 +177,9 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 p_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 sharper_V = torch.softmax(p_V.log() / 0.5, -1)
 say(f"temperature 0.5: {[round(p, 3) for p in sharper_V.tolist()]}")
-two_V = p_V * torch.tensor([1, 1, 0, 0])
-say(f"top-k 2, or top-p 0.6: {[round(p, 3) for p in (two_V / two_V.sum()).tolist()]}")
+for name, kept_V in (("top-k 2, top-p 0.6, top-p 0.7", [1, 1, 0, 0]), ("top-p 0.75", [1, 1, 1, 0])):
+    left_V = p_V * torch.tensor(kept_V)
+    say(f"{name}: {[round(p, 3) for p in (left_V / left_V.sum()).tolist()]}")
 
 # %% [markdown]
 # ## From logits to a symbol (CORE, 7 min)
@@ -676,11 +678,11 @@ if rank == 0:
 # ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
 # text is finished](../assets/14_batching.svg)
 #
-# **Predict.** Texts of 8, 2, 2, 2, 8, 2, 2, 2 symbols, four places. How many steps does each way take?
+# **Predict.** Now texts of 6, 2, 4, 2, 6, 4, 2, 2 symbols. How many steps does each way take on four places?
 #
 # <details><summary>Answer</summary>
 #
-# Static: 8 + 8 = 16. Continuous: after 2 steps three places are free, and the next three texts enter; in all **10**.
+# Static: 6 + 6 = 12. Continuous: after 2 steps two places are free, and the next two texts enter; in all **8**.
 # (28 symbols on 4 places: no way takes less than 7.)
 #
 # </details>
@@ -699,7 +701,7 @@ def continuous_steps(lengths, places):
     return steps_taken
 
 
-lengths = [8, 2, 2, 2, 8, 2, 2, 2]
+lengths = [6, 2, 4, 2, 6, 4, 2, 2]
 static = sum(max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
 say(f"static {static} steps, continuous {continuous_steps(lengths, 4)}")
 
@@ -846,7 +848,8 @@ if rank == 0:
 # `scripts/serve.py` puts all of this behind OpenAI's API. In a terminal:
 #
 # ```bash
-# make serve MODEL=outputs/train/latest                           # prints the address of a chat page, token included
+# make serve                             # lesson 13's aligned model; prints the address of a chat page, token included
+# make serve MODEL=outputs/train/latest  # any other run's
 # python -m manyhands.serving.load_test --address-file outputs/serve/serving-8000.json --clients 64
 # curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8000/metrics
 # ```
