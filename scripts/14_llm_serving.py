@@ -105,21 +105,18 @@ V, T = len(corpus.symbols), 64
 metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
 
 # %% [markdown]
-# Two models: ShakespeareGPT, and a small one with 1 layer of width 32 that will make guesses. All ranks train both together.
-# From then on each rank has a copy, and serves users of its own: serving scales by copies, as long as a model fits.
-#
-# All numbers are float64 from here on, so that "equal" can mean 1e-10.
+# You train two models: ShakespeareGPT, and a small one with 1 layer of width 32, which will guess for the large one. All ranks
+# train both together. Afterwards each rank holds a copy and writes its own texts, in float64, so that "equal" can mean 1e-10.
 
 
 # %%
 # %%ranks --timeout 300
-def trained(n_layer, n_embd):
+def trained(n_layer, n_embd, lr):
     """A GPT after `steps` steps of data-parallel AdamW, the same on all ranks, in float64."""
     torch.manual_seed(1337)
     model = GPT(GPTConfig(V, T, n_layer, 4, n_embd)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / steps)
         optimizer.zero_grad()
         ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, T, rank, world_size, seed=1)
         model(ids_bT.to(device), targets_bT.to(device))[1].backward()
@@ -132,7 +129,7 @@ def trained(n_layer, n_embd):
     return model.double().eval()
 
 
-target, draft = trained(4, 128), trained(1, 32)
+target, draft = trained(4, 128, lr=1e-3), trained(1, 32, lr=3e-3)
 val_ids = corpus.val_ids.to(device)
 
 # %%
@@ -148,17 +145,19 @@ for name, model in (("large", target), ("small", draft)):
 prompt = corpus.encode(corpus.text[:20]).tolist()
 
 # %% [markdown]
-# A few hundred steps make no poet. But everything below is about *how* a model writes, and not about what.
+# A few hundred steps make no poet, but everything below is about *how* a model writes, not what.
 
 # %% [markdown]
 # ## Warm-up: four numbers, three knobs (CORE, 3 min)
 #
-# A model gives logits; softmax makes probabilities of them; a die is thrown. That is [**sampling**](../assets/glossary.md#sampling).
-# Three knobs change the die. Take four symbols with probabilities 0.4, 0.3, 0.2, 0.1:
+# A model returns logits; softmax turns them into probabilities; the next symbol is drawn at random from those. That is
+# [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four symbols with 0.4, 0.3, 0.2, 0.1:
 #
-# - **temperature** divides the logits before softmax: below 1 the likely get likelier, at 0 only the likeliest is left;
+# - **temperature** divides the logits before softmax: below 1 likely symbols get likelier, and towards 0 only the likeliest is left;
 # - **top-k** keeps the k likeliest symbols;
-# - **top-p** keeps the *fewest* likeliest symbols whose probabilities **reach** p together (Holtzman et al. 2020).
+# - **top-p** keeps the *fewest* likeliest symbols whose probabilities together **reach** p (Holtzman et al. 2020).
+#
+# What is kept is divided by its sum.
 #
 # ![Four bars 0.4, 0.3, 0.2, 0.1: temperature 0.5 makes them steeper; top-k 2 keeps two; top-p 0.6 keeps two, the second of which
 # crosses the line](../assets/14_sampling.svg)
@@ -168,7 +167,7 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 # <details><summary>Answer</summary>
 #
 # The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the symbol that crosses the line is kept.
-# So 4/9, 3/9 and 2/9. With p = 0.7 only the first two, 4/7 and 3/7: together they reach it exactly.
+# So 4/9, 3/9 and 2/9. With p = 0.7 only two: 0.4 + 0.3 reach it exactly, which gives 4/7 and 3/7.
 #
 # </details>
 
@@ -177,21 +176,22 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 p_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 sharper_V = torch.softmax(p_V.log() / 0.5, -1)
 say(f"temperature 0.5: {[round(p, 3) for p in sharper_V.tolist()]}")
-for name, kept_V in (("top-k 2, top-p 0.6, top-p 0.7", [1, 1, 0, 0]), ("top-p 0.75", [1, 1, 1, 0])):
-    left_V = p_V * torch.tensor(kept_V)
-    say(f"{name}: {[round(p, 3) for p in (left_V / left_V.sum()).tolist()]}")
+for name, number in (("top-k 2, or top-p 0.7", 2), ("top-k 3, or top-p 0.75", 3)):
+    kept_V = p_V * (torch.arange(4) < number)
+    say(f"{name}: {[round(p, 3) for p in (kept_V / kept_V.sum()).tolist()]}")
 
 # %% [markdown]
 # ## From logits to a symbol (CORE, 7 min)
 #
-# **Why cut?** Each unlikely symbol is rare, but there are many of them. 50,000 symbols of probability 0.000002 make up a tenth
-# together: every tenth draw is one of them, and derails what follows.
+# **Why cut?** Each unlikely symbol is rare, but there are many of them. 50,000 symbols with a probability of 0.000002 each add up
+# to 0.1: one draw in ten is one of them, and the rest of the text has to follow from it.
 #
 # ### Build A: what is kept
 #
-# Write `kept(p_V, top_k, top_p)`: the probabilities that are drawn from, in the order of the symbols, with sum 1. First top-k
-# (None: all), then top-p *among what top-k has left*, so of its sum. `p_V.sort(descending=True)` gives sorted values and
-# their places. Mind the symbol that crosses the line.
+# Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the symbols, with sum 1. Apply top-k first (None keeps
+# all), then top-p to what is left: the kept symbols must reach `top_p` times *its* sum. `p_V.sort(descending=True)` gives the
+# sorted values and their places; `torch.zeros_like(p_V).scatter(0, places_V, sorted_V)` puts them back. Keep the symbol that crosses
+# the line.
 
 
 # %%
@@ -220,8 +220,8 @@ def kept(p_V, top_k=None, top_p=1.0):
 checks.kept(kept, ranks, solution=True)
 
 # %% [markdown]
-# The throw of the die: take a number u between 0 and 1, and the first symbol at which the running sum exceeds it. We draw all
-# numbers beforehand, one for each place in the text. So a text does not depend on who else is served.
+# To draw, take a random number u in [0, 1) and the first symbol at which the running sum of probabilities exceeds u. We draw one u
+# per place in the text beforehand, so that a text does not depend on who else is being served.
 
 
 # %%
@@ -253,7 +253,7 @@ for knobs in ({"temperature": 0.3}, {}, {"temperature": 1.5}, {"temperature": 1.
         say(f"{', '.join(f'{k} {v}' for k, v in knobs.items()) or 'as it is':30} {text!r}")
 
 # %% [markdown]
-# The package's way does a whole batch at once, each row with its own knobs. Same numbers, same text:
+# The package's `generate` writes a whole batch at once, each row with its own knobs. The same numbers u give the same text:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -276,9 +276,9 @@ say(f"{len(ours)} symbols, the same by our lines and by the package's")
 # %% [markdown]
 # ## Do not compute it again: the KV cache (CORE, 9 min)
 #
-# **Why.** `write` computes all positions for each new symbol, and throws away all logits but the last. In a causal model a
-# position never looks ahead. So its keys and values stay what they are, whatever is written later: keep them. This is the
-# [**KV cache**](../assets/glossary.md#kv-cache). Queries are not kept: only the newest position asks.
+# **Why.** For each new symbol `write` computes all positions, and throws away all logits but the last. In a causal model a position
+# never looks ahead, so its keys and values do not change, whatever is written later. Store them: this is the
+# [**KV cache**](../assets/glossary.md#kv-cache). Old queries are not needed: only the newest position attends.
 #
 # ![Without a cache each new symbol computes all positions, a triangle; with a cache each position is computed once, a
 # diagonal, and looks back at stored keys and values](../assets/14_cache.svg)
@@ -287,12 +287,11 @@ say(f"{len(ours)} symbols, the same by our lines and by the package's")
 #
 # <details><summary>Answer</summary>
 #
-# Without: 1 + 2 + ... + 63 = 63·64/2 = **2,016**. With: **63**. The rest of the work, looking back, is small here: it grows with
-# the length, not with the model.
+# Without: 1 + 2 + ... + 63 = 63·64/2 = **2,016**. With: **63**.
 #
 # </details>
 #
-# The model's own lines, with attention taken from outside, and a first position that need not be 0:
+# Below is the model's own forward, with two changes: attention is passed in, and the first position need not be 0.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -317,16 +316,16 @@ def forward(model, ids_BT, start, attend):
 # %% [markdown]
 # ### Build B: attention with a memory
 #
-# `cache` is a dict: layer -> (keys, values) of all positions so far, empty at first. Write `attend`: put the new keys and values
-# behind the old ones (positions are dim 2), keep them in `cache`, and return what the T new queries find among all S positions.
-# Query t is position S - T + t, and must not look beyond itself. `F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS)`
-# takes a mask that is True where a query may look. Mind that its `is_causal=True` aligns query 0 with key 0.
+# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Write `attend`: append the new keys and values
+# to the old ones (positions are dim 2), store the result in `cache`, and return the attention of the T new queries over all S
+# positions. Query t is at position S - T + t and must not look beyond it. `F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS)`
+# takes a mask that is True where a query may look; its `is_causal=True` would align query 0 with key 0.
 
 
 # %%
 # %%ranks
 def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
-    """What the new positions find among all so far [B, H, T, E]; the cache holds them afterwards."""
+    """Attention of the new queries over all positions so far [B, H, T, E]; the cache holds them afterwards."""
     raise NotImplementedError  # your turn
 
 
@@ -348,8 +347,8 @@ def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
 checks.attend(attend, ranks, solution=True)
 
 # %% [markdown]
-# With it, writing has two parts. [**Prefill**](../assets/glossary.md#prefill-and-decode) reads the prompt, all positions in one
-# call. **Decode** then takes one position at a time.
+# With a cache, writing has two phases. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions of the prompt
+# in one call. **Decode** then computes one position at a time.
 
 
 # %%
@@ -382,8 +381,8 @@ if rank == 0:
         say(f"{name:8} a cache: {positions:5,} positions computed, {took_s:.2f} s")
 
 # %% [markdown]
-# The same text. And the logits, piece by piece against the model's own forward? Then the bytes: keys and values, N layers, B
-# sequences, S positions, D numbers each of 8 bytes: **2 N B S D · 8**.
+# The text is the same. Are the logits, computed in pieces, those of the model's own forward? And the memory: keys and values (2), for
+# N layers, B sequences, S positions and D numbers of 8 bytes each, should take **2 N B S D · 8** bytes.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -408,21 +407,22 @@ say(f"equal to no cache to 1e-10; {num_bytes:,} bytes, as predicted")
 # %% [markdown]
 # ## Prefill and decode: two rooflines (CORE, 5 min)
 #
-# **Why.** A position costs 2 P FLOPs, wherever it stands. But a *call* reads all P weights from memory once, for one position or
-# for a thousand. FLOPs per byte that is read is the call's [**arithmetic
-# intensity**](../assets/glossary.md#arithmetic-intensity). A GPU has one too: its FLOP/s divided by its bytes/s. Below it a
-# call waits for memory, above it for arithmetic.
+# **Why.** A position costs about 2 P FLOPs in a model of P parameters. But a *call* of the model reads all P weights from memory
+# once, for one position or for a thousand. FLOPs per byte read is the call's [**arithmetic
+# intensity**](../assets/glossary.md#arithmetic-intensity). Compare it with the GPU's own ratio, FLOP/s divided by bytes/s: below
+# that a call waits for memory, above it for arithmetic.
 #
 # ![FLOP/s that can be reached against FLOPs per byte on a log scale: a slope up to the corner at 295, then flat; decode of one
 # user at 1, 16 users at 16, a prefill of 2,048 positions beyond the corner](../assets/14_roofline.svg)
 #
 # **Predict.** An H100 computes 989 TFLOP/s in bf16 and reads 3.35 TB/s. How many symbols per second can a 7 B model write
-# at most, for one user? For how many users at once does decoding begin to wait for arithmetic?
+# at most, for one user? And if a weight took one byte instead of two, with arithmetic still in bf16: where would the corner be?
 #
 # <details><summary>Answer</summary>
 #
-# 14 GB of weights per symbol: 3,350/14 = **239** per second, and the GPU's arithmetic is busy 0.3 % of the time. A batch of B has
-# intensity 2 P B / 2 P = B. The corner lies at 989/3.35 = **295** users.
+# 14 GB of weights are read per symbol: 3,350/14 = **239** per second, with the GPU's arithmetic busy 0.3 % of the time. In bf16 a
+# batch of B users has an intensity of 2 P B / 2 P = B, so the corner is at 989/3.35 = 295 users. With one byte per weight it is
+# 2 P B / P = 2 B, and the corner is at **148** users.
 #
 # </details>
 
@@ -440,10 +440,11 @@ if rank == 0:
         say(f"{name:17} {call_s * 1e3:6.1f} ms per call, {positions / call_s:9,.0f} positions/s")
 
 # %% [markdown]
-# (This leaves out reading the cache. It belongs to each user alone, so a batch does not share it: long texts stay below the corner.)
+# (This leaves out reading the cache. Each user has a cache of their own, which a batch does not share, so long texts wait for memory
+# even in large batches.)
 #
-# And here? Your machine's corner is elsewhere, and Python's own time is a third part that each call pays once. Either way: **more
-# users for nearly the same time**. In the table the microseconds per symbol should fall with the batch.
+# Your machine's corner is elsewhere, and each call also pays once for Python. Both make larger batches cheaper per symbol: **expect the
+# microseconds per symbol to fall** as the batch grows.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -483,31 +484,31 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # %% [markdown]
 # ## Guess, then check: speculative decoding (CORE, 11 min)
 #
-# **Why.** For one user, decode reads all weights to write one symbol. A call on five positions takes hardly longer. If only
-# we knew the next four symbols! So let a small model *guess* them, and let the large one look at all of them in one call:
+# **Why.** For one user, decode reads all weights to write one symbol. A call on five positions takes hardly longer, but needs the
+# next four symbols in advance. So let a small model *guess* them, and let the large one judge all of them in one call:
 # [**speculative decoding**](../assets/glossary.md#speculative-decoding) (Leviathan et al. 2023; Chen et al. 2023).
 #
 # ![A small model guesses four symbols; one call of the large model gives its probabilities at five places; the first two
 # guesses are kept, the third is replaced, the rest is thrown away](../assets/14_guesses.svg)
 #
-# The small model draws a guess x from its probabilities q. The large one would have drawn from p. Keep x with probability
-# **min(1, p(x)/q(x))**. Otherwise draw from what is missing: **max(0, p - q)**, made to sum to 1.
+# The small model draws a guess x from its probabilities q. The large one would have drawn from its own, p. Keep x with probability
+# **min(1, p(x)/q(x))**. Otherwise draw a symbol from what q gives too little of: **max(0, p - q)**, divided by its sum.
 #
 # **Predict.** Two symbols: p = (0.5, 0.5), q = (0.9, 0.1). How often is a guess kept? And what is written in the end?
 #
 # <details><summary>Answer</summary>
 #
-# Guess 0 (0.9 of the time) is kept with 5/9: 0.5. Guess 1 (0.1) is always kept. Together **0.6**, which is the sum of min(p, q).
-# In the other 0.4, max(0, p - q) = (0, 0.4): symbol 1. So symbol 0 comes with 0.5, and symbol 1 with 0.1 + 0.4 = 0.5: exactly p. A bad
-# guesser costs time. It never changes the text.
+# Guess 0 comes with 0.9 and is kept with 5/9, together 0.5. Guess 1 comes with 0.1 and is always kept. In all **0.6** are kept, which
+# is the sum of min(p, q). In the other 0.4, max(0, p - q) = (0, 0.4) gives symbol 1. So symbol 0 is written with probability 0.5, and
+# symbol 1 with 0.1 + 0.4 = 0.5: exactly p. A bad guesser costs time, but never changes the distribution of the text.
 #
 # </details>
 #
 # ### Build C: keep it, or draw another
 #
-# Write `judged`: the symbol that is written, and whether it is the guess. `u` and `v` are two numbers drawn from [0, 1); `drawn(p_V, u)`
-# also takes probabilities that do not sum to 1. The check tries a grid of u and v: the symbols must follow p, *and* as many guesses
-# as possible must be kept.
+# Write `judged`: it returns the symbol to write, and whether that is the guess. `u` and `v` are two random numbers in [0, 1), one for
+# each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the symbols must follow p,
+# *and* as many guesses as possible must be kept.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -536,10 +537,10 @@ def judged(guess, p_V, q_V, u, v):
 checks.judged(judged, ranks, solution=True)
 
 # %% [markdown]
-# **Does it follow p?** "The text looks fine" proves nothing. Take one place in the text, with our models' real p and q over all
-# symbols. Draw many times, count, and compare with what p expects by a **chi-square test**: the sum of (count - expected)²/expected.
-# If the counts follow p, it is about the number of cells, with a spread of the root of twice that. For scale, draw from p directly, and
-# from q.
+# **Does it follow p?** "The text looks fine" proves nothing. Take one place in a text, with our models' own p and q over all
+# symbols. Draw many times, count each symbol, and compare with p by a **chi-square test**: add up (count - expected)²/expected. If the
+# symbols follow p, the sum is about the number of symbols (rare ones count as one), and rarely beyond the limit below. For comparison,
+# draw from p directly, and from q.
 
 
 # %%
@@ -554,7 +555,7 @@ def chi_square(symbols, p_V):
 
 
 def limit(cells):
-    """Counts that follow p stay below this but for once in 30,000 times (4 standard deviations, after Wilson and Hilferty)."""
+    """Chi-square exceeds this once in 30,000 times if symbols follow p (4 sigma, after Wilson and Hilferty)."""
     return cells * (1 - 2 / (9 * cells) + 4 * math.sqrt(2 / (9 * cells))) ** 3
 
 
@@ -576,13 +577,13 @@ for name, symbols in ways.items():
     assert found < limit(cells) or name == "q, unjudged"
 
 # %% [markdown]
-# Now the whole loop. Both models have a cache. Keys of guesses that were thrown away are cut off again.
+# Now the whole loop. Both models have a cache, from which the keys and values of rejected guesses must be cut off again.
 
 
 # %%
 # %%ranks
 def cached(model, cache, ids, start):
-    """Logits [T, V], on the CPU, of ids from `start` on; what the cache has from there on was wrong."""
+    """Logits [T, V], on the CPU, of ids from `start` on; what the cache holds from there on is dropped."""
     start = min(start, cache[0][0].shape[2]) if cache else 0  # it may lack the last guess
     for layer, (k_BHTE, v_BHTE) in list(cache.items()):
         cache[layer] = k_BHTE[:, :, :start], v_BHTE[:, :, :start]
@@ -600,6 +601,13 @@ def guesses_of(cache, ids, number, numbers, judged_to):
     return ids[len(ids) - number :], rows
 
 
+# %% [markdown]
+# One round of `speculate`: k guesses, one call of the large model, and a verdict on each guess until the first is rejected. If all are
+# kept, the call has also given the probabilities for one more symbol.
+
+
+# %%
+# %%ranks
 def speculate(prompt, n, k, seed):
     """(n symbols after the prompt, calls of the large model, guesses made, guesses kept)"""
     ids, caches, numbers = list(prompt), ({}, {}), iter(uniforms(seed, 4 * (k + 1) * n))
@@ -616,15 +624,15 @@ def speculate(prompt, n, k, seed):
             if not right:
                 break
         else:
-            ids.append(drawn(p[-1], next(numbers)))  # all kept: one more, for nothing
+            ids.append(drawn(p[-1], next(numbers)))  # all kept: one more, for free
     return ids[len(prompt) :], calls, made, held
 
 
 # %% [markdown]
 # **The experiment: what is a guesser worth?** If each guess is kept with probability α, a call writes (1 - α^(k+1))/(1 - α)
-# symbols on average (Leviathan et al., equation 1). And α needs no speculation: it is the mean of the sum of min(p, q) over
-# places of a text. We measure it on the *validation text*, and let each rank write texts of its own with k guesses. **Expect** points
-# near the dashed line, which flattens: the k-th guess counts only if all before it were kept.
+# symbols on average (Leviathan et al., equation 1). You can measure α without speculating: it is the sum of min(p, q), averaged over
+# the places of a text. We take the *validation text* for that; then each rank writes texts of its own with k guesses. **Expect** points
+# near the dashed line, which flattens because the k-th guess counts only if all before it were kept.
 
 # %%
 # %%ranks --timeout 180
@@ -651,14 +659,12 @@ if rank == 0:
     )
     odd = max(ratios, key=lambda k: abs(ratios[k] - 1))
     side = "more" if ratios[odd] > 1 else "fewer"
-    say(
-        f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} symbols than if each guess were kept alike"
-    )
+    say(f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} symbols per call than the formula says")
 
 # %% [markdown]
-# The formula treats all guesses alike. Real ones come in easy stretches and hard places, and what our models write is not the
-# validation text. Both show in the residual. In seconds, a call on k + 1 positions and k calls of the small model must cost less than what
-# they save: with large models and small batches they do; a full server has no idle arithmetic to spend on guesses.
+# The formula gives every guess the same α. Real texts have easy stretches and hard places, and what our models write is not the
+# validation text; a few texts also scatter. To save *time*, k calls of the small model and one call on k + 1 positions must cost less
+# than the calls that they replace. For one user of a large model they do. A full server has no idle arithmetic to spend on guesses.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: guesses</summary>
@@ -671,19 +677,19 @@ if rank == 0:
 # %% [markdown]
 # ## Many users: continuous batching (CORE, 5 min)
 #
-# **Why.** Users come at any time and want texts of any length. A batch that waits for its longest text leaves places empty. So
-# let sequences join and leave **between any two steps**: [continuous batching](../assets/glossary.md#continuous-batching) (Yu et
+# **Why.** Users arrive at any time and want texts of any length. A batch that waits for its longest text leaves places empty. So
+# let texts join and leave the batch **between any two steps**: [continuous batching](../assets/glossary.md#continuous-batching) (Yu et
 # al. 2022, Orca).
 #
 # ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
 # text is finished](../assets/14_batching.svg)
 #
-# **Predict.** Now texts of 6, 2, 4, 2, 6, 4, 2, 2 symbols. How many steps does each way take on four places?
+# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 symbols, but *two* places. How many steps does each way take?
 #
 # <details><summary>Answer</summary>
 #
-# Static: 6 + 6 = 12. Continuous: after 2 steps two places are free, and the next two texts enter; in all **8**.
-# (28 symbols on 4 places: no way takes less than 7.)
+# Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts pass beside the first
+# long one, and three beside the second: **14**, which is 28 symbols on 2 places, none of which is ever empty.
 #
 # </details>
 
@@ -701,15 +707,17 @@ def continuous_steps(lengths, places):
     return steps_taken
 
 
-lengths = [6, 2, 4, 2, 6, 4, 2, 2]
-static = sum(max(lengths[i : i + 4]) for i in range(0, len(lengths), 4))
-say(f"static {static} steps, continuous {continuous_steps(lengths, 4)}")
+lengths = [8, 2, 2, 2, 8, 2, 2, 2]
+for places in (4, 2):
+    static = sum(max(lengths[i : i + places]) for i in range(0, len(lengths), places))
+    say(f"{places} places: static {static} steps, continuous {continuous_steps(lengths, places)}")
 
 # %% [markdown]
-# Where do caches of changing lengths lie? In **blocks** of, say, 16 positions, taken from one pool and listed in a table for each
-# sequence: a [paged cache](../assets/glossary.md#paged-cache) (Kwon et al. 2023, vLLM). Nothing is reserved for text that is never
-# written. And two texts with the same beginning can share its blocks: [prefix
-# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. It must write what a sequence would be alone:
+# Each text's cache grows at its own pace. So memory is cut into **blocks** of, say, 16 positions; a text takes blocks from one pool
+# as it grows, and a table lists which: a [paged cache](../assets/glossary.md#paged-cache) (Kwon et al. 2023, vLLM). Nothing is reserved
+# for text that is never written, and texts with the same beginning can share its blocks: [prefix
+# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. Eight texts with 40 symbols in common, four at a time, must
+# come out as if each were written alone:
 
 # %%
 # %%ranks
@@ -723,12 +731,10 @@ while not engine.idle():
     steps_taken += 1
 for i, sequence in enumerate(served):
     alone = generate(target, torch.tensor([asked[i]], device=device), 4 + 2 * i, Sampling(0.8), seed=i)
-    assert sequence.ids == alone[0].tolist(), "company has changed a text"
+    assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
 if rank == 0:
     say(f"8 texts in {steps_taken} steps, each as if it were alone")
-    say(
-        f"positions of prompts: {sum(map(len, asked))}, of which found in blocks: {[s.reused for s in served]}"
-    )
+    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.reused for s in served]}")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: batching</summary>
@@ -742,8 +748,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A script for speculative decoding, written to be read. Guesses are the small model's *likeliest* symbol; they are judged by the
-# rule of Build C. The text looks fine, and more guesses are kept than before. **What is wrong?** Measure it.
+# A published script for speculative decoding guesses the small model's *likeliest* symbol, instead of drawing one, and judges it by
+# the rule of Build C, with q from softmax. The text looks fine. **What is wrong?** The cell measures theirs, and a mended one.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -762,14 +768,15 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
     if rank == 0:
         share, wanted = symbols.count(likeliest) / draws, p_V[likeliest].item()
         say(
-            f"{name}: chi-square {found:,.1f}, limit {limit(cells):.1f}; {corpus.symbols[likeliest]!r} {share:.3f}, p has {wanted:.3f}"
+            f"{name}: chi-square {found:,.1f}, limit {limit(cells):.1f}; "
+            f"{corpus.symbols[likeliest]!r} drawn with {share:.3f}, p has {wanted:.3f}"
         )
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The rule is exact for guesses that are *drawn from the q that it is given*. The likeliest symbol is drawn with certainty, so
-# its q is 1, and not softmax's: with the wrong q it is kept too often. Give the rule the distribution that you draw from, after
+# The rule is exact for guesses that are *drawn from the q that it is given*. Here the likeliest symbol is guessed with certainty, so
+# its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the distribution that you draw from, after
 # temperature, top-k, top-p or argmax. The author confirmed it when a reader asked why greedy texts differed:
 # [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a guesser that ignores the temperature:
 # [dflash#74](https://github.com/z-lab/dflash/issues/74).
@@ -786,8 +793,8 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 #
 # <details><summary>Answer</summary>
 #
-# A t-th of 2 N S D · 8. Two all-reduces per layer, one for the embedding, which is split over the vocabulary, each of B·D numbers: tiny, but
-# each costs its latency, and the next product waits. That is why serving wants the fastest links of all.
+# 2 N S D · 8 divided by t. Two all-reduces per layer, and one for the embedding, which is split over the vocabulary. Each moves only
+# B·D numbers, but costs a latency for which the next layer waits. So keep such a group on the fastest links, within a node.
 #
 # </details>
 
@@ -826,8 +833,8 @@ say(
 #
 # <details><summary>Answer</summary>
 #
-# By half a step: its row's largest weight divided by 254. From bf16 to 8 bits it doubles, for one user; nothing is gained where
-# arithmetic counts, as in prefill, unless the products are in 8 bits too.
+# By half a step: its row's largest weight divided by 254. From bf16 to 8 bits, tokens per second double for one user. Where
+# arithmetic is the limit, as in prefill, nothing is gained unless the products are computed in 8 bits too.
 #
 # </details>
 
@@ -848,30 +855,61 @@ if rank == 0:
 # `scripts/serve.py` puts all of this behind OpenAI's API. In a terminal:
 #
 # ```bash
-# make serve                             # lesson 13's aligned model; prints the address of a chat page, token included
-# make serve MODEL=outputs/train/latest  # any other run's
+# make serve                             # lesson 13's model; prints the address of a chat page, token included
+# make serve MODEL=outputs/train/latest  # or a run of yours
 # python -m manyhands.serving.load_test --address-file outputs/serve/serving-8000.json --clients 64
 # curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8000/metrics
 # ```
 #
-# or from any program with the official client: `OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=TOKEN)`. In a notebook,
-# `Client.from_file("../outputs/serve/serving-8000.json").show_chat()` from `manyhands.serving.client`.
+# The official client works: `OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=TOKEN)`. Behind a JupyterHub the page is at
+# `/user/YOU/proxy/8000/`, if the hub has jupyter-server-proxy. If not, chat in a notebook:
+# `Client.from_file("../outputs/serve/serving-8000.json").show_chat()`.
 #
-# What a server must do that a
-# loop need not: **refuse** what is too long, too much or too late, with a status (400, 413, 429, 504); take those who leave **out of the
-# batch**; finish what was asked when it is told to stop; and keep the token out of every log.
+# The next cell starts that server on the large model, as a process of its own, and asks it the same question twice through the
+# notebook's `Client`. **Expect** the second time to find the prompt's first block of 16 in the cache, and the server to
+# refuse a prompt that is too long.
+
+# %%
+# %%ranks --timeout 150
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from manyhands.checkpoints.export import write_export
+from manyhands.serving.client import Client, ServerSaid
+from manyhands.serving.load_test import started
+
+if rank == 0:  # no other rank takes part
+    facts = {"config": asdict(target.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        write_export({name: p.float().cpu() for name, p in target.named_parameters()}, facts, file)
+        with started(file, Path(folder)) as address_file:
+            client = Client.from_file(address_file)
+            for seed in (1, 2):
+                pieces = list(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
+                found = client.metrics()['manyhands_tokens_total{kind="reused"}']
+                say(
+                    f"{len(pieces)} pieces, {found:.0f} positions of prompts found so far: {''.join(pieces)!r}"
+                )
+            try:
+                client.complete("a" * 100)
+            except ServerSaid as refusal:
+                say(str(refusal))
+
+# %% [markdown]
+# A server must do what a loop need not: **refuse** requests that are too long, too many or too late, with a status (400, 413, 429, 504);
+# drop clients who leave **from the batch**; finish accepted requests when it is told to stop; and keep the token out of every log.
 #
-# **The gate.** Tomorrow's checkpoint may be worse: diverged, or trained on another text. So it is judged on a held-out text
-# before it serves. What is being written is finished by the old model, what waits gets the new one, and nobody is dropped.
+# **The gate.** The next checkpoint may be worse: the run diverged, or saw another text. So it is evaluated on a held-out text before
+# it serves. Texts that are being written are finished by the old model, waiting ones get the new model, and nobody is dropped.
 
 # %%
 # %%ranks
-from dataclasses import asdict
-
 from manyhands.serving import gate
 from manyhands.serving.quantized import quantize
 
-live = copy.deepcopy(target).cpu()  # who serves today
+live = copy.deepcopy(target).cpu()  # the model that serves
 facts = {"config": asdict(live.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
 noisy = copy.deepcopy(live)
 torch.manual_seed(0)
@@ -884,8 +922,9 @@ for name, candidate in candidates.items():
         say(f"{name}: {'passes' if verdict.passed else 'is refused'}, {verdict.sentence}")
 
 # %% [markdown]
-# **Drift.** The model may stay the same while its users change. A prefill computes the logits of the whole prompt anyway. So the
-# server knows, for nothing, how surprised the model is by what people write: nats per symbol, beside those of the held-out text.
+# **Drift.** The model may stay the same while its users change. A prefill computes the logits of the whole prompt anyway, so the
+# server gets the loss on users' prompts for free. It reports this as `manyhands_prompt_nats`, beside `manyhands_held_out_nats`. Here
+# are two groups of users: one sends Shakespeare, the other the alphabet.
 
 # %%
 # %%ranks
@@ -893,7 +932,7 @@ engine = Engine(target, "drift", num_blocks=24, block_size=8)
 expected = gate.loss_on(target, val_ids[:4096])
 for name, text in (
     ("Shakespeare", corpus.decode(val_ids[:480])),
-    ("other users", "".join(corpus.symbols[-26:]) * 19),
+    ("the alphabet", "".join(corpus.symbols[-26:]) * 19),
 ):
     before = engine.prompt_nats, engine.prompt_symbols
     for i in range(0, 480, 48):
@@ -902,7 +941,7 @@ for name, text in (
         engine.step()
     nats = (engine.prompt_nats - before[0]) / (engine.prompt_symbols - before[1])
     if rank == 0:
-        say(f"{name}: {nats:.2f} nats per symbol; the held-out text has {expected:.2f}")
+        say(f"{name}: {nats:.2f} nats per symbol; the held-out text: {expected:.2f}")
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)
@@ -937,16 +976,16 @@ if rank == 0:
 # %% [markdown]
 # ### Exercise 2: which blocks can be shared?
 #
-# `known` is a set of tuples: for each block of `size` positions that lies in the cache, *all ids from the beginning to its
-# end*, after a salt that names the model. Write `reusable(ids, known, size, salt)`: how many positions of a new prompt need not be
-# computed. Blocks are shared whole. The run must begin at position 0 and have no gap. And at least the last position is
-# always computed: the next symbol is drawn from its logits.
+# `known` is a set of tuples, one for each block of `size` positions in the cache: `(salt, *ids)`, where the salt names the model and
+# ids are *all ids from the beginning of the text to the block's end*. Write `reusable(ids, known, size, salt)`: how many positions of a
+# new prompt need not be computed. Only whole blocks are shared, from position 0 on and without a gap. The last position is always
+# computed, because the next symbol is drawn from its logits.
 
 
 # %%
 # %%ranks
 def reusable(ids, known, size, salt):
-    """Positions at the beginning of `ids` whose keys and values are known; an entry is (salt, *ids up to a block's end)."""
+    """Positions at the beginning of `ids` whose keys and values are in the cache."""
     raise NotImplementedError  # your turn
 
 
@@ -968,10 +1007,10 @@ checks.reusable(reusable, ranks, solution=True)
 # %% [markdown]
 # ### Exercise 3: worse, or only unlucky?
 #
-# The gate compares two means. But on a few windows a good candidate may look worse by chance. Both models have read the *same* windows, so
+# The gate compares two means. On a few windows a good candidate may look worse by chance. Both models have read the *same* windows, so
 # look at the differences: `new` and `old` are lists of losses, one per window. Write `may_serve(new, old, z)`: False if the mean
-# difference is above z standard errors (the standard deviation of the differences, divided by the root of their number; `statistics.stdev`), or if
-# any number is not finite; else True.
+# difference exceeds z standard errors, or if any number is not finite; otherwise True. The standard error is `statistics.stdev` of the
+# differences divided by the square root of their number.
 
 
 # %%
@@ -1000,25 +1039,28 @@ checks.may_serve(may_serve, ranks, solution=True)
 # ## On the cluster
 #
 # ```bash
-# python scripts/serve.py outputs/mine --device cuda --cap.running 64 --watch-s 60     # on a compute node, in a job
-# ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE                  # with --host 0.0.0.0; or the page by a hub's jupyter-server-proxy
+# # in a job, on a compute node:
+# python scripts/serve.py outputs/mine --device cuda --host 0.0.0.0 --port 8000 --cap.running 64 --watch-s 60
+# # on your own machine, for the page at http://127.0.0.1:8000:
+# ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE
 # ```
 #
-# **What changes on GPUs.** A kernel reads blocks where they lie, instead of gathering them. Weights and cache are bf16 or less, where
-# company may change a text: sums in another order, another last digit, once in a while another symbol. Many copies behind a
-# load balancer should send the same user to the same copy, where the beginning of the conversation is cached.
+# **What changes on GPUs.** A production engine's attention kernel reads the blocks in place, instead of gathering them first. Weights and
+# cache are bf16 or smaller; then the batch's other texts can change yours, because sums in another order differ in the last digit, and
+# once in a while that draws another symbol. A load balancer should send a user to the same copy each time, where the beginning of the
+# conversation is cached.
 #
-# **What to look for**: symbols per second *and* time to the first symbol, at the 99th percentile, since they pull in opposite directions;
-# blocks held, and how often sequences are put back; nats per symbol of prompts.
+# **What to look for**: symbols per second *and* the 99th percentile of the time to the first symbol, since they pull in opposite
+# directions; blocks held, and how often a text had to give its blocks back; nats per symbol of prompts.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Temperature, top-k, top-p change the die; the symbol that crosses top-p belongs to the kept ones.
+# 1. Temperature, top-k and top-p change the probabilities; the symbol that crosses top-p is kept.
 # 2. Keys and values never change in a causal model: store 2 N B S D numbers, compute each position once.
-# 3. Prefill waits for arithmetic, decode for memory: whatever adds positions to a call is nearly free.
+# 3. Prefill waits for arithmetic, decode for memory: in decode, more positions per call are nearly free.
 # 4. Guesses kept with min(1, p/q), else redrawn from max(0, p - q), leave p exact, if q is what they were drawn from.
-# 5. Sequences join and leave between steps, share blocks of equal beginnings, and must not notice each other.
+# 5. Texts join and leave the batch between steps and share the blocks of equal beginnings, and none changes another.
 #
 # ## Further reading
 #

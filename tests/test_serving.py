@@ -231,7 +231,7 @@ USER = {"role": "user", "content": "HO"}
         (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the model's 37 symbols"),
         (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the model's 37 symbols"),
         (TEXT, {"prompt": "A" * 96}, 400, "96 symbols of the prompt, with room for one more, do not fit"),
-        (TEXT, {"prompt": "A" * 40_000}, 400, "40000 symbols of the prompt"),
+        (TEXT, {"prompt": "A" * 40_000}, 400, "context of 96; shorten the prompt to 95 or fewer"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
         (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens is no integer from 1"),
         (TEXT, {"prompt": "HO", "max_tokens": True}, 400, "max_tokens is no integer"),

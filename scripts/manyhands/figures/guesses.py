@@ -20,7 +20,7 @@ def symbols_per_call(samples, predicted, alpha):
     ks = sorted(predicted)
     axes.plot(ks, [predicted[k] for k in ks], **PREDICTED)
     axes.annotate(
-        f"formula, alpha = {alpha:.2f}", (ks[-2], predicted[ks[-2]]), (12, -22), textcoords="offset points",
+        f"formula, alpha = {alpha:.2f}", (ks[-1], predicted[ks[-1]]), (-14, 8), textcoords="offset points", ha="right",
         color=PREDICTED["color"],
     )  # fmt: skip
     axes.set(

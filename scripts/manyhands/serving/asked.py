@@ -92,9 +92,11 @@ def _asked(body, ids, stop_ids, more_stops, limits, context):
     max_tokens = _integer(body, "max_completion_tokens", _integer(body, "max_tokens", None, 1), 1)
     if len(ids) + (max_tokens or 1) > context:
         asked_for = f" and {max_tokens} more" if max_tokens else ", with room for one more,"
+        room = context - len(ids)
+        cure = f", or ask for at most {room}" if room > 0 else f" to {context - 1} or fewer"
         raise invalid(
             f"{len(ids)} symbols of the prompt{asked_for} do not fit into the model's context of {context}; "
-            f"shorten the prompt, or ask for at most {max(context - len(ids), 0)}",
+            f"shorten the prompt{cure}",
             "max_tokens"
             if max_tokens and len(ids) < context
             else "messages"
