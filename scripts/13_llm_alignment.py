@@ -23,10 +23,9 @@
 # - fine-tune on demonstrations on many ranks, and measure what that brings on questions the model has not seen;
 # - write the DPO loss, and keep its reference model sharded;
 # - draw answers on all ranks, judge them by a program, and learn from their rewards (GRPO);
-# - tell a model that has learned the task from one that has learned the reward.
+# - tell a model that has learned the task from one that has learned to please the reward.
 #
-# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)): every rank holds the model, gradients are added
-# up by an [all-reduce](../assets/glossary.md#all-reduce). From [lesson 06](06_zero_fsdp.ipynb) you need the
+# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)): every rank holds the model, and an [all-reduce](../assets/glossary.md#all-reduce) adds up the gradients. From [lesson 06](06_zero_fsdp.ipynb) you need the
 # [shard](../assets/glossary.md#shard), a rank's part of a tensor, and the all-gather that makes it whole.
 #
 # **New here:** [chat template](../assets/glossary.md#chat-template), [loss mask](../assets/glossary.md#loss-mask),
@@ -98,8 +97,8 @@ from manyhands.checks import alignment as checks
 from manyhands.measure import wire
 
 # %% [markdown]
-# The model is a small ShakespeareGPT: 2 layers, width 64. Its symbols are the corpus's, and after them four **markers**
-# that the text never contains. They will tell who speaks.
+# The model is a small ShakespeareGPT: 2 layers, width 64. Its symbols are the characters of the corpus, followed by four **markers**
+# that the text never contains. They will say who speaks, and where a message ends.
 
 # %%
 # %%ranks
@@ -118,7 +117,7 @@ if rank == 0:
     say(f"{config.num_params():,} parameters")
 
 # %% [markdown]
-# Every stage of this lesson trains by these lines. Each rank's `loss` is its part of a sum over all ranks, so gradients
+# Every stage of this lesson trains with these functions. Each rank's `loss` is its part of a sum over all ranks, so gradients
 # are *added up*:
 
 
@@ -154,7 +153,7 @@ def falling(step, steps, peak):
 
 
 # %% [markdown]
-# A short pre-training, 24 windows of 64 characters per step, dealt out over the ranks. It takes some seconds:
+# A short pre-training, 24 windows of 64 characters per step, dealt out to the ranks. It takes a few seconds:
 
 
 # %%
@@ -227,8 +226,8 @@ if rank == 0:
     say(f"to ask: {render(talk[:1], reply=True)}")
 
 # %% [markdown]
-# The model should learn to *answer*. It should not learn to write questions, and not its own role's marker, which is always
-# given. So the loss counts some positions only: a [**loss mask**](../assets/glossary.md#loss-mask).
+# The model should learn to *answer*. It should not learn to write questions, nor the marker `<|assistant|>`, which it is always
+# given. So only some positions count in the loss. A [**loss mask**](../assets/glossary.md#loss-mask) says which.
 #
 # **Predict.** The model reads symbols 0 to 15 of the 17 and predicts symbols 1 to 16. How many of the 16 predictions count?
 # Is the one made at `<|assistant|>` among them? And the one that predicts `<|end|>`?
@@ -243,8 +242,8 @@ if rank == 0:
 # ### Build A: the loss mask
 #
 # `ids_BT` are conversations, one per row, perhaps of several turns, padded at the end. Write `loss_mask`: for each *target*,
-# that is for symbols 1 to T - 1, whether the assistant wrote it. (The folded cell below is a solution: whatever you do not build,
-# run there, because the lesson goes on with it.)
+# that is for symbols 1 to T - 1, whether the assistant wrote it. (The folded cell below the stub holds a solution. If you skip
+# a build, run that cell: the lesson goes on with it.)
 
 
 # %%
@@ -271,7 +270,7 @@ def loss_mask(ids_BT, assistant, end):
 checks.loss_mask(loss_mask, ranks, solution=True)
 
 # %% [markdown]
-# `encode` says the same from the messages:
+# `encode` made the same mask from the messages, as `answer`. Here is what counts in the example:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -298,7 +297,7 @@ if rank == 0:
 # line that he says. The other is a task with a [**verifier**](../assets/glossary.md#verifier), a program that tells right from
 # wrong: *sort four different letters* out of twelve.
 #
-# One word in eight is **held out**. No stage of the lesson learns from such words. Only they count when we measure.
+# One word in eight is **held out**: no stage of the lesson learns from it, and accuracy is measured on such words only.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -311,10 +310,10 @@ task = LetterTask("sort", letters=12, length=4)
 held_out = task.draw(256, [7], held_out=True)
 if rank == 0:
     say(f"{render(task.messages(held_out[0]), reply=True)}: right is {task.answer(held_out[0])}")
-    say(f"to put four letters in any order is right in {task.chance:.1%} of all cases, 1 of 24")
+    say(f"chance: the four letters in a random order are right in {task.chance:.1%} of all cases, 1 of 24")
 
 # %% [markdown]
-# There are 80 words with their answers, and a thousand speeches. More demonstrations nobody will write.
+# We have 80 words with their answers, and a thousand speeches. Nobody will write more.
 
 
 # %%
@@ -331,11 +330,11 @@ ids_NT = demonstrations(seed=0)
 counted_N = loss_mask(ids_NT, ASSISTANT, STOP).sum(1)
 if rank == 0:
     say(f"{len(ids_NT)} conversations of up to {ids_NT.shape[1]} symbols")
-    say(f"{counted_N.min()} to {counted_N.max()} symbols of each count")
+    say(f"in each, {counted_N.min()} to {counted_N.max()} symbols count")
 
 # %% [markdown]
 # A step takes 32 of the words and 8 of all conversations, mostly speeches. All ranks draw the same rows from `(seed, step)`,
-# and each keeps its own. So every rank knows how many symbols count *on all ranks*, and nothing is sent for that.
+# and each keeps its own. So every rank knows how many symbols count *on all ranks* without a message.
 
 
 # %%
@@ -372,8 +371,8 @@ def sft(seed, mask_of=loss_mask):
 
 
 # %% [markdown]
-# To measure, ask. `complete` draws one symbol after the other, here always the likeliest, until the end marker. Each rank
-# asks its share of the held-out words:
+# To measure, we ask the model. `complete` writes one symbol after another until the end marker, here always the likeliest one.
+# Each rank asks its share of the held-out words:
 
 
 # %%
@@ -401,7 +400,7 @@ def accuracy(model):
 #
 # <details><summary>Answer</summary>
 #
-# It goes on with text, since it knows nothing else: 0 %, less than chance. Chance at least uses the letters of the word.
+# It goes on with text, since it knows nothing else: 0 %, which is below chance. A random order at least uses the word's letters.
 #
 # </details>
 
@@ -418,8 +417,8 @@ if rank == 0:
 metrics.exact(sft_accuracy=after)
 
 # %% [markdown]
-# The form is there: four letters, and an end. The letters ascend, but often they are the wrong ones: 80 demonstrations are
-# learned by heart sooner than the rule behind them.
+# The form is right: four letters, and an end. But in some answers they are the wrong letters: 80 demonstrations teach the form
+# sooner than the rule.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: SFT</summary>
@@ -433,22 +432,22 @@ metrics.exact(sft_accuracy=after)
 # %% [markdown]
 # ## Preferences: DPO, with a sharded reference (CORE, 17 min)
 #
-# **Why.** It is easier to say which of two answers is better than to write a good one. For people, and for us: the model's
-# own wrong answers cost nothing, and each makes a pair with the right one.
+# **Why.** It is easier to say which of two answers is better than to write a good one. In our task pairs are free: each wrong
+# answer of the model makes a pair with the right one.
 #
-# [**DPO**](../assets/glossary.md#dpo), direct preference optimisation (Rafailov et al. 2023), compares how much *more* the
-# policy, the model that learns, likes an answer than a frozen [**reference model**](../assets/glossary.md#reference-model)
-# does, the model it started from:
+# The model that learns is called the **policy**. A frozen copy of the model it started from is the
+# [**reference model**](../assets/glossary.md#reference-model). [**DPO**](../assets/glossary.md#dpo), direct preference
+# optimisation (Rafailov et al. 2023), asks how much *more* likely an answer is under the policy than under the reference:
 #
 # ![Two answers on a scale of log p: for the reference both stand at -4; for the policy the chosen one has moved up to -3 and the
 # rejected one down to -5; the margin is 2](../assets/13_dpo.svg)
 #
 # - the *margin* of a pair is `(log p(chosen) - log p(rejected))` of the policy minus the same of the reference;
-# - its loss is `-log sigmoid(beta * margin)`.
+# - its loss is `-log sigmoid(beta * margin)`; `beta` is a constant that you choose.
 #
 # Here log p is that of a whole answer: the *sum* over its symbols.
 #
-# **Predict.** What is the loss at the start, when policy and reference are one model? And in the picture, with beta = 1?
+# **Predict.** What is the loss at the start, when policy and reference are the same model? And in the picture, with beta = 1?
 #
 # <details><summary>Answer</summary>
 #
@@ -488,26 +487,28 @@ checks.dpo_loss(dpo_loss, ranks, solution=True)
 # %% [markdown]
 # ### The reference, in shares
 #
-# A second model of the same size is expensive. But this one has no gradients and no Adam: it only *reads*. So it can rest in
-# shares, and a block is whole only while it computes: the forward half of ZeRO-3.
+# A second model of the same size is expensive. But the reference has no gradients and no Adam state; it only runs forward. So
+# each rank keeps a share of it, and a block is whole only while it computes. This is the forward half of ZeRO-3, which lesson 06
+# builds.
 #
-# ![Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference at 1 byte, and one
-# block of it whole while it reads](../assets/13_reference.svg)
+# ![Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference, and one block of
+# it whole while it computes](../assets/13_reference.svg)
 #
-# **Predict.** Adam's policy holds 16 bytes per parameter in float32. What does the reference add on one of 4 ranks: whole, and
-# in shares? What travels for one forward?
+# **Predict.** The policy takes 16 bytes per parameter in float32: weight, gradient and Adam's two moments. What does the reference
+# add on each of 4 ranks, kept whole and kept in shares? How many bytes per parameter does one forward gather?
 #
 # <details><summary>Answer</summary>
 #
-# 4 bytes per parameter whole, 1 in shares. One all-gather per unit travels, 4 bytes per parameter together. (A *training* step
+# 4 bytes per parameter whole, 1 in shares. One forward gathers each weight once, so 4 bytes per parameter. (A *training* step
 # under FSDP gathers twice, and reduces gradients as well.)
 #
 # </details>
 #
 # ### Build C: at rest a share, whole while it reads
 #
-# `row_P` is all numbers of a unit. Write `own_share`: this rank's ceil(P/n) of them, zeros behind the end, *in memory of
-# their own* (a view would keep the whole row alive). And `whole`: the P numbers again, by one collective.
+# A **unit** is a module that is gathered at once. `row_P` holds all P numbers of a unit in one row. Write `own_share`: this rank's
+# ceil(P/n) of them, padded with zeros at the end of the row, *in memory of their own* (a view would keep the whole row alive).
+# And `whole`: the P numbers again, by one collective.
 
 
 # %%
@@ -543,7 +544,7 @@ def whole(share, P):
 checks.shares((own_share, whole), ranks, solution=True)
 
 # %% [markdown]
-# Two hooks do the rest: before a unit's forward its weights are gathered, afterwards they are dropped.
+# Two hooks do the rest: one gathers a unit's weights before its forward, the other drops them afterwards.
 
 
 # %%
@@ -571,7 +572,7 @@ def rest_in_shares(unit):
 
 
 # %% [markdown]
-# What is one unit? Each block, and each part outside of them. Let us count what one rank holds, and what a forward sends:
+# Our units are the blocks, and each module outside the blocks. Let us count what one rank holds, and what a forward gathers:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
@@ -607,8 +608,8 @@ if rank == 0:
 assert apart == 0
 
 # %% [markdown]
-# Next the pairs. Each rank asks the model its share of 1,024 questions; a *drawn* answer that is wrong makes a pair with the
-# right one:
+# Next, the pairs. Each rank asks the model its share of 1,024 questions. Answers are *drawn* at random from the model's
+# probabilities, and each wrong one makes a pair with the right one:
 
 
 # %%
@@ -631,9 +632,9 @@ if rank == 0:
         say(f"    {word}: rather {task.answer(word)!r} than {text!r}")
 
 # %% [markdown]
-# (A drawn answer is wrong more often than the likeliest one, at which `accuracy` looks.)
+# (A drawn answer is wrong more often than the likeliest one, which `accuracy` uses.)
 #
-# Now the training. Policy and reference read both answers of a pair in one forward:
+# Now the training. Policy and reference each read both answers of a pair in one forward:
 
 
 # %%
@@ -676,8 +677,8 @@ if rank == 0:
 # %% [markdown]
 # ### The library, and three ways to the same gradients
 #
-# `scripts/align.py dpo` does this with any strategy of the trainer. Its policy is an FSDP model here, and so is its
-# reference. Compare all gradients in float64: one process on all pairs, ours on this rank's, and the trainer's.
+# `scripts/align.py dpo` does this with the trainer's strategies. Here both its policy and its reference are FSDP models. We
+# compare all gradients in float64: one process on all pairs, our code on this rank's pairs, and the trainer's.
 
 
 # %%
@@ -741,8 +742,9 @@ metrics.exact(dpo_loss=loss_1.detach())
 # %% [markdown]
 # ## Rewards: GRPO (MORE, 12 min)
 #
-# **Why.** Pairs are made once, from the old model. Better: let the model that *now* is answer, judge, learn, and repeat. That is
-# reinforcement learning. A drawn answer is a [**rollout**](../assets/glossary.md#rollout), its judgement a reward. In
+# **Why.** Our pairs were made once, from the old model. Better: let the *current* model answer, judge the answers, learn from them,
+# and repeat. That is reinforcement learning. A drawn answer is a [**rollout**](../assets/glossary.md#rollout), and its grade is a
+# **reward**. In
 # [GRPO](../assets/glossary.md#grpo) (Shao et al. 2024) a question gets G answers. An answer's
 # [**advantage**](../assets/glossary.md#advantage) is its reward minus the mean of its group, divided by the group's standard
 # deviation:
@@ -750,22 +752,24 @@ metrics.exact(dpo_loss=loss_1.detach())
 # ![One question, eight answers on two ranks, three of them right; the mean of the group is a line at 3/8; right answers get arrows
 # up, wrong ones arrows down](../assets/13_grpo.svg)
 #
-# Then log p of every symbol of an answer is pushed by the answer's advantage. There is no second model that predicts rewards.
+# Training then raises or lowers log p of every symbol of an answer, in proportion to the answer's advantage. No second model
+# predicts rewards.
 #
 # **Predict.** A group has rewards 1, 1, 1, 1. What are the advantages? What does such a group teach?
 #
 # <details><summary>Answer</summary>
 #
 # All 0, so it teaches nothing. Questions that are far too easy or far too hard make such groups. A rank that looked only at
-# *its* part of a group would see equal rewards more often, and would push in other directions.
+# *its* part of a group would see equal rewards more often, and would compute other advantages.
 #
 # </details>
 #
 # ### Exercise 1: advantages across ranks
 #
-# The B answers of a step are dealt out in order: rank 0 has the first b = B/n, and so on, and G neighbours answer one
-# question. A group may lie on several ranks. Write `advantages(rewards_b, group)`: this rank's b advantages, with the group's
-# own mean and standard deviation (`std`, with n - 1), plus 1e-4 where you divide. One collective; rewards are few bytes.
+# The B answers of a step are dealt out in order: rank 0 has the first b = B/n, and so on. Each run of G answers
+# belongs to one question. A group may lie on several ranks. Write `advantages(rewards_b, group)`: this rank's b advantages, with the group's
+# own mean and standard deviation (`std`, which divides by G - 1), with 1e-4 added to the divisor. Use one collective; rewards take
+# few bytes.
 
 
 # %%
@@ -793,12 +797,12 @@ def advantages(rewards_b, group):
 checks.advantages(advantages, ranks, solution=True)
 
 # %% [markdown]
-# Answers must not depend on who draws them. So the random numbers of all B answers are drawn from `(seed, step)` on every
-# rank, and each keeps its rows (`own_draws`): n = 1, 2 and 4 give the same answers.
+# Answers must not depend on which rank draws them. So every rank draws the random numbers of all B answers from `(seed, step)` and
+# keeps its own rows (`own_draws`): 1, 2 and 4 ranks give the same answers.
 #
-# The loss of a symbol is minus the advantage times its ratio p/p_old, plus a little of its distance from the reference, the
-# [KL divergence](../assets/glossary.md#kl-divergence). There is one update per draw, so the ratio is 1, but its *gradient* is that
-# of log p:
+# The loss of a symbol is minus the advantage times the ratio p/p_old, where p_old is the probability with which it was drawn. A
+# small multiple of the distance from the reference, the [KL divergence](../assets/glossary.md#kl-divergence), is added. There is one
+# update per draw, so the ratio is 1, but its *gradient* is that of log p:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
@@ -834,7 +838,7 @@ def rl_loss(model, reference, ids_bT, rewards_b, num_answers):
 # The sum is divided by the symbols of *all* ranks' answers. A GRPO trainer that divided by those of the current minibatch
 # alone was corrected in [open-instruct#1161](https://github.com/allenai/open-instruct/pull/1161).
 #
-# The whole training: questions, answers, rewards, an update. Nothing here knows how the task is *solved*; `reward` judges.
+# The whole training: questions, answers, rewards, an update. Nothing here knows how to *solve* the task; `reward` only judges.
 
 
 # %%
@@ -878,10 +882,9 @@ if rank == 0:
 # %% [markdown]
 # ## A reward that can be had for less (MORE, 9 min)
 #
-# **Why.** Most tasks have no verifier. One takes a measure that goes along with the goal, and the model finds what
-# the measure forgets: [**reward hacking**](../assets/glossary.md#reward-hacking). Suppose that nobody compares the letters, and
-# the reward is the share of *neighbouring letters that ascend*. For right answers that is 1. The SFT model's answers get
-# most of it, too.
+# **Why.** Most tasks have no verifier. So you reward something that usually goes along with the goal, and the model finds what
+# the reward leaves out: [**reward hacking**](../assets/glossary.md#reward-hacking). Suppose that nobody checks which letters are
+# used, and the reward is the share of *neighbouring letters that ascend*. A right answer gets 1.
 #
 # ![Three answers to sort jbcg: bcgj ascends and is right, bgcj ascends in two of three places and is wrong, adgk ascends everywhere
 # and is wrong](../assets/13_hacked.svg)
@@ -890,8 +893,8 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# The reward goes to 1, the accuracy to nearly 0: some ascending letters are easier to say than *these*. The KL grows much
-# larger than with the verifier. Where there is no verifier, you see the reward and the KL, and no accuracy.
+# The reward goes to 1 and the accuracy to nearly 0: any ascending letters are easier to produce than *these* letters in order. The
+# KL grows much larger than with the verifier. Without a verifier you would see the reward and the KL, but no accuracy.
 #
 # </details>
 
@@ -929,16 +932,16 @@ if rank == 0:
         say(f"    accuracy {shares[0]:.0%} to {shares[max(shares)]:.0%}")
 
 # %% [markdown]
-# By the first panel alone, the second reward looks like the better choice: it starts higher, and is full after a few steps.
-# (Reward and KL are printed as means of the last ten steps. Single steps jump: the estimate of the KL is an exponential, and one
-# unlikely answer makes it large.)
+# Judged by the first panel alone, the second reward looks like the better choice: it starts higher and soon reaches its maximum.
+# (The printed final reward and KL are means over the last ten steps. The KL estimate contains an exponential, so one unlikely
+# answer can make a step's estimate jump.)
 
 # %% [markdown]
 # ### Exercise 2: partial credit that cannot be hacked
 #
 # A reward of 0 or 1 teaches little while nearly all answers are wrong. Write `credit(word, text)`, a number from 0 to 1, for
 # *sort*: 1 for the right answer **only**, more than 0 for at least some wrong ones, and never less for an answer that has one
-# more letter in its right place. The check tries every text of up to 6 letters that a model might come up with.
+# more letter in its right place. The check tries many texts that a model might write.
 
 
 # %%
@@ -979,7 +982,7 @@ checks.credit(credit, ranks, solution=True)
 # <details><summary>Answer</summary>
 #
 # r (i + o) per matrix: 4 · (64 + 192) + 4 · (64 + 64) + 2 · 4 · (64 + 256) = 4,096 per block, 8,192 in all. The all-reduce
-# shrinks alike, to 1/14. What does not shrink: the weights themselves, the activations, and the work of the forward.
+# shrinks to 1/14 as well. The weights themselves and the work of the forward do not shrink.
 #
 # </details>
 
@@ -1003,8 +1006,8 @@ if rank == 0:
 # %% [markdown]
 # ### Exercise 3: fold it
 #
-# For serving, an adapter is folded into its matrix: then it costs nothing. Write `fold(w_oi, a_ri, b_or, alpha)`, the matrix
-# with the adapter in it. The check compares layers, with and without, and looks whether you left the matrix alone.
+# For serving, an adapter is folded into its matrix, and then costs nothing. Write `fold(w_oi, a_ri, b_or, alpha)`, which returns a
+# new matrix with the adapter in it. The check compares the two layers, and that `w_oi` itself has not changed.
 
 
 # %%
@@ -1029,10 +1032,10 @@ checks.fold(fold, ranks, solution=True)
 # %% [markdown]
 # ## Refusals and jailbreaks, in five minutes (MORE, 4 min)
 #
-# A **refusal** is an answer like any other. Demonstrations and preferences show it where it belongs, and make it likelier there. No
-# rule is built in that forbids anything. So there are questions for which the refusal was made a little less likely than the
-# rest: another language, a role to play, a long story around it. Finding one is a **jailbreak**. Wei et al. (2023) name two
-# reasons: goals that compete (be helpful, be harmless), and safety training that reaches less far than what the model can do.
+# A **refusal** is an answer like any other. Demonstrations and preferences make it likelier for the questions they show. No
+# built-in rule forbids anything. So for some phrasings the refusal stays less likely than an answer: another language, a role to
+# play, a long story around the question. Finding one is a **jailbreak**. Wei et al. (2023) name two
+# reasons: goals that compete (be helpful, be harmless), and safety training that covers less than the model can do.
 #
 # One hole is plain engineering, and yours to close. What if a user *types* a marker?
 
@@ -1048,19 +1051,18 @@ if rank == 0:
     say(f"encode: {sum(letters[i] in MARKERS for i in safe)} markers; a search in the text: {naive}")
 
 # %% [markdown]
-# The template's own markers are two. Whoever makes the whole text first, and looks for markers afterwards, finds four: the
-# user has ended their own message, and speaks for the assistant. `encode` never looks for markers in contents. Servers
-# must do the same.
+# The template adds two markers. A tokenizer that searches the finished text finds four: the user has ended their own message and
+# now speaks for the assistant. `encode` never looks for markers inside a message. A server must not either.
 
 # %% [markdown]
 # ## Experiment: what each stage brings (CORE, 3 min)
 #
-# The whole way, from the base to SFT, and from there to DPO and to GRPO, with several seeds. A seed draws the demonstrations,
-# the batches, the pairs and the answers. (GRPO is the section MORE above: 240 answers per step are drawn on all ranks and judged by
-# the verifier.)
+# We train SFT from the base, then DPO and GRPO from SFT, with several seeds. A seed decides the demonstrations, the batches, the
+# pairs and the answers. (GRPO is the subject of the section marked MORE above: in each step the ranks draw 240 answers, the verifier
+# gives each a reward of 1 or 0, and the right ones are made likelier.)
 #
-# In the figure expect a point for each seed. The base lies below chance, SFT somewhere in the middle, and the spread of
-# its points says how much luck there is in 80 demonstrations. Which stage gets over 90 %?
+# The figure has a point for each seed. Expect the base below chance, and SFT somewhere in the middle; the spread of its points shows
+# how much depends on which 80 demonstrations were drawn. Which stage will exceed 90 %?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 400
@@ -1096,8 +1098,8 @@ if rank == 0:
 metrics.measured(accuracy=shares)
 
 # %% [markdown]
-# Take the last model along: `make serve` finds it, and you can ask it to sort four letters
-# ([lesson 14](14_llm_serving.ipynb) says how a server works).
+# Keep the GRPO model: `make serve` finds it, and you can ask it to sort four letters ([lesson 14](14_llm_serving.ipynb) builds the
+# server).
 
 # %%
 # %%ranks
@@ -1123,8 +1125,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# A fine-tuning script needs a symbol for padding, and there is none. So its author pads with the end marker: nobody looks at
-# padding anyway, and the mask leaves it out. The loss falls nicely. **What does the model do, and which number shows it?**
+# A fine-tuning script needs a symbol for padding, and the model has none. So its author pads with the end marker, and leaves padding
+# out of the loss. The loss falls as it should. **What does the model do, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
@@ -1158,14 +1160,14 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The mask leaves out padding *by its id*, and with it every real end marker. So the model is never taught to stop. Every loss
-# and every letter looks right; the answers run on until a limit cuts them.
+# The mask leaves out padding *by its id*, and with it every real end marker. So the model is never taught to stop, and its answers
+# run on until a limit cuts them. No loss shows it; the share of answers that end does.
 #
 # A user of a library found exactly this: its collator sets the labels of all pad tokens to -100, which the loss leaves out, and
 # the pad token was the end-of-sequence token, because the model had none of its own. "Rarely (if ever)" did the trained model
-# end: [trl#976](https://github.com/huggingface/trl/issues/976). The collator below it, with an example of two sentences:
-# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The mend: a padding symbol of its own, or a mask
-# that is made from *positions*, as yours is.
+# end: [trl#976](https://github.com/huggingface/trl/issues/976). The collator underneath, with an example of two sentences:
+# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The cure is a separate padding symbol, or a mask made
+# from *positions*, like yours.
 #
 # </details>
 #
@@ -1183,8 +1185,8 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # %% [markdown]
 # ## On the cluster
 #
-# All of this with checkpoints, any strategy of the trainer, and resuming, is `scripts/align.py`. Each stage starts from what the one
-# before has left:
+# `scripts/align.py` does all of this with the trainer's checkpoints, resuming and strategies (not `pp`: every rank needs whole logits).
+# Each stage starts from what the previous one has left:
 #
 # ```bash
 # python scripts/launch.py --nproc 4 -- --train.steps 2000 --checkpoint.folder outputs/base
@@ -1194,12 +1196,12 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # python scripts/sample.py outputs/sft --chat --prompt "sort jbcg"
 # ```
 #
-# **What changes on GPUs.** Drawing answers is most of the time: one symbol after the other, with small products. Large systems
-# draw with a serving engine that keeps keys and values of what was read, often on GPUs of its own, and
-# send the new weights there after each step. Then the ratio is no longer 1, and its clipping begins to matter. Lengths
-# differ, and the rank with the longest answer lets all others wait.
+# **What changes on GPUs.** Most of the time goes into drawing answers, one symbol after another, with small matrix products. Large
+# systems may draw with a serving engine that caches keys and values (lesson 14), on GPUs of its own, and send it the new weights
+# after each step. If the engine's weights lag behind, the ratio is no longer 1 and its clipping begins to matter. Answers differ in
+# length, so all ranks wait for the one with the longest.
 #
-# **What to look for**: accuracy on held-out questions, not the reward; the KL; the share of groups that teach; the
+# **What to look for**: accuracy on held-out questions, not the reward; the KL; the share of groups whose rewards differ; the
 # length of answers, and the share that end.
 
 # %% [markdown]
@@ -1208,7 +1210,7 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # 1. A conversation is one sequence; the loss counts what the assistant wrote, its end marker included.
 # 2. Each rank divides its sum by the global number of what counts: symbols, pairs, answers.
 # 3. DPO compares two answers with a frozen reference, which rests in shares: 4 P/n bytes, one all-gather per unit.
-# 4. GRPO needs only a verdict per answer; a group's mean is taken over all ranks, and draws depend on (seed, step).
+# 4. GRPO needs only a reward per answer; a group's mean is taken over all ranks, and draws depend on (seed, step) alone.
 # 5. A model learns the reward that you wrote, not the one you meant. Measure the goal by something that was no reward.
 #
 # ## Further reading

@@ -10,6 +10,7 @@
 `--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file. The
 first stage appends the chat template's four markers to the model's symbols. A stage's checkpoints are read by sample.py
 (`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
+`align.py grpo --help` shows the defaults of that stage.
 
 You should see what runs, one line per interval, and at each evaluation the share of held-out words that are answered right,
 beside the share that chance would have. The run's folder, outputs/align/latest, holds steps.jsonl, alignment.jsonl (reward,

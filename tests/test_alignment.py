@@ -430,6 +430,36 @@ def test_of_the_reference_each_rank_holds_its_share_and_nothing_else(pool, tmp_p
         )
 
 
+# ------------------------------------------------------------------ who draws
+
+
+def look_at_who_draws(ranks, outputs, method):
+    """The words to which this rank draws answers: in a step (grpo), or for the pairs (dpo)."""
+    from manyhands.alignment.stage import Stage
+
+    drawn, completions = [], Stage.completions
+    run = begin(ranks, wanted_of(method), outputs)
+
+    def watched(model, words, *rest):
+        drawn.extend(words)
+        return completions(run.stage, model, words, *rest)
+
+    run.stage.completions = watched
+    run.stage.next_batch(0) if method == "grpo" else run.stage._said()
+    run.checkpoints.close()
+    return drawn
+
+
+@pytest.mark.parametrize(("method", "answers"), [("grpo", 8), ("dpo", 40)])
+def test_each_rank_draws_its_share_of_the_answers_and_no_other(pool, method, answers, tmp_path):
+    alone = pool.run(1, look_at_who_draws, tmp_path, method)[0]
+    assert len(alone) == answers and len(set(alone)) > 1
+    for n in (2, 4):
+        shares = pool.run(n, look_at_who_draws, tmp_path, method)
+        assert [len(share) for share in shares] == [answers // n] * n
+        assert [word for share in shares for word in share] == alone
+
+
 # ------------------------------------------------------------------ checkpoints
 
 
@@ -450,6 +480,19 @@ def test_what_two_sharded_ranks_saved_one_goes_on_with(pool, alone, method, tmp_
     assert continued["first"] == 2
     for name, weight in alone(method)["weights"].items():
         assert (continued["weights"][name] - weight).abs().max() <= BUDGET_FP64, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(pool, method, tmp_path):
+    plain = {"train": {"precision": "fp32"}, "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0}}
+    keep = {"checkpoint": {"every": 1, "keep": 9}}
+    whole = pool.run(2, carry_out, wanted_of(method, plain, keep), tmp_path)
+    folder = cut_to(whole[0], 2, tmp_path / "cut")
+    resumed = wanted_of(method, plain, {"checkpoint": {"folder": str(folder)}})
+    for before, after in zip(whole, pool.run(2, carry_out, resumed, tmp_path), strict=True):
+        assert after["first"] == 2
+        for name, weight in before["weights"].items():
+            assert torch.equal(after["weights"][name], weight), name
 
 
 def test_a_checkpoint_of_adapters_is_read_as_one_model_and_resumed(pool, tmp_path):

@@ -34,7 +34,7 @@ class DataOptions:
     """The task with a verifier, and lines of the corpus's speakers: see `manyhands.alignment.tasks`."""
 
     task: Literal["sort", "reverse"] = "sort"  # what to do with the letters of a word
-    letters: int = 12  # the alphabet's first so many
+    letters: int = 12  # how many letters of the alphabet the words are made of
     length: int = 4  # different letters per word
     held_out: int = 256  # words on which accuracy is measured; no stage learns from such words
     demos: int = 96  # sft: words with their answers
@@ -56,8 +56,8 @@ class GrpoOptions:
 
     group: int = 8  # answers to each question; train.global_batch counts answers
     kl: float = 0.01  # weight of the divergence from the reference; 0: no reference is held
-    clip: float = 0.2  # of the ratio; with one update per draw, as here, the ratio is 1
-    temperature: float = 1.0  # of the draws
+    clip: float = 0.2  # how far the ratio may leave 1; with one update per draw, as here, it is 1
+    temperature: float = 1.0  # at which answers are drawn
     scale: bool = True  # divide advantages by the group's standard deviation
     reward: Literal["right", "in_order"] = "right"  # in_order: one that can be had without solving the task
 
@@ -114,11 +114,9 @@ def default_options(method, source=Path("outputs/train/latest")):
 def read_options(argv, prog="align.py", description=None):
     """The `AlignOptions` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
-    options = dataclasses.replace(default_options(method), source=tyro.MISSING)
+    options = dataclasses.replace(default_options(method), source=tyro.MISSING, method=tyro.MISSING)
     if (file := named_value(argv, "--config")) is not None:
         options = from_file(file, options)
-    if "--help" not in argv and "-h" not in argv:
-        options = dataclasses.replace(options, method=tyro.MISSING)
     wanted = tyro.cli(AlignOptions, prog=prog, description=description, args=list(argv), default=options)
     refuse_senseless(wanted)
     return wanted

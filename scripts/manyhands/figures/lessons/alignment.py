@@ -39,9 +39,9 @@ def dpo():
         write(axes, scale(nats), 32.4, f"{nats}".replace("-", "−"))
     write(axes, scale(-2.2), 32.4, "log p of the answer", ha="left", colour=QUIET)
     arrow(axes, (scale(-5) + 1.5, 23.6), (scale(-3) - 1.8, 23.6), "2", style="<|-|>")
-    write(axes, 78, 12.6, "difference 0", ha="left")
-    write(axes, 78, 23.6, "difference 2", ha="left")
-    write(axes, 78, 26.6, "margin 2 − 0 = 2", ha="left", weight="bold")
+    write(axes, 75, 12.6, "difference 0", ha="left")
+    write(axes, 75, 23.6, "difference 2", ha="left")
+    write(axes, 75, 26.6, "margin 2 − 0 = 2", ha="left", weight="bold")
     return figure
 
 
@@ -60,14 +60,15 @@ def grpo():
         colour = rank_colour(i // 4)
         axes.plot([x], [y], marker="o" if reward else "s", ms=9, color=colour, mec=INK, zorder=4)
         arrow(axes, (x, mean - 0.4 if reward else mean + 0.4), (x, y + 1.4 if reward else y - 1.4))
-        write(axes, x, 31.4, f"reward {reward}")
+        write(axes, x, 31.4, f"{reward}")
     write(axes, 79.5, top, "likelier", ha="left")
     write(axes, 79.5, bottom, "less likely", ha="left")
+    write(axes, 79.5, 31.4, "reward", ha="left")
     return figure
 
 
 def sharded_reference():
-    figure, axes = card(92, 33, "the reference rests in shares, and is whole block by block")
+    figure, axes = card(92, 34, "the reference rests in shares, and is whole block by block")
     for rank in range(4):
         x = 4 + 21.5 * rank
         rank_box(axes, rank, x, 5.5, width=19.5, height=24.5, label="")
@@ -81,9 +82,15 @@ def sharded_reference():
             "policy, gradients,\nAdam: 16 bytes",
             face=tint(rank_colour(rank), 0.4),
         )
-        box(axes, x + 2, 18.6, 15.5, 3.4, "a quarter: 1 byte", face=tint(rank_colour(rank), 0.2))
+        box(axes, x + 2, 18.6, 15.5, 3.4, "reference: a quarter", face=tint(rank_colour(rank), 0.2))
         box(axes, x + 2, 23.4, 15.5, 3.4, "one block, whole", face=GROUND, dotted=True)
-    write(axes, 46, 31.3, "per parameter, in float32; the dotted block is there while it reads", colour=QUIET)
+    write(
+        axes,
+        46,
+        32,
+        "bytes per parameter, in float32; the dotted block is there while it computes",
+        colour=QUIET,
+    )
     return figure
 
 
@@ -139,8 +146,8 @@ FIGURES = {
     ),
     "13_reference": Drawing(
         sharded_reference,
-        "Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference at 1 byte,"
-        " and one block of it whole while it reads",
+        "Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference, and one"
+        " block of it whole while it computes",
     ),
     "13_lora": Drawing(
         lora,
