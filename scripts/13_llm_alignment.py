@@ -213,7 +213,7 @@ say(f"my sum {mine.sum():g} of {len(mine)}; all ranks: {both[0]:g} / {both[1]:g}
 # clear who speaks and where an answer ends. A [**chat template**](../assets/glossary.md#chat-template) says how.
 #
 # ![A conversation as one row of symbols: the user's marker, the question, the end marker, the assistant's marker, the answer, the end
-# marker; below it the mask counts the letters of the answer and its end marker](../assets/13_template.svg)
+# marker; below each symbol but the first a question mark: does its prediction count?](../assets/13_template.svg)
 #
 # A marker such as `<|user|>` is **one symbol** with an id of its own. `render` shows the text, `encode` makes the ids:
 

@@ -38,6 +38,17 @@ def _outputs_outside_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tensors so small that two threads are slower than one, by far where the cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def attendees(tmp_path_factory):
     """{name: lesson} of an attendees' copy of the course."""

@@ -15,12 +15,7 @@ MODEL = gpt()
 HOW = Sampling(0.9, top_p=0.95)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def alone(prompt, n, seed):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.gpt.model import GPT, GPTConfig
+from live_server import make_model
+from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.serving.decoder import cached_logits, generate
 from manyhands.serving.engine import Engine
@@ -20,22 +21,10 @@ CONFIG = GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=2, n_embd=16)
 
 
 def gpt(seed=1, config=CONFIG):
-    """A model whose choices are far from uniform."""
-    torch.manual_seed(seed)
-    model = GPT(config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return make_model(seed, config)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tensors as small as these are slower on two, by far where the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def chi_square_limit(degrees, z=4.5):

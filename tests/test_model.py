@@ -11,13 +11,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 SMALL = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=12)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """These models are too small to share: threads that wait for each other on busy cores cost seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(config=SMALL, seed=0):

@@ -54,13 +54,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tensors as small as these are slower on two, by far where the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

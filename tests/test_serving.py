@@ -38,15 +38,7 @@ from manyhands.serving.sampler import Sampling
 from manyhands.serving.service import Cache
 from manyhands.serving.vocabulary import TextSoFar, Vocabulary
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

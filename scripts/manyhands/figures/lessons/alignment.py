@@ -7,37 +7,18 @@ TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"
 
 
 def template():
-    figure, axes = card(104, 28, "a conversation is one sequence")
-    x, counted = 3.0, 0
+    figure, axes = card(104, 26, "a conversation is one sequence")
+    x = 3.0
     for i, symbol in enumerate(TALK):
         marker = len(symbol) > 1
         width = 3.4 if not marker else 2.2 + 0.95 * len(symbol)
-        own = i > 11
-        shown = {" ": "␣"}.get(symbol, symbol)
-        box(axes, x, 7, width, 4, shown, face=GREY if marker else PAPER)
+        box(axes, x, 7, width, 4, {" ": "␣"}.get(symbol, symbol), face=GREY if marker else PAPER)
         if i:
-            box(
-                axes,
-                x,
-                15,
-                width,
-                3.4,
-                "✓" if own else "",
-                face=tint(INK, 0.16) if own else PAPER,
-                edge=QUIET,
-            )
-            counted += own
+            box(axes, x, 15, width, 3.4, "?", face=PAPER, edge=QUIET)
         x += width + 0.4
     write(axes, 3, 13.2, "does the prediction of this symbol count?", ha="left", colour=QUIET)
     write(
-        axes,
-        3,
-        21.8,
-        f"{counted} of {len(TALK) - 1} predictions count: the answer, and the marker that ends it.",
-        ha="left",
-    )
-    write(
-        axes, 3, 25.4, "A grey box is a marker: one symbol, which no text contains.", ha="left", colour=QUIET
+        axes, 3, 22.4, "A grey box is a marker: one symbol, which no text contains.", ha="left", colour=QUIET
     )
     return figure
 
@@ -144,7 +125,7 @@ FIGURES = {
     "13_template": Drawing(
         template,
         "A conversation as one row of symbols: the user's marker, the question, the end marker, the assistant's marker, the answer,"
-        " the end marker; below it the mask counts the letters of the answer and its end marker",
+        " the end marker; below each symbol but the first a question mark: does its prediction count?",
     ),
     "13_dpo": Drawing(
         dpo,
