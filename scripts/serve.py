@@ -87,9 +87,12 @@ def refuse_senseless(options):
 
 def aligned():
     """What lesson 13 or align.py has made last. Raises ValueError, with the commands that make it."""
+    from manyhands.checkpoints.manifest import steps_in
     from manyhands.runs.run_folder import outputs_folder
 
-    there = [path for name in ALIGNED if (path := outputs_folder() / name).exists()]
+    places = [outputs_folder() / name for name in ALIGNED]
+    # a run that has just begun has a folder, and no checkpoint in it
+    there = [path for path in places if path.is_file() or steps_in(path)]
     if not there:
         raise ValueError(TO_ALIGN)
     return max(there, key=lambda path: path.stat().st_mtime)

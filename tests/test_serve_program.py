@@ -165,10 +165,13 @@ def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_co
     assert program.main([]) == 2
     told = capfd.readouterr().err
     assert told.startswith("serve.py: there is no aligned model yet") and "align.py -- grpo --from" in told
-    lesson, run = (tmp_path / name for name in program.ALIGNED)
-    for place in (run, lesson):
-        place.parent.mkdir(parents=True)
-        place.touch()
+    run, lesson = (tmp_path / name for name in program.ALIGNED)
+    lesson.parent.mkdir(parents=True)
+    lesson.touch()
+    run.mkdir(parents=True)
+    os.utime(lesson, (1, 1))
+    assert program.aligned() == lesson, "a run without a checkpoint has made nothing yet"
+    (run / "step-00000003").mkdir()
     for earlier, later in ((lesson, run), (run, lesson)):
         os.utime(earlier, (1, 1))
         os.utime(later, (2, 2))
