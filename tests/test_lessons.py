@@ -94,7 +94,7 @@ def test_every_exercise_has_a_folded_solution(lesson):
 @each(LESSONS, pytest.mark.lesson)
 @pytest.mark.timeout(360)
 def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
-    """The nbval run on 4 ranks: cells tagged nbval-check-output must print what is stored."""
+    """The nbval run on the lesson's own number of ranks: cells tagged nbval-check-output must print what is stored."""
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path), "MANYHANDS_LIVE": "0"}
     environ.pop("PYTEST_CURRENT_TEST", None)
     command = [
@@ -105,7 +105,11 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stdout[-6000:]
     metrics = find_metrics(tmp_path, lesson.name)
-    assert (metrics["launcher"], metrics["world_size"]) == ("notebook", 4)
+    own = next(parameter.default for parameter in read(lesson.script) if parameter.name == "n_ranks")
+    assert (
+        own == 4 or lesson.number == "14"
+    )  # which times single calls: four ranks on two cores only disturb each other
+    assert (metrics["launcher"], metrics["world_size"]) == ("notebook", own)
     assert metrics["exact"] or lesson.number == "04"
 
 
