@@ -41,7 +41,11 @@ def authorise(headers, token):
     # every one is compared, in a time that does not depend on where they differ
     matches = [hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given]
     if not any(matches):
-        raise Refusal(401, "the token is missing or wrong; the server's terminal shows it", "invalid_api_key")
+        raise Refusal(
+            401,
+            "the token is missing or wrong; the server's terminal, or the file that it names there, has it",
+            "invalid_api_key",
+        )
 
 
 def write_address(folder, address, token):
