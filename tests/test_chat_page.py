@@ -145,7 +145,7 @@ def test_without_a_token_the_page_asks_for_one_and_a_wrong_one_is_asked_for_agai
         page.done()
         expect(page.messages("assistant")).to_have_count(seen)
     expect(page.messages("error")).to_have_text(
-        "the token is missing or wrong; the server's terminal shows it"
+        "the token is missing or wrong; the server's terminal, or the file that it names there, has it"
     )
     expect(field).to_be_hidden()
     context.close()
