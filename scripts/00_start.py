@@ -584,9 +584,7 @@ for _ in range(6):
 # %%ranks
 if rank == 0:
     returned, done = median(returned_ms[1:]), median(done_ms[1:])  # the first one warmed up
-    say(
-        f"the call returned after {returned:.2f} ms ({min(returned_ms[1:]):.2f} to {max(returned_ms[1:]):.2f})"
-    )
+    say(f"the call returned after {returned:.2f} ms ({min(returned_ms[1:]):.2f} to {max(returned_ms[1:]):.2f})")
     say(f"the sum was there after {done:.1f} ms ({min(done_ms[1:]):.1f} to {max(done_ms[1:]):.1f})")
     say(f"read at the return, the clock makes the network look {done / returned:.0f} times as fast")
 

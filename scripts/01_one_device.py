@@ -1326,9 +1326,7 @@ for case, seen in steps.items():
     highest[case] = {kind: seen.highest(kind) for kind in predicted}
     say(f"{case}: " + ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in highest[case].items()))
     worst[case] = max(abs(highest[case][kind] / predicted[kind] - 1) for kind in predicted)
-    say(
-        f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'"
-    )
+    say(f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'")
 share = highest["checkpointing"]["activations"] / highest["plain"]["activations"]
 say(f"checkpointing leaves {100 * share:.0f} % of the activations")
 metrics.exact(highest_bytes=highest)

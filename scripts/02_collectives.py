@@ -328,9 +328,7 @@ for name, (call, at_least) in calls.items():
         call()
     sent_bytes = max_over_ranks(float(seen.transport_bytes or 0), ranks)
     if rank == 0 and sent_bytes:
-        say(
-            f"{name:>14}: the busiest rank sends {sent_bytes / x_N.nbytes:.2f} x N, the bound is {at_least:.2f}"
-        )
+        say(f"{name:>14}: the busiest rank sends {sent_bytes / x_N.nbytes:.2f} x N, the bound is {at_least:.2f}")
 
 # %% [markdown]
 # gloo's broadcast is a tree: on 4 ranks the root sends the whole tensor twice, but the last rank has it after two hops.

@@ -100,9 +100,7 @@ these_ranks = f"{world_size} rank{'s' * (world_size > 1)}"
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
-    refuse(
-        f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
-    )
+    refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
 
 # %% [markdown]
 # The lesson's model is **ShakespeareGPT**: it reads 64 characters of Shakespeare and guesses the next. Four layers, four
@@ -1311,14 +1309,10 @@ if rank == 0:
     from manyhands.figures.step_times import weak_scaling
 
     for n in sizes[1:]:
-        best, worst, middle = (
-            f"{100 / f:.0f}" for f in (slower[n][0], slower[n][-1], statistics.median(slower[n]))
-        )
+        best, worst, middle = (f"{100 / f:.0f}" for f in (slower[n][0], slower[n][-1], statistics.median(slower[n])))
         say(f"{n} ranks: efficiency {middle} % ({worst} to {best})")
     figure = weak_scaling(sizes, list(step_s.values()), 3 * 64, "weak scaling on this machine")
-    show(
-        figure, "weak_scaling", "tokens per second against ranks, measured with whiskers, and the ideal line"
-    )
+    show(figure, "weak_scaling", "tokens per second against ranks, measured with whiskers, and the ideal line")
 rates = [3 * 64 * n / statistics.median(step_s[n]) for n in sizes]
 metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
 

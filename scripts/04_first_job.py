@@ -99,9 +99,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
-    refuse(
-        f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
-    )
+    refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
 corpus = load_corpus(ranks)
 metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 
@@ -503,9 +501,7 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-log, node1, node2 = (
-    recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node1", ".node2")
-)
+log, node1, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node1", ".node2"))
 if rank == 0:
     say("$ tail -n 1 ddp_shakespeare.o4712.node1")
     say(node1[-1])
@@ -518,9 +514,7 @@ if rank == 0:
 # %%ranks
 import re
 
-named = [
-    line for line in log + node1 + node2 if re.search("error:|killed|out of memory|cancelled", line, re.I)
-]
+named = [line for line in log + node1 + node2 if re.search("error:|killed|out of memory|cancelled", line, re.I)]
 if rank == 0:
     say('$ grep -hiE "error:|killed|out of memory|cancelled" ddp_shakespeare.o4712*')
     for line in named:
@@ -632,12 +626,8 @@ predicted_s, rest_s = (steps - seen) * step_s, measured_s[-1] - measured_s[seen 
 ratio = rest_s / predicted_s
 single_ms = [1000 * (measured_s[step] - measured_s[step - 1]) for step in range(seen, steps)]
 if rank == 0:
-    say(
-        f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}"
-    )
-    say(
-        f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms"
-    )
+    say(f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}")
+    say(f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms")
 
 # %% [markdown]
 # So ask for more than the line says, but not for a day:
@@ -673,9 +663,7 @@ if rank == 0:
     above = 1 if line_s[1] > measured_s[-1] else -1  # so that the two labels keep apart
     for label, y, side in (("predicted", line_s[1], above), ("measured", measured_s[-1], -above)):
         axes.annotate(label, (steps - 1, y), (6, 6 * side), textcoords="offset points", va="center")
-    axes.set(
-        xlabel="step", ylabel="seconds since the start", xlim=(-1, 1.2 * steps), title=f"ranks: {world_size}"
-    )
+    axes.set(xlabel="step", ylabel="seconds since the start", xlim=(-1, 1.2 * steps), title=f"ranks: {world_size}")
     show(figure, "how_long", "measured seconds of each step, and the line that the first steps predict")
 
 # %% [markdown]

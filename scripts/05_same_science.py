@@ -221,9 +221,7 @@ def accumulation(global_batch, micro_batch, n):
     """Micro-batches that each of n ranks adds up for one update. Raises ValueError where that is uneven."""
     together = micro_batch * n
     if global_batch % together:
-        raise ValueError(
-            f"{global_batch} is no multiple of {micro_batch} x {n}; use a multiple of {together}"
-        )
+        raise ValueError(f"{global_batch} is no multiple of {micro_batch} x {n}; use a multiple of {together}")
     return global_batch // together
 
 
@@ -721,9 +719,7 @@ k, seeds = 8, range(min(3, repeats))
 columns = range(2 + len(seeds))
 rates = {kind: [lowest * k ** (c / 2) for c in columns] for kind, lowest in (("SGD", 0.02), ("Adam", 2e-4))}
 runs = [(kind, batch, rate) for batch in (4, 4 * k) for kind in rates for rate in rates[kind]]
-mine = {
-    run: [train(*run, seed) for seed in seeds] for run in runs[rank::world_size]
-}  # no communication at all
+mine = {run: [train(*run, seed) for seed in seeds] for run in runs[rank::world_size]}  # no communication at all
 losses = {run: found for part in everyone(mine) for run, found in part.items()}
 
 # %% [markdown]
@@ -744,9 +740,7 @@ if rank == 0:
     show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
     for kind, batch in best:
         found = losses[kind, batch, best[kind, batch]]
-        say(
-            f"{kind}, batch {batch}: {np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) at its best rate"
-        )
+        say(f"{kind}, batch {batch}: {np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f}) at its best rate")
     for kind in rates:
         moved, rule = best[kind, 4 * k] / best[kind, 4], advised[kind] / best[kind, 4]
         say(f"{kind}: {4 * k} likes {moved:.1f} times the rate of 4, the rule says {rule:.1f}")
@@ -809,9 +803,7 @@ for size in sizes_B:
 if rank == 0:
     from manyhands.figures import many_ranks
 
-    show(
-        many_ranks.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line"
-    )
+    show(many_ranks.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
     say(f"measured / predicted: {min(ratios):.2f} to {max(ratios):.2f}")
 
@@ -867,9 +859,7 @@ for step in range(1, 5 * steps + 1):
 if rank == 0:
     for step, scale in scales.items():
         off = 100 * (scale / 256) ** 0.5  # of the mean of 256 gradients, in percent of the true mean's length
-        say(
-            f"after {step:2d} updates: noise scale {scale:.1f} sequences (the mean itself is {off:.0f} % off)"
-        )
+        say(f"after {step:2d} updates: noise scale {scale:.1f} sequences (the mean itself is {off:.0f} % off)")
     for ratio in (1 / 8, 1 / 2, 1, 2, 8):
         say(f"batch = {ratio:5g} B_noise: {1 + 1 / ratio:4.2f} S_min updates read {1 + ratio:4.2f} E_min")
 metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
@@ -1011,9 +1001,7 @@ if rank == 0:
         "with the ring": [serial_s + work_s / n + ring_s(n) for n in many],
         "Amdahl's fit": [a + b / n for n in many],
     }
-    alt = (
-        "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
-    )
+    alt = "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
     show(many_ranks.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]
@@ -1399,9 +1387,7 @@ if rank == 0:
         in_eps = torch.finfo(dtype).eps * one  # the rounding of one operation
         pairs[f"{name}, {str(dtype).removeprefix('torch.')}"] = many / in_eps, one / in_eps
     figure = many_ranks.differences(pairs, 1000, "four ranks against one", "difference, in eps of the loss")
-    show(
-        figure, "three_trainings", "differences in eps: those of A and C are below 10, those of B above 1,000"
-    )
+    show(figure, "three_trainings", "differences in eps: those of A and C are below 10, those of B above 1,000")
 
 # %% [markdown]
 # Write `betrays(one, many, dtype)` for a test of your own code. Given are the losses of a training on one rank and on many, two

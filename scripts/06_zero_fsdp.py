@@ -104,9 +104,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
-    refuse(
-        f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
-    )
+    refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
 
 # %% [markdown]
 # The model is lesson 03's **ShakespeareGPT**: 64 characters in, the next one out. `batch(step)` is this rank's
@@ -884,9 +882,7 @@ found = {"ours": clipped_sgd(ours, optimizer, lambda limit: clip_by_global_norm(
 for unit in optimizer.units:
     gather(unit)
 by_library(library)
-found["fully_shard"] = clipped_sgd(
-    library, sgd(library.parameters()), lambda limit: library_clip(library, limit)
-)
+found["fully_shard"] = clipped_sgd(library, sgd(library.parameters()), lambda limit: library_clip(library, limit))
 losses_1, norms_1 = clipped_sgd(
     single, sgd(single.parameters()), lambda limit: library_clip(single, limit), rank=0, world_size=1
 )

@@ -534,15 +534,11 @@ checks.gathered_and_scattered((gathered, scattered), ranks)
 # %%ranks
 # solution C
 def gathered(x_BsD, group):
-    return Move.apply(
-        x_BsD, lambda x: all_gathered(x, group), lambda gradient: reduce_scattered(gradient, group)
-    )
+    return Move.apply(x_BsD, lambda x: all_gathered(x, group), lambda gradient: reduce_scattered(gradient, group))
 
 
 def scattered(x_BTD, group):
-    return Move.apply(
-        x_BTD, lambda x: reduce_scattered(x, group), lambda gradient: all_gathered(gradient, group)
-    )
+    return Move.apply(x_BTD, lambda x: reduce_scattered(x, group), lambda gradient: all_gathered(gradient, group))
 
 
 checks.gathered_and_scattered((gathered, scattered), ranks, solution=True)
@@ -1054,9 +1050,7 @@ checks.my_heads(my_heads, ranks)
 # solution 3
 def my_heads(num_heads, num_kv_heads, t, rank):
     if num_heads % t:
-        raise ValueError(
-            f"{num_heads} heads do not split over {t} tensor ranks; use a divisor of {num_heads}"
-        )
+        raise ValueError(f"{num_heads} heads do not split over {t} tensor ranks; use a divisor of {num_heads}")
     if num_kv_heads % t and t % num_kv_heads:
         raise ValueError(f"{num_kv_heads} KV heads and {t} tensor ranks: one must divide the other")
     each, per_kv = num_heads // t, num_heads // num_kv_heads
@@ -1129,9 +1123,7 @@ train(mended, of_own_positions)
 for title, model in (("theirs", wrong), ("mended", mended)):
     names = drifted(model, group) if t > 1 else {}
     if rank == 0:
-        say(
-            f"{title}: {len(names)} parameters have drifted apart, by up to {max(names.values(), default=0):.4f}"
-        )
+        say(f"{title}: {len(names)} parameters have drifted apart, by up to {max(names.values(), default=0):.4f}")
         for name, apart in list(names.items())[:6]:
             say(f"    {name:28} {apart:.4f}")
 

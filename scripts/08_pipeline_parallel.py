@@ -461,9 +461,7 @@ stage = my_stage(new_model())
 with wire.watch() as seen:
     loss, most = train_step(stage, gpipe(s, p, m), *batch(0))
 expected = (2 if 0 < s < p - 1 else 1) * m * (p > 1)
-say(
-    f"{seen.messages} messages, predicted {expected}; {seen.sent_bytes:,} bytes, {expected * rows * T * D * 8:,}"
-)
+say(f"{seen.messages} messages, predicted {expected}; {seen.sent_bytes:,} bytes, {expected * rows * T * D * 8:,}")
 metrics.exact(gpipe_messages=seen.messages, gpipe_bytes=seen.sent_bytes)
 
 # %% [markdown]
@@ -560,9 +558,7 @@ x = batch(0)[0][0] if s == 0 else torch.zeros(rows, T, D, dtype=torch.float64, d
 one_mb = count_saved(lambda: stage(x), stage).bytes / 1e6  # what autograd keeps of one micro-batch
 for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items():
     _, most = train_step(stage, order, *batch(0))
-    say(
-        f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations"
-    )
+    say(f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations")
     metrics.exact(**{f"in_flight_{name}": most})
 
 # %% [markdown]
@@ -646,9 +642,7 @@ for way, stage in stages.items():
     apart = max(furthest(stage), (losses[way] - expected).abs().item())
     assert apart < 1e-10, f"{way} is {apart:.1e} away"
     say(f"{way:13} and one process: the loss and all my gradients are equal to 1e-10")
-metrics.close(
-    float64_loss=expected.detach(), gradient_norm=torch.stack([g.norm() for g in wanted.values()]).norm()
-)
+metrics.close(float64_loss=expected.detach(), gradient_norm=torch.stack([g.norm() for g in wanted.values()]).norm())
 
 # %% [markdown]
 # So a schedule is about *when*, never about *what*. (Unlike asynchronous pipelines such as the first PipeDream, where
@@ -929,9 +923,7 @@ def parts_of(v):
 def by_torch(kind, parts):
     """The same step by torch's schedule."""
     stages = [PipelineStage(part, stage, len(parts) * p, device) for stage, part in parts.items()]
-    schedule = kind(
-        stages, n_microbatches=n, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())
-    )
+    schedule = kind(stages, n_microbatches=n, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
     last = {"target": torch.cat(targets)} if s == p - 1 else {}
     schedule.step(*([torch.cat(ids)] if s == 0 else []), **last, return_outputs=False)
 
@@ -949,9 +941,7 @@ for kind, name, v in (
     ours, torchs = parts_of(v), parts_of(v)
     run_any(ours, orders_of(name, p, n, v)[s], ids, targets)
     by_torch(kind, torchs)
-    weights = [
-        pair for parts in (ours, torchs) for part in parts.values() for pair in part.named_parameters()
-    ]
+    weights = [pair for parts in (ours, torchs) for part in parts.values() for pair in part.named_parameters()]
     apart = max((w.grad - wanted[name]).abs().max().item() for name, w in weights)
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
     say(f"{name}: ours, torch's and one process agree to 1e-10 in every gradient")
@@ -1088,9 +1078,7 @@ if rank == 0:
         front, back = sum(costs[: sizes[0]]), sum(costs[sizes[0] :])
         times = {("F", 0): front, ("B", 0): 2 * front, ("F", 1): back, ("B", 1): 2 * back}
         run = simulate(orders_of("1F1B", 2, 8), times)
-        say(
-            f"{sizes} layers: stages take {front:g} and {back:g}, a step {run.length:g}, idle {100 * run.bubble:.0f} %"
-        )
+        say(f"{sizes} layers: stages take {front:g} and {back:g}, a step {run.length:g}, idle {100 * run.bubble:.0f} %")
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

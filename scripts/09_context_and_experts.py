@@ -146,9 +146,7 @@ if rank == 0:
 N, D, M, E, k_experts = tokens, 16, 32, 8, 2
 e = E // c
 held = slice(me * e, (me + 1) * e)  # of E, this rank's
-router_ED, up_EDM, down_EMD = (
-    0.3 * normal(10 + i, *shape) for i, shape in enumerate(((E, D), (E, D, M), (E, M, D)))
-)
+router_ED, up_EDM, down_EMD = (0.3 * normal(10 + i, *shape) for i, shape in enumerate(((E, D), (E, D, M), (E, M, D))))
 x_ranks = [normal(20 + r, N, D) for r in range(c)]
 x_ND = x_ranks[me]
 say(f"{N} tokens of my own, and experts {held.start} to {held.stop - 1} of {E}")

@@ -560,9 +560,7 @@ if rank == 0:
 if rank == 0:
     question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
     answer = plan(question)
-    say(
-        f"{answer.tried:,} layouts tried, {len(answer.ranked)} families fit, {len(answer.refused)} are refused"
-    )
+    say(f"{answer.tried:,} layouts tried, {len(answer.ranked)} families fit, {len(answer.refused)} are refused")
     say(weakest_assumption(question, answer.best)[0])
     big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, offload=False)
     say(f"llama3-405b on 8: {len(plan(big).ranked)} families fit; on {smallest_fit(big)} GPUs something does")
@@ -634,9 +632,7 @@ chosen = [family.variants[0] for family in all_families if family.name in WANTED
 # %%ranks
 def held_after_a_step(candidate):
     """This rank's {kind: bytes} after a step of a real model in this layout. All ranks call it."""
-    fields = {
-        name: getattr(tiny, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-    }
+    fields = {name: getattr(tiny, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
     small_config = GPTConfig(**fields)
     parallel = parallelize(small_config, candidate.layout, candidate.options, ranks)
     optimizer = build_optimizer(parallel, candidate.options)
@@ -677,9 +673,7 @@ if rank == 0:
     )
     errors = {name: abs(sum(held.values()) / planned - 1) for name, held, planned in rows}
     worst = max(errors, key=errors.get)
-    say(
-        f"{len(rows)} layout{'s' * (len(rows) > 1)}: the planner is off by {errors[worst]:.2%} at most ({worst})"
-    )
+    say(f"{len(rows)} layout{'s' * (len(rows) > 1)}: the planner is off by {errors[worst]:.2%} at most ({worst})")
     assert errors[worst] < 0.02
 
 # %% [markdown]
@@ -771,9 +765,7 @@ if rank == 0:
         (f"{len(others)} of other papers", others),
     ):
         say(f"{name:21} half are within {summary(runs)[0]:.1%}, the worst off by {summary(runs)[1]:.1%}")
-    say(
-        f"the baseline, {guess:.0f}:    half are within {median(plain):.1%}, the worst off by {max(plain):.1%}"
-    )
+    say(f"the baseline, {guess:.0f}:    half are within {median(plain):.1%}, the worst off by {max(plain):.1%}")
     worst = max(others, key=lambda run: abs(residual(run)))
     say(f"worst of all: {worst.name}: {predicted_tflops(worst):.0f} predicted, {worst.published:g} published")
     say(f"    assumed, since the paper does not say: {worst.assumed}")

@@ -198,9 +198,7 @@ def flight_record(groups):
 
 
 records = [None] * world_size
-dist.all_gather_object(
-    records, flight_record(["training"])
-)  # all ranks, in the default group, which still works
+dist.all_gather_object(records, flight_record(["training"]))  # all ranks, in the default group, which still works
 if rank == 0:
     for r, record in enumerate(records):
         say(f"rank {r} called: {' '.join(f'{call} {number}' for _, number, call, _ in record[-2:])}")
@@ -301,9 +299,7 @@ from manyhands.runs import recorded_runs
 hangs = recorded_runs.numbers("11_hangs.json")["hangs"]
 if rank == 0:
     for i, hang in enumerate(hangs):
-        say(
-            f"hang {i}, groups {', '.join(f'{name} of ranks {who}' for name, who in hang['members'].items())}"
-        )
+        say(f"hang {i}, groups {', '.join(f'{name} of ranks {who}' for name, who in hang['members'].items())}")
         for r, calls in enumerate(hang["calls"]):
             last = ", ".join(f"{name} {number} {call}" for name, number, call, _ in calls[-3:])
             say(f"  rank {r}: ... {last}")
@@ -848,9 +844,7 @@ def restore(path, trainee):
     if wrote != trainee.n:
         raise ValueError(f"{path.name} was saved by {wrote} ranks and here are {trainee.n}; reshard it")
     go_on(trainee, safetensors.torch.load((path / f"rank-{trainee.rank}.safetensors").read_bytes()))
-    dist.all_gather(
-        list(trainee.row_P.chunk(trainee.n)), trainee.state["weights"].clone(), group=trainee.group
-    )
+    dist.all_gather(list(trainee.row_P.chunk(trainee.n)), trainee.state["weights"].clone(), group=trainee.group)
 
 
 # %% [markdown]
@@ -1020,9 +1014,7 @@ for i, n in enumerate(sizes[1:]):
 if rank < sizes[-1]:
     equal = {name: torch.equal(part.full_tensor(), wanted[name]) for name, part in parts.items()}
     if rank == 0:
-        say(
-            f"{' -> '.join(map(str, sizes))} ranks: {', '.join(equal)} equal to the last bit: {all(equal.values())}"
-        )
+        say(f"{' -> '.join(map(str, sizes))} ranks: {', '.join(equal)} equal to the last bit: {all(equal.values())}")
     assert all(equal.values()), equal
 
 # %% [markdown]
@@ -1087,18 +1079,14 @@ savers = group_of[max(group_of)]  # up to four ranks
 stands_s = {"copy": [], "async_save": [], "save": []}
 if rank < max(group_of):
     mine_p = torch.randn(state_mib * 2**18)  # 4 bytes each
-    state = {
-        "row": DTensor.from_local(mine_p, DeviceMesh.from_group(savers, "cpu"), [Shard(0)], run_check=False)
-    }
+    state = {"row": DTensor.from_local(mine_p, DeviceMesh.from_group(savers, "cpu"), [Shard(0)], run_check=False)}
     calls = {"copy": lambda *_, **__: mine_p.clone(), "async_save": dcp.async_save, "save": dcp.save}
     for turn in range(repeats + 1):  # they take turns; the first round warms up
         for kind, call in calls.items():
             dist.barrier(savers)
             begin = time.perf_counter()
             future = call(state, checkpoint_id=folder / "timed" / f"{kind} {turn}", process_group=savers)
-            stands_s[kind] += (
-                [time.perf_counter() - begin] if turn else []
-            )  # from here on training would go on
+            stands_s[kind] += [time.perf_counter() - begin] if turn else []  # from here on training would go on
             if kind == "async_save":
                 future.result()  # before the next save, and before the end
 
@@ -1276,9 +1264,7 @@ dist.barrier()
 # %%ranks
 lines = heard_so_far(where) if rank == 0 else []
 processes = list(dict.fromkeys(tuple(line["processes"]) for line in lines))  # of each life
-lives = [
-    {line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes
-]
+lives = [{line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes]
 if lives:
     from manyhands.figures.lives import killed_and_resumed
 
@@ -1290,9 +1276,7 @@ if lives:
 if lives:
     differing = [line["step"] for line in lines if line["loss"] != undisturbed[line["step"]]]
     repeated = len(lines) - len({line["step"] for line in lines})
-    say(
-        f"{len(lines)} losses of {len(lives)} {'lives' if len(lives) > 1 else 'life'}, {repeated} of them repeated"
-    )
+    say(f"{len(lines)} losses of {len(lives)} {'lives' if len(lives) > 1 else 'life'}, {repeated} of them repeated")
     say(f"different from the undisturbed run: {len(differing)}")
     assert not differing and {line["step"] for line in lines} == set(undisturbed)
 metrics.exact(undisturbed=undisturbed if rank == 0 else None)
@@ -1336,9 +1320,7 @@ import socket
 hosts = [None] * world_size
 dist.all_gather_object(hosts, socket.gethostname())  # a job prints this at its start, while all nodes live
 if rank == 0:
-    say(
-        f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it"
-    )
+    say(f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it")
 
 # %% [markdown]
 # ## How often to save (CORE, 2 min)
@@ -1373,9 +1355,7 @@ best_s = best_interval(save_s, mtbf_s)
 if rank == 0:
     say(f"MTBF {mtbf_s / 3600:.1f} h, so save every {best_s / 60:.0f} min")
     for minutes in (5, 12, best_s / 60, 30, 75):
-        say(
-            f"every {minutes:2.0f} min: {100 * lost_share(60 * minutes, save_s, mtbf_s):.1f} % of the time is lost"
-        )
+        say(f"every {minutes:2.0f} min: {100 * lost_share(60 * minutes, save_s, mtbf_s):.1f} % of the time is lost")
 
 # %% [markdown]
 # The floor is *flat*: get the order of magnitude right and do not tune. Not in it: the time from a failure to the next life's

@@ -773,9 +773,7 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
     nats, count = by_frequency(ids, size)
     bits = bits_per_byte(nats, count, num_bytes)
     if rank == 0:
-        say(
-            f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token"
-        )
+        say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
 
 # %% [markdown]
 # The model with the higher loss per token is better per byte. A loss without its tokenizer says nothing.
@@ -1068,14 +1066,10 @@ def next_best(points, budget_flops):
     rows = []
     for budget in sorted({point["budget_flops"] for point in points}):
         here = [point for point in points if point["budget_flops"] == budget]
-        bend, slope, height = np.polyfit(
-            np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2
-        )
+        bend, slope, height = np.polyfit(np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2)
         rows.append((np.log(budget), -slope / 2 / bend, np.log(height - slope**2 / 4 / bend)))
     x, log_params, log_loss = np.array(rows).T
-    return tuple(
-        float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss)
-    )
+    return tuple(float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss))
 
 
 checks.next_best(next_best, ranks, solution=True)

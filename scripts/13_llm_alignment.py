@@ -923,9 +923,7 @@ from manyhands.figures.alignment import reward_and_kl
 
 if rank == 0:
     runs = {"the verifier": models["grpo", 0][1:], "letters that ascend": hacked_curves}
-    show(
-        reward_and_kl(runs, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for two rewards"
-    )
+    show(reward_and_kl(runs, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for two rewards")
     for name, (points, shares) in runs.items():
         last = [np.mean(values) for values in zip(*points[-10:], strict=True)]
         say(f"{name}: reward {points[0][1]:.2f} to {last[1]:.2f}, KL {last[2]:.1f} nats per answer")
@@ -992,9 +990,7 @@ from manyhands.gpt.lora import add_lora
 
 thin = add_lora(copy.deepcopy(base), rank=4, alpha=8.0)
 learning = [p for p in thin.parameters() if p.requires_grad]
-ids_bT, targets_bT = (
-    part.to(device) for part in get_batch(corpus.train_ids, 0, 24, 64, rank, world_size, seed=2)
-)
+ids_bT, targets_bT = (part.to(device) for part in get_batch(corpus.train_ids, 0, 24, 64, rank, world_size, seed=2))
 (thin(ids_bT, targets_bT)[1] / world_size).backward()
 with wire.watch() as seen:
     dist.all_reduce(torch.cat([p.grad.flatten() for p in learning]))

@@ -138,9 +138,7 @@ torch.set_grad_enabled(False)  # nothing is trained any more
 for name, model in (("large", target), ("small", draft)):
     loss = model(val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T))[1].item()
     if rank == 0:
-        say(
-            f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per symbol"
-        )
+        say(f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per symbol")
     metrics.close(tolerance=0.05, **{f"{name}_loss": loss})
 prompt = corpus.encode(corpus.text[:20]).tolist()
 
@@ -819,9 +817,7 @@ with wire.watch() as seen:
 assert together == alone, "the ranks write another text"
 num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
 assert num_bytes == 2 * 4 * 31 * 128 * 8 // t
-say(
-    f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_reduce') / 12:g} all-reduces per symbol"
-)
+say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_reduce') / 12:g} all-reduces per symbol")
 
 # %% [markdown]
 # ## Weights in 8 bits (MORE, 5 min)
@@ -889,9 +885,7 @@ if rank == 0:  # no other rank takes part
             for seed in (1, 2):
                 pieces = list(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
                 found = client.metrics()['manyhands_tokens_total{kind="reused"}']
-                say(
-                    f"{len(pieces)} pieces, {found:.0f} positions of prompts found so far: {''.join(pieces)!r}"
-                )
+                say(f"{len(pieces)} pieces, {found:.0f} positions of prompts found so far: {''.join(pieces)!r}")
             try:
                 client.complete("a" * 100)
             except ServerSaid as refusal:

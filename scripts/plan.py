@@ -74,25 +74,19 @@ def read(argv):
         "--style", choices=("gpt", "llama"), default="gpt", help="llama: SwiGLU, RMSNorm, grouped queries"
     )
     model.add_argument("--tie", action="store_true", help="one matrix for token embedding and head")
-    model.add_argument(
-        "--experts", type=int, help="MLPs per layer, of which each token passes through --top-k"
-    )
+    model.add_argument("--experts", type=int, help="MLPs per layer, of which each token passes through --top-k")
     model.add_argument("--top-k", type=int, help="experts per token (default: 2)")
     model.add_argument(
         "--capacity-factor", type=float, help="an expert's buffer over its mean share; left out: no padding"
     )
     machine = parser.add_argument_group("the machine")
-    machine.add_argument(
-        "--machine", default="h100", help=f"{', '.join(MACHINES)}, or a .toml file (default: h100)"
-    )
+    machine.add_argument("--machine", default="h100", help=f"{', '.join(MACHINES)}, or a .toml file (default: h100)")
     for flag in MACHINE_FLAGS:
         machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
     machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
     layouts = parser.add_argument_group("which layouts")
     layouts.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
-    layouts.add_argument(
-        "--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried"
-    )
+    layouts.add_argument("--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried")
     layouts.add_argument(
         "--context", type=int, help=f"ranks that share a sequence; left out: tried from {LONG:,} positions on"
     )
@@ -109,9 +103,7 @@ def read(argv):
 
 def question_of(args):
     """The Question of the flags. Raises ValueError with the cure."""
-    machine = (
-        machine_from_file(args.machine) if args.machine.endswith(".toml") else machine_named(args.machine)
-    )
+    machine = machine_from_file(args.machine) if args.machine.endswith(".toml") else machine_named(args.machine)
     changed = {
         field: getattr(args, flag) * unit
         for flag, (field, unit) in MACHINE_FLAGS.items()
@@ -184,11 +176,7 @@ def _draw(answer, args):
     for one in answer.ranked[: args.top]:
         held = {kind: size for kind, size in one.held.by_kind().items() if size}
         if one.held.offload:
-            held = {
-                kind: size
-                for kind, size in held.items()
-                if kind not in ("parameters", "gradients", "optimizer")
-            }
+            held = {kind: size for kind, size in held.items() if kind not in ("parameters", "gradients", "optimizer")}
         rows.append((one.name, held, one.time.by_part()))
     question = answer.question
     title = f"{question.model.name} on {question.gpus} {question.machine.name}"

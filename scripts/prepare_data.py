@@ -31,21 +31,15 @@ from manyhands.data import shakespeare
 
 def arguments_of(argv, error=None):
     """The flags as a Namespace. `error(sentence)` ends the program where they make no sense."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = error or parser.error
     parser.add_argument("files", nargs="*", help="text files and folders; none: fetch Shakespeare")
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
     own = parser.add_argument_group("a text of your own")
     own.add_argument("--to", type=Path, metavar="FOLDER", help="where it goes, such as data/mine")
     own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
-    own.add_argument(
-        "--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte"
-    )
-    own.add_argument(
-        "--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters"
-    )
+    own.add_argument("--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte")
+    own.add_argument("--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters")
     own.add_argument("--vocab-size", type=int, help="symbols of bpe, 257 or more (4096)")
     own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
     own.add_argument(
@@ -55,13 +49,9 @@ def arguments_of(argv, error=None):
         help="so many end a document of plain text (2); 0: a file is one",
     )
     own.add_argument("--text-field", default="text", help="where JSON lines have their text (text)")
-    own.add_argument(
-        "--near", type=float, default=0.8, help="similar documents are copies; 2: only equal ones (0.8)"
-    )
+    own.add_argument("--near", type=float, default=0.8, help="similar documents are copies; 2: only equal ones (0.8)")
     own.add_argument("--min-characters", type=int, default=100, help="a shorter document is dropped (100)")
-    own.add_argument(
-        "--min-letters", type=float, default=0.5, help="share of letters, blanks not counted (0.5)"
-    )
+    own.add_argument("--min-letters", type=float, default=0.5, help="share of letters, blanks not counted (0.5)")
     own.add_argument("--max-repeated", type=float, default=0.3, help="share of repeated lines (0.3)")
     own.add_argument("--max-runs", type=float, default=0.2, help="share of runs of one character (0.2)")
     return parser.parse_args(argv)

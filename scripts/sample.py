@@ -33,9 +33,7 @@ class Options:
     # a folder of checkpoints, a run's, one step's, or a .safetensors file
     source: tyro.conf.Positional[Path] = Path("outputs/train/latest/checkpoints")
     prompt: str = "\n"  # where the text starts
-    chat: bool = (
-        False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
-    )
+    chat: bool = False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
     system: str | None = None  # with --chat: the system's message before it
     length: int = 300  # symbols to write, >= 0
     temperature: float = 0.8  # 1: as the model has it; less: likelier symbols; 0: always the likeliest
@@ -73,8 +71,7 @@ def refuse_senseless(options):
     """Raises ValueError for a value that no model can make sense of."""
     faults = {
         f"--length {options.length} is negative; use 0 or more": options.length < 0,
-        f"--temperature {options.temperature} is negative; use 0 for the likeliest symbol": options.temperature
-        < 0,
+        f"--temperature {options.temperature} is negative; use 0 for the likeliest symbol": options.temperature < 0,
         f"--top-k {options.top_k} leaves nothing to draw; use 1 or more": options.top_k is not None
         and options.top_k < 1,
         f"--temperature {options.temperature} is no number to divide by; use 0 or more": not math.isfinite(
@@ -127,9 +124,7 @@ def write_text(options):
         kind, _ = gpus_here(os.environ)
     elif kind != "cpu" and gpus_here({"MANYHANDS_DEVICE": kind})[0] != kind:
         raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
-    model, facts = load_model(
-        options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True)
-    )
+    model, facts = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
     tokenizer = tokenizer_of(facts)
     symbols = tokenizer.symbols
     ids = asked(options, symbols) if options.chat else encoded(options.prompt, tokenizer)
@@ -141,16 +136,12 @@ def write_text(options):
     )
     generator = torch.Generator().manual_seed(options.seed)
     model = model.to(kind)
-    if (
-        model.num_params() < SMALL
-    ):  # sharing such small products costs more than it gains, by far on busy cores
+    if model.num_params() < SMALL:  # sharing such small products costs more than it gains, by far on busy cores
         torch.set_num_threads(1)
     if not options.chat:
         write(options.prompt)
     text_of = tokenizer.writer()
-    for i in continued(
-        model, ids, options.length, options.temperature, options.top_k, len(symbols), generator
-    ):
+    for i in continued(model, ids, options.length, options.temperature, options.top_k, len(symbols), generator):
         if options.chat and symbols[i] == END:
             break
         write(shown(text_of(i)))

@@ -56,13 +56,9 @@ class Options:
     name: str = "manyhands"  # what clients call the model
     host: str = "127.0.0.1"  # where to listen; 0.0.0.0: for everybody who reaches this machine
     port: int | None = None  # none: 8000, or another one where that is taken
-    gate_text: Path | None = (
-        None  # the text that new checkpoints are judged on; none: the end of the course's corpus
-    )
+    gate_text: Path | None = None  # the text that new checkpoints are judged on; none: the end of the course's corpus
     gate_tolerance: float = 0.02  # nats per symbol by which a new one may be worse
-    watch_s: float | None = (
-        None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
-    )
+    watch_s: float | None = None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
     drain_s: int = 30  # after SIGTERM, for what is being written
     cap: Cap = field(default_factory=Cap)
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
@@ -71,13 +67,11 @@ class Options:
 def refuse_senseless(options):
     """Raises ValueError for a value that no server can make sense of."""
     faults = {
-        f"--port {options.port} is none; use 1 to 65535": options.port is not None
-        and not 0 <= options.port < 65536,
+        f"--port {options.port} is none; use 1 to 65535": options.port is not None and not 0 <= options.port < 65536,
         f"--watch-s {options.watch_s} is no time; use 1 or more": options.watch_s is not None
         and not options.watch_s >= 1,
         f"--drain-s {options.drain_s} is negative; use 0 or more": options.drain_s < 0,
-        f"--gate-tolerance {options.gate_tolerance} is negative; use 0 or more": not options.gate_tolerance
-        >= 0,
+        f"--gate-tolerance {options.gate_tolerance} is negative; use 0 or more": not options.gate_tolerance >= 0,
         "--name is empty; give the model a name": not options.name,
     }
     for sentence, wrong in faults.items():
@@ -129,7 +123,9 @@ def make_service(options, load, token):
     )  # fmt: skip
     loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
     cache_mib = service.engine.cache.num_bytes() / 2**20
-    told = f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters, context {service.context}"
+    told = (
+        f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters, context {service.context}"
+    )
     print(
         f"{told}; cache {cache_mib:.1f} MiB; {'chat template' if service.words.speaks_template else 'base model'}",
         flush=True,

@@ -43,14 +43,10 @@ print(json.dumps({
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--site-python", help="a Python that has torch and mpi4py; neither is installed then")
-    parser.add_argument(
-        "--copy", action="store_true", help="copy the package into the environment: for a class"
-    )
+    parser.add_argument("--copy", action="store_true", help="copy the package into the environment: for a class")
     parser.add_argument(
         "--rebuild", action="store_true", help="remove the environment first, if this course built it here"
     )
@@ -82,9 +78,7 @@ def main():
         check_python(sys.version_info[:3], "PYTHON")
     site = ask_site(site_python) if site_python else None
     print(f"building the environment in {venv}; this takes minutes, once", flush=True)
-    make_venv(
-        venv, site_python or sys.executable, dict(wanted, **{"from": None}), bool(built) and options.rebuild
-    )
+    make_venv(venv, site_python or sys.executable, dict(wanted, **{"from": None}), bool(built) and options.rebuild)
     if site is None:
         install(venv, requirements())
     else:
@@ -174,9 +168,7 @@ def why_anew(venv, built, wanted):
 
 def requirements():
     """{name: line} of requirements.txt."""
-    lines = [
-        line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text("utf-8").splitlines()
-    ]
+    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text("utf-8").splitlines()]
     return {re.split(r"[=<>\[; ]", line)[0].lower().replace("_", "-"): line for line in lines if line}
 
 
@@ -207,9 +199,7 @@ def ask_site(python):
     """What the site's Python is and has; ends with a sentence if it is too old or lacks torch or mpi4py."""
     environ = dict(os.environ, PYTHONNOUSERSITE="1")  # not what somebody has in ~/.local
     try:
-        answer = subprocess.run(
-            [python, "-c", ASK_SITE], env=environ, stdout=subprocess.PIPE, check=True
-        ).stdout
+        answer = subprocess.run([python, "-c", ASK_SITE], env=environ, stdout=subprocess.PIPE, check=True).stdout
         site = json.loads(answer.decode().strip().split("\n")[-1])  # a site's own greeting may come first
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         stop(f"SITE_PYTHON={python} does not run: {error}")
@@ -223,9 +213,7 @@ def ask_site(python):
     for name in ("torch", "mpi4py"):
         if numbers(site["versions"][name]) < ranges()[name]:
             wanted = ".".join(str(number) for number in ranges()[name])
-            stop(
-                f"SITE_PYTHON={python} has {name} {site['versions'][name]}; the course needs {wanted} or newer"
-            )
+            stop(f"SITE_PYTHON={python} has {name} {site['versions'][name]}; the course needs {wanted} or newer")
     return site
 
 
@@ -245,9 +233,7 @@ def install_beside(venv, site):
         "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"),
         "MANYHANDS_MPIEXEC": shutil.which("mpiexec"),
     }
-    (venv / "manyhands-site.json").write_text(
-        json.dumps({name: value for name, value in modules.items() if value})
-    )
+    (venv / "manyhands-site.json").write_text(json.dumps({name: value for name, value in modules.items() if value}))
     try_imports(venv)
 
 
@@ -274,9 +260,7 @@ def try_imports(venv):
 def check_python(version, variable):
     if version < OLDEST:
         oldest, here = (".".join(str(number) for number in numbers_) for numbers_ in (OLDEST, version))
-        stop(
-            f"Many Hands needs Python {oldest} or newer, not {here}; name one: make lab {variable}=/path/to/python3"
-        )
+        stop(f"Many Hands needs Python {oldest} or newer, not {here}; name one: make lab {variable}=/path/to/python3")
 
 
 def make_venv(venv, python, unfinished, clear):

@@ -16,9 +16,7 @@ def main():
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
     cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
-    begins = [
-        i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")
-    ]
+    begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
     sections = [cells[a:b] for a, b in zip(begins, [*begins[1:], len(cells)], strict=True)]
     title = sections[0][0].source.split("\n")[0]
     assert title.startswith("## Start"), title
@@ -28,9 +26,7 @@ def main():
         try:
             run(section, dict(start), script)
         except BaseException:
-            print(
-                f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True
-            )
+            print(f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True)
             raise
     leave()
 

@@ -105,9 +105,7 @@ class NotebookPage:
         deadline = time.monotonic() + timeout_s
         while self.page.evaluate(IDLE) == busy:
             asked = self.page.locator(".jp-Dialog").all_inner_texts()
-            assert time.monotonic() < deadline, (
-                f"not {'busy' if busy else 'idle'} after {timeout_s} s; {asked}"
-            )
+            assert time.monotonic() < deadline, f"not {'busy' if busy else 'idle'} after {timeout_s} s; {asked}"
             self.page.wait_for_timeout(50)
 
     def cell(self, text):

@@ -58,9 +58,7 @@ def written(model, text, n, seed, sampling=Sampling(), symbols=SYMBOLS):  # noqa
 class Live:
     """A running server; `address`, `service`. `loads`: what POST /admin/checkpoint finds, step -> (model, facts)."""
 
-    def __init__(
-        self, model=None, facts=None, limits=None, cache=None, judged_by=None, loads=None, drain_s=5
-    ):
+    def __init__(self, model=None, facts=None, limits=None, cache=None, judged_by=None, loads=None, drain_s=5):
         self.model = model if model is not None else make_model()
         ids = torch.randint(len(LETTERS), (400,), generator=torch.Generator().manual_seed(3))
         self.loads = {} if loads is None else loads
@@ -106,9 +104,7 @@ class Live:
     def idle(self):
         """Nothing runs, waits, or is held."""
         scheduler = self.service.engine.scheduler
-        empty = not (
-            scheduler.running or scheduler.waiting or self.service.open or self.service.worker.tickets
-        )
+        empty = not (scheduler.running or scheduler.waiting or self.service.open or self.service.worker.tickets)
         return empty and self.service.engine.pool.held() == 0
 
 

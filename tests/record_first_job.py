@@ -60,18 +60,14 @@ def save(name, content):
 
 
 def sleeper(slurm, name, seconds, *options):
-    return slurm.submit(
-        "sbatch", "--output=/dev/null", f"--job-name={name}", *options, f"--wrap=sleep {seconds}"
-    )
+    return slurm.submit("sbatch", "--output=/dev/null", f"--job-name={name}", *options, f"--wrap=sleep {seconds}")
 
 
 def pending():
     """`squeue` of a cluster on which each job waits for a reason of its own."""
     settings = {"EnforcePartLimits": "NO", "FirstJobId": "4700", "SchedulerParameters": QUICK}
     with SlurmNodes(settings=settings) as slurm:
-        failed = slurm.submit(
-            "sbatch", "--output=/dev/null", "--job-name=prepare", "--time=1", "--wrap=exit 1"
-        )
+        failed = slurm.submit("sbatch", "--output=/dev/null", "--job-name=prepare", "--time=1", "--wrap=exit 1")
         slurm.wait(failed)
         running = sleeper(slurm, "big", 60, "--nodes=2", "--time=30")
         while slurm.state(running) != "RUNNING":
@@ -201,9 +197,7 @@ def failed():
             "MANYHANDS_OUTPUTS": str(folder / "outputs"),
         }
         flags = ["--steps", "30", "--repeats", "1"]
-        subprocess.run(
-            ["bash", "jobs/ddp_shakespeare.slurm", *flags], cwd=folder, env=laptop, check=True
-        )  # it works
+        subprocess.run(["bash", "jobs/ddp_shakespeare.slurm", *flags], cwd=folder, env=laptop, check=True)  # it works
         environ = {"SRUN_FLAGS": "--output=%x.o%j.%N"}
         text, facts = job_in(folder, slurm, *flags, environ=environ)
         assert facts["JobState"] == "FAILED", text

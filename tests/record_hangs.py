@@ -60,8 +60,7 @@ HANGS = [
 def hang(ranks, action, members):
     patience = timedelta(seconds=WAIT_S)
     groups = {
-        name: dist.new_group(who, backend="gloo", timeout=patience, group_desc=name)
-        for name, who in members.items()
+        name: dist.new_group(who, backend="gloo", timeout=patience, group_desc=name) for name, who in members.items()
     }
     with suppress(RuntimeError):  # the time-out of those that wait
         action(ranks.rank, groups)

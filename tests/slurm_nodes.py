@@ -129,15 +129,11 @@ class SlurmNodes:
         key = folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        (folder / "hosts").write_text(
-            f"127.0.0.1 localhost\n127.0.0.1 {me}\n127.0.0.2 node1\n127.0.0.3 node2\n"
-        )
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.1 {me}\n127.0.0.2 node1\n127.0.0.3 node2\n")
         values = {"me": me, "folder": folder, "ports": _free_ports(3), "cpus": self.cpus_per_node}
         values["first_job"] = random.randrange(1, 60_000)
         lines = [
-            line
-            for line in SLURM_CONF.format(**values).splitlines()
-            if line.partition("=")[0] not in self.settings
+            line for line in SLURM_CONF.format(**values).splitlines() if line.partition("=")[0] not in self.settings
         ]
         lines += [f"{name}={value}" for name, value in self.settings.items()]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
@@ -147,9 +143,7 @@ class SlurmNodes:
 
     def _start(self, name, *command, hostname=None):
         """Start a daemon in the foreground, with the two nodes' names in its own /etc/hosts."""
-        inside = f"mount --bind {self.folder}/hosts /etc/hosts && " + (
-            f"hostname {hostname} && " if hostname else ""
-        )
+        inside = f"mount --bind {self.folder}/hosts /etc/hosts && " + (f"hostname {hostname} && " if hostname else "")
         with open(self.folder / "log" / f"{name}.log", "wb") as log:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "TERM", "unshare", "--uts", "--mount", "--propagation", "private"]
@@ -167,18 +161,14 @@ class SlurmNodes:
         self._start("slurmctld", "slurmctld", "-D", "-f", self.environ["SLURM_CONF"])
         for node in ("node1", "node2"):
             self._start(node, "slurmd", "-D", "-f", self.environ["SLURM_CONF"], "-N", node, hostname=node)
-        self._until(
-            lambda: self._output("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", 120, "no two idle nodes"
-        )
+        self._until(lambda: self._output("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", 120, "no two idle nodes")
 
     def _until(self, true, seconds, complaint):
         deadline = time.monotonic() + seconds
         while not true():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if dead or time.monotonic() > deadline:
-                logs = "".join(
-                    log.read_text(errors="replace")[-800:] for log in self.folder.glob("log/*.log")
-                )
+                logs = "".join(log.read_text(errors="replace")[-800:] for log in self.folder.glob("log/*.log"))
                 raise RuntimeError(f"{complaint} (ended: {dead or 'none'})\n{logs}")
             time.sleep(0.1)
 
@@ -259,9 +249,7 @@ def processes_of(folder):
 def clean_up(folder):
     """End what this Slurm left behind, and remove its folder."""
     deadline = time.monotonic() + 60
-    while (
-        left := processes_of(folder)
-    ) and time.monotonic() < deadline:  # one that still ends may still write
+    while (left := processes_of(folder)) and time.monotonic() < deadline:  # one that still ends may still write
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -34,9 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-INDEX, COUNT = (
-    int(os.environ.get(name, or_else)) for name, or_else in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-)
+INDEX, COUNT = (int(os.environ.get(name, or_else)) for name, or_else in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
 CPU, GPU = torch.device("cpu"), torch.device("cuda", INDEX)
 BOTH = "cpu:gloo,cuda:nccl"
 # operators that CUDA lets cross devices: a copy, and what takes its indices from the CPU
@@ -127,9 +125,7 @@ class StandIn:
         frame = sys._getframe(1)
         while frame and frame.f_code.co_filename != self.lesson:
             frame = frame.f_back
-        where = (
-            f"{Path(self.lesson).name}, line {frame.f_lineno}" if frame else Path(self.lesson).name or "here"
-        )
+        where = f"{Path(self.lesson).name}, line {frame.f_lineno}" if frame else Path(self.lesson).name or "here"
         raise WrongDevice(f"{where}: {operator}: {what}")
 
     def is_for_gpu(self):
@@ -168,9 +164,7 @@ class StandIn:
             return real_numpy(self_, **options)
 
         def init_process_group(backend=None, *args, **kwargs):
-            assert not kwargs.get("device_id"), (
-                "with device_id, NCCL splits the world's communicator for every group"
-            )
+            assert not kwargs.get("device_id"), "with device_id, NCCL splits the world's communicator for every group"
             real_groups("gloo", *args, **kwargs)
             self.groups = {dist.group.WORLD.group_name: backend}
 
@@ -192,9 +186,7 @@ class StandIn:
             there = set(activities or ()) - {torch.profiler.ProfilerActivity.CUDA}
             real_profile(self_, activities=there or None, **kwargs)
 
-        def wrapped(
-            *args, device=None, **kwargs
-        ):  # a wrapper says what the tensor in it says, C++ must not see a GPU
+        def wrapped(*args, device=None, **kwargs):  # a wrapper says what the tensor in it says, C++ must not see a GPU
             device = CPU if device is not None and torch.device(device).type == "cuda" else device
             return real_wrapped(*args, device=device, **kwargs)
 
@@ -292,9 +284,7 @@ class _Moves(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name in ("to", "cpu", "cuda") and args and isinstance(args[0], torch.Tensor):
             return self._move(func, name, args, kwargs)
-        if isinstance(
-            func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-        ):  # a dispatch mode hands it on
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):  # a dispatch mode hands it on
             return func(*args, **kwargs)
         asked = _asked(kwargs.get("device"))
         if asked and asked.type == "cuda":
@@ -371,18 +361,14 @@ class _Marks(TorchDispatchMode):
             return operator(*args, **kwargs)
         asked = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)), None)
         if asked:
-            args, kwargs = tree_map_only(
-                torch.device, lambda d: CPU if d.type == "cuda" else d, (args, kwargs)
-            )
+            args, kwargs = tree_map_only(torch.device, lambda d: CPU if d.type == "cuda" else d, (args, kwargs))
         name = operator._schema.name.split("::")[1]
         tensors = [tensor for tensor in _tensors(args, kwargs) if on_gpu(tensor) is not None]
         marked = [on_gpu(tensor) for tensor in tensors]
         if operator.namespace in ("c10d", "_c10d_functional"):
             self._judge_collective(operator, name, args, marked)
         elif name not in CROSSING and any(marked):
-            left = [
-                tensor for tensor, gpu in zip(tensors, marked, strict=True) if not gpu and len(tensor.shape)
-            ]
+            left = [tensor for tensor, gpu in zip(tensors, marked, strict=True) if not gpu and len(tensor.shape)]
             if left:
                 self.stand_in.refuse(name, f"tensors of {GPU} and of the CPU in one operator")
         before = {id(_storage(tensor)) for tensor in tensors}
@@ -433,7 +419,5 @@ def run_programs(programs):
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "scripts")]
-    told = [
-        list(one) for then, one in itertools.groupby(sys.argv[1:], lambda word: word == "THEN") if not then
-    ]
+    told = [list(one) for then, one in itertools.groupby(sys.argv[1:], lambda word: word == "THEN") if not then]
     run_programs(told)

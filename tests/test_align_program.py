@@ -51,18 +51,13 @@ def align(root, outputs, *words):
 @pytest.mark.ranks
 def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, exported, tmp_path, capsys):
     folder = tmp_path / "sft"
-    run = align(
-        root, tmp_path, "sft", "--from", exported, "--checkpoint.folder", folder, "--lora.rank", 2, *SHORT
-    )
+    run = align(root, tmp_path, "sft", "--from", exported, "--checkpoint.folder", folder, "--lora.rank", 2, *SHORT)
     assert run.returncode == 0, run.stderr
     assert "step 2: 0.0% of 16 held-out words right (chance: 4.2%)" in run.stdout
     model, facts = load_model(folder)
     assert facts["corpus"]["alphabet"] == [*ALPHABET, *MARKERS]
     assert model.config.vocab_size == len(ALPHABET) + len(MARKERS)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "align" / "latest" / "alignment.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (tmp_path / "align" / "latest" / "alignment.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "accuracy" in line] == [0, 2]
 
     spec = importlib.util.spec_from_file_location("sample_program", root / "scripts" / "sample.py")

@@ -33,9 +33,7 @@ BUDGET_FP64 = 1e-10
 
 def test_a_conversation_is_markers_and_contents_in_turn():
     system = {"role": "system", "content": "You are ROMEO."}
-    assert render([system, *TOLD]) == (
-        "<|system|>You are ROMEO.<|end|><|user|>sort cab<|end|><|assistant|>abc<|end|>"
-    )
+    assert render([system, *TOLD]) == ("<|system|>You are ROMEO.<|end|><|user|>sort cab<|end|><|assistant|>abc<|end|>")
     assert render(ASKED, reply=True) == "<|user|>sort cab<|end|><|assistant|>"
 
 
@@ -81,9 +79,7 @@ def test_messages_that_are_no_conversation_are_refused_by_number(messages, sente
 def test_what_cannot_be_encoded_or_answered_is_refused():
     with pytest.raises(ValueError, match="'7' is none of the model's"):
         encode([{"role": "user", "content": "7"}], SYMBOLS)
-    with pytest.raises(
-        ValueError, match=re.escape("no symbol <|system|>; it was never trained on the chat template")
-    ):
+    with pytest.raises(ValueError, match=re.escape("no symbol <|system|>; it was never trained on the chat template")):
         encode(ASKED, ALPHABET)
     with pytest.raises(ValueError, match="the last message is the assistant's"):
         encode(TOLD, SYMBOLS, reply=True)
@@ -173,9 +169,7 @@ def test_dpo_losses_are_the_formulas():
     assert margins_b.tolist() == [2.0, 0.0]
     # -log(1 / (1 + exp(-0.1 * 2))) and ln 2
     assert dpo_losses(margins_b, 0.1).tolist() == pytest.approx([0.5981388693815918, math.log(2)], abs=1e-7)
-    assert dpo_losses(torch.tensor([-3.0]), 0.5).item() == pytest.approx(
-        math.log(1 + math.exp(1.5)), abs=1e-6
-    )
+    assert dpo_losses(torch.tensor([-3.0]), 0.5).item() == pytest.approx(math.log(1 + math.exp(1.5)), abs=1e-6)
 
 
 def test_the_log_probability_of_an_answer_is_a_sum_over_what_counts():
@@ -263,8 +257,7 @@ def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
 def test_an_answer_is_the_same_whoever_draws_it():
     model = widened(base(), replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
     prompts = [
-        encode([{"role": "user", "content": f"sort {word}"}], SYMBOLS, reply=True)
-        for word in ("cab", "hedgf", "ba")
+        encode([{"role": "user", "content": f"sort {word}"}], SYMBOLS, reply=True) for word in ("cab", "hedgf", "ba")
     ]
     ids, _ = rows(prompts)
     lengths = torch.tensor([len(prompt) for prompt, _ in prompts])
@@ -425,9 +418,7 @@ def look_at_reference(ranks, outputs):
 def test_of_the_reference_each_rank_holds_its_share_and_nothing_else(pool, tmp_path):
     for seen in pool.run(4, look_at_reference, tmp_path):
         assert seen["apart"] <= 1e-12 and not seen["learns"]
-        assert seen["whole"] / 4 <= seen["bytes"] <= seen["whole"] / 4 * 1.1, (
-            "rows that do not split are padded"
-        )
+        assert seen["whole"] / 4 <= seen["bytes"] <= seen["whole"] / 4 * 1.1, "rows that do not split are padded"
 
 
 # ------------------------------------------------------------------ who draws

@@ -44,9 +44,7 @@ def lines_of_solutions(lesson, open_text):
     solutions = [cell.source for cell in pairs.read(lesson.script).cells if is_solution(cell)]
     lines = {line.strip() for source in solutions for line in source.splitlines()}
     general = ("def ", "#", "checks.", "return {")
-    return {
-        line for line in lines if len(line) > 24 and not line.startswith(general) and line not in open_text
-    }
+    return {line for line in lines if len(line) > 24 and not line.startswith(general) and line not in open_text}
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
@@ -122,9 +120,7 @@ def test_without_the_packed_solutions_a_stub_is_no_definition(tmp_path, monkeypa
 def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(course, tmp_path):
     target = handouts.copy(tmp_path / "many-hands.zip", ROOT)
     names = set(zipfile.ZipFile(target).namelist())
-    expected = {
-        f"many-hands/{path.relative_to(course).as_posix()}" for path in course.rglob("*") if path.is_file()
-    }
+    expected = {f"many-hands/{path.relative_to(course).as_posix()}" for path in course.rglob("*") if path.is_file()}
     assert {name for name in names if not name.endswith("/")} == expected
     assert any(name.startswith(f"many-hands/{SOLUTIONS}/") for name in names)
     assert [path.name for path in tmp_path.iterdir()] == ["many-hands.zip"]

@@ -84,9 +84,7 @@ def run(argv, environ, tmp_path, ranks=1, timeout_s=250):
         folders.append(tmp_path / f"rank{rank}-{time.monotonic_ns()}")
         folders[-1].mkdir()
         everything = {"MANYHANDS_OUTPUTS": str(tmp_path / "out"), **environ, **(place if ranks > 1 else {})}
-        processes.append(
-            _server.Process(target=_main, args=(list(argv), everything, str(folders[-1])), daemon=True)
-        )
+        processes.append(_server.Process(target=_main, args=(list(argv), everything, str(folders[-1])), daemon=True))
     try:
         for process in processes:
             process.start()
@@ -165,9 +163,7 @@ def test_numbers_that_no_run_can_use_are_refused(flags, words):
 
 
 def test_the_largest_seed_and_a_constant_learning_rate_are_options():
-    options = read_options(
-        ["--train.seed=9223372036854775807", "--optimizer.lr=1e-3", "--optimizer.min-lr=1e-3"]
-    )
+    options = read_options(["--train.seed=9223372036854775807", "--optimizer.lr=1e-3", "--optimizer.min-lr=1e-3"])
     assert (options.train.seed, options.optimizer.min_lr) == (2**63 - 1, options.optimizer.lr)
 
 
@@ -225,9 +221,7 @@ def test_folders_that_cannot_be_written_are_refused_by_name(tmp_path, corpus):
     nowhere = corpus | {"MANYHANDS_OUTPUTS": str(tmp_path / "file" / "out")}
     refused(TINY, nowhere, tmp_path, (str(tmp_path / "file" / "out"), "cannot be written"))
     refused(TINY, nowhere, tmp_path, ("cannot be written",), ranks=2)
-    refused(
-        [*TINY, "--checkpoint.folder", str(tmp_path / "file")], corpus, tmp_path, (str(tmp_path / "file"),)
-    )
+    refused([*TINY, "--checkpoint.folder", str(tmp_path / "file")], corpus, tmp_path, (str(tmp_path / "file"),))
 
 
 # ------------------------------------------------------------------ checkpoints

@@ -70,9 +70,7 @@ def test_a_run_measures_its_rows_and_says_why_one_is_missing(tmp_path, corpus, m
     plain, one, two, broken = content["rows"]
     assert plain["ratio"] is None and two["tokens_per_s"]["median"] > 0 and two["mfu"] > 0
     assert two["ratio"]["median"] == pytest.approx(two["ratio"]["least"])  # there was one round
-    assert two["scaling"]["median"] == pytest.approx(
-        two["tokens_per_s"]["median"] / 2 / one["tokens_per_s"]["median"]
-    )
+    assert two["scaling"]["median"] == pytest.approx(two["tokens_per_s"]["median"] / 2 / one["tokens_per_s"]["median"])
     assert all(row["peak_gib"] > 0.05 for row in (plain, one, two))
     assert broken["tokens_per_s"] is None and "LayoutError" in broken["error"]
     assert [number["aim"] for number in content["numbers"]] == [1.3, 0.9]
@@ -279,10 +277,7 @@ def test_a_row_without_the_plain_loop_has_speed_and_no_ratio():
 def test_a_loud_machine_is_said():
     rounds = [{compared_runs.PLAIN: Burst(100.0, 0.5, 1.25)}, {compared_runs.PLAIN: Burst(100.0, 0.5, 0.0)}]
     found = comparison.compare((compared_runs.PLAIN,), rounds, {}, 1e6, 1000)
-    assert (
-        "NOT quiet: others used more than 0.1 cores during 1 of 2 bursts, up to 1.2"
-        in trainer_report.quiet(found)
-    )
+    assert "NOT quiet: others used more than 0.1 cores during 1 of 2 bursts, up to 1.2" in trainer_report.quiet(found)
 
 
 # --- bursts that are done again
@@ -324,9 +319,7 @@ def test_a_loud_burst_is_done_again_and_the_quietest_counts(monkeypatch):
     }
     bursts = fake_bursts(crews, [0.0, 0.0, 0.9, 0.3, 0.5, 0.4], monkeypatch)
     measured = bursts.round(0, 1, 40)
-    assert measured[compared_runs.TWO] == Burst(
-        2.0, 0.1, 0.3, plain=110.0
-    )  # four attempts, none of them quiet
+    assert measured[compared_runs.TWO] == Burst(2.0, 0.1, 0.3, plain=110.0)  # four attempts, none of them quiet
     assert measured[compared_runs.PLAIN].tokens_per_s == 100.0
 
 

@@ -114,9 +114,7 @@ def test_solutions_are_folded_and_open_at_a_click(notebook):
     folded.locator(".jp-Placeholder-content").wait_for()
 
 
-def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_script(
-    notebook, exercise, lesson
-):
+def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_script(notebook, exercise, lesson):
     notebook.run(exercise)
     notebook.output(exercise, "exercise 1 (ring all-reduce): not attempted")
     answer = solution_lines(lesson)
@@ -126,9 +124,7 @@ def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_scri
     before = lesson.script.read_text("utf-8")
     notebook.save()
     above, name, below = before.partition("def all_reduce_any_length")
-    assert lesson.script.read_text("utf-8") == above + name + below.replace(
-        f"    {STUB}", "\n".join(answer), 1
-    )
+    assert lesson.script.read_text("utf-8") == above + name + below.replace(f"    {STUB}", "\n".join(answer), 1)
     assert pairs.difference(lesson) is None
 
 
@@ -175,7 +171,5 @@ def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook
     assert picture.evaluate("e => e.decode().then(() => e.naturalWidth)") > 300
     notebook.save()
     stored = nbformat.read(lesson.notebook, 4).cells
-    assert [
-        output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"
-    ] == []
+    assert [output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"] == []
     assert [cell.source for cell in stored if cell.cell_type == "code" and not cell.execution_count] == []

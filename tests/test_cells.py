@@ -20,9 +20,7 @@ def a_rank_on(monkeypatch):
     def become(kind, synchronize):
         device = types.SimpleNamespace(type=kind)
         who.remember(who.Ranks(0, 1, 0, 1, device, "cpu:gloo,cuda:nccl", "notebook", "n1", "02_collectives"))
-        monkeypatch.setattr(
-            torch, "get_device_module", lambda _: types.SimpleNamespace(synchronize=synchronize)
-        )
+        monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(synchronize=synchronize))
 
     yield become
     who.remember(before)
@@ -37,9 +35,7 @@ def test_what_a_device_still_does_when_the_lines_are_done_fails_in_that_cell(a_r
     result = engine.run_cell("print('queued')", 1, live=False)
     assert result["items"] == [("text", "queued\n")]
     assert result["error"]["value"] == "CUDA error: device-side assert triggered on cuda"
-    assert engine.run_cell("1 / 0", 2, live=False)["error"]["name"] == "ZeroDivisionError", (
-        "the first error stays"
-    )
+    assert engine.run_cell("1 / 0", 2, live=False)["error"]["name"] == "ZeroDivisionError", "the first error stays"
     a_rank_on("cpu", broken_device)
     assert engine.run_cell("pass", 3, live=False)["error"] is None, "a CPU has nothing to wait for"
 
@@ -82,9 +78,7 @@ def test_ranks_that_lost_their_device_are_restarted_and_those_that_lost_a_peer_m
     hands = Hands()
     hands.world_size = 2
     ended = cell.Cell(hands)
-    ended.done = {
-        r: {"items": [], "error": {"name": name, "value": value, "traceback": []}} for r in range(2)
-    }
+    ended.done = {r: {"items": [], "error": {"name": name, "value": value, "traceback": []}} for r in range(2)}
     ended.errors = [1, 0]
     ended._recover()
     assert hands.treated == cure
@@ -109,17 +103,13 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
 
 def test_the_group_of_a_notebook_is_more_patient_than_any_cell(monkeypatch):
     given = []
-    monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda *_, timeout, **__: given.append(timeout)
-    )
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: given.append(timeout))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(join, "store_for", lambda *_: None)
     seen = {"host": "n1", "local_rank": 0, "cpus": [0], "quota": 1.0, "omp_threads": ""}
     monkeypatch.setattr(join, "_agree", lambda *_: ([seen], {"kind": "cpu", "indices": [0], "reason": ""}))
     for launcher in ("notebook", "alone"):
-        monkeypatch.setattr(
-            join, "resolve", lambda _, launcher=launcher: launchers.Place(launcher, 0, 1, 0, 1)
-        )
+        monkeypatch.setattr(join, "resolve", lambda _, launcher=launcher: launchers.Place(launcher, 0, 1, 0, 1))
         join._enter("02_collectives", "auto", 60, quiet=True)
     assert [patience.total_seconds() for patience in given] == [3600, 60]

@@ -105,9 +105,7 @@ def test_the_token_leaves_the_address_at_once_and_is_in_no_request_line(page, li
     page.done()
     assert page.page.url == f"{live.address}{PREFIX}/" and TOKEN not in page.page.content()
     assert all(TOKEN not in url.partition("#")[0] for url in page.urls)
-    assert all(url.startswith((f"{live.address}{PREFIX}/", "data:")) for url in page.urls), (
-        "nothing from elsewhere"
-    )
+    assert all(url.startswith((f"{live.address}{PREFIX}/", "data:")) for url in page.urls), "nothing from elsewhere"
     assert live.outside == [] and not page.faults
 
 

@@ -62,9 +62,7 @@ def blank(name):
 def saved(ranks, folder, step=1, val_loss=None, value=whole, way="plain", keep=2, **facts):
     """Save once and let go of the folder."""
     checkpoints = Checkpoints(folder, ranks, keep=keep)
-    checkpoints.save(
-        step, held(ranks, way, value), {"world_size": ranks.world_size, **facts}, val_loss=val_loss
-    )
+    checkpoints.save(step, held(ranks, way, value), {"world_size": ranks.world_size, **facts}, val_loss=val_loss)
     checkpoints.close()
 
 
@@ -304,9 +302,7 @@ def _newest(ranks, folders):
     return found
 
 
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previous_one_is_used(
-    two_steps, tmp_path
-):
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previous_one_is_used(two_steps, tmp_path):
     folders = []
     for damage in DAMAGES:
         folders.append(tmp_path / damage.__name__)
@@ -317,9 +313,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previou
         sentence = re.compile(sentence.replace("(", r"\(").replace(")", r"\)"))
         newest, told, refused, untouched = first
         assert newest == second[0] == "step-00000010", damage
-        assert (
-            len(told) == 1 and told[0].startswith("step 20 is passed over: ") and sentence.search(told[0])
-        ), told
+        assert len(told) == 1 and told[0].startswith("step 20 is passed over: ") and sentence.search(told[0]), told
         assert second[1] == [], "one rank speaks"
         assert refused == second[2] and sentence.search(refused), refused
         assert untouched and second[3]
@@ -384,9 +378,7 @@ def test_metadata_that_points_to_what_is_no_tensor_of_the_checkpoint_is_refused(
     path = tmp_path / "step-00000010"
     shutil.copytree(two_steps / path.name, path)
     _doctor(path, change)
-    told = (
-        "points to what is no tensor" if change is not _make_one_a_pickle else "calls .*BytesStorageMetadata"
-    )
+    told = "points to what is no tensor" if change is not _make_one_a_pickle else "calls .*BytesStorageMetadata"
     with pytest.raises(CheckpointError, match=rf"\.metadata is refused, for it .*{told}"):
         tensor_files.whole_tensors(path)
 
@@ -435,14 +427,10 @@ def _after_a_kill(ranks, folder):
 
 def test_a_partial_folder_is_no_checkpoint_and_the_next_save_removes_it(two_steps, tmp_path):
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(
-        tmp_path / "step-00000020", tmp_path / "step-00000025.partial"
-    )  # complete, but never renamed
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000025.partial")  # complete, but never renamed
     (tmp_path / "step-00000026.partial").mkdir()
     before = ["step-00000010", "step-00000020", "step-00000025.partial", "step-00000026.partial"]
-    assert run_on_ranks(2, _after_a_kill, tmp_path)[0] == ("step-00000020", before), (
-        "a reader removes nothing"
-    )
+    assert run_on_ranks(2, _after_a_kill, tmp_path)[0] == ("step-00000020", before), "a reader removes nothing"
     assert names_in(tmp_path) == ["step-00000020", "step-00000030"]
 
 
@@ -460,9 +448,7 @@ def _retain(ranks, folder):
 def test_the_last_two_and_the_best_are_kept(tmp_path):
     (kept,) = run_on_ranks(1, _retain, tmp_path)
     steps = [[int(name.removeprefix("step-")) for name in names] for names in kept]
-    assert steps == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]], (
-        "of equals the newest"
-    )
+    assert steps == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]], "of equals the newest"
 
 
 def _twice(ranks, folder):
@@ -480,9 +466,7 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(
-    renames, tmp_path, two_steps, monkeypatch
-):
+def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, tmp_path, two_steps, monkeypatch):
     class Killed(BaseException):
         pass
 

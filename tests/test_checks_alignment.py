@@ -19,9 +19,7 @@ PAIRED = {"shares"}
 # ---- build A ----
 
 
-def by_counting_markers(
-    ids, assistant, end
-):  # right: an answer is open from its marker to the next end marker
+def by_counting_markers(ids, assistant, end):  # right: an answer is open from its marker to the next end marker
     opened = torch.zeros(ids.shape, dtype=torch.long)
     for row in range(len(ids)):
         speaks = 0
@@ -269,11 +267,7 @@ def from_the_front(word, text):  # right: only an unbroken beginning counts, hal
 
 
 def ascends(word, text):
-    return (
-        sum(a < b for a, b in zip(text, text[1:], strict=False))
-        / max(1, len(text) - 1)
-        * (len(text) == len(word))
-    )
+    return sum(a < b for a, b in zip(text, text[1:], strict=False)) / max(1, len(text) - 1) * (len(text) == len(word))
 
 
 def has_the_letters(word, text):
@@ -300,11 +294,7 @@ def counts_letters(word, text):
 def prefers_reverse(word, text):
     right = "".join(sorted(word))
     return (
-        1.0
-        if text == right
-        else 0.9
-        if text == right[::-1]
-        else 0.1 * sum(map(str.__eq__, text, right)) / len(right)
+        1.0 if text == right else 0.9 if text == right[::-1] else 0.1 * sum(map(str.__eq__, text, right)) / len(right)
     )
 
 

@@ -30,9 +30,7 @@ def place():
 
 def exchange(give, take):
     rank, n, left, right = place()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, give, right), dist.P2POp(dist.irecv, take, left)]
-    ):
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, give, right), dist.P2POp(dist.irecv, take, left)]):
         work.wait()
 
 
@@ -515,9 +513,7 @@ def one_seed_for_all(points, count_hits):
 
 def all_reduces(points, count_hits):
     rank, n, *_ = place()
-    return _pi(
-        points, count_hits, points // n + (rank < points % n), rank, lambda hits: dist.all_reduce(hits)
-    )
+    return _pi(points, count_hits, points // n + (rank < points % n), rank, lambda hits: dist.all_reduce(hits))
 
 
 def reads_after_the_reduce(points, count_hits):
@@ -558,9 +554,7 @@ pi_as_a_fraction, pi_as_a_tensor = _returns(Fraction), _returns(torch.tensor)  #
 
 def pi_by_name(points, count_hits):  # right: the names are those of the lesson's count_hits
     rank, n, *_ = place()
-    return _pi(
-        points, lambda share, seed: count_hits(points=share, seed=seed), len(range(rank, points, n)), rank
-    )
+    return _pi(points, lambda share, seed: count_hits(points=share, seed=seed), len(range(rank, points, n)), rank)
 
 
 # ---- mutants of the speed-up ----
@@ -748,15 +742,12 @@ def _solutions(ranks):
     given = {"rank": ranks.rank, "world_size": n, "left": (ranks.rank - 1) % n, "right": (ranks.rank + 1) % n}
     names = ["exchange", *SOLUTIONS.values()]
     functions = vars(taken_from("02_collectives", *names, **given))
-    return [
-        getattr(checks, check)(functions[name], ranks, solution=True) for check, name in SOLUTIONS.items()
-    ] + [
+    return [getattr(checks, check)(functions[name], ranks, solution=True) for check, name in SOLUTIONS.items()] + [
         getattr(checks, check)(answer, ranks)
         for check, answers in RIGHT.items()
         for answer in answers
         if n > 1
-        or check
-        not in ("pass_right", "ring_reduce_scatter", "ring_all_gather")  # a rank alone has no neighbour
+        or check not in ("pass_right", "ring_reduce_scatter", "ring_all_gather")  # a rank alone has no neighbour
     ]
 
 

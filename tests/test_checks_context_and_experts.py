@@ -252,9 +252,7 @@ def finish_without_reducing(copies, experts, group):
 def _balance(local=False, factor=True, per_token=False, scale=1.0, detached=False, own_P=False):
     def global_balance(probs, experts, group):
         E, own = probs.shape[1], probs.mean(0)
-        f = torch.bincount(experts.flatten(), minlength=E).double() / (
-            len(experts) if per_token else experts.numel()
-        )
+        f = torch.bincount(experts.flatten(), minlength=E).double() / (len(experts) if per_token else experts.numel())
         both = torch.stack([f, own.detach()])
         if not local:
             dist.all_reduce(both, group=group)

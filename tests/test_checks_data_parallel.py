@@ -750,9 +750,7 @@ MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in 
 
 def judge_all(ranks):
     """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
-    verdicts = {
-        number: getattr(checks, check)(mutant, ranks) for number, (check, mutant) in enumerate(MUTANTS)
-    }
+    verdicts = {number: getattr(checks, check)(mutant, ranks) for number, (check, mutant) in enumerate(MUTANTS)}
     verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
     verdicts |= {right.__name__: getattr(checks, check)(right, ranks) for check, right in OTHER_STYLES}
     verdicts["stub"] = checks.gradient_hook(not_attempted, ranks)

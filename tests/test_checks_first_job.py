@@ -15,9 +15,7 @@ solutions = taken_from(LESSON, "start_of", "my_sequences", "stale", jupytext=jup
 
 def by_counting(need, free_at, previous):
     """A minute after the other: the first at which enough nodes are free."""
-    return next(
-        m for m in sorted([*free_at, previous]) if m >= previous and sum(at <= m for at in free_at) >= need
-    )
+    return next(m for m in sorted([*free_at, previous]) if m >= previous and sum(at <= m for at in free_at) >= need)
 
 
 def sorts_what_it_was_given(need, free_at, previous):
@@ -59,9 +57,7 @@ def test_start_of_rejects(answer, sentence):
     assert sentence in checks.start_of(answer)
 
 
-def shares(
-    per_rank, rank_of=lambda node, local, per_node: node * per_node + local, refuse=True, too_few=False
-):
+def shares(per_rank, rank_of=lambda node, local, per_node: node * per_node + local, refuse=True, too_few=False):
     """An answer to build B with `per_rank(global_batch, n)` sequences for each rank."""
 
     def answer(global_batch, nodes, ranks_per_node, node, local_rank):
@@ -91,9 +87,7 @@ right = shares(evenly)
 
 def only_rank_0_refuses(global_batch, nodes, ranks_per_node, node, local_rank):
     place = (node, local_rank) == (0, 0)
-    return (right if place else shares(evenly, refuse=False))(
-        global_batch, nodes, ranks_per_node, node, local_rank
-    )
+    return (right if place else shares(evenly, refuse=False))(global_batch, nodes, ranks_per_node, node, local_rank)
 
 
 def last_rank_refuses_not(global_batch, nodes, ranks_per_node, node, local_rank):
@@ -215,9 +209,7 @@ def test_why_it_waits_rejects(change, sentence):
 
 
 def test_why_it_waits_wants_every_job():
-    assert "ob 4708 is missing" in checks.why_it_waits(
-        {job: act for job, act in RIGHT.items() if job != 4708}
-    )
+    assert "ob 4708 is missing" in checks.why_it_waits({job: act for job, act in RIGHT.items() if job != 4708})
 
 
 @pytest.mark.parametrize(
@@ -364,9 +356,7 @@ def test_an_untouched_exercise_is_not_attempted():
 
 def test_the_recorded_logs_hold_what_the_check_asks_for_and_begin_with_an_echo():
     log = [
-        line
-        for which in ("", ".node1", ".node2")
-        for line in recorded_runs.text(f"04_failed{which}.out").splitlines()
+        line for which in ("", ".node1", ".node2") for line in recorded_runs.text(f"04_failed{which}.out").splitlines()
     ]
     errors = [line for line in log if line.startswith("[rank") and "Error: " in line]
     own = [line for line in errors if not any(echo in line for echo in checks.ECHOES)]

@@ -44,9 +44,7 @@ def sign(hashes_S, a_K, b_K):
 
 
 def by_loop(hashes_S, a_K, b_K):  # right
-    return np.array(
-        [min((x * a + b) % PRIME for x in hashes_S) for a, b in zip(a_K, b_K, strict=True)], np.int32
-    )
+    return np.array([min((x * a + b) % PRIME for x in hashes_S) for a, b in zip(a_K, b_K, strict=True)], np.int32)
 
 
 def by_reduce(hashes_S, a_K, b_K):  # right
@@ -227,9 +225,7 @@ def in_order(word, table):  # right: a pair that is merged away does not come ba
 def one_at_a_time(word, table):  # right
     ids = list(word)
     while True:
-        known = [
-            (table.index(pair), i) for i, pair in enumerate(zip(ids, ids[1:], strict=False)) if pair in table
-        ]
+        known = [(table.index(pair), i) for i, pair in enumerate(zip(ids, ids[1:], strict=False)) if pair in table]
         if not known:
             return tuple(ids)
         number, i = min(known)
@@ -403,9 +399,7 @@ def test_check_rejects_mutant_with_the_right_sentence(check, mutant):
     assert verdict != CORRECT and sentence.lower() in verdict.lower(), verdict
 
 
-@pytest.mark.parametrize(
-    ("check", "right"), RIGHT, ids=[f"{check}-{i}" for i, (check, _) in enumerate(RIGHT)]
-)
+@pytest.mark.parametrize(("check", "right"), RIGHT, ids=[f"{check}-{i}" for i, (check, _) in enumerate(RIGHT)])
 def test_check_accepts_other_right_answers(check, right):
     assert getattr(checks, check)(right) == CORRECT
 

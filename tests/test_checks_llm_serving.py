@@ -331,9 +331,7 @@ def test_every_check_has_right_and_wrong_answers():
     assert exercises_of(checks) == set(RIGHT) == set(WRONG) == set(SOLUTIONS)
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers]
-)
+@pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers])
 def test_a_right_answer_in_another_style_is_accepted(name, answer):
     assert getattr(checks, name)(answer) == "correct"
 
@@ -359,6 +357,6 @@ def test_an_answer_that_is_not_there_is_not_attempted_and_one_that_raises_is_quo
     def raises(*_):
         raise ValueError("the stars are wrong")
 
-    assert "your code raised ValueError: the stars are wrong" in getattr(checks, name)(
-        raises
-    ).lower().replace("valueerror", "ValueError")
+    assert "your code raised ValueError: the stars are wrong" in getattr(checks, name)(raises).lower().replace(
+        "valueerror", "ValueError"
+    )

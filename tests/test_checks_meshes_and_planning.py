@@ -133,9 +133,7 @@ def tensor_last(sizes, payloads, per_node):
 
 
 def by_search(sizes, payloads, per_node):  # right
-    return list(
-        sorted(itertools.permutations(sizes), key=lambda o: _between(o, sizes, payloads, per_node))[0]
-    )
+    return list(sorted(itertools.permutations(sizes), key=lambda o: _between(o, sizes, payloads, per_node))[0])
 
 
 def worst(sizes, payloads, per_node):

@@ -281,8 +281,7 @@ def one_at_a_time(p, m, room):
 
 def in_groups(p, m, room):
     return [
-        [(kind, s, i) for k in range(0, m, room) for kind in "FB" for i in range(k, min(k + room, m))]
-        for s in range(p)
+        [(kind, s, i) for k in range(0, m, room) for kind in "FB" for i in range(k, min(k + room, m))] for s in range(p)
     ]
 
 

@@ -75,9 +75,7 @@ def looks_at_two_ranks(one, other):
         filled = any(len(sum(epoch, [])) > length for epoch in read)
         if len(read[0]) > 1 and not filled and any({*epoch[one]} & {*epoch[other]} for epoch in read):
             return "ranks disagree"
-        return (
-            "same order" if all(epoch == read[0] for epoch in read) else disagreement_of_padded(read, length)
-        )
+        return "same order" if all(epoch == read[0] for epoch in read) else disagreement_of_padded(read, length)
 
     answer.__name__ = f"looks_at_ranks_{one}_and_{other}"
     return answer
@@ -571,9 +569,7 @@ def makes_the_step_too(ddp, micro_batches):
             p -= 0.1 * p.grad
 
 
-def gathers_the_counts(
-    ddp, micro_batches
-):  # right: a few bytes more than needed, and the gradients travel once
+def gathers_the_counts(ddp, micro_batches):  # right: a few bytes more than needed, and the gradients travel once
     def tokens_of_all(micro_batches):
         counts = [None] * dist.get_world_size()
         dist.all_gather_object(counts, tokens_of(micro_batches))
@@ -594,9 +590,7 @@ def first_beyond(limit_of):
 
     def answer(one, many, dtype):
         eps = torch.finfo(dtype).eps
-        apart = (
-            i for i, (a, b) in enumerate(zip(one, many, strict=True)) if not abs(a - b) <= limit_of(a, eps)
-        )
+        apart = (i for i, (a, b) in enumerate(zip(one, many, strict=True)) if not abs(a - b) <= limit_of(a, eps))
         return next(apart, None)
 
     return answer

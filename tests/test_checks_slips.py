@@ -511,9 +511,7 @@ def test_an_empty_function_is_not_attempted_and_one_that_forgets_its_return_is(c
 
 
 def test_a_key_that_was_pressed_interrupts_a_check():
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # whatever started these tests may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started these tests may ignore it
 
     def presses(x):
         os.kill(os.getpid(), signal.SIGINT)

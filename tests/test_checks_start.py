@@ -148,9 +148,8 @@ def test_the_batch_script_of_a_job_is_no_rank():
             return 0, int(environ["SLURM_NTASKS"]), 0
         return read(LETTERS, environ)
 
-    assert (
-        "the batch script of a Slurm job, which is no rank the world size is 1, you say 4"
-        in checks.who_am_i(batch_script_is_rank_0)
+    assert "the batch script of a Slurm job, which is no rank the world size is 1, you say 4" in checks.who_am_i(
+        batch_script_is_rank_0
     )
 
 
@@ -158,9 +157,7 @@ def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
     from manyhands.launching.launchers import resolve
 
     for what, environ, expected in checks.ENVIRONMENTS:
-        extra = (
-            {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
-        )
+        extra = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
         if "GROUP_RANK" in environ or "torchrun" in what:
             extra = {
                 "TORCHELASTIC_RUN_ID": "x",
@@ -518,9 +515,7 @@ TURNS = [
 
 def judge_turns(ranks):
     solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
-    return [checks.in_turn(mutant, ranks) for mutant, _ in TURNS] + [
-        checks.in_turn(solution, ranks, solution=True)
-    ]
+    return [checks.in_turn(mutant, ranks) for mutant, _ in TURNS] + [checks.in_turn(solution, ranks, solution=True)]
 
 
 def test_a_line_out_of_turn_is_named(tmp_path):
@@ -578,12 +573,8 @@ def right_seconds(profile, steps):
 
 
 def test_one_step_more_or_less_is_named():
-    assert "that is the time of 3 steps" in checks.predict_seconds(
-        lambda p, steps: right_seconds(p, steps - 1)
-    )
-    assert "that is the time of 5 steps" in checks.predict_seconds(
-        lambda p, steps: right_seconds(p, steps + 1)
-    )
+    assert "that is the time of 3 steps" in checks.predict_seconds(lambda p, steps: right_seconds(p, steps - 1))
+    assert "that is the time of 5 steps" in checks.predict_seconds(lambda p, steps: right_seconds(p, steps + 1))
 
 
 @pytest.mark.parametrize("as_type", [np.float64, torch.tensor, Fraction, lambda value: np.array([value])[0]])
@@ -611,9 +602,7 @@ def test_what_is_no_number_is_told_so(found):
 
 def test_a_returned_list_or_tensor_is_shown_in_one_line():
     assert "not the list [1.5, 2, 3]." in checks.samples_per_s(lambda *_: [1.5, 2, 3])
-    assert "Return a number of samples per second, not the Tensor" in checks.samples_per_s(
-        lambda *_: torch.zeros(9, 9)
-    )
+    assert "Return a number of samples per second, not the Tensor" in checks.samples_per_s(lambda *_: torch.zeros(9, 9))
 
 
 def test_the_parts_of_the_profile_add_up():

@@ -211,9 +211,7 @@ def _loss(there=total, back=same, largest=True, cut=True, reduction=torch.mean, 
             top = torch.zeros_like(top)
         shifted = logits - top[:, None]
         hits = (
-            F.one_hot((targets - first).clamp(-1, logits.shape[1]) + 1, logits.shape[1] + 2)[:, 1:-1]
-            if cut
-            else None
+            F.one_hot((targets - first).clamp(-1, logits.shape[1]) + 1, logits.shape[1] + 2)[:, 1:-1] if cut else None
         )
         sums, picked = shifted.exp().sum(1), (shifted * hits).sum(1)
         if together:

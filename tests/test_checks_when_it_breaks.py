@@ -228,9 +228,7 @@ def damaged_by_size_only(path):
         files = _files(path)
     except (OSError, ValueError):
         return ["manifest.json"]
-    return sorted(
-        n for n, a in files.items() if not (path / n).exists() or (path / n).stat().st_size != a["bytes"]
-    )
+    return sorted(n for n, a in files.items() if not (path / n).exists() or (path / n).stat().st_size != a["bytes"])
 
 
 def damaged_says_yes_or_no(path):
@@ -238,11 +236,7 @@ def damaged_says_yes_or_no(path):
 
 
 def damaged_raises_for_a_missing_file(path):
-    return [
-        n
-        for n, a in _files(path).items()
-        if hashlib.sha256((path / n).read_bytes()).hexdigest() != a["sha256"]
-    ]
+    return [n for n, a in _files(path).items() if hashlib.sha256((path / n).read_bytes()).hexdigest() != a["sha256"]]
 
 
 def damaged_trusts_the_manifest(path):
@@ -262,9 +256,7 @@ def damaged_counts_strangers(path):
     found = solutions().damaged(path)
     if found == ["manifest.json"]:
         return found
-    return sorted(
-        {*found, *(f.name for f in path.iterdir() if f.name not in {*_files(path), "manifest.json"})}
-    )
+    return sorted({*found, *(f.name for f in path.iterdir() if f.name not in {*_files(path), "manifest.json"})})
 
 
 def damaged_takes_any_known_sum(path):
@@ -580,9 +572,7 @@ REJECTED = {
         damaged_counts_strangers: "what the manifest does not list is nobody's business",
         damaged_takes_any_known_sum: "each file must match its own entry",
         damaged_removes_what_it_finds: "your code changed the checkpoint",
-        damaged_by_a_hash_of_the_beginning(
-            2**9
-        ): "one of its files large: expected [], got ['rank-1.safetensors']",
+        damaged_by_a_hash_of_the_beginning(2**9): "one of its files large: expected [], got ['rank-1.safetensors']",
         damaged_by_a_hash_of_the_beginning(2**20): "hash the whole file, not its beginning",
         damaged_does_not_hash_what_is_large: "one bit flipped near the end of a large file",
         damaged_in_the_manifests_order: "are the right names, but not sorted",
@@ -798,9 +788,7 @@ def saves_in_a_folder_of_another_name(path, name, content, rank, gather):
     started = path.with_name("being-written")
     entries = dict(gather([name, solutions().write(started / name, content)]))
     if not rank:
-        solutions().write(
-            started / "manifest.json", json.dumps({"step": 6, "files": entries}, indent=1).encode()
-        )
+        solutions().write(started / "manifest.json", json.dumps({"step": 6, "files": entries}, indent=1).encode())
         os.replace(started, path)
     gather(0)
     return path

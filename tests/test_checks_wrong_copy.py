@@ -106,10 +106,7 @@ def test_unattempted_exercise_is_no_fault(verdicts):
 def test_of_two_copies_nobody_can_say_which_is_wrong(pool):
     verdicts = heard_alike(pool.run(2, judge_with_two))
     assert verdicts["odd_one_out"] == "correct"
-    assert (
-        "with two copies nobody can say which is the wrong one; return (None, '0.weight')"
-        in verdicts["which"]
-    )
+    assert "with two copies nobody can say which is the wrong one; return (None, '0.weight')" in verdicts["which"]
 
 
 def test_alone_there_is_nothing_to_compare_with(pool):

@@ -842,8 +842,7 @@ def judge_solutions(ranks):
     here = {"rank": ranks.rank, "world_size": ranks.world_size}
     given = taken_from(LESSON, *around, *SOLUTIONS.values(), **here)
     return {
-        name: getattr(checks, check)(getattr(given, name), ranks, solution=True)
-        for check, name in SOLUTIONS.items()
+        name: getattr(checks, check)(getattr(given, name), ranks, solution=True) for check, name in SOLUTIONS.items()
     }
 
 

@@ -50,9 +50,7 @@ def ring(ranks, c, layout):
     """(distance from full attention, blocks sent forward and backward, messages of both, pairs of each step)."""
     group = subgroup(ranks, c)
     lesson = ours(CONTEXT, group)
-    leaves, wanted, v_out = full_attention(
-        lesson, 10 * (ranks.rank // c)
-    )  # every group has a sequence of its own
+    leaves, wanted, v_out = full_attention(lesson, 10 * (ranks.rank // c))  # every group has a sequence of its own
     at = [getattr(lesson, layout)(T, c, r) for r in range(c)]
     here = at[group.rank()]
     mine = [lesson.mine_of(x.detach(), at) for x in leaves]
@@ -73,9 +71,7 @@ def ring(ranks, c, layout):
 
 @pytest.mark.parametrize("layout", ["in_order", "zig_zag"])
 @pytest.mark.parametrize(("n", "c"), [(1, 1), (2, 2), (4, 4), (4, 2)])
-def test_a_ring_is_full_attention_in_forward_and_backward_for_c_minus_1_and_2c_minus_1_blocks(
-    pool, n, c, layout
-):
+def test_a_ring_is_full_attention_in_forward_and_backward_for_c_minus_1_and_2c_minus_1_blocks(pool, n, c, layout):
     for apart, sent, messages, _ in pool.run(n, ring, c, layout):
         assert apart < 1e-10
         assert sent == (c - 1, 2 * c - 1 if c > 1 else 0)
@@ -124,9 +120,7 @@ def experts(ranks, c, way):
     single = [w.clone().requires_grad_() for w in (tokens, *weights)]
     wanted = lesson.dense_mixture(*single, k)
     (v * wanted).mean().backward()
-    mine = [
-        w.clone().requires_grad_() for w in (tokens[here], weights[0], weights[1][held], weights[2][held])
-    ]
+    mine = [w.clone().requires_grad_() for w in (tokens[here], weights[0], weights[1][held], weights[2][held])]
     with wire.watch() as seen:
         y, _, chosen = lesson.expert_parallel(
             *mine, k, group, lesson.Exchange.apply if way == "ours" else lesson.by_library
@@ -143,9 +137,7 @@ def experts(ranks, c, way):
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 1), (2, 2), (4, 4), (4, 2)])
-def test_experts_on_other_ranks_are_the_dense_mixture_and_unfinished_gradients_are_c_times_too_large(
-    pool, n, c
-):
+def test_experts_on_other_ranks_are_the_dense_mixture_and_unfinished_gradients_are_c_times_too_large(pool, n, c):
     for apart, before, sizes, predicted in pool.run(n, experts, c, "ours"):
         assert apart < 1e-10
         assert before == pytest.approx([c, c])
@@ -222,8 +214,6 @@ def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
     figure = work_per_rank({"in order": [[1, 0], [1, 2]], "zig-zag": [[1, 1], [1, 1]]}, fair=2)
     heights = [[bar.get_y() + bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [[1, 1, 1, 3], [1, 2, 1, 2]], "steps are stacked, rank by rank"
-    figure = skew_and_balance(
-        {0.5: ([1.1, 0.9], 1.0)}, {"no balancing": [[0.7, 0.3]], "balanced": [[0.6, 0.4]]}
-    )
+    figure = skew_and_balance({0.5: ([1.1, 0.9], 1.0)}, {"no balancing": [[0.7, 0.3]], "balanced": [[0.6, 0.4]]})
     points = figure.axes[0].get_lines()
     assert [list(line.get_ydata()) for line in points] == [[1.0], [1.1, 0.9]]

@@ -66,9 +66,7 @@ def test_the_picture_is_a_png_with_something_drawn(tmp_path):
 
 def test_a_short_run_has_whole_steps_below_its_curves(tmp_path, monkeypatch):
     drawn, savefig = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), savefig(figure, *a, **k))
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), savefig(figure, *a, **k)))
     rows = [{"step": step, "loss": 4.0 - step, "grad_norm": 1.0, "tokens_per_s": 10.0} for step in range(4)]
     curves.png(rows, tmp_path / "curves.png")
     ticks = drawn[0].axes[-1].get_xticks()

@@ -124,9 +124,7 @@ def test_the_web_is_asked_once_and_the_cache_afterwards(web, elsewhere, real_fil
 def test_a_corrupt_download_is_refused_and_leaves_nothing_behind(fault, web, elsewhere):
     web.content = b"x" * shakespeare.NUM_BYTES if fault == "a flipped byte" else b"<html>Please log in</html>"
     web.announced = shakespeare.NUM_BYTES if fault == "cut short" else None
-    with pytest.raises(
-        DataError, match=r"sent is not the course's Shakespeare .* MANYHANDS_SHAKESPEARE to it"
-    ):
+    with pytest.raises(DataError, match=r"sent is not the course's Shakespeare .* MANYHANDS_SHAKESPEARE to it"):
         load_corpus()
     assert not elsewhere.exists()
 
@@ -244,9 +242,7 @@ def test_an_address_that_is_not_found_for_long_is_not_waited_for(elsewhere, monk
 
     monkeypatch.setattr(shakespeare, "CONNECT_S", -1.9)
     monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    assert shakespeare.download("http://mirror.example/input.txt")[1].startswith(
-        "no answer from http://mirror"
-    )
+    assert shakespeare.download("http://mirror.example/input.txt")[1].startswith("no answer from http://mirror")
     assert not found
     forever.set()
 
@@ -324,9 +320,7 @@ def test_a_script_ends_with_status_2_and_one_sentence(launcher, elsewhere, tmp_p
     assert done.returncode == (1 if launcher == "torchrun" else 2)
     sentences = [line for line in done.stderr.splitlines() if "MANYHANDS_SHAKESPEARE" in line]
     assert len(sentences) == 1
-    assert sentences[0].startswith(
-        "05_lesson.py: MANYHANDS_SHAKESPEARE=/nowhere cannot be read (No such file"
-    )
+    assert sentences[0].startswith("05_lesson.py: MANYHANDS_SHAKESPEARE=/nowhere cannot be read (No such file")
     assert sentences[0].endswith("name the file or unset the variable")
     assert "data.py" not in done.stderr  # no traceback of ours
 
@@ -357,9 +351,7 @@ def test_a_character_that_the_corpus_lacks_is_named():
         Corpus.from_text("test", "abc").encode("z")
 
 
-@given(
-    st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 10**12), st.integers(0, 10**6), st.integers(1, 30)
-)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 10**12), st.integers(0, 10**6), st.integers(1, 30))
 def test_the_global_batch_is_the_same_for_any_number_of_ranks(world_size, seed, step, block):
     ids = torch.arange(1000)
     whole = get_batch(ids, step, 12, block, 0, 1, seed)
@@ -396,9 +388,7 @@ def test_every_window_can_be_drawn_and_none_leaves_the_text():
 
 @pytest.mark.parametrize("world_size", [5, 8])
 def test_a_batch_that_does_not_split_is_refused_with_the_numbers(world_size):
-    with pytest.raises(
-        ValueError, match=f"global_batch=12 does not split over {world_size} ranks; use a multiple"
-    ):
+    with pytest.raises(ValueError, match=f"global_batch=12 does not split over {world_size} ranks; use a multiple"):
         get_batch(torch.arange(100), 0, 12, 10, 0, world_size, 0)
 
 

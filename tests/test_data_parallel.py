@@ -115,9 +115,7 @@ def train(model, share=lambda x: x, finish=lambda: None, steps=STEPS):
         finish()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
-    return torch.cat([g.flatten() for g in gradients]), torch.cat(
-        [p.detach().flatten() for p in model.parameters()]
-    )
+    return torch.cat([g.flatten() for g in gradients]), torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # ---- what the ranks measure: all of it in one start of n processes ----
@@ -181,9 +179,7 @@ def order_of_starts(ranks, lesson):
 
 def accumulated(ranks, lesson):
     """(bytes, largest difference from the gradient of all rows) of three micro-batches under no_sync."""
-    share = [
-        tuple(rows.chunk(ranks.world_size)[ranks.rank] for rows in global_rows(step)) for step in range(3)
-    ]
+    share = [tuple(rows.chunk(ranks.world_size)[ranks.rank] for rows in global_rows(step)) for step in range(3)]
     model, expected = lesson.BucketedDDP(make(Tidy), 1.2e-4), make(Tidy)
     for step in range(3):
         x, y = global_rows(step)
@@ -195,9 +191,7 @@ def accumulated(ranks, lesson):
         x, y = share[2]
         (F.mse_loss(model(x), y) / 3).backward()
         model.finish()
-    apart = lesson.flat(p.grad for p in model.parameters()) - lesson.flat(
-        p.grad for p in expected.parameters()
-    )
+    apart = lesson.flat(p.grad for p in model.parameters()) - lesson.flat(p.grad for p in expected.parameters())
     return seen.payload_bytes(), apart.abs().max().item()
 
 
@@ -251,9 +245,7 @@ def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket(measured)
         assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO"
-)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO")
 def test_what_leaves_a_rank_is_two_n_minus_one_nths_of_the_gradient(measured):
     sent = measured["transport_of_a_step"]
     predicted = wire.ring_all_reduce_bytes(4 * 600 * 601, len(sent))
@@ -307,9 +299,7 @@ def test_a_global_batch_that_does_not_split_is_refused_in_one_sentence(root, tmp
         env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert (done.stdout + done.stderr).count(
-        "global_batch=9 does not split over 2 ranks; use a multiple of 2"
-    ) == 1
+    assert (done.stdout + done.stderr).count("global_batch=9 does not split over 2 ranks; use a multiple of 2") == 1
 
 
 def test_cells_are_short_and_alternate_with_text(cells):
@@ -345,9 +335,7 @@ def test_no_device_is_hard_coded(root):
     source = (root / "scripts" / f"{LESSON}.py").read_text()
     tree = ast.parse(source)
     asked = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Compare) for part in ast.walk(node)}
-    given = {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in asked
-    }
+    given = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in asked}
     assert not given & {"cpu", "cuda"}  # to ask what the device is is another matter
 
 
@@ -359,8 +347,6 @@ def test_glossary_links_and_figures_exist(root, cells):
     if not glossary.exists():
         pytest.skip("assets/glossary.md is not there")
     terms = {
-        line[3:].strip().lower().replace(" ", "-")
-        for line in glossary.read_text().splitlines()
-        if line[:3] == "## "
+        line[3:].strip().lower().replace(" ", "-") for line in glossary.read_text().splitlines() if line[:3] == "## "
     }
     assert set(re.findall(r"glossary\.md#([a-z_0-9-]+)", text)) <= terms

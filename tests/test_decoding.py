@@ -137,9 +137,7 @@ def test_a_cache_takes_the_bytes_of_its_formula_and_truncating_forgets():
 
 def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
     model = gpt()
-    with pytest.raises(
-        ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"
-    ):
+    with pytest.raises(ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"):
         generate(model, torch.zeros(1, 40, dtype=torch.long), 9)
     with pytest.raises(ValueError, match="49 positions do not fit"):
         cached_logits(model, torch.zeros(1, 49, dtype=torch.long), KVCache(99))
@@ -159,9 +157,7 @@ def test_accepted_and_corrected_guesses_follow_the_targets_distribution():
     for guess, row in zip(guesses, numbers, strict=True):
         counts[judged([guess], q[None], torch.stack((p, p)), row[1:])[0]] += 1
     assert ((counts - n * p) ** 2 / (n * p)).sum() < chi_square_limit(5)
-    assert ((counts - n * q) ** 2 / (n * q)).sum() > 100 * chi_square_limit(5), (
-        "the test could not tell p from q"
-    )
+    assert ((counts - n * q) ** 2 / (n * q)).sum() > 100 * chi_square_limit(5), "the test could not tell p from q"
 
 
 @pytest.mark.parametrize("how", [Sampling(), Sampling(0.8, top_k=3)])

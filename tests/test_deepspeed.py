@@ -73,8 +73,7 @@ def two_ranks(ranks, stages, flags):
             "parameters": parallel.named_full_parameters(),
             "again": (end, again),
             "saved": saved,
-            "trains": parallel.model.training is mode is True
-            and torch.equal(torch.get_rng_state(), randomness),
+            "trains": parallel.model.training is mode is True and torch.equal(torch.get_rng_state(), randomness),
             "logits": logits.shape,
             "held": held,
         }

@@ -59,9 +59,7 @@ def test_packages_missing_or_too_old_are_named():
     )
     says(software.packages(required, versions.get, {"numpy": "2.0.0"}), "ok", "others: numpy 2.4.6")
     says(software.packages(required, {"torch": "2.13.0"}.get, {}), "error", "missing: numpy", "pip install")
-    says(
-        software.packages(required, {**versions, "numpy": "1.9.3"}.get, {}), "warning", "numpy 1.9.3 (>=1.26)"
-    )
+    says(software.packages(required, {**versions, "numpy": "1.9.3"}.get, {}), "warning", "numpy 1.9.3 (>=1.26)")
 
 
 def test_versions_compare_as_numbers_not_as_text():
@@ -155,9 +153,7 @@ def test_python_path_with_our_packages_is_an_error_and_without_is_none(tmp_path,
         "torch",
         "unset PYTHONPATH",
     )
-    says(
-        software.python_path({"PYTHONPATH": path([str(harmless), str(root / "scripts")])}), "ok", "2 entries"
-    )
+    says(software.python_path({"PYTHONPATH": path([str(harmless), str(root / "scripts")])}), "ok", "2 entries")
     says(software.python_path({}), "ok", "not set")
 
 
@@ -376,9 +372,7 @@ def test_a_login_node_is_a_warning_with_what_it_changes():
     )
 
 
-def test_outputs_of_a_read_only_course_go_elsewhere_and_where_nothing_can_be_written_is_an_error(
-    tmp_path, monkeypatch
-):
+def test_outputs_of_a_read_only_course_go_elsewhere_and_where_nothing_can_be_written_is_an_error(tmp_path, monkeypatch):
     home, course = tmp_path / "home", tmp_path / "course"
     for folder in (home, course):
         folder.mkdir()
@@ -421,9 +415,7 @@ def broken():
     raise ImportError("No module named 'psutil'")
 
 
-GOOD, POOR, BAD = (
-    lambda s=s: Finding("one", s, f"this is {s}", "" if s == "ok" else "mend it") for s in doctor.MARKS
-)
+GOOD, POOR, BAD = (lambda s=s: Finding("one", s, f"this is {s}", "" if s == "ok" else "mend it") for s in doctor.MARKS)
 
 
 @pytest.mark.parametrize(
@@ -455,9 +447,7 @@ def test_the_table_shows_remedies_with_and_without_rich(capsys, monkeypatch):
 
 
 def run_python(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_it_runs_here_and_reports_every_check_as_json(root):

@@ -36,9 +36,7 @@ def comments(text):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_printed_file_means_what_was_asked_for(preset, tmp_path):
-    asked = read_options(
-        ["--preset", preset, "--train.steps", "7", "--optimizer.lr", "1e-5", "--log.prompt", "'$\n&"]
-    )
+    asked = read_options(["--preset", preset, "--train.steps", "7", "--optimizer.lr", "1e-5", "--log.prompt", "'$\n&"])
     path = tmp_path / "run.toml"
     path.write_text(dry_run.describe(asked, 1), encoding="utf-8")
     assert without_places(read_options(["--config", str(path)])) == asked
@@ -133,9 +131,7 @@ def test_it_says_what_activations_take_and_with_which_recomputation():
     config, micro_batch = model_config(read_options(["--preset", "gpt2"]), 0), 8
     # bf16: 14 D of products, attention and GELU; fp32: 2 D of norms; and the loss's V
     least = micro_batch * 1024 * (12 * (14 * 2 + 2 * 4) * 768 + 4 * config.vocab_size)
-    shown = float(
-        re.search(r"activations +([\d.]+) GiB  of micro-batches of 8 sequences, recompute none", whole)[1]
-    )
+    shown = float(re.search(r"activations +([\d.]+) GiB  of micro-batches of 8 sequences, recompute none", whole)[1])
     assert least / 2**30 == pytest.approx(shown, rel=0.02)
     total, peak = (float(re.search(rf"{name} +([\d.]+) GiB", whole)[1]) for name in ("total", "at its peak"))
     assert peak == pytest.approx(total + shown, abs=0.02)

@@ -59,9 +59,7 @@ def test_the_pins_are_closed_whatever_they_ask_for_is_pinned_too(pins):
     for pin in pins:
         for line in importlib.metadata.requires(pin.name) or []:
             wanted = Requirement(line)
-            gpu = wanted.name.startswith(
-                ("nvidia-", "cuda-", "triton")
-            )  # torch's GPU build pins these itself
+            gpu = wanted.name.startswith(("nvidia-", "cuda-", "triton"))  # torch's GPU build pins these itself
             if not gpu and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
                 assert canonicalize_name(wanted.name) in names, f"{pin.name} asks for {wanted}"
 

@@ -63,9 +63,7 @@ def flat_steps(ranks, micro_batches, drop_by_parameters=False):
     return gradients, {name: p.detach().clone() for name, p in copy.named_parameters()}, calls, named
 
 
-@pytest.mark.parametrize(
-    ("n", "micro_batches", "drop"), [(1, 2, False), (2, 1, True), (2, 2, False), (4, 1, False)]
-)
+@pytest.mark.parametrize(("n", "micro_batches", "drop"), [(1, 2, False), (2, 1, True), (2, 2, False), (4, 1, False)])
 def test_gradients_and_weights_are_those_of_one_process_tied_ones_too(n, micro_batches, drop):
     gradients, weights = one_process()
     for seen, ended, calls, _ in run_on_ranks(n, flat_steps, micro_batches, drop):

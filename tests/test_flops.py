@@ -30,9 +30,7 @@ def test_a_tokens_flops_are_those_that_torch_counts_in_forward_and_backward(conf
 
 
 def test_nanogpts_estimate_is_its_formula_at_gpt2s_size():
-    config = GPTConfig(
-        vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, tie=True, qkv_bias=True
-    )
+    config = GPTConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, tie=True, qkv_bias=True)
     assert config.num_params() == 124_439_808  # as published for GPT-2
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 12 * (768 // 12) * 1024
     assert flops.nanogpt_flops_per_token(config) == expected

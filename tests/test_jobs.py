@@ -87,9 +87,7 @@ def test_only_the_file_that_the_site_reads_is_written(folder, root):
 
 
 def test_what_polaris_must_have_stands_in_its_file(folder):
-    stamp.stamp(
-        "polaris", account="Hands", queue="debug-scaling", walltime="00:20:00", nodes=4, folder=folder
-    )
+    stamp.stamp("polaris", account="Hands", queue="debug-scaling", walltime="00:20:00", nodes=4, folder=folder)
     text = (folder / FILES[0]).read_text()
     for line in (
         "#PBS -A Hands", "#PBS -q debug-scaling", "#PBS -l select=4:system=polaris", "#PBS -l place=scatter",
@@ -110,9 +108,7 @@ def test_what_perlmutter_must_have_stands_in_its_file(folder):
 
 def test_each_site_with_gpus_names_its_device_so_that_no_job_trains_on_its_cpus(folder):
     """As a class finds out after an hour, where PyPI's torch lies on a machine of AMD's or Intel's."""
-    devices = {
-        site: sites.site_named(site).settings.get("MANYHANDS_DEVICE") for site in SITES if site != "generic"
-    }
+    devices = {site: sites.site_named(site).settings.get("MANYHANDS_DEVICE") for site in SITES if site != "generic"}
     assert set(devices.values()) == {"cuda", "xpu"} and devices["aurora"] == "xpu"
     for site, device in devices.items():
         for path in stamp.stamp(site, account="Hands", folder=folder):
@@ -157,7 +153,9 @@ def test_make_jobs_needs_no_environment(root, tmp_path):
 
 def test_an_old_python_without_pips_parser_is_told_to_be_newer(root, tmp_path):
     hide = "import sys; sys.modules.update({'tomllib': None, 'pip': None})"
-    run = f"{hide}; import runpy; sys.argv[1:] = ['sites']; runpy.run_module('manyhands.jobs.stamp', run_name='__main__')"
+    run = (
+        f"{hide}; import runpy; sys.argv[1:] = ['sites']; runpy.run_module('manyhands.jobs.stamp', run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(root / "scripts")}, cwd=root, capture_output=True,
         text=True, check=False,
@@ -182,9 +180,7 @@ def test_stamping_again_keeps_what_the_user_wrote(folder):
     path = folder / FILES[0]
     stamp.stamp("polaris", account="Hands", folder=folder)
     text = path.read_text().replace("#PBS -j oe", "#PBS -j oe\n#PBS -M me@site.org")
-    text = (
-        text.replace("select=2:", "select=8:").replace("home:eagle", "home").replace(":-.venv}", ":-/my/env}")
-    )
+    text = text.replace("select=2:", "select=8:").replace("home:eagle", "home").replace(":-.venv}", ":-/my/env}")
     path.write_text(text.replace("VENV=${VENV-.venv}", "VENV=${VENV-/my/env}"))
     stamp.stamp("polaris", queue="debug-scaling", walltime="00:45:00", folder=folder)
     text = path.read_text()
@@ -261,9 +257,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "site", "sentence"), WRONG, ids=[wrong[-1] for wrong in WRONG]
-)
+@pytest.mark.parametrize(("file", "old", "new", "site", "sentence"), WRONG, ids=[wrong[-1] for wrong in WRONG])
 def test_a_wrong_directive_is_rejected_with_the_right_sentence(folder, file, old, new, site, sentence):
     stamp.stamp(site, account=account_of(site), folder=folder)
     path = folder / FILES[file]
@@ -288,9 +282,7 @@ def course(tmp_path_factory):
 
 def short_flags():
     lesson = find_lessons(only=["03"])[0]
-    return [
-        part for name, value in lesson.short.items() for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    return [part for name, value in lesson.short.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def run_job(course, name, *arguments, cwd=None, **environ):
@@ -311,9 +303,7 @@ def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tm
     assert metrics["parameters"]["steps"] == find_lessons(only=["03"])[0].short["steps"]
 
 
-SAYS_ITS_WORDS = (
-    '#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n'  # a python: what it was started with
-)
+SAYS_ITS_WORDS = '#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n'  # a python: what it was started with
 
 
 @pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
@@ -342,9 +332,7 @@ def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
-def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(
-    course, tmp_path, name
-):
+def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(course, tmp_path, name):
     for place in ("remembered", "named"):
         (tmp_path / place / "bin").mkdir(parents=True)
         (tmp_path / place / "bin" / "activate").write_text(f"echo took {place}; exit 7")
@@ -399,9 +387,7 @@ def in_the_course(course, tmp_path, monkeypatch):
     return course
 
 
-def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(
-    in_the_course, monkeypatch, capsys
-):
+def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(in_the_course, monkeypatch, capsys):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     job = submit.submit("ddp_shakespeare", " ".join(short_flags()), via="bash")
     assert job.watch(200) == "completed"
@@ -413,9 +399,7 @@ def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(
     assert job.metrics("02_collectives") is None
 
 
-def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(
-    in_the_course, monkeypatch, capsys
-):
+def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(in_the_course, monkeypatch, capsys):
     notebook, script = (
         in_the_course / "notebooks" / "03_data_parallel.ipynb",
         in_the_course / "scripts" / "03_data_parallel.py",
@@ -464,9 +448,7 @@ def test_a_failed_job_says_so(in_the_course, capsys):
     assert "--no-such-flag is unknown" in capsys.readouterr().out
 
 
-def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(
-    in_the_course, monkeypatch, tmp_path
-):
+def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(in_the_course, monkeypatch, tmp_path):
     fake = tmp_path / "bin" / "sbatch"
     fake.parent.mkdir()
     fake.write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
@@ -544,9 +526,7 @@ def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsy
     assert job.ended() == (state not in ("waiting", "running", "unknown"))
 
 
-def test_a_silent_server_leaves_a_job_of_pbs_in_the_state_that_was_seen_last(
-    in_the_course, monkeypatch, tmp_path
-):
+def test_a_silent_server_leaves_a_job_of_pbs_in_the_state_that_was_seen_last(in_the_course, monkeypatch, tmp_path):
     job = pbs_job(monkeypatch, tmp_path)
     qstat(monkeypatch, tmp_path, *PBS_STATES["runs, history off"][:2])
     assert job.state()[0] == "running"
@@ -555,9 +535,7 @@ def test_a_silent_server_leaves_a_job_of_pbs_in_the_state_that_was_seen_last(
 
 
 @pytest.mark.parametrize(("status", "state"), [("0", ("completed", "")), ("3", ("failed", "exit 3"))])
-def test_of_a_forgotten_job_its_own_file_says_how_it_ended(
-    in_the_course, monkeypatch, tmp_path, status, state
-):
+def test_of_a_forgotten_job_its_own_file_says_how_it_ended(in_the_course, monkeypatch, tmp_path, status, state):
     job = pbs_job(monkeypatch, tmp_path)
     qstat(monkeypatch, tmp_path, UNKNOWN, NOTHING)
     assert job.state()[0] == "ended"
@@ -585,9 +563,7 @@ def test_flags_with_a_comma_reach_a_job_of_pbs(in_the_course, monkeypatch, tmp_p
     assert "args: --sizes 1,2" in said
 
 
-def test_what_starts_the_ranks_of_a_site_is_passed_on_to_a_job_of_pbs(
-    in_the_course, monkeypatch, tmp_path, capsys
-):
+def test_what_starts_the_ranks_of_a_site_is_passed_on_to_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MPIEXEC", "/site/bin/mpiexec")
     monkeypatch.setenv("MPIEXEC_FLAGS", "--cpu-bind none")
     pbs_job(monkeypatch, tmp_path)

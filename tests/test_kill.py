@@ -198,6 +198,4 @@ def test_a_run_killed_twenty_times_ends_bit_for_bit_as_one_that_was_not(uninterr
     assert [heard[-1] for heard in life.heard] == left
     there = manifest.steps_in(folder)
     assert [manifest.step_of(path) for path in there[:2]] == [STEPS, STEPS - EVERY]
-    assert len(there) <= 3 and set(folder.glob("step-*")) == set(there), (
-        "the last two, the best, no left-overs"
-    )
+    assert len(there) <= 3 and set(folder.glob("step-*")) == set(there), "the last two, the best, no left-overs"

@@ -116,9 +116,7 @@ def test_a_node_with_fewer_gpus_than_ranks_sends_all_nodes_to_the_cpu():
 
 def test_auto_on_the_cpu_says_why():
     assert devices.choose("auto", [offer()])["reason"] == "no CUDA here on n1"
-    assert devices.choose("auto", [offer(0, xpu=["a"]), offer(1, xpu=["a"])])["reason"].startswith(
-        "2 ranks on n1"
-    )
+    assert devices.choose("auto", [offer(0, xpu=["a"]), offer(1, xpu=["a"])])["reason"].startswith("2 ranks on n1")
     assert devices.choose("cpu", [offer()])["reason"] == ""
 
 
@@ -144,12 +142,8 @@ class FourGpus:
 def test_auto_leaves_the_choice_to_the_environment():
     assert devices.wanted("auto", {"MANYHANDS_DEVICE": "cpu"}) == "cpu"
     assert devices.wanted("auto", {"MANYHANDS_DEVICE": ""}) == devices.wanted("auto", {}) == "auto"
-    assert devices.wanted("cuda", {"MANYHANDS_DEVICE": "cpu"}) == "cuda", (
-        "what a program says itself comes first"
-    )
-    with pytest.raises(
-        LaunchError, match="MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"
-    ):
+    assert devices.wanted("cuda", {"MANYHANDS_DEVICE": "cpu"}) == "cuda", "what a program says itself comes first"
+    with pytest.raises(LaunchError, match="MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"):
         devices.wanted("auto", {"MANYHANDS_DEVICE": "gpu"})
 
 
@@ -159,9 +153,7 @@ def test_intel_gpus_count_as_gpus_unless_the_environment_rules_them_out(monkeypa
     assert devices.gpus_here({}) == ("xpu", 6)
     assert commands.command_for(["x.py"], {}, starter="torchrun")[3] == "--nproc-per-node=6"
     assert (
-        devices.gpus_here({"MANYHANDS_DEVICE": "cuda"})
-        == devices.gpus_here({"MANYHANDS_DEVICE": "cpu"})
-        == ("cpu", 0)
+        devices.gpus_here({"MANYHANDS_DEVICE": "cuda"}) == devices.gpus_here({"MANYHANDS_DEVICE": "cpu"}) == ("cpu", 0)
     )
 
 
@@ -208,9 +200,7 @@ def test_ranks_that_share_cores_get_one_thread_each():
     bound = [offer(r, cpus=range(2 * r, 2 * r + 2)) for r in range(4)]
     assert [devices.threads("cpu", o, bound) for o in bound] == [2, 2, 2, 2]
     granted = [offer(r, cpus=range(2 * r, 2 * r + 2), quota=2.0) for r in range(4)]
-    assert [devices.threads("cpu", o, granted) for o in granted] == [1, 1, 1, 1], (
-        "bound, but 2 cores' time for 8"
-    )
+    assert [devices.threads("cpu", o, granted) for o in granted] == [1, 1, 1, 1], "bound, but 2 cores' time for 8"
 
 
 def test_ranks_on_gpus_divide_only_the_cores_that_they_share():
@@ -253,9 +243,7 @@ def test_who_is_here_takes_a_line_for_each_host():
     ]
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
-    assert (
-        "backend cpu:gloo,cuda:nccl" in text and "ranks 0, 1 on cuda 0, 1;" in text and "because" not in text
-    )
+    assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0, 1 on cuda 0, 1;" in text and "because" not in text
 
 
 def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
@@ -294,9 +282,7 @@ class AloneInMpi:
 
 
 @pytest.mark.parametrize("rank", [0, 5])
-def test_a_launcher_that_names_no_size_and_an_mpi_of_one_contradict_each_other_on_every_rank(
-    monkeypatch, rank
-):
+def test_a_launcher_that_names_no_size_and_an_mpi_of_one_contradict_each_other_on_every_rank(monkeypatch, rank):
     monkeypatch.setattr(rendezvous, "import_mpi", lambda _: AloneInMpi)
     environ = RECORDS["pals_without_a_size"]["environ"] | {"PALS_RANKID": str(rank), "PALS_LOCAL_RANKID": "0"}
     with pytest.raises(rendezvous.Unreachable, match=f"as rank {rank} and does not say of how many"):
@@ -381,9 +367,7 @@ def test_two_ranks_meet_leave_and_meet_again(start, script):
     os.utime(script, (1, 1))
     status, output, errors = run(*command, script, "--length", "3")
     assert status == 0, errors
-    assert (
-        output.count("07_sum.py runs as it was before 07_sum.ipynb was saved") == 1
-    )  # rank 0, at the first join
+    assert output.count("07_sum.py runs as it was before 07_sum.ipynb was saved") == 1  # rank 0, at the first join
     assert f"2 ranks, launcher {launcher}, backend gloo" in output
     for rank in range(2):
         assert f"[rank {rank}] {rank}/2 {launcher} sum=6 mpi={mpi}\n" in output

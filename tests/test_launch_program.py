@@ -85,9 +85,7 @@ def test_a_job_that_pbs_packed_onto_fewer_nodes_says_so(nodefile, tmp_path, monk
     assert ("the 3 parts of this job onto 2 of its nodes" in capsys.readouterr().err) == said
 
 
-def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts_each_node(
-    nodefile, tmp_path
-):
+def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts_each_node(nodefile, tmp_path):
     pbs, site = tmp_path / "pbs", tmp_path / "site"
     for name in ("mpiexec", "pbsdsh"):
         program_in(pbs, name, "#!/bin/sh\necho no non-PBS mpiexec; exit 1\n")
@@ -114,9 +112,7 @@ def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_o
     )  # fmt: skip
     assert done.returncode == 1
     for host in ("x1", "x2"):
-        assert (
-            tmp_path / host
-        ).read_text() == f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)\n'
+        assert (tmp_path / host).read_text() == f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)\n'
 
 
 def test_open_mpi_gets_its_own_flag_for_ranks_per_node_and_a_site_may_say_another(nodefile, tmp_path):
@@ -202,9 +198,7 @@ def ended(run, timeout_s=200):
 
 
 def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
-    status, said = ended(
-        launch(root, "--nproc", 2, "--dry-run", "--", "--log.prompt", "a; touch /tmp/x $(id)")
-    )
+    status, said = ended(launch(root, "--nproc", 2, "--dry-run", "--", "--log.prompt", "a; touch /tmp/x $(id)"))
     assert status == 0 and said.startswith("$ ") and said.count("\n") == 1
     words = shlex.split(said[2:])  # as a shell would read what was printed
     assert words[-3:] == [str(root / "scripts" / "train.py"), "--log.prompt", "a; touch /tmp/x $(id)"]
@@ -444,9 +438,7 @@ def test_a_program_that_leaves_has_status_0_until_it_joins_again_and_a_refused_c
 
 def test_help_shows_what_the_top_of_the_program_says(root):
     status, said = ended(launch(root, "--help"))
-    assert (
-        status == 0 and "mpiexec in a PBS job" in said and "scripts/02_collectives.py -- --repeats 3" in said
-    )
+    assert status == 0 and "mpiexec in a PBS job" in said and "scripts/02_collectives.py -- --repeats 3" in said
 
 
 def until(run, text):
@@ -459,17 +451,12 @@ def until(run, text):
 def test_srun_which_ends_its_ranks_on_sigterm_is_sent_sigusr1_instead():
     for end in (signal.SIGTERM, signal.SIGHUP):
         assert kept_command._translated(end, ["srun", "python"]) == signal.SIGUSR1
-    assert (
-        kept_command._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"])
-        == signal.SIGTERM
-    )
+    assert kept_command._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"]) == signal.SIGTERM
     assert kept_command._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
 
 
 @pytest.mark.parametrize(("starter", "sent"), [("torchrun", "SIGUSR1"), ("mpiexec", "SIGTERM")])
-def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again(
-    root, tmp_path, starter, sent
-):
+def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again(root, tmp_path, starter, sent):
     run = launch(
         root, "--nproc", 2, "--starter", starter, "--retries", 3, root / "tests" / "fake_train.py", "--",
         "--linger", 20, "--checkpoint.folder", tmp_path / "run",
@@ -504,9 +491,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_leave(root, tmp_path):
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
-    assert (
-        len(ranks) == 2 and json.loads((tmp_path / "run" / "requeue.json").read_text())["signal"] == "SIGTERM"
-    )
+    assert len(ranks) == 2 and json.loads((tmp_path / "run" / "requeue.json").read_text())["signal"] == "SIGTERM"
     assert "stopped by SIGTERM and saved at step" in run.stdout.read()
 
 

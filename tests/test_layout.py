@@ -143,9 +143,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         sentence = str(error)
         assert sentence.count("\n") == 0 and len(sentence) > 30
         return
-    assert (
-        layout.world_size == layout.pipeline * layout.replicate * layout.shard * layout.tensor == world_size
-    )
+    assert layout.world_size == layout.pipeline * layout.replicate * layout.shard * layout.tensor == world_size
     for axis in AXES:  # what was asked for is what one gets
         assert wish[axis] in (None, getattr(layout, axis))
     places = [tuple(layout.coordinates(rank).values()) for rank in range(world_size)]
@@ -235,6 +233,4 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_cure(flags, world_s
         layout_of(flags, world_size)
     sentence = str(error.value)
     assert all(word in sentence for word in words), sentence
-    assert any(
-        word in sentence for word in (" use ", "; start", "; leave", "; choose", "needs", "runs here")
-    ), sentence
+    assert any(word in sentence for word in (" use ", "; start", "; leave", "; choose", "needs", "runs here")), sentence

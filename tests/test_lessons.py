@@ -32,9 +32,7 @@ LAUNCHERS = [
 
 
 def each(lessons, *marks):
-    return pytest.mark.parametrize(
-        "lesson", [pytest.param(lesson, id=lesson.name, marks=marks) for lesson in lessons]
-    )
+    return pytest.mark.parametrize("lesson", [pytest.param(lesson, id=lesson.name, marks=marks) for lesson in lessons])
 
 
 named = each(LESSONS)
@@ -153,14 +151,10 @@ def test_our_own_ddp_trains_as_the_librarys_does(short_run):
 
 @named
 def test_the_instructors_notes_are_folded(lesson):
-    notes = [
-        cell for cell in nbformat.read(lesson.notebook, 4).cells if "notes" in cell.metadata.get("tags", [])
-    ]
+    notes = [cell for cell in nbformat.read(lesson.notebook, 4).cells if "notes" in cell.metadata.get("tags", [])]
     assert notes
     for note in notes:
-        assert note.source.startswith("<details><summary>For the instructor: ") and note.source.endswith(
-            "</details>"
-        )
+        assert note.source.startswith("<details><summary>For the instructor: ") and note.source.endswith("</details>")
 
 
 DEBRIS = (
@@ -175,9 +169,7 @@ def text_of(outputs):
     shown = []
     for output in outputs:
         data = output.get("data", {})
-        shown.append(
-            html.unescape(re.sub(r"<[^>]+>", "\n", data.get("text/html", ""))) or output.get("text", "")
-        )
+        shown.append(html.unescape(re.sub(r"<[^>]+>", "\n", data.get("text/html", ""))) or output.get("text", ""))
         shown.append(data.get("text/plain", ""))
     return "\n".join(shown)
 

@@ -74,9 +74,7 @@ def test_each_stage_of_the_lesson_learns_the_same_on_any_number_of_ranks(pool, a
     assert any(reward > 0 for _, reward, _ in alone["curve"]), "something is rewarded"
     for rank, seen in enumerate(pool.run(n, all_stages)):
         for stage, weights in alone["weights"].items():
-            apart = max(
-                (a - b).abs().max().item() for a, b in zip(weights, seen["weights"][stage], strict=True)
-            )
+            apart = max((a - b).abs().max().item() for a, b in zip(weights, seen["weights"][stage], strict=True))
             assert apart < 1e-9, f"{stage}, rank {rank}: {apart}"  # AdamW divides by roots of small numbers
         assert seen["right"] == alone["right"]
         for mine, theirs in zip(seen["curve"], alone["curve"], strict=True):
@@ -88,11 +86,7 @@ def losses(ranks):
     ours, start = lesson_on(ranks), chatty()
     reference, held = ours.in_shares(start)
     at_rest = sum(p.numel() for p in reference.parameters())
-    words = (
-        ours.task.draw(8, [3], held_out=False)
-        if hasattr(ours, "task")
-        else LetterTask("sort").draw(8, [3], False)
-    )
+    words = ours.task.draw(8, [3], held_out=False) if hasattr(ours, "task") else LetterTask("sort").draw(8, [3], False)
     pairs = ours.pair_rows([(word, "lkab") for word in words])
     other = chatty()
     with torch.no_grad():
@@ -158,9 +152,7 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     assert shares["base"][1] < chance < shares["SFT"][0]
     assert shares["SFT"][1] < 90 <= shares["SFT, GRPO"][0]
     assert sum(shares["SFT, DPO"]) > sum(shares["SFT"])
-    hacked = re.search(
-        r"letters that ascend: reward ([\d.]+) to ([\d.]+),[^%]*accuracy (\d+)% to (\d+)%", told
-    )
+    hacked = re.search(r"letters that ascend: reward ([\d.]+) to ([\d.]+),[^%]*accuracy (\d+)% to (\d+)%", told)
     before, reward, right, still_right = map(float, hacked.groups())
     assert reward > max(before, 0.9) and still_right < right / 4
 

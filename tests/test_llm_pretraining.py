@@ -63,9 +63,7 @@ def library_table(bpe):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.text(st.characters(codec="utf-8"), max_size=60), min_size=1, max_size=6), st.integers(1, 30)
-)
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=60), min_size=1, max_size=6), st.integers(1, 30))
 def test_ours_and_the_librarys_merges_are_the_same_for_any_unicode_ties_included(texts, merges):
     ours = lesson(*BPE)
     counts = ours.word_counts(texts)
@@ -121,9 +119,7 @@ def pages(count=60, words=80):
     """Documents that share hardly anything, the same in each run."""
     draw = random.Random(3)
     alphabet = [
-        f"{a}{b}"
-        for a in ("ka", "lo", "mi", "nu", "re", "so")
-        for b in ("ba", "da", "fe", "gu", "ta", "vi", "xe")
+        f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "re", "so") for b in ("ba", "da", "fe", "gu", "ta", "vi", "xe")
     ]
     return [" ".join(draw.choice(alphabet) for _ in range(words)) for _ in range(count)]
 
@@ -131,9 +127,7 @@ def pages(count=60, words=80):
 def test_planted_copies_are_found_and_everything_else_stays():
     ours, dice, kept = lesson(*DOCUMENTS), random.Random(1), pages()
     copies = {len(kept) + k: 5 * k for k in range(10)}
-    pile = (
-        kept + [ours.copy_of(kept[i], 0.01, dice) for i in copies.values()] + [kept[7], kept[7].upper() + "!"]
-    )
+    pile = kept + [ours.copy_of(kept[i], 0.01, dice) for i in copies.values()] + [kept[7], kept[7].upper() + "!"]
     copies |= {len(pile) - 2: 7, len(pile) - 1: 7}
     signed = np.stack([ours.signature(ours.shingle_hashes(text), ours.a_K, ours.b_K) for text in pile])
     truth = {copy: ours.jaccard(*(ours.shingle_hashes(pile[i]) for i in pair)) for copy, pair in
@@ -209,9 +203,7 @@ def test_no_token_moves_another_document_and_every_token_moves_its_own():
         first = int(here_T.nonzero()[0])
         changed_BT = ids_BT.clone()
         changed_BT[row, first] = 6
-        moved_T = (ours.packed_logits(gpt, changed_BT, mask_BTT, positions_BT) - before)[row].abs().amax(
-            -1
-        ) > 0
+        moved_T = (ours.packed_logits(gpt, changed_BT, mask_BTT, positions_BT) - before)[row].abs().amax(-1) > 0
         assert torch.equal(moved_T, here_T)
 
 
@@ -219,9 +211,7 @@ def test_the_lessons_mask_is_the_packages_and_its_model_too():
     ours, (gpt, ids_BT, documents_BT) = lesson(*PACKED), packed_model()
     mask_BTT = ours.document_mask(documents_BT)
     assert torch.equal(mask_BTT[:, None], within_documents(ids_BT, 11))
-    masked = GPT(
-        GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16, document_mark=11)
-    ).double()
+    masked = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16, document_mark=11)).double()
     masked.load_state_dict(gpt.state_dict())
     apart = ours.packed_logits(gpt, ids_BT, mask_BTT, torch.arange(16)) - masked(ids_BT)[0]
     assert apart.abs().max() < EXACT
@@ -275,9 +265,7 @@ def test_a_law_without_noise_is_found_again_and_its_range_is_a_point():
     points = grid(exponent=0.5)
     optima = [scaling.parabola(rows) for rows in scaling.by_budget(points).values()]
     law = scaling.power_law(optima)
-    assert law.exponent == pytest.approx(0.5, abs=1e-9) and law.loss_exponent == pytest.approx(
-        -0.06, abs=1e-9
-    )
+    assert law.exponent == pytest.approx(0.5, abs=1e-9) and law.loss_exponent == pytest.approx(-0.06, abs=1e-9)
     assert law.at(1e13) == pytest.approx((0.3 * 1e13**0.5, 10 * 1e13**-0.06))
     low, high = scaling.spread(points, draws=20)["exponent"]
     assert low == pytest.approx(high, abs=1e-6) and low == pytest.approx(0.5, abs=1e-6)
@@ -336,9 +324,7 @@ def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
 
 def test_ranks_that_multiply_at_once_agree_on_their_rate(pool):
     one, other = pool.run(2, timed_together)
-    assert one == other == pytest.approx(2 * 3 * 2 * 8**3 / 5.0), (
-        "two ranks, three products, the slower took 5 s"
-    )
+    assert one == other == pytest.approx(2 * 3 * 2 * 8**3 / 5.0), "two ranks, three products, the slower took 5 s"
 
 
 def timed_together(ranks):
@@ -379,9 +365,7 @@ def test_a_grid_goes_on_where_it_stopped_and_refuses_another_corpus(pool, tmp_pa
 def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
     content = recorded_runs.numbers("12_isoflop.json")
     points = content["points"]
-    assert {(p["budget_flops"], p["width"]) for p in points} == {
-        (b, w) for b, ws in isoflop.GRID.items() for w in ws
-    }
+    assert {(p["budget_flops"], p["width"]) for p in points} == {(b, w) for b, ws in isoflop.GRID.items() for w in ws}
     assert content["recipe"] == isoflop.recipe() and "uncommitted" not in content["conditions"]["commit"]
     for rows in scaling.by_budget(points).values():
         losses = [row["val_loss"] for row in rows]

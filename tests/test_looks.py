@@ -35,10 +35,7 @@ def literals(text):
                     if isinstance(one, ast.Constant) and re.fullmatch(r"(?=.*[bgrcmyk])[bgrcmyk.,ovs^Dx+*:-]+", str(one.value))
                 ]  # fmt: skip
         elif isinstance(node, ast.Dict):
-            given = [
-                (getattr(key, "value", None), value)
-                for key, value in zip(node.keys, node.values, strict=True)
-            ]
+            given = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
         for name, value in given:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 spelt = value.value not in ("none", "")
@@ -92,19 +89,14 @@ def test_no_text_of_a_figure_is_smaller_than_it_can_be_read_from_the_back(path):
 def test_nothing_but_a_rank_has_a_ranks_colour_and_no_hatch_means_two_things():
     of_ranks = {colour.lower() for colour in looks.RANK_COLOURS}
     kinds = {colour.lower() for colour, _ in looks.BYTES.values()}
-    lines = {
-        look["color"].lower() for look in (*looks.ALTERNATIVES, looks.MEASURED, looks.PREDICTED, looks.LIMIT)
-    }
+    lines = {look["color"].lower() for look in (*looks.ALTERNATIVES, looks.MEASURED, looks.PREDICTED, looks.LIMIT)}
     assert not of_ranks & (kinds | lines)
     hatches = [hatch for _, hatch in looks.BYTES.values()] + [looks.HATCH]
     assert len({hatch[:1] for hatch in hatches}) == len(hatches)
 
 
 def lightness(colour):
-    return sum(
-        weight * int(colour[i : i + 2], 16)
-        for weight, i in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True)
-    )
+    return sum(weight * int(colour[i : i + 2], 16) for weight, i in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True))
 
 
 def test_measured_and_predicted_differ_without_colour_and_alternatives_by_marker():

@@ -42,9 +42,7 @@ def measure(ranks, flags):
     optimizer.step()
     held = tensor_bytes(model, optimizer)
     at_peak = {}
-    if (
-        layout.pipeline == layout.tensor == 1
-    ):  # stages are gathered at times of their own, shares of shares not seen
+    if layout.pipeline == layout.tensor == 1:  # stages are gathered at times of their own, shares of shares not seen
         optimizer.zero_grad()
         with MemoryTimeline(model, optimizer) as seen:
             parallel.forward_backward(*share)
@@ -229,9 +227,7 @@ def weigh_between_forward_and_backward(ranks):
     from manyhands.parallel.optimizer import build_optimizer
     from manyhands.parallel.parallelize import parallelize
 
-    config, layout, options = read(
-        "--model.vocab-size 66 --parallel.strategy fsdp --parallel.sharding grad_op", 2
-    )
+    config, layout, options = read("--model.vocab-size 66 --parallel.strategy fsdp --parallel.sharding grad_op", 2)
     parallel = parallelize(config, layout, options, ranks)
     optimizer = build_optimizer(parallel, options)
     found = [tensor_bytes(parallel.model, optimizer)]

@@ -71,10 +71,7 @@ def test_parameters_gradients_and_optimizer_have_the_bytes_of_the_formula(step):
 def test_activations_at_the_end_of_the_forward_are_what_autograd_has_saved(step):
     model, seen = step
     ids = 2 * 8 * batch()[0].numel()  # saved too, but there before the step
-    assert (
-        end_of(seen, "forward").bytes["activations"]
-        == count_saved(lambda: model(*batch()), model).bytes - ids
-    )
+    assert end_of(seen, "forward").bytes["activations"] == count_saved(lambda: model(*batch()), model).bytes - ids
     assert ids < 0.02 * seen.highest("activations")
     assert seen.highest("activations") == end_of(seen, "forward").bytes["activations"]
     assert end_of(seen, "backward").bytes["activations"] == 0
@@ -259,9 +256,7 @@ def test_fully_sharded_weights_are_own_shards_and_gathered_for_the_moment(pool, 
             # the root stays from its forward on; of the blocks all do, or the one at work alone
             at_end = next(held for phase, held in reversed(samples) if phase == "forward")
             assert at_end["gathered"] == pytest.approx(4 * (root + keep_gathered * 3 * block), rel=0.02)
-            assert highest["gathered"] == pytest.approx(
-                4 * (root + (3 if keep_gathered else 1) * block), rel=0.02
-            )
+            assert highest["gathered"] == pytest.approx(4 * (root + (3 if keep_gathered else 1) * block), rel=0.02)
             assert samples[-1][1]["gathered"] == 0
             assert samples[0][1]["other"] < 5000  # gloo's own buffers are there when it works, not before
 
@@ -397,16 +392,12 @@ def test_two_figures_get_one_scale_where_the_highest_is_named():
 
 def _phased(*phases):
     """Samples of parameters and activations, from (phase, [(parameters, activations)])."""
-    return [
-        Sample(phase, {"parameters": p, "activations": a}) for phase, heights in phases for p, a in heights
-    ]
+    return [Sample(phase, {"parameters": p, "activations": a}) for phase, heights in phases for p, a in heights]
 
 
 def test_timelines_side_by_side_have_one_scale_and_their_phases_in_the_same_places():
     few = _phased(("forward", [(1e6, 0), (1e6, 2e6)]), ("update", [(1e6, 0)]))
-    many = _phased(
-        ("", [(9e6, 0)]), ("forward", [(5e5, k * 1e5) for k in range(8)]), ("update", [(5e5, 0)] * 3)
-    )
+    many = _phased(("", [(9e6, 0)]), ("forward", [(5e5, k * 1e5) for k in range(8)]), ("update", [(5e5, 0)] * 3))
     figure = memory_stacks({"few": few, "many": many})
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     for axes in figure.axes:

@@ -56,9 +56,7 @@ def meshed(ranks, shape):
 
     mesh, lesson = init_device_mesh("cpu", shape, mesh_dim_names=AXES), ours()
     theirs = {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES}
-    mine = {
-        axis: next(g for g in lesson.groups_of(shape, i) if ranks.rank in g) for i, axis in enumerate(AXES)
-    }
+    mine = {axis: next(g for g in lesson.groups_of(shape, i) if ranks.rank in g) for i, axis in enumerate(AXES)}
     return (list(mesh.get_coordinate()), theirs), (lesson.coordinates(ranks.rank, shape), mine)
 
 
@@ -84,9 +82,7 @@ def sent_between(ranks, order, per_node):
     return x.tolist(), crossing, len(sends)
 
 
-@pytest.mark.parametrize(
-    ("n", "order", "per_node"), [(4, [0, 1, 2, 3], 2), (4, [0, 2], 2), (3, [0, 1, 2], 2)]
-)
+@pytest.mark.parametrize(("n", "order", "per_node"), [(4, [0, 1, 2, 3], 2), (4, [0, 2], 2), (3, [0, 1, 2], 2)])
 def test_real_messages_between_nodes_are_those_of_the_formula(pool, n, order, per_node):
     found = [one for one in pool.run(n, sent_between, order, per_node) if one]
     assert all(values == [float(sum(order))] * 24 for values, _, _ in found)
@@ -182,9 +178,7 @@ def test_what_is_not_simulated_is_refused_with_its_sentence():
 
 def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
     held = {"parameters": 1000, "optimizer": 2000, "gradients": 1000}
-    figure = planned_and_held(
-        [("copies 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t"
-    )
+    figure = planned_and_held([("copies 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t")
     (axes,) = figure.axes
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert max(ends) == 4.0 and [line.get_xdata()[0] for line in axes.lines] == [4.0, 2.0]

@@ -91,9 +91,7 @@ def test_a_read_only_disk_is_found_by_trying_whatever_the_modes_say(tmp_path, mo
 def test_a_named_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "file" / "outputs"))
-    with pytest.raises(
-        ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written; name another folder or unset it"
-    ):
+    with pytest.raises(ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written; name another folder or unset it"):
         run_folder(ranks_of())
 
 
@@ -205,9 +203,7 @@ def test_close_values_are_compared_also_at_the_same_number_of_ranks_and_say_how_
     assert compare(one, other) == ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]
 
 
-@pytest.mark.parametrize(
-    "a, b", [(1.0, math.nan), ([1.0], [1.0, 2.0]), ({"x": 1.0}, {"y": 1.0}), (1.0, "text")]
-)
+@pytest.mark.parametrize("a, b", [(1.0, math.nan), ([1.0], [1.0, 2.0]), ({"x": 1.0}, {"y": 1.0}), (1.0, "text")])
 def test_values_of_another_kind_are_never_close(a, b):
     for first, second in ((a, b), (b, a)):
         assert len(compare(run_of(close={"v": first}), run_of(close={"v": second}))) == 1
@@ -220,9 +216,7 @@ def test_a_value_that_one_run_lacks_is_a_difference():
 
 
 def test_runs_on_other_corpora_or_parameters_are_not_compared_number_by_number():
-    one, other = (
-        run_of(corpus=Corpus.from_text("offline", text), exact={"a": text}) for text in ("aab", "abb")
-    )
+    one, other = (run_of(corpus=Corpus.from_text("offline", text), exact={"a": text}) for text in ("aab", "abb"))
     assert len(compare(one, other)) == 1 and compare(one, other)[0].startswith("corpus differs")
     one, other = run_of(parameters={"length": 4}), run_of(parameters={"length": 8})
     assert compare(one, other)[0].startswith("parameters differs")
@@ -302,6 +296,4 @@ def test_peak_memory_is_of_this_process_in_gib():
     del block
     assert 0.05 < before < 64
     assert grown >= 0.3  # at least the block; this process's peak may have been higher before
-    assert (
-        grown >= 0.99 * before and peak_memory_gib(ranks_of()) >= 0.99 * grown
-    )  # Linux counts in rough steps
+    assert grown >= 0.99 * before and peak_memory_gib(ranks_of()) >= 0.99 * grown  # Linux counts in rough steps

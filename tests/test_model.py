@@ -72,9 +72,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
     assert model(ids_BT[:, :-1])[1] is None
 
 
-@pytest.mark.parametrize(
-    ("dtype", "of_the_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
-)
+@pytest.mark.parametrize(("dtype", "of_the_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_the_loss_of_16_bit_logits_is_computed_in_32_bits(dtype, of_the_loss):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=65)).to(dtype)

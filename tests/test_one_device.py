@@ -89,18 +89,14 @@ def test_what_is_kept_for_backward_is_what_the_package_counts_and_what_the_formu
     block, head = lesson.predict_kept(SHAKESPEARE, SEQUENCES)
     assert ours == saved_activations.count_saved(lambda: model(ids, targets), model).bytes
     assert ours == pytest.approx(4 * block + head, rel=0.005)
-    assert ours == pytest.approx(
-        sum(activation_memory.saved_bytes(SHAKESPEARE, SEQUENCES).values()), rel=0.005
-    )
+    assert ours == pytest.approx(sum(activation_memory.saved_bytes(SHAKESPEARE, SEQUENCES).values()), rel=0.005)
 
 
 def test_a_storage_that_is_kept_twice_counts_once_and_parameters_do_not_count(lesson):
     layer = nn.Linear(3, 3, bias=False)
     x = torch.ones(2, 3, requires_grad=True)
     kept, _ = lesson.kept_for_backward(lambda: layer(x) * x.view(2, 3), layer)
-    assert kept == x.nbytes + 2 * 3 * 4, (
-        "x once, though it is kept by two operators, and the product's result"
-    )
+    assert kept == x.nbytes + 2 * 3 * 4, "x once, though it is kept by two operators, and the product's result"
 
 
 @pytest.mark.parametrize("case", ["plain", "4 micro-batches", "checkpointing"])

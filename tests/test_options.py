@@ -285,17 +285,13 @@ def test_help_lists_every_group_with_its_defaults(capsys):
         read_options(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(
-        f"--{flag}" in shown for flag in ("model.n-layer", "train.steps", "parallel.strategy", "preset")
-    )
+    assert all(f"--{flag}" in shown for flag in ("model.n-layer", "train.steps", "parallel.strategy", "preset"))
 
 
 # ------------------------------------------------------------------ what a slip of the shell or of the hand makes
 
 
-@pytest.mark.parametrize(
-    "flag", ["--checkpoint.folder=", "--config=", "--log.wandb=", "--checkpoint.folder= "]
-)
+@pytest.mark.parametrize("flag", ["--checkpoint.folder=", "--config=", "--log.wandb=", "--checkpoint.folder= "])
 def test_an_empty_value_is_refused_and_does_not_mean_none(flag):
     """--checkpoint.folder="$UNSET" would train for hours into a folder that nobody resumes from."""
     assert "is empty (is a variable of the shell unset?)" in refused([flag])

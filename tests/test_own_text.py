@@ -193,9 +193,7 @@ def train(ranks, data, folder, killed_after=None):
     from manyhands.trainer.resume import resume
     from manyhands.trainer.run import Run
 
-    options = replace(
-        OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder))
-    )
+    options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
     corpus = corpus_of(options, ranks)
     config = model_config(options, len(corpus.symbols), corpus.mark)
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
@@ -231,9 +229,7 @@ def life(tmp_path, number, data, folder, killed_after=None):
     """What `train` returned in a process of its own, and its exit status."""
     ours, theirs = _server.Pipe(duplex=False)
     store = str(tmp_path / f"store{number}")
-    process = _server.Process(
-        target=_life, args=(store, str(data), str(folder), killed_after, theirs), daemon=True
-    )
+    process = _server.Process(target=_life, args=(store, str(data), str(folder), killed_after, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -360,8 +356,7 @@ def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
 
 def test_masks_can_be_switched_off_and_shakespeare_has_none(texts):
     masked, blind = (
-        read_options(["--data.folder", str(texts["bpe"]), *flags])
-        for flags in ([], ["--data.no-mask-documents"])
+        read_options(["--data.folder", str(texts["bpe"]), *flags]) for flags in ([], ["--data.no-mask-documents"])
     )
     assert model_config(masked, 300, 0).document_mark == 0
     assert model_config(blind, 300, 0).document_mark is None

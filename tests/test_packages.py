@@ -148,9 +148,7 @@ def looked_up_by_string(texts):
         for module, text in texts.items()
         if "sys.modules" in text
         for node in ast.walk(tree_of(text))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.startswith("manyhands.")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("manyhands.")
     ]
 
 
@@ -227,6 +225,4 @@ def test_a_second_import_path_that_is_planted_is_found():
     detour = {"manyhands.data.a": "from manyhands.runs.screen import say"}
     user = {"lesson": "from manyhands.data.a import say\nfrom manyhands.runs.screen import say"}
     assert second_hand(HOUSE | detour, detour) == []
-    assert second_hand(HOUSE | detour, user) == [
-        "lesson:1 takes say from manyhands.data.a, which does not define it"
-    ]
+    assert second_hand(HOUSE | detour, user) == ["lesson:1 takes say from manyhands.data.a, which does not define it"]

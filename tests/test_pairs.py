@@ -96,9 +96,7 @@ def outputs(lesson):
 
 def files(folder):
     """{name: bytes} of all files below a folder."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def run(module, *arguments, cwd):
@@ -183,9 +181,7 @@ def test_a_missing_form_is_a_difference(lesson):
 
 def test_every_lesson_opens_in_a_browser_whichever_of_its_files_is_newer(root):
     """A clone scrambles the times, and a newer notebook must not differ from its script by a blank line."""
-    assert [lesson.name for lesson in find_lessons(root) if not pairs.identical(lesson)] == [], (
-        "run `make sync`"
-    )
+    assert [lesson.name for lesson in find_lessons(root) if not pairs.identical(lesson)] == [], "run `make sync`"
 
 
 def test_blank_lines_of_the_script_reach_the_notebook_without_touching_outputs(lesson):
@@ -203,9 +199,7 @@ def test_blank_lines_of_the_script_reach_the_notebook_without_touching_outputs(l
 
 def test_the_script_saved_last_is_written_into_the_notebook_and_unchanged_cells_keep_their_outputs(lesson):
     edit(lesson.script, "print(2)", "print(2, 'changed')")
-    assert pairs.sync(lesson).startswith(
-        "05_tiny: wrote 05_tiny.py into the notebook (cell 6 of 05_tiny differs"
-    )
+    assert pairs.sync(lesson).startswith("05_tiny: wrote 05_tiny.py into the notebook (cell 6 of 05_tiny differs")
     assert pairs.difference(lesson) is None
     assert outputs(lesson) == ["output 0\n", None, "output 2\n"]
     assert "source_hidden" in lesson.notebook.read_text()
@@ -245,9 +239,7 @@ def test_two_forms_that_differ_and_were_saved_in_the_same_second_are_refused(les
     edit(lesson.script, "answer = 42", "answer = 43", at=3_000_000.2)
     edit(lesson.notebook, "answer = 42", "answer = 44", at=3_000_000.9)
     before = files(lesson.root)
-    with pytest.raises(
-        pairs.PairError, match="both were saved at the same time, so save the one that you want"
-    ):
+    with pytest.raises(pairs.PairError, match="both were saved at the same time, so save the one that you want"):
         pairs.sync(lesson)
     assert files(lesson.root) == before
 
@@ -325,9 +317,7 @@ def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson,
     assert {path for path in files(target) if not path.startswith(handouts.ORIGINALS)} == {
         f"{SOLUTIONS}/05_tiny", "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
     }  # fmt: skip
-    assert "instructor" not in "".join(
-        path.read_text("utf-8") for path in target.rglob("*.*") if path.is_file()
-    )
+    assert "instructor" not in "".join(path.read_text("utf-8") for path in target.rglob("*.*") if path.is_file())
     assert "For the instructor" in lesson.script.read_text("utf-8")
     assert os.listdir(tmp_path / "class") == ["course"]
 

@@ -99,9 +99,7 @@ def test_ours_and_torchs_schedules_are_one_process_and_send_and_hold_what_the_fo
         for name, held in {"gpipe": m, "1f1b": min(m, p - s), "fitting": min(m, p - s, 2)}.items():
             messages, n_bytes, most, calls = counted[name]
             assert messages == ends * m and n_bytes == messages * ROWS * T * D * 8, name
-            assert calls == 2 * messages, (
-                f"{name}: each message is a send here and a receive there, nothing else"
-            )
+            assert calls == 2 * messages, f"{name}: each message is a send here and a receive there, nothing else"
             assert most == held, name
 
 
@@ -162,9 +160,7 @@ def test_what_real_ranks_run_is_the_simulation_to_the_microsecond_and_the_formul
 def two_tags(ranks):
     network = VirtualNetwork(ranks, inside=LINK)
     if ranks.rank == 0:
-        works = [
-            network.isend(torch.tensor([i + 10.0 * tag]), 1, tag=tag) for tag in (1, 0) for i in range(2)
-        ]
+        works = [network.isend(torch.tensor([i + 10.0 * tag]), 1, tag=tag) for tag in (1, 0) for i in range(2)]
         network.wait(*works)
         return None
     found = [torch.zeros(1) for _ in range(4)]

@@ -129,9 +129,7 @@ class Recorder:
         self.stage_index, self.num_stages, self.seen = index, num_stages, seen
         self.group_size, self.group_rank = p, index % p
         self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.get_fwd_recv_ops = self.get_fwd_send_ops = self.get_bwd_recv_ops = self.get_bwd_send_ops = (
-            lambda i: []
-        )
+        self.get_fwd_recv_ops = self.get_fwd_send_ops = self.get_bwd_recv_ops = self.get_bwd_send_ops = lambda i: []
         self.set_local_fwd_input = self.set_local_bwd_input = self.perform_reduce_grad = lambda *_: None
         self.get_local_bwd_output = lambda i: None
 
@@ -174,9 +172,7 @@ def test_one_stage_per_rank_is_what_torch_executes_where_torch_accepts_it(schedu
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-@pytest.mark.parametrize(
-    "p, m, v", [(2, 5, 2), (3, 3, 2), (4, 8, 1), (4, 8, 2), (4, 10, 2), (5, 2, 1), (4, 12, 3)]
-)
+@pytest.mark.parametrize("p, m, v", [(2, 5, 2), (3, 3, 2), (4, 8, 1), (4, 8, 2), (4, 10, 2), (5, 2, 1), (4, 12, 3)])
 def test_several_stages_per_rank_are_what_torch_executes(schedule, p, m, v):
     if m % max(1, m // p):
         with pytest.raises(ValueError, match="multiple of the number of rounds"):

@@ -52,9 +52,7 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
     rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|copies|tensor|pipeline)", out, re.MULTILINE)
     assert [int(number) for number, _ in rows][:3] == [1, 2, 3] and "slower ones (--all shows them)" in out
-    table = [
-        line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line
-    ]
+    table = [line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line]
     assert len(table) == 4 and len({len(line) for line in table}) == 1, "columns stand below each other"
     assert re.search(r"GB per GPU: parameters [\d.]+, gradients", out)
     assert re.search(
@@ -143,14 +141,9 @@ def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine)
     assert found.ranked
     for one in found.ranked[:30]:
         options = read_options(train_flags(found.question, one.candidate))
-        layout = resolve_layout(
-            options, model_config(options, 65), gpus, found.question.machine.gpus_per_node
-        )
+        layout = resolve_layout(options, model_config(options, 65), gpus, found.question.machine.gpus_per_node)
         assert layout == one.candidate.layout
-        assert (
-            options.parallel == one.candidate.options.parallel
-            and options.train == one.candidate.options.train
-        )
+        assert options.parallel == one.candidate.options.parallel and options.train == one.candidate.options.train
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -258,9 +251,7 @@ def test_a_question_that_makes_no_sense_has_status_2_and_one_line(run, flags, wo
 
 
 def test_a_batch_that_splits_over_nothing_is_refused_with_the_numbers(run):
-    status, out, _ = run(
-        "--layers 3 --width 128 --heads 1 --vocab 65 --positions 64 --gpus 8 --global-batch 7"
-    )
+    status, out, _ = run("--layers 3 --width 128 --heads 1 --vocab 65 --positions 64 --gpus 8 --global-batch 7")
     assert status == 1 and "No layout is possible" in out
     assert "train.global_batch=7 does not split over 8 data-parallel ranks; use a multiple of 8" in out
 

@@ -56,9 +56,7 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
         layout, held = one.candidate.layout, one.held
         assert held.on_gpu <= question.machine.memory_bytes
         assert held == planned_bytes(question.model, layout, one.candidate.options)
-        assert (
-            sum(held.by_kind().values()) == held.on_gpu + held.on_host and min(held.by_kind().values()) >= 0
-        )
+        assert sum(held.by_kind().values()) == held.on_gpu + held.on_host and min(held.by_kind().values()) >= 0
         assert layout.pipeline * layout.data * layout.context * layout.tensor == question.gpus
         assert layout.data * layout.micro_batches * one.candidate.micro_batch == question.global_batch
         assert sum(one.time.by_part().values()) == pytest.approx(one.step_s)

@@ -42,9 +42,7 @@ def test_a_context_axis_divides_activations_and_leaves_weights_as_data_ranks_do(
     assert (context.layout.shard, context.layout.data, context.layout.world_size) == (8, 2, 8)
     whole, share = (planned_bytes(LONG, one.layout, one.options) for one in (plain, context))
     assert share.activations == pytest.approx(whole.activations / 4, rel=1e-3)
-    assert bytes_at_rest(LONG, plain.layout, plain.options) == bytes_at_rest(
-        LONG, context.layout, context.options
-    )
+    assert bytes_at_rest(LONG, plain.layout, plain.options) == bytes_at_rest(LONG, context.layout, context.options)
     copies = candidate("copies 2 x context 4", LONG, 8)
     assert (copies.layout.replicate, copies.layout.shard, copies.layout.data) == (8, 1, 2)
     parameters, gradients, *_ = bytes_at_rest(LONG, copies.layout, copies.options)
@@ -115,9 +113,7 @@ def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_nam
     place = answer.ranked.index(answer.best_trained) + 1
     assert "train.py has no context axis: there is no command for this layout" in text
     assert f"the first that it runs is {place}. {answer.best_trained.name}" in text
-    assert (
-        "--model.block-size 32768" in text and "context" not in text[text.index("check it:") :].split("\n")[0]
-    )
+    assert "--model.block-size 32768" in text and "context" not in text[text.index("check it:") :].split("\n")[0]
     enough = plan(Question(gpt, H100, 8, 8))
     assert enough.best is enough.best_trained, "what train.py can run is the simpler one"
     only = as_text(plan(Question(gpt, H100, 8, 8, context=8)))
@@ -165,9 +161,7 @@ def test_ranks_that_share_experts_hold_a_part_of_them_and_all_of_the_dense_weigh
         if name.startswith("zero3"):
             around = 2 * 32000 * 2048 + 2048
             a_layer = (dense - around) / 8 + experts / 8 / one.layout.expert
-            assert gathered == pytest.approx(2 * (around + a_layer), rel=1e-6), (
-                "own experts are whole already"
-            )
+            assert gathered == pytest.approx(2 * (around + a_layer), rel=1e-6), "own experts are whole already"
 
 
 def test_tokens_go_to_their_experts_and_back_forward_and_backward():
@@ -242,19 +236,13 @@ def test_experts_that_cannot_be_are_refused_with_the_numbers(changes, words):
         dataclasses.replace(MOE, **changes)
 
 
-@pytest.mark.parametrize(
-    "model, gpus", [(LONG, 32), (MOE, 16), (dataclasses.replace(MOE, block_size=16384), 16)]
-)
-def test_every_way_to_split_with_these_axes_has_a_name_of_its_own_and_the_degrees_multiply_to_the_gpus(
-    model, gpus
-):
+@pytest.mark.parametrize("model, gpus", [(LONG, 32), (MOE, 16), (dataclasses.replace(MOE, block_size=16384), 16)])
+def test_every_way_to_split_with_these_axes_has_a_name_of_its_own_and_the_degrees_multiply_to_the_gpus(model, gpus):
     names = [family.name for family in families(Question(model, H100, gpus, 64), ("none",), 1)]
     assert len(names) == len(set(names))
     for family in families(Question(model, H100, gpus, 64), ("none",), 1):
         for one in family.variants:
             layout = one.layout
             assert layout.data * layout.context * layout.tensor * layout.pipeline == gpus == layout.world_size
-            assert (
-                layout.replicate * layout.shard % layout.expert == 0 and model.n_expert % layout.expert == 0
-            )
+            assert layout.replicate * layout.shard % layout.expert == 0 and model.n_expert % layout.expert == 0
             assert name_of(one.sharing, layout) == family.name

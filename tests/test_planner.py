@@ -30,9 +30,7 @@ from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank
 from manyhands.predict.step_time import Assumptions, step_time
 from manyhands.predict.step_traffic import per_step
 
-ODD = PlannedModel(
-    "odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42
-)  # splits where it must
+ODD = PlannedModel("odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42)  # splits where it must
 TINY = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=2, n_embd=16)
 H100 = machine_named("h100")
 
@@ -64,9 +62,7 @@ def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byt
     seen = 0
     for candidate in candidates(model, gpus, machine=machine, recompute=("none",), most_micro_batch=1):
         expected = bytes_per_rank(config_of(model), candidate.layout, candidate.options)
-        assert bytes_at_rest(model, candidate.layout, candidate.options) == dataclasses.astuple(expected), (
-            candidate
-        )
+        assert bytes_at_rest(model, candidate.layout, candidate.options) == dataclasses.astuple(expected), candidate
         seen += 1
     assert seen >= (2 if gpus == 1 else 5)
 
@@ -147,9 +143,7 @@ def test_real_ranks_hold_what_is_planned_within_two_percent(pool, gpus, names):
     for i, candidate in enumerate(chosen):
         held = planned_bytes(TINY, candidate.layout, candidate.options)
         fullest = max(sum(rank[i][:3]) for rank in measured)
-        assert held.parameters + held.gradients + held.optimizer == pytest.approx(fullest, rel=0.02), (
-            candidate
-        )
+        assert held.parameters + held.gradients + held.optimizer == pytest.approx(fullest, rel=0.02), candidate
 
 
 def test_fsdp_really_adds_up_whole_gradients_between_micro_batches(pool):
@@ -167,9 +161,7 @@ def test_the_depth_is_cut_as_the_pipeline_cuts_it(n_layer, pipeline, v):
     owners = stage_owners("Interleaved1F1B", pipeline, v)
     ranges = layers_of_stages(n_layer, len(owners))
     expected = [
-        tuple(
-            (len(ranges[s]), s == 0, s == len(owners) - 1) for s, owner in enumerate(owners) if owner == rank
-        )
+        tuple((len(ranges[s]), s == 0, s == len(owners) - 1) for s, owner in enumerate(owners) if owner == rank)
         for rank in range(pipeline)
     ]
     assert stages_of_ranks(n_layer, pipeline, v) == expected
@@ -231,9 +223,7 @@ def kept_by_ranks(ranks, all_flags):
 def test_tensor_ranks_keep_what_is_planned_and_of_a_recomputed_layer_a_share_of_its_input(pool):
     sizes = "--model.n-layer 8 --model.n-embd 64 --model.vocab-size 64 --train.global-batch 8"
     flags = f"{sizes} --parallel.strategy tp --parallel.sequence-parallel --parallel.recompute"
-    (kept, planned), (kept_block, planned_block) = pool.run(
-        2, kept_by_ranks, [f"{flags} none", f"{flags} block"]
-    )[0]
+    (kept, planned), (kept_block, planned_block) = pool.run(2, kept_by_ranks, [f"{flags} none", f"{flags} block"])[0]
     assert planned == pytest.approx(kept, rel=0.005)
     # the formula counts one layer more: it is there again while its backward runs
     assert planned_block - kept_block == pytest.approx(kept / 8, rel=0.06)
@@ -355,9 +345,7 @@ def test_a_ring_sends_its_factor_and_crosses_nodes_once_per_node():
 def test_the_bubble_is_that_of_the_schedules_formula(schedule):
     model = PlannedModel("wide", 1024, 2048, 16, 16, 2048)
     candidate = next(
-        c
-        for c in candidates(model, 4, 32)
-        if str(c) == "pipeline 4" and c.options.parallel.schedule == schedule
+        c for c in candidates(model, 4, 32) if str(c) == "pipeline 4" and c.options.parallel.schedule == schedule
     )
     work = dataclasses.replace(
         planned_work(model, candidate.layout, candidate.options, "copies"), head_flops=0.0, around_bytes=0.0,
@@ -397,9 +385,7 @@ def test_layers_in_flight_are_those_of_the_simulated_schedule(schedule, v, n_lay
         most = []
         for rank in range(p):
             actions = [slot.action for slot in slots if slot.rank == rank]
-            held = itertools.accumulate(
-                {"F": 1, "I": 0}.get(kind, -1) * of_stage[stage] for kind, stage, _ in actions
-            )
+            held = itertools.accumulate({"F": 1, "I": 0}.get(kind, -1) * of_stage[stage] for kind, stage, _ in actions)
             most.append(max(held))
         first, last = held_at_once(schedule, n_layer, p, m, v)
         assert (first[0], last[0]) == (most[0], most[-1]) and max(most) == first[0], (p, m)
@@ -410,9 +396,7 @@ def test_layers_in_flight_are_those_of_the_simulated_schedule(schedule, v, n_lay
 def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline_and_one_schedule_may_be_asked_for():
     assert plan(Question(preset_model("gpt2-xl"), H100, 4, 64)).schedules == (), "a tied head has no pipeline"
     model = preset_model("olmo-1b")
-    told = {
-        one.candidate.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules
-    }
+    told = {one.candidate.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules}
     assert set(told) == set(SCHEDULES) and len({one.name for one in told.values()}) == 1
     only = plan(Question(model, H100, 4, 64, schedule="GPipe"))
     pipelines = [one for one in only.ranked if one.candidate.layout.pipeline > 1]
@@ -434,9 +418,7 @@ def test_offload_sends_fp32_weights_up_twice_per_micro_batch_and_gradients_down_
     assert step_time(work, fast).host_s == pytest.approx(time.host_s / 2)
 
 
-@pytest.mark.parametrize(
-    "field", ["inside_bytes_per_s", "between_bytes_per_s", "memory_bytes_per_s", "peak_flops"]
-)
+@pytest.mark.parametrize("field", ["inside_bytes_per_s", "between_bytes_per_s", "memory_bytes_per_s", "peak_flops"])
 def test_a_faster_machine_never_makes_a_plan_slower(field):
     model = preset_model("gpt2-xl")
     faster = dataclasses.replace(H100, **{field: 2 * getattr(H100, field)})
@@ -527,16 +509,10 @@ def test_refusals_name_the_numbers():
     batch = refusals(TINY, 8, 12)
     assert "train.global_batch=12 does not split over 8 data-parallel ranks" in batch["copies 8"]
     large = refusals(preset_model("olmo-7b"), 8, 512)
-    assert (
-        "needs 122." in large["copies 8"]
-        and "of 80.0 GB per GPU at least (optimizer 53.7" in large["copies 8"]
-    )
+    assert "needs 122." in large["copies 8"] and "of 80.0 GB per GPU at least (optimizer 53.7" in large["copies 8"]
     groups = refusals(dataclasses.replace(preset_model("llama3-8b"), n_kv_head=2), 8, 8)
     assert "2 key-value heads do not split over 4 tensor ranks" in groups["zero3 2 x tensor 4"]
-    assert (
-        "does not fill" in refusals(TINY, 4, 6)["pipeline 4"]
-        or "do not fill" in refusals(TINY, 4, 6)["pipeline 4"]
-    )
+    assert "does not fill" in refusals(TINY, 4, 6)["pipeline 4"] or "do not fill" in refusals(TINY, 4, 6)["pipeline 4"]
 
 
 def test_where_nothing_fits_it_names_the_smallest_number_of_gpus_and_that_is_right():

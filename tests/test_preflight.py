@@ -78,10 +78,7 @@ def test_the_first_error_is_rank_1s_although_rank_0_lost_its_connection(flown, w
 
 
 def test_a_notebooks_error_is_named_with_its_cell(flown):
-    assert (
-        str(flown[2]["02_raises", "notebook"].error)
-        == "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)"
-    )
+    assert str(flown[2]["02_raises", "notebook"].error) == "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,9 +144,7 @@ def test_junit_counts_each_run_and_each_comparison(flown):
     suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("14", "4")  # 9 runs, 2 comparisons, 3 pairs
     failed = {
-        (case.get("classname"), case.get("name"))
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None
+        (case.get("classname"), case.get("name")) for case in suite.iter("testcase") if case.find("failure") is not None
     }
     assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
 
@@ -190,9 +185,7 @@ def test_a_preflight_that_is_ended_leaves_none_of_its_runs(tmp_path, root, how):
     fake_course.write_lesson(tmp_path, "03_hangs", fake_course.HANGS)
     start = "import sys; from pathlib import Path; from manyhands.preflight import main; sys.exit(main(['--notebooks'], Path(sys.argv[1])))"
     environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), "MANYHANDS_LOGIN_NODE": "0"}
-    flight = subprocess.Popen(
-        [sys.executable, "-c", start, tmp_path], env=environ, stderr=subprocess.PIPE, text=True
-    )
+    flight = subprocess.Popen([sys.executable, "-c", start, tmp_path], env=environ, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
         # the preflight itself, papermill, the kernel, what the kernel detached
@@ -253,17 +246,13 @@ def test_notebooks_come_first_then_scripts_under_both_launchers_with_2_and_4_ran
         fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
     planned = [(run.lesson.number, run.title) for run in plan.plan(find_lessons(tmp_path), tmp_path)]
     scripts = ["torchrun on 2 ranks", "mpiexec on 2 ranks", "torchrun on 4 ranks", "mpiexec on 4 ranks"]
-    assert planned == [("01", "notebook"), ("02", "notebook")] + [
-        (n, way) for n in ("01", "02") for way in scripts
-    ]
+    assert planned == [("01", "notebook"), ("02", "notebook")] + [(n, way) for n in ("01", "02") for way in scripts]
 
 
 def test_ranks_short_and_device_reach_notebooks_and_scripts(tmp_path, monkeypatch):
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     monkeypatch.setitem(SHORT, "01_good", {"length": 2})
-    notebook, torchrun, mpiexec = plan.plan(
-        find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True
-    )
+    notebook, torchrun, mpiexec = plan.plan(find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True)
     assert json.loads(notebook.command()[-1]) == {"length": 2, "n_ranks": 8}
     assert torchrun.command()[-1] == "--length=2" and "8" in torchrun.command()
     hidden = {"MANYHANDS_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
@@ -347,10 +336,7 @@ def test_a_missing_half_of_a_pair_is_an_error_that_names_the_cure(tmp_path):
 def test_the_variables_of_a_launcher_around_preflight_do_not_reach_its_runs(tmp_path):
     run = runs.Run(Lesson("01_good", tmp_path), "mpiexec", 2, tmp_path)
     environ = run.environ({"PMI_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "HOME": "/h"})
-    assert (
-        environ.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set()
-        and environ["HOME"] == "/h"
-    )
+    assert environ.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set() and environ["HOME"] == "/h"
 
 
 # ------------------------------------------------------------------ processes and errors
@@ -365,13 +351,9 @@ def alive(pid):
 
 def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True).pid)"
-    ended = processes.supervise(
-        [sys.executable, "-c", code], log=tmp_path / "log", timeout_s=120, linger_s=0.3
-    )
+    ended = processes.supervise([sys.executable, "-c", code], log=tmp_path / "log", timeout_s=120, linger_s=0.3)
     pid = int((tmp_path / "log").read_text())
-    assert (
-        ended.status == 0 and len(ended.left_behind) == 1 and f"pid {pid} (python -c" in ended.left_behind[0]
-    )
+    assert ended.status == 0 and len(ended.left_behind) == 1 and f"pid {pid} (python -c" in ended.left_behind[0]
     assert not alive(pid)
 
 
@@ -462,9 +444,7 @@ def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
     }
     cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
     (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
-    assert (
-        str(errors.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
-    )
+    assert str(errors.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
 
 
 def test_where_ranks_were_names_the_collective_and_the_lessons_line():

@@ -82,9 +82,7 @@ def by_lines(content, blank_lines):
     st.integers(0, 3),
     st.sampled_from([2, 3, 7, 1000]),
 )
-def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(
-    tmp_path_factory, lines, blank_lines, block
-):
+def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(tmp_path_factory, lines, blank_lines, block):
     path, content = tmp_path_factory.getbasetemp() / "blocks.txt", b"\n".join(lines)
     path.write_bytes(content)
     before, text_files.BLOCK = text_files.BLOCK, block
@@ -148,9 +146,7 @@ def test_a_bad_file_is_one_sentence_with_the_cure(case, tmp_path, monkeypatch):
 def test_a_name_that_is_not_there_and_a_folder_without_text_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"nowhere.txt is not there; check the name"):
         find_files([tmp_path / "nowhere.txt"])
-    with pytest.raises(
-        DataError, match=r"is a folder without text files \(.txt, .*name the files themselves"
-    ):
+    with pytest.raises(DataError, match=r"is a folder without text files \(.txt, .*name the files themselves"):
         find_files([tmp_path])
 
 
@@ -179,10 +175,7 @@ def test_each_rule_drops_what_it_is_for_and_nothing_else(why, text):
 
 
 def test_marks_on_letters_count_as_letters():
-    assert (
-        Quality(min_letters=0.9).why_dropped("पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर " * 4)
-        is None
-    )
+    assert Quality(min_letters=0.9).why_dropped("पृथ्वी सूर्य के चारों ओर घूमती है और चन्द्रमा पृथ्वी के चारों ओर " * 4) is None
 
 
 @given(st.text(max_size=300))
@@ -269,11 +262,7 @@ def test_bpe_gives_any_unicode_back(bpe, text):
 
 
 @settings(max_examples=300)
-@given(
-    st.text(
-        alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ1239_.s"), st.characters(codec="utf-8"))
-    )
-)
+@given(st.text(alphabet=st.one_of(st.sampled_from(" \n\t\r'\u00a0\u2003aZ1239_.s"), st.characters(codec="utf-8"))))
 @example("4412 it's 12")
 def test_the_pieces_that_we_cut_are_those_that_the_library_cuts(bpe, text):
     assert bpe.encode(text).tolist() == bpe.inner.encode(text).ids
@@ -334,9 +323,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "book.txt").write_text("\n\n\n".join(essay(i) for i in range(30)), "utf-8")
     posts = [essay(i) for i in range(25, 55)] + [changed(essay(3), 1, 3), "short", "0 " * 200]
-    content = "\n".join(
-        json.dumps({"text": f"{text}\nÆsop {i}" if i > 40 else text}) for i, text in enumerate(posts)
-    )
+    content = "\n".join(json.dumps({"text": f"{text}\nÆsop {i}" if i > 40 else text}) for i, text in enumerate(posts))
     (folder / "posts.jsonl.gz").write_bytes(gzip.compress(content.encode()))
     return folder
 
@@ -557,6 +544,4 @@ def test_mpiexec_prepares_what_one_process_would(files, prepared, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exact copy") == 1
     assert f"train.py --data.folder {tmp_path / 'mine'}" in done.stdout
-    assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (
-        prepared[0] / "tokenizer.json"
-    ).read_bytes()
+    assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (prepared[0] / "tokenizer.json").read_bytes()

@@ -128,10 +128,7 @@ def test_the_smallest_numbers_of_a_format(dtype, normal, subnormal):
 
 
 def test_384_h100_do_380_pflops_in_bf16_and_25_7_in_fp32():
-    h100 = {
-        kind: listed_peak("NVIDIA H100 80GB HBM3", 132, kind) / 1e12
-        for kind in ("fp64", "fp32", "tf32", "bf16")
-    }
+    h100 = {kind: listed_peak("NVIDIA H100 80GB HBM3", 132, kind) / 1e12 for kind in ("fp64", "fp32", "tf32", "bf16")}
     assert h100 == pytest.approx({"fp64": 67, "fp32": 67, "tf32": 494.7, "bf16": 989.4}, abs=0.11)
     assert round(384 * h100["bf16"] / 1e3) == 380
     assert round(384 * h100["fp32"] / 1e3, 1) == 25.7

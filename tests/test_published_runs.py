@@ -89,8 +89,7 @@ def test_the_two_constants_are_what_two_runs_give():
 def test_only_the_fitted_runs_decide_the_constants(monkeypatch):
     """Whatever the others had published, the fit would be the same."""
     shifted = tuple(
-        run if run.name in FITTED_ON else dataclasses.replace(run, published=2 * run.published)
-        for run in RUNS
+        run if run.name in FITTED_ON else dataclasses.replace(run, published=2 * run.published) for run in RUNS
     )
     before = fit()
     monkeypatch.setattr(published_runs, "RUNS", shifted)

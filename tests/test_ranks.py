@@ -52,9 +52,7 @@ def test_a_watchdog_that_is_asked_to_end_takes_its_ranks_and_their_folder_along(
 def test_output_comes_in_rank_order_and_equal_output_once(notebook):
     output = notebook.run("%%ranks\nprint('hello', length)")
     assert output.text.splitlines() == ["all ranks | hello 3"]
-    output = notebook.run(
-        "%%ranks\ntime.sleep(0.1 * (3 - rank))\nprint('even' if rank % 2 == 0 else f'odd {rank}')"
-    )
+    output = notebook.run("%%ranks\ntime.sleep(0.1 * (3 - rank))\nprint('even' if rank % 2 == 0 else f'odd {rank}')")
     assert output.text.splitlines() == ["ranks 0, 2 | even", "rank 1     | odd 1", "rank 3     | odd 3"]
     output = notebook.run("%%ranks\nif rank == 2: print('<b> & co')")
     assert output.text.splitlines() == ["rank 2 | <b> & co"]
@@ -93,10 +91,7 @@ def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_o
     assert "rank 0: waiting in all_reduce, line 6: dist.all_reduce(x)" in lines
     assert "rank 2: done" in lines
     assert "Variables are kept" in lines
-    assert (
-        notebook.run("%%ranks\ny = torch.ones(1); dist.all_reduce(y); say(y)").text
-        == "all ranks | tensor([4.])\n"
-    )
+    assert notebook.run("%%ranks\ny = torch.ones(1); dist.all_reduce(y); say(y)").text == "all ranks | tensor([4.])\n"
 
 
 def test_the_same_error_on_all_ranks_is_said_once(notebook):
@@ -213,9 +208,7 @@ def test_on_a_login_node_two_ranks_start_without_mpi_and_the_notebook_says_so(tm
     with Kernel(tmp_path, root, {"MANYHANDS_LOGIN_NODE": "1"}) as kernel:
         text = kernel.start(n_ranks=4).text
         assert "This is a login node (MANYHANDS_LOGIN_NODE says so): 2 ranks, without MPI" in text
-        assert kernel.run(
-            JOIN + "\nsay(f'{rank} of {ranks.world_size}, {mpi_world()}')"
-        ).text.splitlines() == [
+        assert kernel.run(JOIN + "\nsay(f'{rank} of {ranks.world_size}, {mpi_world()}')").text.splitlines() == [
             "rank 0 | 0 of 2, None",
             "rank 1 | 1 of 2, None",
         ]

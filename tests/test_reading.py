@@ -46,11 +46,7 @@ def files(tmp_path_factory):
 # The file
 
 
-@given(
-    st.one_of(
-        st.lists(st.integers(0, 2**16 - 1), max_size=50), st.lists(st.integers(0, 2**32 - 1), max_size=50)
-    )
-)
+@given(st.one_of(st.lists(st.integers(0, 2**16 - 1), max_size=50), st.lists(st.integers(0, 2**32 - 1), max_size=50)))
 @example([2**16 - 1])
 @example([2**16])
 def test_what_was_written_is_read_in_two_or_four_bytes_per_token(tmp_path_factory, ids):

@@ -434,9 +434,7 @@ def test_start_up_is_said_once_after_an_evaluation_before_the_first_step_too(tmp
     assert len(told) == 1 and (given is None or told == [given])
 
 
-@pytest.mark.parametrize(
-    "launcher, started", [("alone", 9.0), ("srun", 9.0), ("torchrun", 5.0), ("mpich", 5.0)]
-)
+@pytest.mark.parametrize("launcher, started", [("alone", 9.0), ("srun", 9.0), ("torchrun", 5.0), ("mpich", 5.0)])
 def test_the_launcher_counts_as_the_launch_where_it_is_the_parent(monkeypatch, launcher, started):
     launching = SimpleNamespace(create_time=lambda: 5.0)
     rank = SimpleNamespace(create_time=lambda: 9.0, parent=lambda: launching)

@@ -77,9 +77,7 @@ def test_all_ranks_together_send_exactly_the_formulas_bytes(n):
     cases = [("all_reduce_any_length", length, "float64") for length in (0, 1, 7, 1000)]
     results = run_on_ranks(n, _sums, cases)
     for case, (_, length, _) in enumerate(cases):
-        assert sum(found[case][2] for found in results) == pytest.approx(
-            n * wire.ring_all_reduce_bytes(8 * length, n)
-        )
+        assert sum(found[case][2] for found in results) == pytest.approx(n * wire.ring_all_reduce_bytes(8 * length, n))
 
 
 @pytest.mark.parametrize("algorithm", ["ring_all_reduce", "mended_ring"])

@@ -153,9 +153,7 @@ def test_seeds_of_a_launcher_in_wide_use_collide_on_ranks_2_and_8():
 
 def test_streams_of_ranks_epochs_and_seeds_differ():
     stream = lesson("stream").stream
-    draws = {
-        tuple(stream(r, e, s).integers(0, 2**62, 2)) for r in range(64) for e in range(4) for s in range(4)
-    }
+    draws = {tuple(stream(r, e, s).integers(0, 2**62, 2)) for r in range(64) for e in range(4) for s in range(4)}
     assert len(draws) == 64 * 4 * 4
 
 
@@ -236,11 +234,7 @@ def test_histograms_count_how_often_a_sequence_was_read_and_by_how_many_ranks():
 
     figure = times_read({"A": [[0, 0, 0], [1, 1]], "B": [[0, 1, 2], [3]]})
     a_times, b_times, a_ranks, b_ranks = (
-        [
-            round(bar.get_x() + bar.get_width() / 2)
-            for bar in axes.patches
-            for _ in range(int(bar.get_height()))
-        ]
+        [round(bar.get_x() + bar.get_width() / 2) for bar in axes.patches for _ in range(int(bar.get_height()))]
         for axes in figure.axes
     )
     assert (a_times, b_times) == ([2, 3], [1, 3])

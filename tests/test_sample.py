@@ -133,9 +133,7 @@ def test_weights_that_are_not_the_gpt_of_the_facts_are_refused_by_name(trained):
     ):
         export.build(weights, facts, "here")
     facts = {"config": asdict(CONFIG) | {"block_size": 32}}
-    with pytest.raises(
-        CheckpointError, match=r"positions.weight is \[16, 8\] and should be \[32, 8\]; use another"
-    ):
+    with pytest.raises(CheckpointError, match=r"positions.weight is \[16, 8\] and should be \[32, 8\]; use another"):
         export.build(weights, facts, "here")
     with pytest.raises(CheckpointError, match="says nothing of a GPT that can be built"):
         export.build(weights, {}, "here")
@@ -149,8 +147,7 @@ def test_an_export_is_the_model_and_needs_nothing_of_the_run(trained, tmp_path, 
     assert export.main([str(trained), str(target)]) == 0
     said = capsys.readouterr().out
     assert (
-        said
-        == f"{target}: {gpt(20).num_params():,} parameters of step 20 from {trained}/checkpoints/step-00000020\n"
+        said == f"{target}: {gpt(20).num_params():,} parameters of step 20 from {trained}/checkpoints/step-00000020\n"
     )
     assert sorted(p.name for p in target.parent.iterdir()) == ["model.json", "model.safetensors"]
     model, facts = load_model(target)
@@ -187,20 +184,14 @@ def test_a_changed_export_is_refused_by_name(trained, tmp_path):
         load_model(target)
     target.write_bytes(content)
     (tmp_path / "m.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match="m.json, which says what m.safetensors holds, is missing or damaged"
-    ):
+    with pytest.raises(CheckpointError, match="m.json, which says what m.safetensors holds, is missing or damaged"):
         load_model(target)
 
 
-def test_an_export_that_cannot_be_written_leaves_nothing_and_ends_with_status_2(
-    trained, tmp_path, capsys, monkeypatch
-):
+def test_an_export_that_cannot_be_written_leaves_nothing_and_ends_with_status_2(trained, tmp_path, capsys, monkeypatch):
     assert export.main([str(trained), str(tmp_path / "model.pt")]) == 2
     assert "does not end in .safetensors" in capsys.readouterr().err
-    monkeypatch.setattr(
-        export.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    monkeypatch.setattr(export.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert export.main([str(trained), str(tmp_path / "model.safetensors")]) == 2
     assert "No space left on device; name another place" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -293,8 +284,7 @@ def test_the_program_runs_by_itself_and_without_an_install(root, trained, tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr
-        == f"sample.py: {tmp_path}/nowhere holds no checkpoint; name the folder in which a run keeps them\n"
+        done.stderr == f"sample.py: {tmp_path}/nowhere holds no checkpoint; name the folder in which a run keeps them\n"
     )
 
 

@@ -58,8 +58,7 @@ def test_the_order_of_all_ranks_together_does_not_depend_on_their_number(length,
 @given(lengths, st.sampled_from([1, 2, 3, 4, 6, 12]), epochs)
 def test_the_same_global_batch_trains_on_the_same_items_on_any_number_of_ranks(length, n, epoch):
     loaders = [
-        DataLoader(range(length), 12 // n, sampler=sampler, collate_fn=list)
-        for sampler in samplers(length, n, epoch)
+        DataLoader(range(length), 12 // n, sampler=sampler, collate_fn=list) for sampler in samplers(length, n, epoch)
     ]
     batches = [list(loader) for loader in loaders]
     order = samplers(length, 1, epoch)[0].order().tolist()
@@ -79,17 +78,13 @@ def test_without_the_last_items_all_ranks_have_equally_many_at_any_place(length,
 
 
 def test_without_the_last_items_other_ones_are_missing_in_each_epoch():
-    missing = {
-        frozenset(range(10)) - set(dealt(samplers(10, 4, epoch, drop_last=True))) for epoch in range(9)
-    }
+    missing = {frozenset(range(10)) - set(dealt(samplers(10, 4, epoch, drop_last=True))) for epoch in range(9)}
     assert {len(few) for few in missing} == {2} and len(missing) > 4
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_and_a_forgotten_set_epoch_repeats_the_first():
     orders = {
-        tuple(samplers(50, 1, epoch, seed=seed)[0])
-        for epoch in (0, 1, 2, 2**32 - 1)
-        for seed in (0, 1, 2**32, 2**64)
+        tuple(samplers(50, 1, epoch, seed=seed)[0]) for epoch in (0, 1, 2, 2**32 - 1) for seed in (0, 1, 2**32, 2**64)
     }
     assert len(orders) == 16
     sampler = PartitionedSampler(50, 0, 2)

@@ -110,9 +110,7 @@ def test_a_user_who_types_a_marker_sends_its_letters(live):
 def test_the_official_client_raises_its_own_errors_with_our_sentences(live, client):
     with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
         client.with_options(api_key="wrong" * 5).models.list()
-    with pytest.raises(
-        openai.BadRequestError, match="context of 96; shorten the prompt, or ask for at most 94"
-    ):
+    with pytest.raises(openai.BadRequestError, match="context of 96; shorten the prompt, or ask for at most 94"):
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
     with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
@@ -159,9 +157,7 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
     said = capsys.readouterr().out
     assert said.startswith("you: HO\nmodel: ") and field.value == ""
     field.value = "az"
-    assert capsys.readouterr().out.endswith(
-        "['a' is none of the model's 37 symbols; leave it out (status 400)]\n"
-    )
+    assert capsys.readouterr().out.endswith("['a' is none of the model's 37 symbols; leave it out (status 400)]\n")
     field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
     assert "status" not in capsys.readouterr().out
 
@@ -384,9 +380,7 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
     assert live.service.engine.cache.num_bytes() == bytes_before
     assert tensors == [id(store) for store in live.service.engine.cache.layers], "nothing was allocated anew"
     pool = live.service.engine.pool
-    assert len(pool.found_by) <= pool.num_blocks == pool.available(), (
-        "what is remembered is bounded by the blocks"
-    )
+    assert len(pool.found_by) <= pool.num_blocks == pool.available(), "what is remembered is bounded by the blocks"
     told = Client(live.address, TOKEN).metrics()
     assert told['manyhands_tokens_total{kind="reused"}'] > 0
     assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
@@ -432,8 +426,7 @@ def test_a_full_queue_is_said_with_429_and_the_others_are_served():
 
         async def ask_eight():
             tasks = [
-                asyncio.ensure_future(ask(live, TEXT, {"prompt": "HO", "max_tokens": 5, "seed": i}))
-                for i in range(8)
+                asyncio.ensure_future(ask(live, TEXT, {"prompt": "HO", "max_tokens": 5, "seed": i})) for i in range(8)
             ]
             while sum(task.done() for task in tasks) < 3:
                 await asyncio.sleep(0.01)
@@ -487,9 +480,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
         content = json.dumps({"prompt": "WHO IS", "max_tokens": 80, "seed": 5, "stream": True}).encode()
         head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
-        fast = await asyncio.gather(
-            *(ask(live, TEXT, {"prompt": "HO", "max_tokens": 20, "seed": i}) for i in range(8))
-        )
+        fast = await asyncio.gather(*(ask(live, TEXT, {"prompt": "HO", "max_tokens": 20, "seed": i}) for i in range(8)))
         assert [text_of(body) for _, body in fast] == [written(live.model, "HO", 20, i) for i in range(8)]
         raw = b""
         while part := await reader.read(100):
@@ -580,8 +571,7 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
 
         async def all_and_a_swap():
             tasks = [
-                asyncio.ensure_future(ask(live, TEXT, {"prompt": p, "max_tokens": n, "seed": s}))
-                for p, n, s in asked
+                asyncio.ensure_future(ask(live, TEXT, {"prompt": p, "max_tokens": n, "seed": s})) for p, n, s in asked
             ]
             while sum(task.done() for task in tasks) < 10:
                 await asyncio.sleep(0.002)
@@ -643,16 +633,12 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
             assert status == 409 and not verdict["passed"] and words in verdict["sentence"], verdict
             assert verdict["serves"] == before
         assert refused(one(live, "/admin/checkpoint", {"step": 6}))[:2] == (409, "there is no step 6, only 1")
-        assert json.loads(one(live, "/admin/checkpoint", {"step": 5})[1])["passed"], (
-            "the same weights are not worse"
-        )
+        assert json.loads(one(live, "/admin/checkpoint", {"step": 5})[1])["passed"], "the same weights are not worse"
         told = Client(live.address, TOKEN).metrics()
         assert told['manyhands_candidates_total{verdict="refused"}'] == 4
 
 
-def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(
-    tmp_path, caplog
-):
+def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(tmp_path, caplog):
     seen = []
 
     class Service:
@@ -705,10 +691,7 @@ def test_sequences_that_were_put_back_are_counted():
 
         async def ask_six():
             return await asyncio.gather(
-                *(
-                    ask(live, TEXT, {"prompt": "HO" + "ABCDEF"[i], "max_tokens": 60, "seed": i})
-                    for i in range(6)
-                )
+                *(ask(live, TEXT, {"prompt": "HO" + "ABCDEF"[i], "max_tokens": 60, "seed": i}) for i in range(6))
             )
 
         for i, (status, body) in enumerate(asyncio.run(ask_six())):

@@ -91,9 +91,7 @@ def site_with(folder, *packages):
 # ------------------------------------------------------------------ the environment
 
 
-def test_torch_is_installed_first_and_alone_then_every_pin_and_the_course_as_it_is(
-    course, commands, venv, monkeypatch
-):
+def test_torch_is_installed_first_and_alone_then_every_pin_and_the_course_as_it_is(course, commands, venv, monkeypatch):
     build(monkeypatch, venv)
     pins = [
         "torch==2.13.0",
@@ -145,9 +143,7 @@ def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, 
     assert "--index-url" not in commands[1]
 
 
-def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_course(
-    course, commands, venv, monkeypatch
-):
+def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_course(course, commands, venv, monkeypatch):
     build(monkeypatch, venv, "--copy")
     package = setup_environment.packages_of(venv) / "manyhands"
     assert ask(venv, "__import__('manyhands').WHERE") == str(package / "__init__.py")
@@ -227,21 +223,15 @@ def test_another_clones_environment_is_refused_with_the_cure_and_kept(
     assert commands == [] and contents(venv) == before
 
 
-def test_a_shared_environment_is_not_cleared_even_by_the_word(
-    course, commands, venv, monkeypatch, capsys, tmp_path
-):
+def test_a_shared_environment_is_not_cleared_even_by_the_word(course, commands, venv, monkeypatch, capsys, tmp_path):
     build(monkeypatch, venv, "--copy")
     before = contents(venv)
-    sentence = refusal(
-        monkeypatch, capsys, venv, "--copy", "--rebuild", "--site-python", site_with(tmp_path / "site")
-    )
+    sentence = refusal(monkeypatch, capsys, venv, "--copy", "--rebuild", "--site-python", site_with(tmp_path / "site"))
     assert "remove it yourself" in sentence and contents(venv) == before
 
 
 @pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"]])
-def test_an_environment_that_no_course_built_is_refused_and_kept(
-    course, commands, venv, monkeypatch, capsys, flags
-):
+def test_an_environment_that_no_course_built_is_refused_and_kept(course, commands, venv, monkeypatch, capsys, flags):
     site_with(venv, ("thesis", "1.0"))
     before = contents(venv)
     assert "that this course did not build" in refusal(monkeypatch, capsys, venv, *flags)
@@ -254,17 +244,13 @@ def test_a_course_that_was_moved_asks_for_the_word_before_its_environment_is_bui
     build(monkeypatch, course / ".venv")
     moved = other_course(course, monkeypatch, tmp_path)
     sentence = refusal(monkeypatch, capsys, moved / ".venv")
-    assert (
-        f"was built for the course in {course}, before it was moved" in sentence and "REBUILD=yes" in sentence
-    )
+    assert f"was built for the course in {course}, before it was moved" in sentence and "REBUILD=yes" in sentence
     build(monkeypatch, moved / ".venv", "--rebuild")
     where = ask(moved / ".venv", "__import__('manyhands').WHERE")
     assert where == str(moved / "scripts" / "manyhands" / "__init__.py")
 
 
-def test_an_environment_that_is_named_to_be_used_is_never_built(
-    course, commands, venv, monkeypatch, capsys, tmp_path
-):
+def test_an_environment_that_is_named_to_be_used_is_never_built(course, commands, venv, monkeypatch, capsys, tmp_path):
     sentence = refusal(monkeypatch, capsys, venv, "--use")
     assert "is no environment of the course" in sentence and ".manyhands-env" in sentence
     assert not venv.exists()
@@ -298,9 +284,7 @@ def test_every_pin_accepts_the_oldest_python_that_is_accepted():
 # ------------------------------------------------------------------ on a site's Python
 
 
-def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(
-    course, commands, venv, monkeypatch
-):
+def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(course, commands, venv, monkeypatch):
     build(monkeypatch, venv, "--site-python", sys.executable)
     installed = {word.split("==")[0] for command in commands for word in command if "==" in word}
     assert installed == {"jupyterlab", "not_at_the_site"}
@@ -308,14 +292,11 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(
         here = importlib.util.find_spec(name).origin
         assert ask(venv, f"u.find_spec('{name}').origin") == here
     assert (
-        str(Path(here).parents[1])
-        in (setup_environment.packages_of(venv) / "site-python.pth").read_text().splitlines()
+        str(Path(here).parents[1]) in (setup_environment.packages_of(venv) / "site-python.pth").read_text().splitlines()
     )
 
 
-def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(
-    course, commands, venv, tmp_path, monkeypatch
-):
+def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(course, commands, venv, tmp_path, monkeypatch):
     site = site_with(tmp_path / "site", ("torch", "2.9.1+cu128"), ("mpi4py", "4.1.0"))
     build(monkeypatch, venv, "--site-python", site)
     assert [word for command in commands for word in command] == [
@@ -381,9 +362,7 @@ def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew_
     assert commands == []
 
 
-def test_a_site_without_torch_or_mpi_is_refused_with_a_sentence(
-    course, commands, venv, tmp_path, monkeypatch, capsys
-):
+def test_a_site_without_torch_or_mpi_is_refused_with_a_sentence(course, commands, venv, tmp_path, monkeypatch, capsys):
     bare = site_with(tmp_path / "bare")
     assert "has no mpi4py and no torch; load the site's modules" in refusal(
         monkeypatch, capsys, venv, "--site-python", bare
@@ -519,9 +498,7 @@ def test_a_kernel_that_is_taken_from_another_environment_is_named(tmp_path, monk
     assert "it starts /second/bin/python from now on; before, it started /first/bin/python" in said
 
 
-def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_time(
-    started, monkeypatch, capsys
-):
+def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_time(started, monkeypatch, capsys):
     assert jupyter.main(["remember"]) == 0
     assert Path(".manyhands-env").read_text() == f"{sys.prefix}\n"
     monkeypatch.setattr(jupyter, "write_whole", refuse_to_write)
@@ -541,9 +518,7 @@ def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_
     said = start.other_course(ours)
     assert f"lies in {copy}" in said and f"runs the course in {ours}" in said
     assert f"`make kernel` in {copy}" in said
-    (
-        ours / "pyproject.toml"
-    ).unlink()  # a package that was copied into a shared environment serves every copy
+    (ours / "pyproject.toml").unlink()  # a package that was copied into a shared environment serves every copy
     assert start.other_course(ours) == ""
 
 

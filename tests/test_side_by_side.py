@@ -44,9 +44,7 @@ def test_a_read_only_course_runs_and_its_outputs_go_to_the_users_own_place(tmp_p
         "manyhands",
         "--no-progress-bar",
     ]
-    parameters = [
-        word for name, value in {**START.short, "n_ranks": 2}.items() for word in ("-p", name, str(value))
-    ]
+    parameters = [word for name, value in {**START.short, "n_ranks": 2}.items() for word in ("-p", name, str(value))]
     for number, words in enumerate(
         ([str(START.script), *flags], [*notebook, "--cwd", str(START.notebook.parent), *parameters]), 1
     ):

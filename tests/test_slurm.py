@@ -127,9 +127,7 @@ def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
 
 @pytest.mark.lesson
 def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_torchrun):
-    job = slurm.submit(
-        "sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course
-    )
+    job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = (course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
@@ -190,9 +188,7 @@ def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
 
 def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, short_course, environ):
     """STARTER=srun, as on Frontier."""
-    job = slurm.submit(
-        "sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=short_course
-    )
+    job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
@@ -222,14 +218,9 @@ def test_srun_that_starts_worlds_of_one_is_noticed(slurm, environ, hello):
     assert (done.returncode, done.stdout) == (0, "0 1\n0 1\n")
     done = slurm.run("srun", "-N2", "-n2", sys.executable, hello, environ=environ)
     assert done.returncode == 0 and "rank 1 of 2 on node2" in done.stdout
-    done = slurm.run(
-        "srun", "-N2", "-n2", "--mpi=pmi2", "env", "-u", "PMI_FD", sys.executable, hello, environ=environ
-    )
+    done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", "env", "-u", "PMI_FD", sys.executable, hello, environ=environ)
     assert done.returncode == 2
-    assert (
-        done.stderr.count("as rank 0 of 2, but MPI says rank 0 of 1") == 1
-        and "srun --mpi=pmi2" in done.stderr
-    )
+    assert done.stderr.count("as rank 0 of 2, but MPI says rank 0 of 1") == 1 and "srun --mpi=pmi2" in done.stderr
 
 
 def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ, monkeypatch, capsys):
@@ -280,9 +271,7 @@ def test_a_notebook_inside_a_job_step_starts_its_ranks_on_all_nodes_of_the_job(s
     for folder in ("scripts", "notebooks"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "90_hands.py").write_text(TINY)
-    jupytext.write(
-        jupytext.read(tmp_path / "scripts" / "90_hands.py"), tmp_path / "notebooks" / "90_hands.ipynb"
-    )
+    jupytext.write(jupytext.read(tmp_path / "scripts" / "90_hands.py"), tmp_path / "notebooks" / "90_hands.ipynb")
     papermill = f"{sys.executable} -m papermill --no-progress-bar -k python3 90_hands.ipynb out.ipynb"
     job = slurm.submit(
         "sbatch", f"--nodes={NODES}", "--ntasks-per-node=2", f"--output={tmp_path}/out",

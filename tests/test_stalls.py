@@ -20,9 +20,7 @@ pytestmark = pytest.mark.ranks
 def ranks_at(*ats, idle_s=0.0, patience_s=10.0, **more):
     """One Heard per number of `at` calls, all in the phase of that call."""
     return [
-        Heard(
-            r, f"node{r}", 70 + r, 1.0, 1, n, n // 2, ["data", "training"][n % 2], idle_s, patience_s, **more
-        )
+        Heard(r, f"node{r}", 70 + r, 1.0, 1, n, n // 2, ["data", "training"][n % 2], idle_s, patience_s, **more)
         for r, n in enumerate(ats)
     ]
 
@@ -65,9 +63,7 @@ def test_a_silent_rank_is_named_only_if_the_others_stand_still():
     assert judged(heard, 10) == (None, [])
     heard[0].idle_s = 11.0
     sentence, silent = judged(heard, 10)
-    assert sentence.startswith(
-        "rank 1 of 2 (node1, process 71) gave no sign of life for 30 s: it was last at step 3"
-    )
+    assert sentence.startswith("rank 1 of 2 (node1, process 71) gave no sign of life for 30 s: it was last at step 3")
     assert silent == [heard[1]]
     assert "slow" not in sentence  # its thread says nothing either: no longer limit cures that
 
@@ -104,9 +100,7 @@ def test_a_rank_that_reads_a_file_is_busy_and_one_inside_a_collective_is_not():
     look("reads", lambda: os.read(reading, 1), lambda: os.write(writing, b"x"))
     lock = threading.Lock()
     lock.acquire()
-    work = SimpleNamespace(
-        wait=lock.acquire
-    )  # no Python inside, as in torch's Work: the line of ours says it
+    work = SimpleNamespace(wait=lock.acquire)  # no Python inside, as in torch's Work: the line of ours says it
     look("waits", lambda: work.wait(), lock.release)
     assert seen["reads"][1] and "test_stalls.py line" in seen["reads"][0]
     assert not seen["waits"][1]
@@ -158,9 +152,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         (None, "stop:0:5", "rank 1 of 2 waits"),  # under mpiexec rank 0 serves it: its own end is all that is known
     ],
 )  # fmt: skip
-def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is_left(
-    root, launcher, fault, named
-):
+def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is_left(root, launcher, fault, named):
     mark = secrets.token_hex(8)
     # four seconds until the fault, six beats of the watch: what rank 0 says of itself must have been heard once
     program = [str(root / "tests" / "fake_train.py"), "--stall-s=5", "--step-s=0.8", f"--fault={fault}"]

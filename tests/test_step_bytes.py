@@ -12,9 +12,7 @@ from manyhands.measure.saved_activations import count_saved
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes, sequences_at_once
 
 # wide, so that the copies that autocast makes of weights are small beside the activations
-SMALL = (
-    "--model.n-layer 4 --model.n-embd 64 --model.block-size 64 --train.global-batch 24 --train.micro-batch 12"
-)
+SMALL = "--model.n-layer 4 --model.n-embd 64 --model.block-size 64 --train.global-batch 24 --train.micro-batch 12"
 
 
 def resolved(flags, world_size=2):
@@ -48,11 +46,7 @@ def test_what_is_kept_is_what_autograd_keeps(precision):
 def test_with_recomputation_the_inputs_of_layers_are_kept_and_one_layer_is_there_again():
     config, layout, options = resolved("--parallel.recompute block")
     a_layer = (
-        sum(
-            size
-            for term, size in saved_bytes(config, 12).items()
-            if term not in ("final norm", "head", "loss", "ids")
-        )
+        sum(size for term, size in saved_bytes(config, 12).items() if term not in ("final norm", "head", "loss", "ids"))
         / 4
     )
     seen = kept_for_the_backward("--parallel.recompute block")

@@ -15,9 +15,7 @@ def spans(axes, direction):
 
 def test_a_row_has_its_median_and_whiskers_from_the_least_to_the_most():
     (axes,) = compared({"naive": [3e-3, 1e-3, 2e-3], "buckets": [4e-3]}, "a step").axes
-    assert [float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1][
-        0
-    ] == pytest.approx(2)
+    assert [float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1][0] == pytest.approx(2)
     assert spans(axes, 0) == [(pytest.approx(1), pytest.approx(3)), (pytest.approx(4), pytest.approx(4))]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["naive", "buckets"]
 

@@ -148,9 +148,7 @@ def test_a_world_of_one_takes_the_same_path(pool, references, strategy):
 
 @pytest.mark.parametrize("case", ["ddp", "flat", *UNITS])
 def test_tied_weights_stay_one_weight(pool, references, case):
-    parallel = (
-        dict(strategy="ddp", copies=case) if case in ("ddp", "flat") else dict(strategy="fsdp", wrapping=case)
-    )
+    parallel = dict(strategy="ddp", copies=case) if case in ("ddp", "flat") else dict(strategy="fsdp", wrapping=case)
     assert_equal(pool.run(4, sgd_steps, options_of(**parallel), TIED), references[TIED])
 
 
@@ -262,9 +260,7 @@ def norm_with_infinity(ranks, options):
 
 
 def test_a_norm_that_is_not_finite_is_seen_by_all_ranks_and_scales_nothing(pool, references):
-    for unclipped, norm, before, untouched, after in pool.run(
-        2, norm_with_infinity, options_of(strategy="fsdp")
-    ):
+    for unclipped, norm, before, untouched, after in pool.run(2, norm_with_infinity, options_of(strategy="fsdp")):
         assert unclipped.item() == pytest.approx(references[CONFIG]["steps"][0]["norm"].item())
         assert norm == torch.inf
         for name, gradient in before.items():
@@ -283,9 +279,7 @@ def calls_of_a_step(ranks, options):
     parallel.forward_backward(*own)
     for parameter in parallel.named_parameters().values():
         parameter.grad = None
-    parallel.forward_backward(
-        *own
-    )  # DDP orders its buckets anew after the first step, and says so to the others
+    parallel.forward_backward(*own)  # DDP orders its buckets anew after the first step, and says so to the others
     with wire.watch() as step:
         parallel.forward_backward(*own)
     with wire.watch() as clipping:
@@ -379,9 +373,7 @@ def storage_bytes(tensors):
 def test_a_rank_holds_its_share_of_the_model(pool, case, parameters, gradients, moments):
     results = pool.run(4, bytes_held, options_of("fp32", **case))
     for held in (
-        results
-        if case["strategy"] != "zero1"
-        else [[sum(column) / 4 for column in zip(*results, strict=True)]]
+        results if case["strategy"] != "zero1" else [[sum(column) / 4 for column in zip(*results, strict=True)]]
     ):
         expected = [share * MODEL_BYTES for share in (parameters, gradients, moments)]
         assert held == pytest.approx(expected, rel=0.02)
@@ -451,9 +443,7 @@ def shards_lie_there_again(parallel):
 def look_and_train(ranks, options, config, looks):
     torch.manual_seed(0)
     seen = []
-    result = sgd_steps(
-        ranks, options, config, (lambda parallel: seen.append(look(parallel))) if looks else None
-    )
+    result = sgd_steps(ranks, options, config, (lambda parallel: seen.append(look(parallel))) if looks else None)
     return result, seen
 
 

@@ -21,10 +21,7 @@ optimizer.lr\ttrain.global-batch
 2e-3\t24
 3e-3\t48
 """
-ROWS = [
-    f"--optimizer.lr {lr} --train.global-batch {batch}"
-    for lr, batch in (("1e-3", 12), ("2e-3", 24), ("3e-3", 48))
-]
+ROWS = [f"--optimizer.lr {lr} --train.global-batch {batch}" for lr, batch in (("1e-3", 12), ("2e-3", 24), ("3e-3", 48))]
 # Each row of fake_train runs to its end but the last one, which waits to be told to leave (see there).
 TO_BE_PREEMPTED = "linger\n99\n99\n20\n"
 SAY = "import os, sys; print('ran with', *sys.argv[1:], flush=True)\n"
@@ -98,9 +95,7 @@ def test_task_i_takes_row_i(with_qstat, name, i):
 def test_without_a_scheduler_each_row_runs_once_and_the_header_does_not(course, name):
     done = run(course, name, TRAIN_ARGS="--train.steps 7")
     assert done.returncode == 0, done.stderr
-    ran = [
-        line.split("--train.steps 7 ")[1] for line in done.stdout.splitlines() if line.startswith("ran with")
-    ]
+    ran = [line.split("--train.steps 7 ")[1] for line in done.stdout.splitlines() if line.startswith("ran with")]
     assert ran == ROWS
 
 
@@ -158,13 +153,10 @@ def test_the_check_of_job_files_counts_the_rows(course):
 def test_each_row_of_the_table_as_committed_is_one_that_the_trainer_takes(root):
     from manyhands.config.options import read_options
 
-    lines = [
-        line.split() for line in (root / "jobs" / "sweep.tsv").read_text().splitlines() if line[0] != "#"
-    ]
+    lines = [line.split() for line in (root / "jobs" / "sweep.tsv").read_text().splitlines() if line[0] != "#"]
     names, rows = lines[0], lines[1:]
     options = [
-        read_options([w for pair in zip(names, row, strict=True) for w in (f"--{pair[0]}", pair[1])])
-        for row in rows
+        read_options([w for pair in zip(names, row, strict=True) for w in (f"--{pair[0]}", pair[1])]) for row in rows
     ]
     assert len({(o.optimizer.lr, o.train.global_batch) for o in options}) == len(rows) == 6
 

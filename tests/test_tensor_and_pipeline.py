@@ -161,9 +161,7 @@ def test_a_pipeline_trains_like_one_process_under_every_schedule(pool, reference
 
 PRODUCTS = {
     "2 copies x 2 tensor": dict(strategy="ddp", tensor=2),
-    "2 copies x 2 tensor, all split": dict(
-        strategy="ddp", tensor=2, sequence_parallel=True, loss_parallel=True
-    ),
+    "2 copies x 2 tensor, all split": dict(strategy="ddp", tensor=2, sequence_parallel=True, loss_parallel=True),
     "2 shards x 2 tensor": dict(strategy="fsdp", tensor=2, sequence_parallel=True, micro_batch=2),
     "2 tensor x 2 stages": dict(strategy="pp", tensor=2),
     "2 tensor x 2 stages, sequence parallel": dict(
@@ -178,9 +176,7 @@ PRODUCTS = {
     "2 shards x 2 stages, zero bubble": dict(
         strategy="fsdp", pipeline=2, sharding="grad_op", schedule="InterleavedZeroBubble"
     ),
-    "2 shards x 2 stages, DualPipeV": dict(
-        strategy="fsdp", pipeline=2, sharding="grad_op", schedule="DualPipeV"
-    ),
+    "2 shards x 2 stages, DualPipeV": dict(strategy="fsdp", pipeline=2, sharding="grad_op", schedule="DualPipeV"),
     "2 x 2 x 2 with copies": dict(strategy="ddp", pipeline=2, tensor=2),
     "2 x 2 x 2 with shards": dict(strategy="fsdp", pipeline=2, tensor=2, sequence_parallel=True),
     "2 x 2 x 2 with shards, zero bubble": dict(
@@ -368,9 +364,7 @@ def executed(ranks, options, config):
 
 def test_1f1b_runs_ahead_as_far_as_the_stages_behind_it_and_then_alternates(pool):
     p, m = 4, 8
-    for stage, done in enumerate(
-        pool.run(p, executed, options_of(strategy="pp", micro_batch=BATCH // m), CONFIG)
-    ):
+    for stage, done in enumerate(pool.run(p, executed, options_of(strategy="pp", micro_batch=BATCH // m), CONFIG)):
         ahead = p - stage
         expected = [f"F{i}" for i in range(ahead)]
         for i in range(m):

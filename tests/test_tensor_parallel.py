@@ -118,9 +118,7 @@ def vocabulary(ranks, V):
     return apart, logits.shape[1], [call.bytes // 8 for call in seen.calls]
 
 
-@pytest.mark.parametrize(
-    ("V", "n", "pieces"), [(65, 2, [33, 32]), (65, 4, [17, 17, 17, 14]), (7, 4, [2, 2, 2, 1])]
-)
+@pytest.mark.parametrize(("V", "n", "pieces"), [(65, 2, [33, 32]), (65, 4, [17, 17, 17, 14]), (7, 4, [2, 2, 2, 1])])
 def test_an_uneven_vocabulary_has_the_same_loss_and_gradients_for_three_numbers_per_token(pool, V, n, pieces):
     results = pool.run(n, vocabulary, V)
     assert [v for _, v, _ in results] == pieces
@@ -134,9 +132,7 @@ def large_logits(ranks):
     logits = 1000 * v_of((5, 4 * n))
     targets = torch.arange(5) % (4 * n)
     mine = logits.chunk(n, 1)[ranks.rank]
-    return lesson.split_loss(mine, targets, 4 * ranks.rank, dist.group.WORLD) - F.cross_entropy(
-        logits, targets
-    )
+    return lesson.split_loss(mine, targets, 4 * ranks.rank, dist.group.WORLD) - F.cross_entropy(logits, targets)
 
 
 def test_the_loss_of_split_logits_survives_large_ones(pool):
@@ -175,9 +171,7 @@ def shares_of_6_4_2(ranks):
     lesson, group = ours(), dist.group.WORLD
     torch.manual_seed(0)
     full = nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 2)).double()
-    model = nn.Sequential(
-        lesson.Column(full[0], group, lesson.f), nn.GELU(), lesson.Row(full[2], group, lesson.g)
-    )
+    model = nn.Sequential(lesson.Column(full[0], group, lesson.f), nn.GELU(), lesson.Row(full[2], group, lesson.g))
     x = v_of((5, 6))
     return sum(p.numel() for p in model.parameters()), (model(x) - full(x)).abs().max().item()
 

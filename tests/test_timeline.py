@@ -32,9 +32,7 @@ def test_spans_of_all_ranks_arrive_on_rank_0_sorted_and_on_one_clock():
     # all ranks are inside the barrier at one moment: that holds on a common clock only
     barriers = [span for span in everyone if span.lane == "communication"]
     assert max(span.start_s for span in barriers) <= min(span.end_s for span in barriers)
-    assert all(
-        span.start_s >= 0 and span.end_s - span.start_s >= 0.02 for span in everyone if span.name == "forward"
-    )
+    assert all(span.start_s >= 0 and span.end_s - span.start_s >= 0.02 for span in everyone if span.name == "forward")
 
 
 def test_a_span_is_recorded_also_when_its_block_raises():

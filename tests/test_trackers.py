@@ -168,9 +168,7 @@ def test_wandb_is_offline_where_the_server_is_silent(wandb, monkeypatch):
     assert mode == "offline" and "cannot be reached" in why
 
 
-def test_wandb_is_online_where_somebody_is_logged_in_and_the_server_answers(
-    wandb, server, tmp_path, monkeypatch
-):
+def test_wandb_is_online_where_somebody_is_logged_in_and_the_server_answers(wandb, server, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "REACH_S", 60)
     assert wandb_mode({"WANDB_API_KEY": KEY}, server) == ("online", "")
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login user password {KEY}\n")

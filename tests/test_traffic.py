@@ -32,9 +32,7 @@ def measure(ranks, all_flags):
         config, layout, options = read(flags, ranks.world_size)
         parallel = parallelize(config, layout, options, ranks)
         optimizer = build_optimizer(parallel, options)
-        share = get_batch(
-            torch.arange(500) % 65, 0, 8, config.block_size, parallel.data_rank, parallel.data_size, 1
-        )
+        share = get_batch(torch.arange(500) % 65, 0, 8, config.block_size, parallel.data_rank, parallel.data_size, 1)
         for _ in range(3 if options.parallel.strategy != "fsdp" else 2):
             optimizer.zero_grad()
             with wire.watch() as seen:
@@ -86,9 +84,7 @@ def test_ddp_sends_several_buckets_where_a_model_has_megabytes():
 
 def volume(traffic, num_params):
     """In P: an all-reduce is two of them, as in the ideal volumes."""
-    return (
-        sum((2 if op == "all_reduce" else 1) * t.payload_bytes for op, t in traffic.items()) / 4 / num_params
-    )
+    return sum((2 if op == "all_reduce" else 1) * t.payload_bytes for op, t in traffic.items()) / 4 / num_params
 
 
 def test_the_ideal_volumes_are_two_two_two_and_three_p():

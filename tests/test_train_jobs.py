@@ -64,9 +64,7 @@ def test_a_job_that_is_to_survive_says_so_in_its_directives(root):
     keys = {name: {d.key: d.value for d in found} for name, found in read.items()}
     for name in ("train.slurm", "sweep.slurm"):
         assert keys[name]["--signal"] == "B:USR1@120" and "--requeue" in keys[name]
-        assert (
-            keys[name]["--open-mode"] == "append"
-        )  # the second start must not wipe out what the first one said
+        assert keys[name]["--open-mode"] == "append"  # the second start must not wipe out what the first one said
     assert keys["train.pbs"]["-r"] == keys["sweep.pbs"]["-r"] == "y"
 
 
@@ -127,13 +125,10 @@ def test_a_failing_run_fails_the_job_and_asks_for_nothing_even_beside_an_old_req
         (False, "qsub -v RUN={run} jobs/train.pbs goes on from there"),
     ],
 )
-def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(
-    course, tmp_path, allowed, sentence
-):
+def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(course, tmp_path, allowed, sentence):
     """qstat and qrerun as PBS Pro answers, written down: it grants qrerun to operators only. No PBS runs in these tests."""
     programs = {  # the clock starts with qstat's answer, and that one waits until the program can hear
-        "qstat": f"until [ -e {tmp_path}/hears ]; do sleep 0.1; done\n"
-        'echo "    Resource_List.walltime = 00:10:00"',
+        "qstat": f'until [ -e {tmp_path}/hears ]; do sleep 0.1; done\necho "    Resource_List.walltime = 00:10:00"',
         "qrerun": f'echo "qrerun $1: {"done" if allowed else "Unauthorized Request"}"; exit {int(not allowed)}',
         "python": f"trap 'echo {{}} > {tmp_path}/run/requeue.json; exit' USR1; mkdir -p {tmp_path}/run\n"
         f"> {tmp_path}/hears\n"
@@ -169,9 +164,7 @@ def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
 
 @pytest.mark.parametrize("name", FILES[:2])
 def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
-    done = subprocess.run(
-        ["bash", course / "jobs" / name], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", course / "jobs" / name], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "is not the course's folder" in done.stderr
 
 
@@ -182,9 +175,7 @@ def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp
 def slurm():
     if why := missing():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
-    with SlurmNodes(
-        settings={"KillWait": "120"}
-    ) as nodes:  # from SIGTERM to SIGKILL: all that a job has to save
+    with SlurmNodes(settings={"KillWait": "120"}) as nodes:  # from SIGTERM to SIGKILL: all that a job has to save
         yield nodes
 
 
@@ -254,9 +245,7 @@ UNTIL_TOLD = [LINGER, "--train.steps=40"]
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("starter", ["torchrun", "srun"])
-def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_with_the_whole_sum(
-    slurm, course, environ, starter
-):
+def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_with_the_whole_sum(slurm, course, environ, starter):
     job = Submitted(slurm, course, {**environ, "STARTER": starter}, "sbatch", "jobs/train.slurm", *UNTIL_TOLD)
     job.until("step 10")
     job.signal_the_script()
@@ -266,9 +255,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_with_the_whole_
     assert f"launcher {starter}" in said and "node2: rank 1" in said
     assert said.count("stopped by SIGUSR1 and saved at step") == 1
     assert f"saved in {job.run}: job {job.number} goes back into the queue" in said
-    assert (
-        said.count("from step 0") == 1 and said.endswith(f"done, sum {ALL}\n") or f"done, sum {ALL}" in said
-    )
+    assert said.count("from step 0") == 1 and said.endswith(f"done, sum {ALL}\n") or f"done, sum {ALL}" in said
     assert not os.path.exists(job.requeue_file())
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job.number).stdout
 
@@ -311,9 +298,7 @@ def _command_line(pid):
 
 
 @pytest.mark.slurm
-def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_names_goes_on(
-    slurm, course, environ
-):
+def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_names_goes_on(slurm, course, environ):
     """Through Debian's qsub: Slurm's srun starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05) is
     broken: it refuses, as that of a PBS does for a user who is no operator."""
     passed = {**environ, "TRAIN_ARGS": LINGER}
@@ -323,9 +308,7 @@ def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_nam
     assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
     assert "node2: rank 1" in job.output and "stopped by SIGUSR1 and saved at step" in job.output
     assert f"saved in {job.run}: qsub -v RUN={job.run} jobs/train.pbs goes on from there" in job.output
-    again = Submitted(
-        slurm, course, {**passed, "RUN": job.run, "TRAIN_ARGS": ""}, "qsub", "-V", "jobs/train.pbs"
-    )
+    again = Submitted(slurm, course, {**passed, "RUN": job.run, "TRAIN_ARGS": ""}, "qsub", "-V", "jobs/train.pbs")
     assert slurm.wait(again.number, PATIENCE_S) == "COMPLETED", again.output
     assert f"done, sum {ALL}" in again.output and "from step 0\n" not in again.output
 

@@ -33,9 +33,7 @@ def run(launcher, outputs, *flags):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     outputs = {launcher: tmp_path_factory.mktemp(launcher) for launcher in LAUNCHERS}
-    return {
-        launcher: (run(launcher, folder), folder / "train" / "latest") for launcher, folder in outputs.items()
-    }
+    return {launcher: (run(launcher, folder), folder / "train" / "latest") for launcher, folder in outputs.items()}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -58,9 +58,7 @@ def one_step_gradients(run):
 def assert_equal(mine, expected, tolerance=0.0):
     assert set(mine) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            mine[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -199,8 +197,7 @@ def clipped(ranks, flags):
     from torch.distributed.tensor import DTensor
 
     own = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        for p in run.parallel.named_parameters().values()
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in run.parallel.named_parameters().values()
     ]
     return norm, unclipped, gradients, torch.stack([g.norm() for g in own]).norm().item()
 
@@ -209,9 +206,7 @@ def norm_of(gradients):
     return torch.stack([g.norm() for g in gradients.values()]).norm().item()
 
 
-@pytest.mark.parametrize(
-    "flags", ["", "--parallel.strategy fsdp", "--parallel.strategy tp", "--parallel.strategy pp"]
-)
+@pytest.mark.parametrize("flags", ["", "--parallel.strategy fsdp", "--parallel.strategy tp", "--parallel.strategy pp"])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(pool, tmp_path, flags):
     """The norm of a local shard is smaller (pytorch#170862, torchtitan#766, torchtune#2420)."""
     flags = f"--train.precision fp64 {flags}"
@@ -258,9 +253,7 @@ def test_every_rank_reads_its_own_share_and_the_next_step_another():
     from manyhands.data.corpus import get_batch
 
     ids = torch.arange(100_000)  # a window is known by its first number
-    steps = [
-        [get_batch(ids, step, 24, 8, rank, 6, seed=1)[0][:, 0] for rank in range(6)] for step in range(5)
-    ]
+    steps = [[get_batch(ids, step, 24, 8, rank, 6, seed=1)[0][:, 0] for rank in range(6)] for step in range(5)]
     whole = [get_batch(ids, step, 24, 8, 0, 1, seed=1)[0][:, 0] for step in range(5)]
     for shares, expected in zip(steps, whole, strict=True):
         torch.testing.assert_close(torch.cat(shares), expected)
@@ -336,9 +329,7 @@ def train_to_the_end(ranks, flags, folder):
 def test_samples_per_second_count_the_global_batch_and_all_ranks(pool, tmp_path):
     """14 samples/s were logged and 905 were true: the batch size was left out."""
     environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    _, _, lines, _ = pool.run(
-        2, train_to_the_end, "--train.micro-batch 3", tmp_path / "kept", environ=environ
-    )[0]
+    _, _, lines, _ = pool.run(2, train_to_the_end, "--train.micro-batch 3", tmp_path / "kept", environ=environ)[0]
     timed = [line for line in lines if line["dt_s"]]
     assert len(timed) == 6
     for line in timed:
@@ -359,9 +350,7 @@ def test_a_run_resumes_from_where_it_saves(pool, tmp_path):
     flags = "--checkpoint.every 2 --model.dropout 0.2 --optimizer.warmup 1"
     began, ended, _, _ = pool.run(2, train_to_the_end, f"{flags} --train.steps 6", kept, environ=environ)[0]
     assert (began, ended) == (0, 6)
-    began, ended, lines, _ = pool.run(2, train_to_the_end, f"{flags} --train.steps 8", kept, environ=environ)[
-        0
-    ]
+    began, ended, lines, _ = pool.run(2, train_to_the_end, f"{flags} --train.steps 8", kept, environ=environ)[0]
     assert (began, ended) == (6, 8)
     assert [line["step"] for line in lines if line["loss"]] == [7, 8]
 
@@ -411,10 +400,6 @@ def test_the_loss_shown_is_the_mean_over_ranks_and_read_where_there_is_one(pool,
     """A loss read on a pipeline's stage that has none was -1 (torchtitan#547)."""
     environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
     assert pool.run(2, stepped, "", environ=environ) == [[0.5], [0.5]]
-    assert pool.run(2, stepped, "--parallel.strategy pp", environ=environ) == [[1.0], [1.0]], (
-        "stage 0 gives 0"
-    )
-    _, _, lines, _ = pool.run(
-        2, train_to_the_end, "--parallel.strategy pp", tmp_path / "kept", environ=environ
-    )[0]
+    assert pool.run(2, stepped, "--parallel.strategy pp", environ=environ) == [[1.0], [1.0]], "stage 0 gives 0"
+    _, _, lines, _ = pool.run(2, train_to_the_end, "--parallel.strategy pp", tmp_path / "kept", environ=environ)[0]
     assert all(2.5 < line["loss"] < 4.5 for line in lines if line["loss"] is not None)

@@ -126,9 +126,7 @@ def test_what_one_layout_saved_another_continues(pool, one_process, saves, resum
 
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, TP, PP], ids=["ddp", "zero1", "fsdp", "tp", "pp"])
 def test_a_run_resumed_on_its_own_layout_continues_bit_for_bit_dropout_included(pool, layout, tmp_path):
-    options = replace(
-        BASE, model=replace(BASE.model, dropout=0.2), train=replace(BASE.train, precision="fp32")
-    )
+    options = replace(BASE, model=replace(BASE.model, dropout=0.2), train=replace(BASE.train, precision="fp32"))
     whole = train(pool, layout, tmp_path, options)
     folder = interrupted_at_4(whole, tmp_path / "cut")
     continued = train(pool, layout, tmp_path, options, folder)
@@ -159,9 +157,7 @@ def test_a_run_that_goes_on_with_other_options_says_so_and_counts_its_tokens_on(
     again = train(pool, ONE, tmp_path, options, folder=tmp_path / "run")[0]
     assert len(again["notes"]) == 1 and ", saved by 1 rank (" in again["notes"][0]
     longer = replace(options, train=replace(options.train, steps=7))
-    assert train(pool, ONE, tmp_path, longer, folder=tmp_path / "run")[0]["tokens"] == {
-        7: 4 * 8 * 8 + 3 * 4 * 8
-    }
+    assert train(pool, ONE, tmp_path, longer, folder=tmp_path / "run")[0]["tokens"] == {7: 4 * 8 * 8 + 3 * 4 * 8}
     shorter = replace(options, train=replace(options.train, steps=5))
     notes = train(pool, ONE, tmp_path, shorter, folder=tmp_path / "run")[0]["notes"]
     assert "step 7 is already past train.steps=5: nothing is left to train" in notes
@@ -305,9 +301,7 @@ def signalled_in_evaluation(ranks, options, outputs):
     return status, begun, run.val_losses
 
 
-def test_a_signal_within_an_evaluation_is_heard_before_its_next_batch_and_the_evaluation_is_made_up_for(
-    pool, tmp_path
-):
+def test_a_signal_within_an_evaluation_is_heard_before_its_next_batch_and_the_evaluation_is_made_up_for(pool, tmp_path):
     options = replace(
         BASE, log=replace(BASE.log, eval_batches=6), checkpoint=CheckpointOptions(folder=str(tmp_path / "run"))
     )  # fmt: skip

@@ -105,9 +105,7 @@ def test_asynchronous_messages_overlap_with_compute_and_wait_for_each_other(run)
 
 def _straggling(ranks, n_steps=6):
     """A rank that is slow from step 2 on, asynchronous buckets included: (steps, spans) on rank 0."""
-    net = VirtualNetwork(
-        ranks, Link(1e-4, 1e8), slowdown=lambda rank, step: 2.5 if (rank, step) > (1, 1) else 1 / 3
-    )
+    net = VirtualNetwork(ranks, Link(1e-4, 1e8), slowdown=lambda rank, step: 2.5 if (rank, step) > (1, 1) else 1 / 3)
     gradient = torch.ones(30_001)
     for step in range(n_steps):
         with net.step(step):

@@ -101,9 +101,7 @@ def test_on_one_rank_all_stages_hold_the_recipe():
 
 
 def texts(figure):
-    return [
-        text.get_text().strip() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))
-    ]
+    return [text.get_text().strip() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
 
 
 def test_the_memory_figure_says_what_fits_in_the_unit_that_was_chosen():
@@ -141,12 +139,9 @@ def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
         "holds 1",
     ]
     found = texts(pipeline_figure("Interleaved1F1B", 4, 8, 2))
-    assert (
-        "Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %" in found and "holds 11/2" in found and "7′" in found
-    )
+    assert "Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %" in found and "holds 11/2" in found and "7′" in found
     assert any(
-        "the formula is for m of p or more: 43 %" in text
-        for text in texts(pipeline_figure("Interleaved1F1B", 4, 2, 2))
+        "the formula is for m of p or more: 43 %" in text for text in texts(pipeline_figure("Interleaved1F1B", 4, 2, 2))
     )
     assert "11 micro-batches do not split into 2 equal rounds; use a multiple of p=4" in texts(
         pipeline_figure("Interleaved1F1B", 4, 11, 2)
@@ -156,9 +151,7 @@ def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
 # ------------------------------------------------------------------ who computes what of attention
 
 
-@given(
-    n=st.integers(1, 8), each=st.integers(1, 5), layout=st.sampled_from(["in order", "zig-zag", "striped"])
-)
+@given(n=st.integers(1, 8), each=st.integers(1, 5), layout=st.sampled_from(["in order", "zig-zag", "striped"]))
 def test_the_pairs_of_all_ranks_and_steps_are_the_causal_mask_counted_one_by_one(n, each, layout):
     T = 2 * n * each
     owner_T = owners(layout, T, n)
@@ -166,9 +159,7 @@ def test_the_pairs_of_all_ranks_and_steps_are_the_causal_mask_counted_one_by_one
     counted = [[0] * n for _ in range(n)]
     for query in range(T):
         for key in range(query + 1):
-            counted[owner_T[query]][(owner_T[query] - owner_T[key]) % n] += (
-                1  # keys of rank o visit i in step i - o
-            )
+            counted[owner_T[query]][(owner_T[query] - owner_T[key]) % n] += 1  # keys of rank o visit i in step i - o
     assert pairs_by_step(owner_T, n) == counted
     if layout == "zig-zag":
         assert all(row == counted[0] for row in counted), "every rank has the same work in every step"
@@ -278,9 +269,7 @@ def test_a_number_its_bits_and_its_picture_follow_each_other(shown):
     controls = FloatControls(1.0)
     assert controls.pattern.value == "0 01111111 0000000"
     controls.number.value = "1e-5"
-    assert controls.value == 1e-5 and controls.number.value == "1e-05", (
-        "not rounded to the bits that are shown"
-    )
+    assert controls.value == 1e-5 and controls.number.value == "1e-05", "not rounded to the bits that are shown"
     assert "the bits of 1e-05" in controls.page.alt
     controls.format.value = "fp16"
     assert controls.pattern.value == "0 00000 0010101000"
@@ -297,9 +286,7 @@ def test_a_number_its_bits_and_its_picture_follow_each_other(shown):
 def test_what_is_no_number_is_said_and_changes_nothing(shown):
     controls = FloatControls(2.0)
     controls.number.value = "<b>two"
-    assert (
-        "is no number" in controls.said.value and "<b>" not in controls.said.value and controls.value == 2.0
-    )
+    assert "is no number" in controls.said.value and "<b>" not in controls.said.value and controls.value == 2.0
     controls.pattern.value = "01"
     assert "bf16 has 16 bits" in controls.said.value and controls.value == 2.0
     controls.number.value = "3"

@@ -49,9 +49,7 @@ def notebook(tmp_path_factory):
     folder = tmp_path_factory.mktemp("widgets")
     (folder / "notebooks").mkdir()
     cells = [
-        nbformat.v4.new_code_cell(
-            f"from manyhands.widgets.{name.removeprefix('show_')} import {name}\n\n{name}()"
-        )
+        nbformat.v4.new_code_cell(f"from manyhands.widgets.{name.removeprefix('show_')} import {name}\n\n{name}()")
         for name in CONTROLS
     ]
     kernel = {"name": "manyhands", "display_name": "Many Hands", "language": "python"}
@@ -205,9 +203,7 @@ def test_gb_or_gib_changes_how_many_devices_it_takes(notebook):
     widget.choose_by_keys("device", "ArrowDown", "ArrowDown")
     widget.says(f".* {ceil(914.04 / 64)} of 64 GB and {ceil(914.04e9 / (64 * 2**30))} of 64 GiB; .*")
     widget.type("GB to hold", "1718")
-    widget.says(
-        f"1,718 GB = 1,600 GiB: .* {ceil(1718 / 64)} of 64 GB and {ceil(1718e9 / (64 * 2**30))} of .*"
-    )
+    widget.says(f"1,718 GB = 1,600 GiB: .* {ceil(1718 / 64)} of 64 GB and {ceil(1718e9 / (64 * 2**30))} of .*")
     assert widget.shows(sizes_figure(1718, 64, "GB"))
 
 
@@ -217,22 +213,16 @@ def test_more_micro_batches_or_another_schedule_leave_less_idle(notebook):
     pipeline.type("micro-batches m", "16")
     pipeline.says(r"1F1B, p = 4, m = 16: idle 16 %; ranks hold 4, 3, 2, 1 micro-batches at most")
     pipeline.choose("schedule", "InterleavedZeroBubble")
-    pipeline.says(
-        r"InterleavedZeroBubble, p = 4, m = 16, v = 1: idle 6 %; ranks hold 4, 4, 4, 4 micro-batches at most"
-    )
+    pipeline.says(r"InterleavedZeroBubble, p = 4, m = 16, v = 1: idle 6 %; ranks hold 4, 4, 4, 4 micro-batches at most")
     pipeline.type("ranks p", "1")
     pipeline.says(r"InterleavedZeroBubble, p = 1, m = 16, v = 1: idle 0 %.*")
 
 
 def test_another_layout_levels_the_ranks_work(notebook):
     zigzag = Widget(notebook, "show_zigzag")
-    zigzag.says(
-        "16 positions zig-zag on 4 ranks: 34, 34, 34, 34 .*; the ring takes 1[.]00 times a fair share"
-    )
+    zigzag.says("16 positions zig-zag on 4 ranks: 34, 34, 34, 34 .*; the ring takes 1[.]00 times a fair share")
     zigzag.choose("layout", "in order")
-    zigzag.says(
-        "16 positions in order on 4 ranks: 10, 26, 42, 58 .*; the ring takes 1[.]71 times a fair share"
-    )
+    zigzag.says("16 positions in order on 4 ranks: 10, 26, 42, 58 .*; the ring takes 1[.]71 times a fair share")
     zigzag.type("ranks c", "3")
     zigzag.says("16 positions do not split into 3 equal chunks; use a multiple of 3")
     zigzag.type("positions", "12")
@@ -242,9 +232,7 @@ def test_another_layout_levels_the_ranks_work(notebook):
 
 def test_another_order_of_axes_sends_more_between_nodes_and_a_rank_has_other_partners(notebook):
     grid = Widget(notebook, "show_rank_grid")
-    grid.says(
-        r"rank 0 of pipeline 2 x data 2 x tensor 2 is in the groups pipeline 0 4, data 0 2, tensor 0 1\..*"
-    )
+    grid.says(r"rank 0 of pipeline 2 x data 2 x tensor 2 is in the groups pipeline 0 4, data 0 2, tensor 0 1\..*")
     grid.type("look at rank", "6")
     grid.says(r"rank 6 of .* pipeline 2 6, data 4 6, tensor 6 7\..* between nodes: 1\.1 of .*")
     grid.choose("outermost first", "tensor x data x pipeline")

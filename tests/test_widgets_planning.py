@@ -55,9 +55,9 @@ def test_the_bytes_between_nodes_are_those_that_the_lesson_counts(order):
 
     sizes = {axis: GRID[axis] for axis in order}
     payloads = payloads_of_7b(sizes)
-    counted = taken_from(
-        "10_meshes_and_planning", "coordinates", "groups_of", "slow_bytes", "crossing"
-    ).crossing(order, sizes, payloads, 8)
+    counted = taken_from("10_meshes_and_planning", "coordinates", "groups_of", "slow_bytes", "crossing").crossing(
+        order, sizes, payloads, 8
+    )
     assert between_nodes(links(sizes, payloads), 8) == pytest.approx(counted)
 
 
@@ -68,9 +68,7 @@ def test_the_grid_marks_partners_and_says_what_leaves_the_node():
     assert "between nodes: 2.1 of 261.9 GB in a step of a 7B model" in found
     image = figure.axes[1].images[0].get_array()
     assert image[4, 5] == pytest.approx(12.9, abs=0.1) and image[5, 4] is not image[4, 5] and image.mask[5, 4]
-    assert any(
-        "between nodes: 103.1 of" in text for text in texts(rank_grid_figure(2, 2, 4, 8, 5, ORDERS[-1]))
-    )
+    assert any("between nodes: 103.1 of" in text for text in texts(rank_grid_figure(2, 2, 4, 8, 5, ORDERS[-1])))
 
 
 @pytest.mark.parametrize(

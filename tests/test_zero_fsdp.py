@@ -84,9 +84,7 @@ def differences(ranks, tied):
     for wrapping in WRAPPINGS:
         model = new_model(config)
         optimizer = lesson.ShardedOptimizer(lesson.zero_3(model, wrapping), sgd)
-        norms = train(
-            model, optimizer, functools.partial(lesson.clip_by_global_norm, optimizer.shares), **here
-        )
+        norms = train(model, optimizer, functools.partial(lesson.clip_by_global_norm, optimizer.shares), **here)
         for unit in optimizer.units:
             lesson.gather(unit)
         found[f"ours, {wrapping}"] = norms - norms_1, lesson.flat(model.parameters()) - weights_1
@@ -120,10 +118,7 @@ def adamw_in_shares(ranks):
     _, weights_1 = one_process(CONFIG, adamw, clip=False)
     for stage in (1, 2, 3):
         model = new_model()
-        if stage == 1:
-            parts = [lesson.Unit(model.parameters())]
-        else:
-            parts = {2: lesson.zero_2, 3: lesson.zero_3}[stage](model)
+        parts = [lesson.Unit(model.parameters())] if stage == 1 else {2: lesson.zero_2, 3: lesson.zero_3}[stage](model)
         optimizer = lesson.ShardedOptimizer(parts, adamw)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -166,9 +161,7 @@ def rows_that_are_whole(ranks):
     model(*batch(0))[1].backward()
     gone = now()
     with torch.no_grad():
-        model(
-            *batch(0)
-        )  # an evaluation between backward and step leaves the root whole: it must not go stale
+        model(*batch(0))  # an evaluation between backward and step leaves the root whole: it must not go stale
     optimizer.step()
     _, loss = model(*batch(1))
     sizes = [len(unit.whole_P) for unit in parts]
@@ -222,9 +215,7 @@ def test_two_blocks_and_the_root_make_five_all_gathers_and_three_reduce_scatters
         assert found["ours"] == forward + backward
         for op, count in ((gather, 5), (reduce, 3)):
             assert sum(name == op for name, _ in found["library"]) == count
-        assert found["zero"] == {"all_reduce": P, "broadcast": P, "all_gather": 0}, (
-            "2 P and 1 P: not the ideal 2 P"
-        )
+        assert found["zero"] == {"all_reduce": P, "broadcast": P, "all_gather": 0}, "2 P and 1 P: not the ideal 2 P"
 
 
 def local_norms(ranks):

@@ -21,9 +21,7 @@ class ChatCorpus(Corpus):
 
 def chat_corpus(corpus, alphabet):
     """The ChatCorpus for a model whose checkpoint names `alphabet`."""
-    return ChatCorpus(
-        corpus.name, corpus.sha256, corpus.text, with_markers(alphabet), corpus.train_ids, corpus.val_ids
-    )
+    return ChatCorpus(corpus.name, corpus.sha256, corpus.text, with_markers(alphabet), corpus.train_ids, corpus.val_ids)
 
 
 def encoded_words(task, words, symbols):

@@ -32,9 +32,7 @@ def refuse_messages(messages):
     turn = "user"
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ValueError(
-                f"message {i} is {message!r}; use a dict with role and content, and nothing else"
-            )
+            raise ValueError(f"message {i} is {message!r}; use a dict with role and content, and nothing else")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise ValueError(f"message {i} has the role {role!r}; use one of {', '.join(ROLES)}")
@@ -45,9 +43,7 @@ def refuse_messages(messages):
                 raise ValueError(f"message {i} is the system's; it comes first, or not at all")
             continue
         if role != turn:
-            raise ValueError(
-                f"message {i} is the {role}'s and should be the {turn}'s; they take turns, the user first"
-            )
+            raise ValueError(f"message {i} is the {role}'s and should be the {turn}'s; they take turns, the user first")
         turn = "assistant" if role == "user" else "user"
 
 

@@ -23,9 +23,7 @@ def group_advantages(rewards_B, group, scale=True):
     (Liu et al. 2025, Dr. GRPO). Raises ValueError for rewards that are no whole groups, or groups of one.
     """
     if group < 2 or rewards_B.numel() % group:
-        raise ValueError(
-            f"{rewards_B.numel()} rewards are no groups of {group}; use 2 or more, and a multiple of them"
-        )
+        raise ValueError(f"{rewards_B.numel()} rewards are no groups of {group}; use 2 or more, and a multiple of them")
     rewards_PG = rewards_B.view(-1, group)
     above_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     if scale:

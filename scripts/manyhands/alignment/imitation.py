@@ -27,9 +27,7 @@ class Imitation(Stage):
         held_out_words = encoded_words(self.task, self.words, self.symbols)
         self.num_words = len(words)
         self.ids_NT, self.answer_NT = self._rows(words + learned, longest)
-        self.held_out = self._rows(
-            held_out_words + held_out[:MOST_SPEECHES] * bool(self.num_speeches), longest
-        )
+        self.held_out = self._rows(held_out_words + held_out[:MOST_SPEECHES] * bool(self.num_speeches), longest)
 
     def _rows(self, encoded, longest):
         try:

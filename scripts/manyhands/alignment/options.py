@@ -161,9 +161,7 @@ def refuse_senseless(wanted):
         )
     for name in ("prompt", "eval_batches"):
         if getattr(wanted.log, name) != getattr(default, name):
-            raise OptionError(
-                f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out"
-            )
+            raise OptionError(f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out")
 
 
 def trainer_options(wanted, config):

@@ -43,9 +43,7 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
             next_b = logits_bV.argmax(-1)
         else:
             up_to_bV = (logits_bV / temperature).softmax(-1).cumsum(-1)
-            next_b = torch.searchsorted(
-                up_to_bV, uniform_bn[:, i : i + 1].to(up_to_bV).contiguous(), right=True
-            )
+            next_b = torch.searchsorted(up_to_bV, uniform_bn[:, i : i + 1].to(up_to_bV).contiguous(), right=True)
             next_b = next_b.squeeze(1).clamp(max=logits_bV.shape[-1] - 1)
         ids_bT[rows_b, at_b] = torch.where(going_b, next_b, 0)
         answer_bT[rows_b, at_b] = going_b
@@ -55,6 +53,4 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
 
 def texts(ids_bT, lengths_b, symbols, read):
     """The answers as texts: `read` (`chat_template.answered`) of the ids behind each prompt."""
-    return [
-        read(row[length:], symbols) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)
-    ]
+    return [read(row[length:], symbols) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]

@@ -114,9 +114,7 @@ def align(wanted):
     corpus = load_corpus(ranks)
     tell = print if ranks.rank == 0 else lambda text: None
     try:
-        base, facts = Agreement(ranks, None, CheckpointError).all(
-            lambda: load_model(wanted.source, wanted.step, tell)
-        )
+        base, facts = Agreement(ranks, None, CheckpointError).all(lambda: load_model(wanted.source, wanted.step, tell))
         corpus = chat_corpus(corpus, facts["corpus"]["alphabet"])
         vocabulary = max(base.config.vocab_size, len(corpus.symbols))
         config = dataclasses.replace(base.config, vocab_size=vocabulary)
@@ -124,9 +122,7 @@ def align(wanted):
         layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
         refuse_size(config, ranks)
         if wanted.lora.rank > config.n_embd:
-            raise OptionError(
-                f"lora.rank={wanted.lora.rank} is more than the model's width {config.n_embd}; use less"
-            )
+            raise OptionError(f"lora.rank={wanted.lora.rank} is more than the model's width {config.n_embd}; use less")
         run = Alignment(wanted, base, config, layout, corpus, ranks)
     except (OptionError, CheckpointError) as error:
         refuse(str(error))

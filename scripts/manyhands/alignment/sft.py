@@ -39,9 +39,7 @@ def token_log_probs(logits_bTV, targets_bT):
     """log p(target) [b, T] in float32 at least."""
     if logits_bTV.dtype.itemsize < 4:
         logits_bTV = logits_bTV.float()
-    return -F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten(), reduction="none").view(
-        targets_bT.shape
-    )
+    return -F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten(), reduction="none").view(targets_bT.shape)
 
 
 def masked_sum(logits_bTV, targets_bT, mask_bT):

@@ -78,9 +78,7 @@ def _positive(text):
 
 def _measure_lessons(lessons, output, options, root):
     load = os.getloadavg()[0]
-    numbers = (
-        [first_output(lessons[0], output / "runs", options.starts)] if lessons and options.starts else []
-    )
+    numbers = [first_output(lessons[0], output / "runs", options.starts)] if lessons and options.starts else []
     for lesson in lessons:
         numbers += lesson_numbers(lesson, output / "runs" / lesson.name, options.timeout)
     write(output, numbers, load, root)

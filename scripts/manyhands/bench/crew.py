@@ -54,9 +54,7 @@ class Crew:
             )  # fmt: skip
         theirs.close()
         self.members.append((name, process, ours))
-        ours.send(
-            replace(self.job, rank=rank, world_size=self.row.ranks, store=str(self.folder / f"store{world}"))
-        )
+        ours.send(replace(self.job, rank=rank, world_size=self.row.ranks, store=str(self.folder / f"store{world}")))
 
     @property
     def pids(self):
@@ -102,8 +100,7 @@ class Crew:
         size, train = self.row.ranks, self.job.options.train
         tokens = steps * train.global_batch * self.job.options.model.block_size  # of one world
         slowest = [
-            max(answer["seconds"] for answer in answers[first : first + size])
-            for first in range(0, len(answers), size)
+            max(answer["seconds"] for answer in answers[first : first + size]) for first in range(0, len(answers), size)
         ]
         return {
             "tokens_per_s": sum(tokens / seconds for seconds in slowest),

@@ -34,9 +34,7 @@ def first_output(lesson, folder, starts):
 def first_cells(notebook):
     """Sources of a notebook's code cells up to the first that runs on the ranks."""
     cells = [
-        cell
-        for cell in json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == "code"
+        cell for cell in json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
     ]
     sources = ["".join(cell["source"]) for cell in cells]
     last = next((n for n, source in enumerate(sources) if source.startswith("%%ranks")), None)

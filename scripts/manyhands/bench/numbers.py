@@ -54,9 +54,7 @@ def plot(numbers):
     colours = [EDGE if number.within else LIMIT["color"] for number in shown]
     bars = axes.barh([number.what for number in shown], shares, color=colours)
     axes.axvline(1, **LIMIT)
-    for label in axes.bar_label(
-        bars, [f"{number.value:.3g} {number.unit}" for number in shown], padding=3, fontsize=8
-    ):
+    for label in axes.bar_label(bars, [f"{number.value:.3g} {number.unit}" for number in shown], padding=3, fontsize=8):
         label.set_bbox({"fc": PAPER, "ec": "none", "pad": 1})
     axes.set_xlim(0, max([1.25, *[1.35 * share for share in shares]]))
     axes.set_xlabel("share of the aim (the red line; red bars are beyond it)")
@@ -77,9 +75,7 @@ def show(numbers, *paths):
     for number in numbers:
         sign = "at least" if number.at_least else "at most"
         value = "not measured" if number.value is None else f"{number.value:.3g} {number.unit}".strip()
-        verdict = {True: ("within", "green"), False: ("beyond", "yellow"), None: (number.note, "red")}[
-            number.within
-        ]
+        verdict = {True: ("within", "green"), False: ("beyond", "yellow"), None: (number.note, "red")}[number.within]
         table.add_row(number.what, value, f"{sign} {number.aim:g}", Text(*verdict))
     console = Console(highlight=False)
     console.print(table)

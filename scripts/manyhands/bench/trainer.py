@@ -24,9 +24,7 @@ ATTEMPTS = 4  # at one burst
 PATIENCE_S = 240  # for bursts that are done again, all together
 
 
-def measure_trainer(
-    output, root, rounds=5, steps=40, rows=ROWS, model=MODEL, burst_s=120, starts=start_up.STARTS
-):
+def measure_trainer(output, root, rounds=5, steps=40, rows=ROWS, model=MODEL, burst_s=120, starts=start_up.STARTS):
     """Measure, print, write trainer.json and trainer.svg. Returns the exit status: 1 if a number is missing."""
     from manyhands.bench.trainer_report import show_trainer, write_trainer
     from manyhands.preflight.plan import free_cores
@@ -45,9 +43,7 @@ def measure_trainer(
         measured = [bursts.round(i, rounds, steps) for i in range(rounds)]
     config = model_config(options_of(PLAIN, model), len(set(Path(corpus[1]).read_bytes().decode())))
     found = comparison.compare(rows, measured, bursts.failures, bursts.flop_per_s, flops_per_token(config))
-    numbers = comparison.numbers(
-        found, [start_up.measure(start, folder / "starts", model) for start in starts]
-    )
+    numbers = comparison.numbers(found, [start_up.measure(start, folder / "starts", model) for start in starts])
     settings = {"steps": steps, "rounds": rounds, "load before": round(load, 2), "cores": free_cores()}
     settings["seconds"] = round(time.monotonic() - began)
     write_trainer(output, root, found, numbers, settings)

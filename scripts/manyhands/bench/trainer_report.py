@@ -76,9 +76,7 @@ def show_trainer(output, found, numbers, settings):
             f"The aims are for {CORES} cores and here are {settings['cores']}: `taskset -c 0,1 make bench` takes two."
         )
     for note in notes:
-        console.print(
-            Text(note, "yellow" if "NOT" in note or "not measured: " in note else ""), soft_wrap=True
-        )
+        console.print(Text(note, "yellow" if "NOT" in note or "not measured: " in note else ""), soft_wrap=True)
     show(numbers, output / "trainer.json", output / "trainer.svg")
 
 

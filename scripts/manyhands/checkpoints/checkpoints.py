@@ -68,9 +68,7 @@ class Checkpoints:
         self.wait()
         json.dumps(facts)  # a TypeError here is everybody's, before anyone waits
         self.claim()
-        partial = self._agreement.on_rank_0(
-            lambda: step_folders.make_partial(self.folder, step, self._broken)
-        )
+        partial = self._agreement.on_rank_0(lambda: step_folders.make_partial(self.folder, step, self._broken))
         self._broken.clear()
         self._agreement.all(lambda: self._see(partial))
         tensors = dict(tensors) | self._own(rank_state)
@@ -82,9 +80,7 @@ class Checkpoints:
             lambda: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         )
         # no daemon: a program that ends lets it finish
-        self._thread = threading.Thread(
-            target=self._write_in_background, args=(staged, *about), name="checkpoint"
-        )
+        self._thread = threading.Thread(target=self._write_in_background, args=(staged, *about), name="checkpoint")
         self._thread.start()
 
     def wait(self):
@@ -152,9 +148,7 @@ class Checkpoints:
         saved = self._agreement.all(lambda: tensor_files.read_metadata(path).state_dict_metadata)
         self._refuse_misfit(path, tensors, saved)
         own = self._own(rank_state)
-        fits = bool(own) and all(
-            name in saved and not _difference(name, own[name], saved[name]) for name in own
-        )
+        fits = bool(own) and all(name in saved and not _difference(name, own[name], saved[name]) for name in own)
         same_place = facts.get("world_size") == self.ranks.world_size
         if layout is not None:
             same_place = same_place and facts.get("layout") == json.loads(json.dumps(layout))
@@ -174,9 +168,7 @@ class Checkpoints:
                 self._explain(error, step, partial, tensors)
             described = self._agreement.gather(self._agreement.all(lambda: self._describe_own(partial)))
             files = {name: about for own in described for name, about in own.items()}
-            self._agreement.on_rank_0(
-                lambda: step_folders.complete(partial, step, val_loss, facts, files, self.keep)
-            )
+            self._agreement.on_rank_0(lambda: step_folders.complete(partial, step, val_loss, facts, files, self.keep))
         except CheckpointError:
             self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise

@@ -53,9 +53,7 @@ def find_checkpoint(source, step="best", tell=print):
     if str(step).isdigit():
         there = [path for path in paths if step_of(path) == int(step)]
         if not there:
-            raise CheckpointError(
-                f"{folder} has no step {step}, only {', '.join(str(step_of(p)) for p in paths)}"
-            )
+            raise CheckpointError(f"{folder} has no step {step}, only {', '.join(str(step_of(p)) for p in paths)}")
         verify(there[0])
         return there[0]
     if step not in ("best", "newest"):
@@ -147,9 +145,7 @@ def build(weights, facts, source):
         raise CheckpointError(
             f"{source} says nothing of a GPT that can be built ({str(error).splitlines()[0]}); use another"
         ) from None
-    wanted = {
-        name: list(parameter.shape) for name, parameter in model.named_parameters()
-    }  # a tied matrix once
+    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}  # a tied matrix once
     there = {name: list(tensor.shape) for name, tensor in weights.items()}
     odd = [name for name in sorted(wanted | there) if wanted.get(name) != there.get(name)]
     if odd:
@@ -200,9 +196,7 @@ def read_export(path):
 
     about = path.with_suffix(".json")
     if not path.is_file():
-        raise CheckpointError(
-            f"{path} is missing; name a file that python -m manyhands.checkpoints.export wrote"
-        )
+        raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoints.export wrote")
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
         fits = facts.pop("format") == FORMAT
@@ -210,9 +204,7 @@ def read_export(path):
     except (OSError, ValueError, KeyError, AttributeError):
         fits = False
     if not fits:
-        raise CheckpointError(
-            f"{about}, which says what {path.name} holds, is missing or damaged; export it again"
-        )
+        raise CheckpointError(f"{about}, which says what {path.name} holds, is missing or damaged; export it again")
     verify_file(path, expected)
     return load_file(path), facts
 

@@ -20,9 +20,7 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 FORMAT = "manyhands checkpoint 1"
-COMPLETE = re.compile(
-    r"step-(\d{8,})(\.replaced)?"
-)  # .replaced: its successor of the same step is being moved in
+COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")  # .replaced: its successor of the same step is being moved in
 
 
 class CheckpointError(ValueError):
@@ -88,9 +86,7 @@ def read_manifest(path):
         fits = content["format"] == FORMAT and content["sha256"] == _fingerprint(content)
         sound = fits and all(Path(name).name == name for name in content["files"])
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{file} is missing; {path} is no complete checkpoint, use another step"
-        ) from None
+        raise CheckpointError(f"{file} is missing; {path} is no complete checkpoint, use another step") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError):  # no UTF-8, no JSON, or JSON of something else

@@ -115,9 +115,7 @@ def remove_old(folder, keep):
             losses[path] = read_manifest(path)["val_loss"]
     kept = {*list(losses)[:keep], best_of(losses)}
     for path in losses.keys() - kept:
-        path.rename(
-            path.with_suffix(".partial")
-        )  # at once: half a checkpoint never has a complete one's name
+        path.rename(path.with_suffix(".partial"))  # at once: half a checkpoint never has a complete one's name
         shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
 
 

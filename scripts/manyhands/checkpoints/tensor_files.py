@@ -38,11 +38,7 @@ CLASSES = {
         _StorageInfo,
     )
 } | {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}
-DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 class _ListedUnpickler(pickle.Unpickler):
@@ -70,9 +66,7 @@ def read_metadata(folder):
         entries = list(metadata.state_dict_metadata.values())
         pieces = list(metadata.storage_data.values())
         known = all(type(entry) is dcp_metadata.TensorStorageMetadata for entry in entries)
-        known = known and all(
-            piece.relative_path in files and not piece.transform_descriptors for piece in pieces
-        )
+        known = known and all(piece.relative_path in files and not piece.transform_descriptors for piece in pieces)
     except Exception as error:  # noqa: BLE001 - a doctored pickle may raise anything
         raise CheckpointError(f"{file} is refused, for it does not only describe tensors: {error}") from None
     if not known:
@@ -139,9 +133,7 @@ def whole_tensors(folder, prefix=""):
     needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in wanted.values())
     there = sum(about["bytes"] for about in read_manifest(folder)["files"].values())
     if needed > there:  # before room is asked for: a forged shape asks for any amount
-        raise CheckpointError(
-            f"{folder} describes tensors of {needed:,} bytes in files of {there:,}; use another step"
-        )
+        raise CheckpointError(f"{folder} describes tensors of {needed:,} bytes in files of {there:,}; use another step")
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:

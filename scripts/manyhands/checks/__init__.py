@@ -128,9 +128,7 @@ def _verdict(trial, witness, timeout_s):
 
 def _sentence(text):
     text = text.strip().split("\n")[0]
-    begins = (
-        text[:1] if _CODE.match(text) else text[:1].upper()
-    )  # a name of the learner's code stays as it is
+    begins = text[:1] if _CODE.match(text) else text[:1].upper()  # a name of the learner's code stays as it is
     return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 

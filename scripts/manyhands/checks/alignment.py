@@ -71,11 +71,7 @@ def _judge_mask(given, wanted, ids_BT, what):
     name = names.get(symbol, f"the letter {symbol}")
     why = "the assistant wrote it" if wanted[row, t] else "nobody has to learn it"
     if symbol == END:
-        why = (
-            "it ends an answer: without it the model never learns to stop"
-            if wanted[row, t]
-            else "it ends no answer"
-        )
+        why = "it ends an answer: without it the model never learns to stop" if wanted[row, t] else "it ends no answer"
     verb = "does not count" if wanted[row, t] else "counts"
     raise Wrong(f"in the conversation {what}, target {t}, {name}, {verb} in your mask, but {why}")
 
@@ -100,9 +96,7 @@ def dpo_loss(answer, ranks=None):
                 f"return one number, the sum of this rank's pairs over num_pairs, not {list(given.shape)} of them"
             )
         if not torch.isfinite(given).all():
-            raise Wrong(
-                f"for margins of hundreds of nats your loss is {given.item()}; F.logsigmoid stays finite"
-            )
+            raise Wrong(f"for margins of hundreds of nats your loss is {given.item()}; F.logsigmoid stays finite")
         if abs(given.item() - wanted) > CLOSE:
             raise Wrong(_dpo_fault(given.item(), log_p.detach(), mask, reference, beta, num_pairs, wanted))
         if not given.requires_grad:
@@ -179,9 +173,7 @@ def _judge_whole(back, row, seen, each, n):
     if not isinstance(back, torch.Tensor) or back.dim() != 1:
         raise Wrong(f"whole should return a row of {P} numbers, not {shown(back)}")
     if len(back) != P:
-        raise Wrong(
-            f"whole returned {len(back)} numbers, and the row has {P}: cut off the zeros behind the end"
-        )
+        raise Wrong(f"whole returned {len(back)} numbers, and the row has {P}: cut off the zeros behind the end")
     if not torch.equal(back, row):
         raise Wrong(
             f"whole returned {back[:6].tolist()}..., not {row[:6].tolist()}...: shares lie in the order of the ranks"
@@ -245,14 +237,12 @@ def _judge_advantages(given, wanted, rewards_B, group, ranks):
         "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0).chunk(n)[r],
     }  # fmt: skip
     if len(mine) > 1:
-        slips["they have the mean of this rank's answers, and a group may lie on several ranks"] = (
-            _advantages(mine, len(mine))
+        slips["they have the mean of this rank's answers, and a group may lie on several ranks"] = _advantages(
+            mine, len(mine)
         )
         if len(mine) % group == 0 or group % len(mine) == 0:
             part = _advantages(mine, min(group, len(mine)))
-            slips[
-                "they have the mean of the part of a group that is on this rank; a group may lie on several"
-            ] = part
+            slips["they have the mean of the part of a group that is on this rank; a group may lie on several"] = part
     why = next((name for name, slip in slips.items() if torch.allclose(given, slip, rtol=0, atol=1e-9)), "")
     raise Wrong(
         f"with groups of {group} on {count(n, 'rank')} your first advantage is {given[0].item():.4f}, not"
@@ -320,9 +310,7 @@ def fold(answer, ranks=None):
     """`answer(w_oi, a_ri, b_or, alpha)` is the matrix with its adapter in it."""
     draw = torch.Generator().manual_seed(4)
     for o, i, r, alpha in ((5, 3, 2, 4.0), (4, 4, 4, 2.0), (3, 6, 1, 8.0)):
-        w, a, b = (
-            torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((o, i), (r, i), (o, r))
-        )
+        w, a, b = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((o, i), (r, i), (o, r)))
         before, x = w.clone(), torch.randn(7, i, generator=draw, dtype=torch.float64)
         wanted = x @ w.T + (alpha / r) * (x @ a.T) @ b.T
         given = answer(w, a.clone(), b.clone(), alpha)
@@ -337,9 +325,5 @@ def fold(answer, ranks=None):
         ratio = (change.norm() / wanted_change.norm()).item()
         along = F.cosine_similarity(change.flatten(), wanted_change.flatten(), dim=0).item()
         if math.isclose(along, 1.0, abs_tol=1e-6):
-            raise Wrong(
-                f"the change is {ratio:.4g} times what it should be; its scale is alpha / r = {alpha:g} / {r}"
-            )
-        raise Wrong(
-            "a layer with your matrix says something else than matrix and adapter together: the change is B A"
-        )
+            raise Wrong(f"the change is {ratio:.4g} times what it should be; its scale is alpha / r = {alpha:g} / {r}")
+        raise Wrong("a layer with your matrix says something else than matrix and adapter together: the change is B A")

@@ -110,9 +110,7 @@ def estimate_pi(answer, ranks):
         )
     seeds = [seed for _, seed in calls]
     if len(set(seeds)) < len(seeds):
-        raise Wrong(
-            f"the ranks used the seeds {seeds}: equal seeds draw the same points, and more ranks add nothing"
-        )
+        raise Wrong(f"the ranks used the seeds {seeds}: equal seeds draw the same points, and more ranks add nothing")
     for rank, rank_calls in enumerate(everybody):
         mine = sum(share for share, _ in rank_calls)
         if mine > math.ceil(all_points / n):
@@ -149,9 +147,7 @@ def speed_up(answer, ranks=None):
         for n, pair in table.items():
             many = isinstance(pair, (tuple, list)) or getattr(pair, "ndim", 0) == 1  # a row of numpy or torch
             if not many or len(pair) != 2:
-                raise Wrong(
-                    f"for {count(n, 'rank')} return a pair, (speed-up, efficiency), not {shown(pair)}"
-                )
+                raise Wrong(f"for {count(n, 'rank')} return a pair, (speed-up, efficiency), not {shown(pair)}")
             ratio = number(pair[0], f"a number as the speed-up on {count(n, 'rank')}")
             efficiency = number(pair[1], f"a number as the efficiency on {count(n, 'rank')}")
             right = seconds[1] / seconds[n]

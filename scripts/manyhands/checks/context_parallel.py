@@ -52,9 +52,7 @@ def block_gradients(answer, ranks=None):
         ("the block of the past", slice(0, S)),
         ("the block on the diagonal", slice(S, 2 * S)),
     ):
-        given = [
-            x.clone() for x in (q, keys[:, :, here], values[:, :, here], s[..., here], log_sums, d_out, delta)
-        ]
+        given = [x.clone() for x in (q, keys[:, :, here], values[:, :, here], s[..., here], log_sums, d_out, delta)]
         before = [x.clone() for x in given]
         found = _three(answer(*given), "block_gradients", ("d_q", "d_k", "d_v"))
         for part, old in zip(given, before, strict=True):
@@ -88,9 +86,7 @@ def zig_zag(answer, ranks=None):
             found = answer(T, n, 0)
         except ValueError as error:
             if str(T) not in str(error) or not ({str(n), str(2 * n)} & set(_numbers(str(error)))):
-                raise Wrong(
-                    f"the ValueError should name {T} and {2 * n}; it says: {error or 'nothing'}"
-                ) from None
+                raise Wrong(f"the ValueError should name {T} and {2 * n}; it says: {error or 'nothing'}") from None
         else:
             raise Wrong(
                 f"{T} positions on {n} ranks should be refused with a ValueError: they do not split into {2 * n} chunks; "

@@ -34,9 +34,7 @@ def same_start(answer, ranks):
         answer(model)
     given = model.state_dict()
     if not seen.calls:
-        raise Wrong(
-            "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must call"
-        )
+        raise Wrong("no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must call")
     for name, wanted in rank_0s.items():
         if not torch.equal(given[name], wanted):
             raise Wrong(_other_start(model, name, given[name], own[name], wanted, ranks.world_size))
@@ -149,9 +147,7 @@ def bucket_start(answer, ranks):
             )
         bucket.work.wait()
         if _same(flat_P, first) and not _same(flat_P, expected):
-            raise Wrong(
-                "bucket.flat_P still holds this rank's own gradients: send it itself, not a copy of it"
-            )
+            raise Wrong("bucket.flat_P still holds this rank's own gradients: send it itself, not a copy of it")
         _compare(flat_P, expected, ranks.world_size)
         _enough(seen.payload_bytes(), flat_P.nbytes, "the bucket needs one all-reduce")
 
@@ -216,9 +212,7 @@ def accumulation(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the mean over all micro-batches and ranks, averaged by one set of calls."""
     model = _WatchedMlp()
     ddp, weights = DistributedDataParallel(model), _numbers(model.parameters())
-    for _ in range(
-        2
-    ):  # DDP arranges its buckets anew after its first backward, and sends a few bytes for that
+    for _ in range(2):  # DDP arranges its buckets anew after its first backward, and sends a few bytes for that
         _loss(ddp, ranks.rank, 0).backward()
     micro_step = 0
     for num in (3, 2, 1):  # a flag that one call leaves behind shows in the next
@@ -289,15 +283,11 @@ def bytes_per_step(answer, ranks=None):
         payload, times = num_params * value, 1 if no_sync else micro_batches
         right = wire.ring_all_reduce_bytes(payload, n) * times
         # a rank that sends whole numbers sends chunks of P/n, rounded down or up
-        least, most = (
-            2 * (n - 1) * whole * value * times for whole in (num_params // n, math.ceil(num_params / n))
-        )
+        least, most = (2 * (n - 1) * whole * value * times for whole in (num_params // n, math.ceil(num_params / n)))
         if least * (1 - 1e-9) <= given <= most * (1 + 1e-9):
             continue
         case = f"for {num_params:,} parameters of {value} bytes on {n} ranks"
-        case += f", {micro_batches} micro-batches {'with' if no_sync else 'without'} no_sync" * (
-            micro_batches > 1
-        )
+        case += f", {micro_batches} micro-batches {'with' if no_sync else 'without'} no_sync" * (micro_batches > 1)
         hint = _bytes_hint(given, right, payload, n, micro_batches)
         raise Wrong(f"{case} a rank sends {right:,.0f} bytes, not {given:,.0f}{hint}")
 
@@ -378,9 +368,7 @@ class _Untidy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        first = _seeded(
-            lambda: nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in ("tied", "rare")})
-        )
+        first = _seeded(lambda: nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in ("tied", "rare")}))
         self.rare, self.tied = first["rare"], first["tied"]
         self.again = nn.Linear(6, 6, bias=False)
         self.again.weight = self.tied.weight
@@ -461,9 +449,7 @@ def _compare(given, expected, n):
     if _same(given, expected):
         return
     if _same(given, n * expected):
-        raise Wrong(
-            f"the gradients are the sum over the ranks, {n} times too large; divide by the number of ranks"
-        )
+        raise Wrong(f"the gradients are the sum over the ranks, {n} times too large; divide by the number of ranks")
     if _same(n * given, expected):
         raise Wrong(f"the gradients are {n} times too small: they were divided by the number of ranks twice")
     if (factor := _factor(given, expected)) is not None:

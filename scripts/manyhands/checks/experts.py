@@ -64,12 +64,8 @@ def combine(answer, ranks=None):
         wanted = (back.view(N, k, D) * gates[..., None]).sum(1)
         case = f"k = {k}, combine(...)"
         hints = {
-            "in the order in which rows were sent; put row j at choice order_R[j] first": _weighted(
-                rows, gates
-            ),
-            "rows[order_R]: that applies the order once more; its inverse is needed": _weighted(
-                rows[order], gates
-            ),
+            "in the order in which rows were sent; put row j at choice order_R[j] first": _weighted(rows, gates),
+            "rows[order_R]: that applies the order once more; its inverse is needed": _weighted(rows[order], gates),
             "without gates": back.view(N, k, D).sum(1),
             "a mean over the choices; add them up": wanted / k,
         }
@@ -115,9 +111,7 @@ def finish(answer, ranks):
             f"divided by {n} twice": own / n**2,
         }
         judge_tensor(p.grad, own / n, f"p.grad of expert weight {i - 2}", f"its own divided by {n}", hints)
-    judge_cost(
-        seen, ["all_reduce"] * 2, sum(p.nbytes for p in parameters[:2]) / 2, "finish, both copies", each=2
-    )
+    judge_cost(seen, ["all_reduce"] * 2, sum(p.nbytes for p in parameters[:2]) / 2, "finish, both copies", each=2)
 
 
 @exercise(2, "a balancing loss that does not depend on the number of ranks")
@@ -254,9 +248,7 @@ def _judge_balance_cost(there, back, E, n):
             f"the loss is right, but it made {count(len(calls), 'call')} of {sent} bytes; one all_reduce of {2 * E} numbers is enough"
         )
     if n > 1 and back.calls:
-        raise Wrong(
-            f"the gradient is right, but backward made {count(len(back.calls), 'call')}; none is needed"
-        )
+        raise Wrong(f"the gradient is right, but backward made {count(len(back.calls), 'call')}; none is needed")
 
 
 # ---- exercise 3 ----

@@ -160,9 +160,7 @@ def _judge_shares(given, places, machine, global_batch):
         )
     sizes = {len(share) for share in given}
     if len(sizes) > 1:
-        raise Wrong(
-            f"{where} the shares have {sorted(sizes)} sequences: the mean over ranks would weigh them wrongly"
-        )
+        raise Wrong(f"{where} the shares have {sorted(sizes)} sequences: the mean over ranks would weigh them wrongly")
     for rank, (place, share) in enumerate(zip(places, given, strict=True)):
         wanted = range(rank * each, (rank + 1) * each)
         if share != wanted:
@@ -209,9 +207,7 @@ def first_error(answer, ranks=None):
             "not speak of connections?"
         )
     if error != FAILED_ERROR:
-        raise Wrong(
-            f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError"
-        )
+        raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
     if rank == FAILED_LOCAL_RANK:
         raise Wrong(f"{rank} is its local rank, which counts on its own node; the rank counts over all nodes")
     if rank != FAILED_RANK:

@@ -96,9 +96,7 @@ def bits_per_byte(answer, ranks=None):
             "divide by ln 2, do not multiply": wanted * math.log(2) ** 2,
             "that is per token; the text has other numbers of bytes and tokens": nats / math.log(2),
             "bytes and tokens have changed places": nats * num_bytes / tokens / math.log(2),
-            "that is the logarithm of the loss; the loss is in nats already": math.log2(nats)
-            * tokens
-            / num_bytes,
+            "that is the logarithm of the loss; the loss is in nats already": math.log2(nats) * tokens / num_bytes,
             "that is for all bytes together": wanted * num_bytes,
         }
         raise Wrong(f"{case}{_slip(found, slips)}")
@@ -176,13 +174,10 @@ def _judge_signature(found, hashes_S, a_K, b_K):
             "that is the shingle that comes first, not its place; then equal sets agree as well, but keep to (a x + b) mod PRIME": hashes_S[
                 ordered_SK.argmin(0)
             ],
-            "the remainder was taken after the smallest was sought": ((hashes_S[:, None] * a_K + b_K).min(0))
-            % PRIME,
+            "the remainder was taken after the smallest was sought": ((hashes_S[:, None] * a_K + b_K).min(0)) % PRIME,
             "b is missing": (hashes_S[:, None] * a_K % PRIME).min(0),
         }
-        told = next(
-            (f": {text}" for text, slip in slips.items() if np.array_equal(found.astype(np.int64), slip)), ""
-        )
+        told = next((f": {text}" for text, slip in slips.items() if np.array_equal(found.astype(np.int64), slip)), "")
         first = int(np.flatnonzero(found.astype(np.int64) != wanted)[0])
         raise Wrong(f"{case} number {first} should be {wanted[first]}, not {found[first]}{told}")
     if found.nbytes > 4 * K:
@@ -271,9 +266,7 @@ def _judge_mask(mask, documents_BT):
         why = "a later one" if key > query else f"one of document {documents_BT[row, key]}"
         raise Wrong(f"in {documents_BT[row].tolist()} {numbers} can look at token {key}, {why}: hide it")
     if key == query:
-        raise Wrong(
-            f"in {documents_BT[row].tolist()} {numbers} cannot look at itself: softmax over nothing is nan"
-        )
+        raise Wrong(f"in {documents_BT[row].tolist()} {numbers} cannot look at itself: softmax over nothing is nan")
     raise Wrong(
         f"in {documents_BT[row].tolist()} {numbers} cannot look at token {key}, an earlier one of its own document: allow it"
     )
@@ -333,8 +326,7 @@ def _judge_prediction(found, points, budgets, target):
     if abs(params / best - 1) < 1e-2 or abs(loss / wanted - 1) < 1e-2:
         raise Wrong(f"{case}: parameters first, then the loss")
     measured = [
-        min((p for p in points if p["budget_flops"] == b), key=lambda point: point["val_loss"])
-        for b in budgets
+        min((p for p in points if p["budget_flops"] == b), key=lambda point: point["val_loss"]) for b in budgets
     ]
     slope = np.polyfit(np.log(budgets), np.log([p["params"] for p in measured]), 1)
     by_points = math.exp(np.polyval(slope, math.log(target)))
@@ -365,11 +357,7 @@ def _judge_prediction(found, points, budgets, target):
 def _slip(found, slips, tolerance=1e-9):
     """ ": why" of the first known slip that gives this number, or ""."""
     return next(
-        (
-            f": {text}"
-            for text, value in slips.items()
-            if abs(found - value) <= tolerance * max(1e-12, abs(value))
-        ),
+        (f": {text}" for text, value in slips.items() if abs(found - value) <= tolerance * max(1e-12, abs(value))),
         "",
     )
 

@@ -45,9 +45,7 @@ def _kept(p, top_k, top_p, crossing=True, of_rest=True):
     whole = sum(p[i] for i in order) if of_rest else 1.0
     found, before = torch.zeros(len(p), dtype=torch.float64), 0.0
     for i in order:
-        if top_p == 1 or (
-            before < top_p * whole - CLOSE if crossing else before + p[i] <= top_p * whole + CLOSE
-        ):
+        if top_p == 1 or (before < top_p * whole - CLOSE if crossing else before + p[i] <= top_p * whole + CLOSE):
             found[i] = p[i]
         before += p[i]
     return found / found.sum() if found.sum() else found
@@ -64,9 +62,7 @@ def kept(answer, ranks=None):
             raise Wrong("p_V was changed; it is still needed, so work on a copy")
         if _near(found, right):
             continue
-        raise Wrong(
-            f"of {list(p)} with top_k={top_k}, top_p={top_p}: {_kept_fault(found, right, p, top_k, top_p)}"
-        )
+        raise Wrong(f"of {list(p)} with top_k={top_k}, top_p={top_p}: {_kept_fault(found, right, p, top_k, top_p)}")
 
 
 def _kept_fault(found, right, p, top_k, top_p):
@@ -80,9 +76,7 @@ def _kept_fault(found, right, p, top_k, top_p):
     if _near(found, _kept(p, top_k, top_p, of_rest=False)):
         return "top-p is of what top-k has left, so of its sum, which is less than 1"
     if _near(found.sort().values, right.sort().values):
-        return (
-            f"the right probabilities at other places, {rounded}; put them back to where their symbols were"
-        )
+        return f"the right probabilities at other places, {rounded}; put them back to where their symbols were"
     return f"{int((found > 0).sum())} symbols are kept, {rounded}; it should be {[round(v, 4) for v in right.tolist()]}"
 
 
@@ -295,9 +289,7 @@ def reusable(answer, ranks=None):
         if known != before:
             raise Wrong("`known` was changed; only look things up")
         if found != right:
-            raise Wrong(
-                f"{len(ids)} positions, blocks of 4: {found:g} can be reused, should be {right}: {why}"
-            )
+            raise Wrong(f"{len(ids)} positions, blocks of 4: {found:g} can be reused, should be {right}: {why}")
 
 
 @exercise(3, "worse, or only unlucky")

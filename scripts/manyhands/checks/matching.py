@@ -118,9 +118,7 @@ class Matching(TorchDispatchMode):
 
     def _fits(self, source, target, sent, room):
         if sent is not None and room is not None and sent > room:
-            raise CallsDiffer(
-                f"rank {source} sends {sent} bytes to rank {target}, which receives into {room}"
-            )
+            raise CallsDiffer(f"rank {source} sends {sent} bytes to rank {target}, which receives into {room}")
 
     # ---- collectives ----
 
@@ -147,9 +145,7 @@ class Matching(TorchDispatchMode):
         deadline = time.monotonic() + self._patience_s
         while not self._store.check(list(keys.values())):
             patient = time.monotonic() < deadline
-            gone = [
-                r for r in keys if self._store.check([f"left/{r}"])
-            ]  # first this: who leaves has called before
+            gone = [r for r in keys if self._store.check([f"left/{r}"])]  # first this: who leaves has called before
             missing = [r for r, key in keys.items() if not self._store.check([key])]
             if missing and (not patient or set(missing) & set(gone)):
                 return missing
@@ -217,10 +213,7 @@ def _bytes(tensors):
 def _difference(calls):
     """What does not match among the calls of one collective, {rank: what it said}: a sentence, or ""."""
     first, *others = calls
-    if (
-        not all(_alike(calls[first], calls[r]) for r in others)
-        and len({c["by answer"] for c in calls.values()}) > 1
-    ):
+    if not all(_alike(calls[first], calls[r]) for r in others) and len({c["by answer"] for c in calls.values()}) > 1:
         still, done = ([r for r in calls if calls[r]["by answer"] is by] for by in (True, False))
         return (
             f"{_listed(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when {_listed(done)} "
@@ -242,9 +235,7 @@ def _difference(calls):
         for j, target in enumerate(calls):
             sent, room = calls[source]["to"][j], calls[target]["from"][i]
             if sent != room:
-                return (
-                    f"in {name} rank {source} sends {sent} bytes to rank {target}, which receives into {room}"
-                )
+                return f"in {name} rank {source} sends {sent} bytes to rank {target}, which receives into {room}"
     return ""
 
 

@@ -24,13 +24,9 @@ def coordinates(answer, ranks=None):
             if found == wanted:
                 continue
             if found == _place(rank, shape[::-1])[::-1]:
-                raise Wrong(
-                    f"{case} stands at {wanted}, not {found}: the last axis runs fastest, yours is the first"
-                )
+                raise Wrong(f"{case} stands at {wanted}, not {found}: the last axis runs fastest, yours is the first")
             if found == wanted[::-1]:
-                raise Wrong(
-                    f"{case} stands at {wanted}, not {found}: these are the coordinates back to front"
-                )
+                raise Wrong(f"{case} stands at {wanted}, not {found}: these are the coordinates back to front")
             raise Wrong(f"{case} stands at {wanted}, not {found}")
 
 
@@ -100,10 +96,7 @@ def recommend(answer, ranks=None):
     ]
     for _ in range(40):
         names = [f"plan {i}" for i in range(6)]
-        rows = [
-            (name, draw.randint(40, 100), round(draw.uniform(1, 1.15), 3), draw.randint(1, 3))
-            for name in names
-        ]
+        rows = [(name, draw.randint(40, 100), round(draw.uniform(1, 1.15), 3), draw.randint(1, 3)) for name in names]
         cases.append((rows, 80, _recommended(rows, 80), "by the rule"))
     for rows, memory, wanted, why in cases:
         given = answer(list(rows), memory)
@@ -204,9 +197,7 @@ def phases(answer, ranks=None):
                 hints = {
                     "all M bytes; inside the node M/G is left for each rank": 2 * (N - 1) / N * M,
                     "a whole all-reduce, which is a reduce-scatter and an all-gather": 2 * inside,
-                    "an all-reduce of a G-th; but each rank must receive all that it does not have": 2
-                    * inside
-                    / G,
+                    "an all-reduce of a G-th; but each rank must receive all that it does not have": 2 * inside / G,
                     "a G-th of that; but each rank must receive all that it does not have": inside / G,
                     "half of that; an all-reduce goes around twice": right / 2,
                 }
@@ -265,9 +256,7 @@ def _judge_groups(found, shape, axis, case):
         twice = sorted({rank for rank in flat if flat.count(rank) > 1})
         missing = sorted(set(range(n)) - set(flat))
         if twice:
-            raise Wrong(
-                f"{case}: rank {twice[0]} is in {flat.count(twice[0])} groups; each is in exactly one"
-            )
+            raise Wrong(f"{case}: rank {twice[0]} is in {flat.count(twice[0])} groups; each is in exactly one")
         if missing:
             raise Wrong(f"{case}: rank {missing[0]} is in no group; each is in exactly one")
         raise Wrong(f"{case} has ranks 0 to {n - 1}, not {flat[-1]}")

@@ -68,15 +68,11 @@ class Pass:
         if result.shape != v.shape:
             return
         if not result.requires_grad:
-            raise Wrong(
-                f"backward does not arrive at x: what {name} returned has no gradient; use Move.apply"
-            )
+            raise Wrong(f"backward does not arrive at x: what {name} returned has no gradient; use Move.apply")
         # neither contiguous nor the caller's own: as gradients are
         sent = v.transpose(0, 1).contiguous().transpose(0, 1)
         with wire.watch() as self.back:
-            self.gradient, *self.others = torch.autograd.grad(
-                result, (leaf, *others), sent, allow_unused=True
-            )
+            self.gradient, *self.others = torch.autograd.grad(result, (leaf, *others), sent, allow_unused=True)
         untouched(sent, v, "the gradient that arrived", f": backward of {name} works in a new tensor")
 
 
@@ -91,9 +87,7 @@ def judge_tensor(found, wanted, what, it_is, hints):
     if not isinstance(found, torch.Tensor):
         raise Wrong(f"{what} should be {it_is}; what is there is {shown(found)}")
     if found.shape != wanted.shape:
-        raise Wrong(
-            f"{what} should have the shape {list(wanted.shape)}, not {list(found.shape)}: it is {it_is}"
-        )
+        raise Wrong(f"{what} should have the shape {list(wanted.shape)}, not {list(found.shape)}: it is {it_is}")
     if found.dtype != wanted.dtype:
         raise Wrong(f"{what} should be {wanted.dtype}, as what it was given, not {found.dtype}")
     if _near(found, wanted, CLOSE):

@@ -30,9 +30,7 @@ def judge_sharded(model, expected, n, rank):
                 f"{name} is whole on every rank; call fully_shard on each layer and on the model, with this mesh"
             )
         if p.to_local().is_meta:
-            raise Wrong(
-                f"{name} is still on the meta device, without numbers: to_empty(device='cpu') gives it memory"
-            )
+            raise Wrong(f"{name} is still on the meta device, without numbers: to_empty(device='cpu') gives it memory")
     if n > 1:
         _judge_units(model)
     for name, p in given.items():

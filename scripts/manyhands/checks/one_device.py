@@ -118,8 +118,7 @@ def _fit_hint(given, config, device_bytes, state, each):
     if not given.is_integer():
         return ": sequences come whole"
     guesses = {
-        device_bytes
-        // each: "you gave all of the device to activations, and the parameters take 16 bytes each",
+        device_bytes // each: "you gave all of the device to activations, and the parameters take 16 bytes each",
         (device_bytes - state // 8) // each: "training keeps 16 bytes per parameter, not 2",
         left // (2 * each): "that is with 4 bytes a number, and bf16 has 2",
         2 * left // each: "that is with 1 byte a number, and bf16 has 2",
@@ -156,9 +155,7 @@ def recompute(answer, ranks=None):
         _judge_recompute(given, x, before, expected, dy, ones, block, plain)
 
 
-_NO_GRAPH = (
-    "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
-)
+_NO_GRAPH = "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
 
 
 def _judge_recompute(given, x, before, expected, dy, ones, block, plain):
@@ -169,17 +166,13 @@ def _judge_recompute(given, x, before, expected, dy, ones, block, plain):
     if block.without_graph:
         raise Wrong(_NO_GRAPH)
     if given is None:
-        raise Wrong(
-            "return the gradient of x, not None (is a `return` missing, or did x not require a gradient?)"
-        )
+        raise Wrong("return the gradient of x, not None (is a `return` missing, or did x not require a gradient?)")
     if not isinstance(given, torch.Tensor) or given.shape != x.shape:
         raise Wrong(f"return the gradient of x, a tensor of shape {list(x.shape)}, not {shown(given)}")
     if not torch.equal(x.detach(), before):
         raise Wrong("the numbers in x have changed; the layer below needs them")
     if x.grad is not None:
-        raise Wrong(
-            "x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient"
-        )
+        raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
     if torch.equal(given, dy) or not _close(given, expected.grad):
         raise Wrong(_dx_hint(given, expected.grad, dy, ones))
     mine, right = _gradient(block), _gradient(plain)
@@ -273,15 +266,11 @@ def master_copy(answer, ranks=None):
 def _judge_master(when, parameters, masters, before, right):
     for p, master, old, exact in zip(parameters, masters, before, right, strict=True):
         if p.dtype != torch.bfloat16 or master.dtype != torch.float32:
-            raise Wrong(
-                f"{when} a parameter is {p.dtype} and its master {master.dtype}: copy numbers, not tensors"
-            )
+            raise Wrong(f"{when} a parameter is {p.dtype} and its master {master.dtype}: copy numbers, not tensors")
         if not torch.equal(master, exact):
             raise Wrong(f"{when} {_master_hint(master, old, exact)}")
         if not torch.equal(p.detach(), exact.to(p.dtype)):
-            raise Wrong(
-                f"{when} the masters are right, but a parameter is not its master, rounded: copy it down"
-            )
+            raise Wrong(f"{when} the masters are right, but a parameter is not its master, rounded: copy it down")
         if master.grad is not None:
             raise Wrong(
                 f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more between two "
@@ -308,9 +297,7 @@ def recompute_trade_off(answer, ranks=None):
         best = _cheapest(pieces, budget)
         if given is None:
             if best is not None:
-                raise Wrong(
-                    f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None"
-                )
+                raise Wrong(f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None")
             continue
         if given is ...:
             raise NotImplementedError
@@ -324,9 +311,7 @@ def recompute_trade_off(answer, ranks=None):
         chosen = set(given)
         kept = sum(piece.input if piece.name in chosen else piece.kept for piece in pieces)
         if best is None:
-            raise Wrong(
-                f"{what}: nothing fits into {budget:g} bytes, so the answer is None, not {_names(chosen)}"
-            )
+            raise Wrong(f"{what}: nothing fits into {budget:g} bytes, so the answer is None, not {_names(chosen)}")
         if kept > budget:
             without_inputs = sum(piece.kept for piece in pieces if piece.name not in chosen)
             hint = "; a piece that is recomputed keeps its input" if without_inputs <= budget else ""
@@ -398,9 +383,7 @@ def _judge_gradients(what, model, micro_batches):
     if given is None:
         raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
     if not given.isfinite().all():
-        raise Wrong(
-            f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0"
-        )
+        raise Wrong(f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0")
     if (given - expected).abs().max() > CLOSE:
         raise Wrong(f"{what}: {_gradient_hint(given, expected, micro_batches)}")
     most = max(len(ids) for ids, _ in micro_batches)
@@ -515,8 +498,7 @@ def _gradient_hint(given, expected, micro_batches):
         k: f"the gradients are {k} times too large: that is the sum of {k} means",
         1 / k: f"the gradients are {k} times too small: they were divided once too often",
         counted: f"the gradients are {counted} times too large: divide by the number of counted tokens",
-        counted
-        / positions: "positions that do not count were counted: divide by those whose target is not -100",
+        counted / positions: "positions that do not count were counted: divide by those whose target is not -100",
     }.items():
         if factor != 1 and (given - factor * expected).abs().max() <= CLOSE * max(1, factor):
             return hint

@@ -78,9 +78,7 @@ def read_order(given, s, p, m, case):
         for i in range(m):
             times = order.count((kind, s, i))
             if times != 1:
-                raise Wrong(
-                    f"{case}: stage {s} does {kind} of micro-batch {i} {('never', '', 'twice')[min(times, 2)]}"
-                )
+                raise Wrong(f"{case}: stage {s} does {kind} of micro-batch {i} {('never', '', 'twice')[min(times, 2)]}")
     return order
 
 

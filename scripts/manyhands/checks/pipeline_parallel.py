@@ -192,9 +192,7 @@ def _judge_input_gradient(given, wanted, x, y, dy):
     if given is x or (given.shape == x.shape and torch.equal(given, x)):
         raise Wrong("that is x itself; the stage before needs the gradient of the loss with respect to x")
     if given.shape == dy.shape and torch.equal(given, dy):
-        raise Wrong(
-            "that is dy, the gradient of this stage's output; the stage before needs that of its input"
-        )
+        raise Wrong("that is dy, the gradient of this stage's output; the stage before needs that of its input")
     if given.shape != wanted.shape:
         raise Wrong(f"what came back has the shape {list(given.shape)}, and x has {list(wanted.shape)}")
     if given.requires_grad:
@@ -224,9 +222,7 @@ def _judge_last(answer):
     given = answer(x, F.mse_loss(stage(x), target), None)
     _judge_weights(stage, reference, 0)
     if given is None or not torch.allclose(given, x_wanted.grad, rtol=0, atol=CLOSE):
-        raise Wrong(
-            "on the last stage, where dy is None and y is the loss, what comes back is not the gradient of x"
-        )
+        raise Wrong("on the last stage, where dy is None and y is the loss, what comes back is not the gradient of x")
 
 
 def _judge_first(answer):
@@ -235,13 +231,9 @@ def _judge_first(answer):
     ids, dy = torch.tensor([1, 3, 3]), torch.ones(3, 3, dtype=torch.float64)
     given = answer(ids, table(ids), dy)
     if given is not None:
-        raise Wrong(
-            f"on the first stage x holds ids, which have no gradient: return None, not {shown(given)}"
-        )
+        raise Wrong(f"on the first stage x holds ids, which have no gradient: return None, not {shown(given)}")
     if table.weight.grad is None or table.weight.grad[3].sum().item() != 6.0:
-        raise Wrong(
-            "on the first stage the embedding's gradient is not right: also there backward has to run"
-        )
+        raise Wrong("on the first stage the embedding's gradient is not right: also there backward has to run")
 
 
 # ---- build C ----
@@ -257,9 +249,7 @@ def _judge_leaf(x, arrived):
     if not isinstance(x, torch.Tensor) or not torch.equal(x.detach(), arrived):
         raise Wrong(f"x should be what has arrived, not {shown(x)}")
     if not x.requires_grad:
-        raise Wrong(
-            "your x does not require a gradient, so backward will find none to send to the stage before"
-        )
+        raise Wrong("your x does not require a gradient, so backward will find none to send to the stage before")
     if not x.is_leaf:
         raise Wrong("x is not a leaf, so its gradient will not be kept: the graph of this stage begins at x")
 
@@ -269,13 +259,9 @@ def _judge_output(y, wanted, where):
         raise Wrong(f"{where} y should be the stage's output of shape {list(wanted.shape)}, not {shown(y)}")
     if not torch.allclose(y, wanted, rtol=0, atol=CLOSE):
         ratio = (y.detach().norm() / wanted.detach().norm()).item()
-        raise Wrong(
-            f"{where} y is {ratio:.3g} times the stage's output; only the loss is divided, on the last stage"
-        )
+        raise Wrong(f"{where} y is {ratio:.3g} times the stage's output; only the loss is divided, on the last stage")
     if not y.requires_grad:
-        raise Wrong(
-            f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not"
-        )
+        raise Wrong(f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not")
 
 
 def _judge_last_forward(answer, m):
@@ -294,14 +280,11 @@ def _judge_last_forward(answer, m):
         1: f"that is the micro-batch's mean; {m} of them add up in backward, so it is to be divided by m",
         1 / m**2: "it was divided by m twice",
         targets.numel(): "that is a sum over positions; the mean of the micro-batch, divided by m, is its part",
-        targets.numel()
-        / m: "that is a sum over positions, divided by m; it should be their mean, divided by m",
+        targets.numel() / m: "that is a sum over positions, divided by m; it should be their mean, divided by m",
     }
     if not abs(y.item() - wanted / m) <= CLOSE:
         ratio = y.item() / wanted
-        told = next(
-            (text for value, text in known.items() if abs(ratio - value) < 1e-9), "check by what you divide"
-        )
+        told = next((text for value, text in known.items() if abs(ratio - value) < 1e-9), "check by what you divide")
         raise Wrong(f"on the last stage y should be {wanted / m:.4f}, not {y.item():.4f}: {told}")
 
 
@@ -332,8 +315,7 @@ def _judge_shares(found, wanted, total, expected, all_targets):
     if torch.allclose(found, ratio * wanted, rtol=0, atol=CLOSE):
         why = {
             m: "they are added over micro-batches",
-            1
-            / m: "divided by the number of micro-batches, although the sum was divided by all targets already",
+            1 / m: "divided by the number of micro-batches, although the sum was divided by all targets already",
             counted: "a sum, not a mean",
             counted / everything: "targets of -100 do not count",
         }

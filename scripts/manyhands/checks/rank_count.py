@@ -67,9 +67,7 @@ def _cases():
     """(losses on one rank, on many, dtype, first update that betrays the number of ranks or None, why)."""
     names = {torch.float32: "float32", torch.float64: "float64"}
     for name, (one, many, dtype) in three_trainings().items():
-        wanted = next(
-            (i for i, (a, b) in enumerate(zip(one, many, strict=True)) if _apart(a, b, dtype)), None
-        )
+        wanted = next((i for i, (a, b) in enumerate(zip(one, many, strict=True)) if _apart(a, b, dtype)), None)
         why = f"training {name} is {'right' if wanted is None else 'wrong'}, in {names[dtype]}"
         yield one, many, dtype, wanted, why
     falling = [4.0 * 0.97**step for step in range(30)]

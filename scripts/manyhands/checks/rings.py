@@ -121,9 +121,7 @@ def _run_half(answer, ranks, x_nk):
     right = (ranks.rank + 1) % ranks.world_size
     for call in seen.calls:
         if call.op == "send" and call.peer not in (None, right):
-            raise Wrong(
-                f"this rank sent to rank {call.peer}; on the ring it sends only to its right, rank {right}"
-            )
+            raise Wrong(f"this rank sent to rank {call.peer}; on the ring it sends only to its right, rank {right}")
     return seen
 
 

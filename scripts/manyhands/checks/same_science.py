@@ -48,9 +48,7 @@ def sharded_order(answer, ranks=None):
             _in_order(answer, 64, epoch, done, n)
         orders = _fresh(answer)
     if seen.calls:
-        raise Wrong(
-            f"the order is right, but it took {len(seen.calls)} messages; every rank can compute it by itself"
-        )
+        raise Wrong(f"the order is right, but it took {len(seen.calls)} messages; every rank can compute it by itself")
     if ranks is not None:
         _same_everywhere(orders[0], ranks)
 
@@ -117,9 +115,7 @@ def _resumed(answer, length, first_n, then_n):
     after = _shares(answer, length, epoch, done, then_n)
     case = f"{length} sequences, {done} of them read by {first_n} ranks and the rest by {then_n}"
     if sum(len(share) for share in after) == length:
-        raise Wrong(
-            f"{case}: after the stop all {length} are read again; leave out the {done} that were read"
-        )
+        raise Wrong(f"{case}: after the stop all {length} are read again; leave out the {done} that were read")
     _each_once(before + after, range(length), case)
     _evenly(after, case)
 
@@ -153,9 +149,7 @@ def _fresh(answer):
     for i, (epoch, order) in enumerate(zip(epochs, orders, strict=True)):
         _each_once([order], range(64), f"epoch {epoch}, 64 sequences on 1 rank")
         if (step := _stride(order)) is not None:
-            raise Wrong(
-                f"in epoch {epoch} most sequences come {step} of 64 places after the one before; shuffle them"
-            )
+            raise Wrong(f"in epoch {epoch} most sequences come {step} of 64 places after the one before; shuffle them")
         for earlier, other in zip(epochs[:i], orders, strict=False):
             place = {sequence: at for at, sequence in enumerate(other)}
             if order == other:
@@ -307,9 +301,7 @@ def _one_schedule(answer, kind, base, k, updates):
     if rates[0] <= 0:
         raise Wrong(f"{case}: update 0 has the rate {rates[0]:g}, so it learns nothing; begin with step + 1")
     if _near(rates[0], full):
-        raise Wrong(
-            f"{case}: update 0 has the full rate {full:.4g} already; climb to it over {warm_up} updates"
-        )
+        raise Wrong(f"{case}: update 0 has the full rate {full:.4g} already; climb to it over {warm_up} updates")
     if rates[0] > 2 * full / warm_up:
         raise Wrong(
             f"{case}: update 0 has the rate {rates[0]:.4g}; begin near 0, at about {full / warm_up:.4g}, and climb from there"
@@ -414,8 +406,7 @@ def recorded(kind, n, length, seed=0, num_epochs=4, since=0, until=None, odd=-1)
 def three_runs():
     """Three recorded runs of eight epochs over 240 sequences on four ranks, under names that do not say which is which."""
     return {
-        name: recorded(kind, 4, 240, num_epochs=8)
-        for name, kind in zip("ABC", (SAME, DISAGREE, FINE), strict=True)
+        name: recorded(kind, 4, 240, num_epochs=8) for name, kind in zip("ABC", (SAME, DISAGREE, FINE), strict=True)
     }
 
 
@@ -447,9 +438,7 @@ def token_weighted(answer, ranks):
         _judge_gradient(given, expected, batches, n)
         largest = max(len(x) for x, _ in mine)
         if max(rows, default=0) > largest:
-            raise Wrong(
-                f"right, but the model was given {max(rows)} rows at once, and a micro-batch has {largest}"
-            )
+            raise Wrong(f"right, but the model was given {max(rows)} rows at once, and a micro-batch has {largest}")
         sent, once = seen.payload_bytes(), given.nbytes
         if sent >= 2 * once:  # a count may travel as it likes, it is far smaller
             raise Wrong(
@@ -504,9 +493,7 @@ def _wrong_factor(factor, batches, n):
         (tokens, "the number of tokens divides the sum of the losses"),
         (-1, "their sign is wrong"),
     ]  # fmt: skip
-    why = next(
-        (why for usual, why in reasons if usual != 1 and abs(factor / usual - 1) < 1e-5), "all of them alike"
-    )
+    why = next((why for usual, why in reasons if usual != 1 and abs(factor / usual - 1) < 1e-5), "all of them alike")
     if factor < 0:
         return f"the gradients are {factor:.4g} times what they should be: {why}"
     size = f"{factor:.4g} times too large" if factor > 1 else f"{1 / factor:.4g} times too small"

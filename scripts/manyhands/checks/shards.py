@@ -284,9 +284,7 @@ def judge_after_backward(units, seen, watching, n, rank):
     """Raises Wrong unless each share has its mean gradient, all rows are freed, and nothing was gathered needlessly."""
     for name, unit in units.items():
         if unit.share_p.grad is None:
-            raise Wrong(
-                f"after backward {name}'s share has no gradient: reduce_in_backward(unit, ...) does that"
-            )
+            raise Wrong(f"after backward {name}'s share has no gradient: reduce_in_backward(unit, ...) does that")
     for name, unit in units.items():
         if unit.held_bytes:
             raise Wrong(

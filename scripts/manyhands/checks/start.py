@@ -84,14 +84,10 @@ def who_am_i(answer, ranks):
         if found is ...:
             raise NotImplementedError
         if not isinstance(found, tuple) or len(found) != 3:
-            raise Wrong(
-                f"return three values, rank, world size and local rank, as a tuple, not {shown(found)}"
-            )
+            raise Wrong(f"return three values, rank, world size and local rank, as a tuple, not {shown(found)}")
         for name, value, wanted in zip(("rank", "world size", "local rank"), found, expected, strict=True):
             if isinstance(value, str):
-                raise Wrong(
-                    f"for {what} you return {found!r}; variables are text, make numbers of them with int()"
-                )
+                raise Wrong(f"for {what} you return {found!r}; variables are text, make numbers of them with int()")
             if not isinstance(value, Integral) or isinstance(value, bool):
                 kind = "None" if value is None else shown(value)
                 raise Wrong(f"for {what} you return {kind} as the {name}, which is the whole number {wanted}")
@@ -166,13 +162,9 @@ def _numbers_of(found):
 def _judge_cost(calls, started):
     ops = [call.op for call in calls]
     if others := sorted(set(ops) - {"all_reduce"}):
-        raise Wrong(
-            f"you used {', '.join(others)}; one all-reduce is enough, and leaves the roll on every rank"
-        )
+        raise Wrong(f"you used {', '.join(others)}; one all-reduce is enough, and leaves the roll on every rank")
     if len(ops) != 1:
-        raise Wrong(
-            f"the roll is right, but it took {len(ops)} all-reduces, where one for all numbers is enough"
-        )
+        raise Wrong(f"the roll is right, but it took {len(ops)} all-reduces, where one for all numbers is enough")
     if calls[0].bytes > 8 * started:
         raise Wrong(
             f"the roll is right, but each rank put {calls[0].bytes} bytes into the sum; {started} numbers of at most 8 bytes "
@@ -244,9 +236,7 @@ def in_turn(answer, ranks):
     def append(line):
         lines.extend(str(line).splitlines() or [""])
         made_before.append(len(seen.calls))
-        time.sleep(
-            0.1 * (ranks.world_size - ranks.rank)
-        )  # low ranks write slowly: who does not wait overtakes
+        time.sleep(0.1 * (ranks.world_size - ranks.rank))  # low ranks write slowly: who does not wait overtakes
         with open(path, "a") as file:
             file.write(json.dumps([ranks.rank, str(line)]) + "\n")
 
@@ -361,9 +351,7 @@ def _profile_hint(found, profile, iterations, steps):
     if steps != iterations and math.isclose(found, profile[0][3] * steps / iterations, rel_tol=1e-3):
         return "you multiplied all of it, also what happens once"
     if found < _seconds(profile, iterations, steps):
-        return (
-            "something is missing or subtracted twice: a row's seconds hold those of the deeper rows below it"
-        )
+        return "something is missing or subtracted twice: a row's seconds hold those of the deeper rows below it"
     return "add up what happened once, and multiply the rest"
 
 
@@ -387,7 +375,9 @@ def samples_per_s(answer, ranks=None):
         expected = batch * n / slowest
         if abs(found - expected) <= 1e-6 * expected:
             continue
-        said = f"for {batch} samples on each of {n} ranks that take {step_s} s it is {expected:.1f}, you say {found:.1f}"
+        said = (
+            f"for {batch} samples on each of {n} ranks that take {step_s} s it is {expected:.1f}, you say {found:.1f}"
+        )
         raise Wrong(f"{said}: {_what_is_missing(found, batch, step_s)}")
 
 

@@ -95,9 +95,7 @@ def gathered_and_scattered(answers, ranks):
     terms, uses = [normal(50 + r, 2, 3 * n, 4) for r in range(n)], [normal(60 + r, 2, 3, 4) for r in range(n)]
     seen = Pass(lambda x: scattered(x, group), terms[rank], uses[rank], "scattered")
     hints = {
-        "its positions of this rank's own term; the other ranks' terms belong to the sum": terms[rank][
-            :, mine
-        ],
+        "its positions of this rank's own term; the other ranks' terms belong to the sum": terms[rank][:, mine],
         "the mean of the terms; they are added up": sum(terms)[:, mine] / n,
     }
     wanted = sum(terms)[:, mine]
@@ -236,9 +234,7 @@ def _judge_column(column, enter, x, w, b, n, rank):
         )
     judge_cost(seen.there, [], 0, f"forward, {case}")
     total = sum(F.linear(use, part.T) for use, part in zip(uses, w.chunk(n), strict=True))
-    hints = {
-        "this rank's term: let x pass through `enter` before the product": F.linear(uses[rank], share_w.T)
-    }
+    hints = {"this rank's term: let x pass through `enter` before the product": F.linear(uses[rank], share_w.T)}
     judge_tensor(seen.gradient, total, f"backward, {case}, the gradient of x", "the sum of terms", hints)
     judge_cost(seen.back, ["all_reduce"], x.nbytes, f"backward, {case}")
 
@@ -252,8 +248,7 @@ def _judge_row(row, leave, w, b, n, rank):
     product = F.linear(torch.cat(hidden, -1), w)
     own = F.linear(hidden[rank], share_w)
     hints = {
-        f"that with the bias {n} times: each rank added it to its term; add it once, after the sum": product
-        + n * b,
+        f"that with the bias {n} times: each rank added it to its term; add it once, after the sum": product + n * b,
         "that without the bias": product,
         "this rank's term: let the product pass through `leave`": own + b,
     }
@@ -282,9 +277,7 @@ def _judge_loss_cost(there, back, N, n):
             f"({', '.join(sorted(set(calls)))}); three all-reduces of {N} numbers are enough: largest, sum, target's logit"
         )
     if back.calls:
-        raise Wrong(
-            f"the gradient is right, but backward made {count(len(back.calls), 'call')}; none is needed"
-        )
+        raise Wrong(f"the gradient is right, but backward made {count(len(back.calls), 'call')}; none is needed")
 
 
 # ---- exercise 2 ----

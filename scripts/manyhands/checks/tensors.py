@@ -13,9 +13,7 @@ def same(found_N, wanted_N, what, name, hint=""):
         i = int(differ.nonzero()[0])
         found, wanted = found_N.flatten()[i].item(), wanted_N.flatten()[i].item()
         if 0 < abs(found - wanted) < 1e-6 * abs(wanted):
-            hint = (
-                "; digits are lost on the way, so let every tensor have the dtype of the one you were given"
-            )
+            hint = "; digits are lost on the way, so let every tensor have the dtype of the one you were given"
         raise Wrong(f"{what} {name} is wrong: element {i} is {_exact(found)}, not {_exact(wanted)}{hint}")
 
 

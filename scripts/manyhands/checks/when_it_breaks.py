@@ -57,9 +57,7 @@ def _number_and_ranks(given, name, truth):
         if truth is None:
             return None
         number, missing = truth
-        raise Wrong(
-            f"{name}: you found nothing, and call {number} was not made alike by all (see ranks {missing})"
-        )
+        raise Wrong(f"{name}: you found nothing, and call {number} was not made alike by all (see ranks {missing})")
     if not (isinstance(given, (tuple, list)) and len(given) == 2):
         raise Wrong(f"{name}: return (number, ranks), not {plain(given)}")
     number, found = given
@@ -133,9 +131,7 @@ def _made_up_sequence(seed):
 def culprit(answer, ranks=None):
     """`answer(records, members)` -> (rank, group, number): the call that was not made, and who did not make it."""
     for name, members, records, truth in _hangs():
-        shown = {
-            group: list(its_ranks) for group, its_ranks in members.items()
-        }  # the answer may do what it likes
+        shown = {group: list(its_ranks) for group, its_ranks in members.items()}  # the answer may do what it likes
         given = answer([[tuple(call) for call in calls] for calls in records], shown)
         rank, group, number = _fault(given, name)
         if (rank, group, number) != truth:
@@ -152,9 +148,7 @@ def _fault(given, hang):
     try:
         return operator.index(rank), group, operator.index(number)
     except TypeError:
-        raise Wrong(
-            f"{hang}: rank and number are whole numbers, not {plain(rank)} and {plain(number)}"
-        ) from None
+        raise Wrong(f"{hang}: rank and number are whole numbers, not {plain(rank)} and {plain(number)}") from None
 
 
 def _why_not(rank, group, number, truth, members, records):
@@ -174,9 +168,7 @@ def _why_not(rank, group, number, truth, members, records):
     if not made[rank] and records[rank] or number < min(made[rank], default=number):
         return f"the buffer of rank {rank} no longer holds call {number} of {group!r}, so its absence says nothing"
     if number in made[rank]:
-        others = [
-            calls.get(number) for r, calls in made.items() if r != rank and number >= min(calls, default=0)
-        ]
+        others = [calls.get(number) for r, calls in made.items() if r != rank and number >= min(calls, default=0)]
         waits = not all(others)
         return f"rank {rank} did call {made[rank][number]}, number {number} of {group!r}; " + (
             "it waits there for another rank" if waits else "and so did the others, so nobody waits there"
@@ -287,9 +279,7 @@ def trainee_state(answer, ranks=None):
     shard = _shard_of(state_of(trainee), trainee)
     random_then, then = torch.get_rng_state(), {name: part.clone() for name, part in trainee.state.items()}
     wanted = [trainee.train_step() for _ in range(STEPS_AFTER)]
-    _shard_of(
-        state_of(Trainee(3, rank)), trainee
-    )  # what is kept aside, and not in the file, is now another one's
+    _shard_of(state_of(Trainee(3, rank)), trainee)  # what is kept aside, and not in the file, is now another one's
 
     fresh = Trainee(2, rank)  # a new process: other weights, other random numbers
     memory = {name: part.data_ptr() for name, part in fresh.state.items()}
@@ -300,9 +290,7 @@ def trainee_state(answer, ranks=None):
         raise Wrong("dropout draws other masks: the state of torch's random numbers is not restored")
     given = [fresh.train_step() for _ in range(STEPS_AFTER)]
     if given != wanted:
-        raise Wrong(
-            f"all parts are restored, but the next losses are {given[:2]} ... and not {wanted[:2]} ..."
-        )
+        raise Wrong(f"all parts are restored, but the next losses are {given[:2]} ... and not {wanted[:2]} ...")
 
 
 def _shard_of(state, trainee):
@@ -330,9 +318,7 @@ def _compare_trainee(fresh, then, memory):
     for name, what in names.items():
         part = fresh.state.get(name) if isinstance(fresh.state, dict) else None
         if not torch.is_tensor(part):
-            raise Wrong(
-                f"trainee.state[{name!r}] is no tensor any more: copy into the tensors that are there"
-            )
+            raise Wrong(f"trainee.state[{name!r}] is no tensor any more: copy into the tensors that are there")
         if name == "weights" and part.data_ptr() != memory[name]:
             raise Wrong(
                 "trainee.state['weights'] is another tensor now, and the model still looks at the old one: copy into the "
@@ -343,9 +329,7 @@ def _compare_trainee(fresh, then, memory):
     if not isinstance(fresh.step, int):
         raise Wrong(f"trainee.step is {plain(fresh.step)}; it was a whole number")
     if fresh.step != STEPS_BEFORE:
-        raise Wrong(
-            f"the trainee is at step {fresh.step}, not {STEPS_BEFORE}: Adam and the next batch depend on it"
-        )
+        raise Wrong(f"the trainee is at step {fresh.step}, not {STEPS_BEFORE}: Adam and the next batch depend on it")
 
 
 # ---- build C ----
@@ -415,11 +399,7 @@ class _Disk:
             )
         if not there:
             left = sorted(file.name for file in path.parent.iterdir())
-            why = (
-                "nobody has renamed anything to it"
-                if rank == 0
-                else "a rank that is done must not find it missing"
-            )
+            why = "nobody has renamed anything to it" if rank == 0 else "a rank that is done must not find it missing"
             raise Wrong(
                 f"{path.name} was not there when rank {rank} returned (in the folder: {', '.join(left) or 'nothing'}): {why}"
             )
@@ -429,16 +409,12 @@ class _Disk:
                 "write leave them in a cache"
             )
         if rank and self._synced > 1:
-            raise Wrong(
-                f"rank {rank} wrote {self._synced} files; one shard is its own, and the manifest is rank 0's"
-            )
+            raise Wrong(f"rank {rank} wrote {self._synced} files; one shard is its own, and the manifest is rank 0's")
         found = {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
         wanted = {_shard(r): _content(r) for r in range(n)}
         for name, content in wanted.items():
             if found.get(name) != content:
-                raise Wrong(
-                    f"{path.name} holds {sorted(found)}, and {name} is not there as its rank handed it over"
-                )
+                raise Wrong(f"{path.name} holds {sorted(found)}, and {name} is not there as its rank handed it over")
         self._judge_manifest(found, wanted)
         left = sorted(file.name for file in path.parent.iterdir() if file != path)
         if left:
@@ -449,9 +425,7 @@ class _Disk:
         with contextlib.suppress(KeyError, ValueError, TypeError):
             files = json.loads(found["manifest.json"])["files"]
         if not isinstance(files, dict):
-            raise Wrong(
-                f"{self._path.name} has no manifest.json with an entry 'files', a dictionary by file name"
-            )
+            raise Wrong(f"{self._path.name} has no manifest.json with an entry 'files', a dictionary by file name")
         missing = sorted(set(wanted) - set(files))
         if missing:
             raise Wrong(f"the manifest lists {len(files)} of {len(wanted)} shards; {missing[0]} is not in it")

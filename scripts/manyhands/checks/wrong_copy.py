@@ -114,7 +114,5 @@ def _compare(what, given, wanted, n):
     if given is None:
         raise Wrong(f"{what}, in {wanted[1]}, and you found nothing: compare all bits")
     if n == 2 and given[1] == wanted[1]:
-        raise Wrong(
-            f"{what}: with two copies nobody can say which is the wrong one; return (None, {wanted[1]!r})"
-        )
+        raise Wrong(f"{what}: with two copies nobody can say which is the wrong one; return (None, {wanted[1]!r})")
     raise Wrong(f"{what}, in {wanted[1]}: the answer is {wanted}, not {given}")

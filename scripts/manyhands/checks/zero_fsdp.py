@@ -73,9 +73,7 @@ def clip_by_global_norm(answer, ranks):
     shares = _shares([None if g is None else 0.0 * g for g in _share_gradients(rank)])
     given = answer(shares, 1.0)
     if any(not p.grad.isfinite().all() for p in shares if p.grad is not None):
-        raise Wrong(
-            "gradients of zeros became nan: the norm is 0 there; add 1e-6 to it before you divide by it"
-        )
+        raise Wrong("gradients of zeros became nan: the norm is 0 there; add 1e-6 to it before you divide by it")
     if not abs(_number(given, "the norm")) <= CLOSE:
         raise Wrong(f"the norm of gradients of zeros is 0, not {float(given):.4g}")
     _judge_cost(seen, n)
@@ -100,9 +98,7 @@ def predict(answer, ranks=None):
             mine = _number(mine, f"the {name}")
             if not abs(mine - wanted) <= 1e-9 * wanted:
                 case = f"for units of {_short(sizes)} parameters, the last of them the root, on {n} ranks"
-                raise Wrong(
-                    f"{case} the {name} should be {wanted:,}, not {mine:,.12g}{_hint(name, mine, sizes, n)}"
-                )
+                raise Wrong(f"{case} the {name} should be {wanted:,}, not {mine:,.12g}{_hint(name, mine, sizes, n)}")
 
 
 @exercise(2, "never build the whole model", timeout_s=20.0)
@@ -198,9 +194,7 @@ def _listed(given):
 def _share_gradients(rank):
     """What rank `rank` holds: shares of other lengths on each, an empty one, and one without a gradient."""
     draw = torch.Generator().manual_seed(60 + rank)
-    gradients = [
-        torch.randn(length, generator=draw, dtype=torch.float64) * (1 + rank) for length in (7, 3 + 2 * rank)
-    ]
+    gradients = [torch.randn(length, generator=draw, dtype=torch.float64) * (1 + rank) for length in (7, 3 + 2 * rank)]
     return [*gradients, torch.zeros(0, dtype=torch.float64), None]
 
 
@@ -263,9 +257,7 @@ def _judge_norm(given, norm, gradients_of, n, rank):
     each = [g.norm().item() for r in range(n) for g in gradients_of(r) if g is not None]
     for value, why in {
         lengths[rank]: "that is the norm of this rank's shares alone; the others' squares belong to it",
-        sum(
-            lengths
-        ): "that is the sum of the ranks' norms; their squares add up, and the root comes after the sum",
+        sum(lengths): "that is the sum of the ranks' norms; their squares add up, and the root comes after the sum",
         norm**2: "that is its square; the root is missing",
         sum(each): "that is the sum of the shares' norms; add up squares",
         norm / n**0.5: "the squares were averaged over the ranks; they add up",
@@ -274,9 +266,7 @@ def _judge_norm(given, norm, gradients_of, n, rank):
         if abs(given - value) <= CLOSE * norm:
             raise Wrong(f"the norm of all gradients is {norm:.4f}, not {given:.4f}: {why}")
     if abs(given - norm) <= 1e-5 * norm:
-        raise Wrong(
-            "the norm is right to float32's accuracy only; add up in the dtype of the shares, here float64"
-        )
+        raise Wrong("the norm is right to float32's accuracy only; add up in the dtype of the shares, here float64")
     raise Wrong(f"the norm of all gradients, before clipping, is {norm:.4f}, not {given:.4f}")
 
 
@@ -296,9 +286,7 @@ def _judge_clipped(shares, before, factor, case, accuracy=1e-6):
     if torch.equal(mine, whole):
         raise Wrong(f"the limit was {case}, and the gradients are as they were: scale share.grad in place")
     if factor == 1:
-        raise Wrong(
-            f"the limit was {case}, and the gradients were changed: scale only what is too long, never up"
-        )
+        raise Wrong(f"the limit was {case}, and the gradients were changed: scale only what is too long, never up")
     ratio = (mine.norm() / (factor * whole.norm())).item()
     raise Wrong(
         f"the limit was {case}, and this rank's gradients are {ratio:.4f} times as long as they should be: all ranks scale "
@@ -332,11 +320,7 @@ def _bytes_of(sizes, n):
 
 
 def _short(sizes):
-    return (
-        f"{sizes[0]:,} (x {len(sizes) - 1}) and {sizes[-1]:,}"
-        if len(set(sizes)) == 2 and len(sizes) > 3
-        else sizes
-    )
+    return f"{sizes[0]:,} (x {len(sizes) - 1}) and {sizes[-1]:,}" if len(set(sizes)) == 2 and len(sizes) > 3 else sizes
 
 
 def _hint(name, mine, sizes, n):
@@ -351,10 +335,7 @@ def _hint(name, mine, sizes, n):
             4 * total + 12 * total // n: "the weights are cut as well: this is ZeRO-3",
         },
         "bytes whole at once": {
-            4
-            * max(
-                inner, default=0
-            ): "the root stays whole from forward to backward, beside the unit that computes",
+            4 * max(inner, default=0): "the root stays whole from forward to backward, beside the unit that computes",
             4 * most: "the root stays whole from forward to backward, beside the largest unit",
             4 * total: "units are freed when they have computed: at most one, and the root",
             4 * (root + max(inner, default=0)) // n: "what is gathered is whole, not a share",
@@ -380,9 +361,7 @@ def _groups(name, groups, case):
     try:
         return [[operator.index(rank) for rank in group] for group in _listed(groups)]
     except TypeError:
-        raise Wrong(
-            f"{case}: the {name} groups are no lists of lists of ranks, but {plain(groups)}"
-        ) from None
+        raise Wrong(f"{case}: the {name} groups are no lists of lists of ranks, but {plain(groups)}") from None
 
 
 def _judge_groups(shard, copies, nodes, across, case):
@@ -401,6 +380,4 @@ def _judge_groups(shard, copies, nodes, across, case):
             raise Wrong(f"{case}: the {name} are right, but not in order of rank: {right}, not {groups}")
     if shard != nodes:
         raise Wrong(f"{case}: shard within a node: {nodes}, not {shard}")
-    raise Wrong(
-        f"{case}: ranks that hold the same share, one of each node, are copies: {across}, not {copies}"
-    )
+    raise Wrong(f"{case}: ranks that hold the same share, one of each node, are copies: {across}, not {copies}")

@@ -106,14 +106,11 @@ def _degrees(parallel, world_size, ranks_per_node):
             asked["replicate"] = nodes if nodes > 1 and rest % nodes == 0 else 2 if rest % 2 == 0 else 1
     fixed = prod(degree or 1 for axis, degree in asked.items() if axis != leftover)
     claimed = (
-        ", ".join(f"{axis}={d}" for axis, d in asked.items() if d is not None and axis != leftover)
-        or "the others"
+        ", ".join(f"{axis}={d}" for axis, d in asked.items() if d is not None and axis != leftover) or "the others"
     )
     if asked[leftover] is None:
         if world_size % fixed:
-            raise LayoutError(
-                f"{world_size} ranks do not split by {claimed}; use a multiple of {fixed} ranks"
-            )
+            raise LayoutError(f"{world_size} ranks do not split by {claimed}; use a multiple of {fixed} ranks")
         asked[leftover] = world_size // fixed
     degrees = {axis: degree or 1 for axis, degree in asked.items()}
     if prod(degrees.values()) != world_size:
@@ -157,19 +154,10 @@ def _refuse_combinations(options, degrees):
             refuse(f"parallel.shard={degrees['shard']} needs parallel.strategy=fsdp, not {strategy}")
         for name, default in (("sharding", "full"), ("wrapping", "block"), ("offload", False)):
             if getattr(parallel, name) != default:
-                refuse(
-                    f"parallel.{name}={getattr(parallel, name)} needs parallel.strategy=fsdp, not {strategy}"
-                )
+                refuse(f"parallel.{name}={getattr(parallel, name)} needs parallel.strategy=fsdp, not {strategy}")
     if strategy == "fsdp" and parallel.sharding == "none" and degrees["shard"] > 1:
-        refuse(
-            f"parallel.shard={degrees['shard']} shards and parallel.sharding=none does not; leave one of them out"
-        )
-    if (
-        strategy == "fsdp"
-        and degrees["shard"] > 1
-        and degrees["replicate"] > 1
-        and parallel.sharding != "hybrid"
-    ):
+        refuse(f"parallel.shard={degrees['shard']} shards and parallel.sharding=none does not; leave one of them out")
+    if strategy == "fsdp" and degrees["shard"] > 1 and degrees["replicate"] > 1 and parallel.sharding != "hybrid":
         refuse(
             f"replicate={degrees['replicate']} and shard={degrees['shard']} together are hybrid sharding;"
             " use parallel.sharding=hybrid"
@@ -177,19 +165,13 @@ def _refuse_combinations(options, degrees):
     if parallel.copies != "auto" and strategy != "ddp":
         refuse(f"parallel.copies={parallel.copies} needs parallel.strategy=ddp, not {strategy}")
     if strategy == "zero1" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
-        refuse(
-            "zero1 shards the optimizer over copies only; with tensor or pipeline ranks use parallel.strategy=fsdp"
-        )
+        refuse("zero1 shards the optimizer over copies only; with tensor or pipeline ranks use parallel.strategy=fsdp")
     if strategy == "deepspeed" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
-        refuse(
-            "deepspeed runs here over data-parallel ranks only; leave parallel.tensor and parallel.pipeline out"
-        )
+        refuse("deepspeed runs here over data-parallel ranks only; leave parallel.tensor and parallel.pipeline out")
     if strategy == "deepspeed" and train.precision in ("fp64", "fp16"):
         refuse(f"deepspeed runs here in fp32 or bf16, not {train.precision}")
     if strategy == "deepspeed" and (parallel.recompute != "none" or train.compile):
-        asked = (
-            f"parallel.recompute={parallel.recompute}" if parallel.recompute != "none" else "train.compile"
-        )
+        asked = f"parallel.recompute={parallel.recompute}" if parallel.recompute != "none" else "train.compile"
         refuse(
             f"deepspeed runs here without {asked}; use --parallel.recompute none and --train.no-compile, or"
             " parallel.strategy=fsdp"
@@ -238,9 +220,7 @@ def _refuse_combinations(options, degrees):
                     "parallel.recompute=selective allows one; use parallel.recompute=block"
                 )
     if train.precision == "fp16" and degrees["pipeline"] > 1:
-        refuse(
-            "fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32"
-        )
+        refuse("fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32")
     if parallel.offload and train.precision == "fp16":
         refuse("fp16 and parallel.offload do not go together; use train.precision=bf16")
 

@@ -204,9 +204,7 @@ def from_file(path, options=None):
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise OptionError(f"{path} cannot be read: {error}") from None
     if len(content) > LARGEST_FILE:
-        raise OptionError(
-            f"{path} is larger than {LARGEST_FILE:,} bytes, and no configuration; name another file"
-        )
+        raise OptionError(f"{path} is larger than {LARGEST_FILE:,} bytes, and no configuration; name another file")
     try:
         if path.suffix == ".toml":
             content = tomllib.loads(text)
@@ -221,9 +219,7 @@ def from_file(path, options=None):
     if not isinstance(content, dict):
         raise OptionError(f"{path} holds no tables; write groups such as train and model, with their options")
     if content.get("config") is not None:  # null is what a run without a file writes down
-        raise OptionError(
-            f"{path}: config={content['config']} is not read from a file; name one file as --config"
-        )
+        raise OptionError(f"{path}: config={content['config']} is not read from a file; name one file as --config")
     named = content.pop("preset", None)
     return merged(from_preset(named) if options is None else options, content, path)
 
@@ -363,9 +359,7 @@ def validate(options):
     if log.sample and not log.prompt:
         raise OptionError("log.prompt is empty; name at least one symbol to go on from, or use log.sample=0")
     if options.ranks is not None and not options.dry_run:
-        raise OptionError(
-            f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train"
-        )
+        raise OptionError(f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train")
     if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
         raise OptionError(f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB")
     from manyhands.gpt.model import GPTConfig  # late: it brings torch, and who plans a run needs none

@@ -59,9 +59,7 @@ def taken_from(lesson, *names, **given):
     script = script_of(lesson)
     namespace = {"__name__": lesson}
     imports = [
-        node
-        for node in ast.parse(script.read_text("utf-8")).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
+        node for node in ast.parse(script.read_text("utf-8")).body if isinstance(node, (ast.Import, ast.ImportFrom))
     ]
     exec(compile(ast.Module(imports, []), script, "exec"), namespace)  # noqa: S102
     namespace.update(given)
@@ -100,11 +98,7 @@ def _definitions(text):
 
 def _is_stub(node):
     """The body of an exercise's stub, after a docstring, is a raise."""
-    lines = [
-        line
-        for line in node.body
-        if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-    ]
+    lines = [line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
     return bool(lines) and isinstance(lines[0], ast.Raise)
 
 

@@ -6,9 +6,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = (
-    Path(__file__).resolve().parents[3]
-)  # of a clone; a package that was copied into an environment has no course
+ROOT = Path(__file__).resolve().parents[3]  # of a clone; a package that was copied into an environment has no course
 SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
 JOBS = ROOT / "jobs"

@@ -143,9 +143,7 @@ def _for_attendees(cells):
             cell.source = GO_ON.format(
                 ranks="%%ranks\n" if re.match(r"%%ranks", cell.source) else "",
                 name=names[0],
-                go_on=f"\ncatch_up({calls})  # yours, or where it is not written yet the course's"
-                if used
-                else "",
+                go_on=f"\ncatch_up({calls})  # yours, or where it is not written yet the course's" if used else "",
             )
         handed_out.append(cell)
     return handed_out
@@ -153,17 +151,11 @@ def _for_attendees(cells):
 
 def _functions(source):
     """The functions that a solution's cell defines."""
-    return [
-        node.name
-        for node in ast.parse(re.sub(r"^%%.*$", "", source, flags=re.M)).body
-        if hasattr(node, "name")
-    ]
+    return [node.name for node in ast.parse(re.sub(r"^%%.*$", "", source, flags=re.M)).body if hasattr(node, "name")]
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("copy").add_argument("folder")
     actions.add_parser("reset").add_argument("lessons", nargs="*", metavar="LESSON")

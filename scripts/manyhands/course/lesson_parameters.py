@@ -65,9 +65,7 @@ def read_cell(source: str) -> list[Parameter]:
     }
     found = []
     for node in ast.parse(source).body:
-        if not (
-            isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        ):
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
             raise ValueError(f"line {node.lineno} of the parameters cell is no `name = literal`")
         comment = comments.get(node.end_lineno, "")
         limits = re.search(r"(?:^|[,;]\s*|\s)((?:>=|<=|>|<|at least)\s*\S+|\S+ to \S+|one of .+)$", comment)
@@ -118,9 +116,7 @@ def help_text(parameters: Sequence[Parameter], program: str) -> str:
     """What `--help` prints."""
     rows = [(p.flag, p) for p in parameters if p.name != LAUNCHERS_OWN]
     width = max((len(flag) for flag, _ in rows), default=0)
-    lines = [
-        f"{flag:<{width}}  {p.help}{'; ' * bool(p.help)}{_wanted(p)} (now {p.default})" for flag, p in rows
-    ]
+    lines = [f"{flag:<{width}}  {p.help}{'; ' * bool(p.help)}{_wanted(p)} (now {p.default})" for flag, p in rows]
     usage = f"python {program}" + " [--flag value ...]" * bool(rows)
     return "\n".join([usage, *(f"  {line}" for line in lines or ["takes no flags"])])
 
@@ -129,9 +125,7 @@ def _unknown(word, flag, known):
     if not known:
         return f"{word} is no flag: this script takes none"
     close = difflib.get_close_matches(flag, known, 1, 0.6)
-    return (
-        f"{word} is unknown{f'; did you mean {close[0]}?' if close else ';'} valid here: {', '.join(known)}"
-    )
+    return f"{word} is unknown{f'; did you mean {close[0]}?' if close else ';'} valid here: {', '.join(known)}"
 
 
 def _kind(parameter):

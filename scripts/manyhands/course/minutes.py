@@ -90,9 +90,7 @@ def stated(lesson):
     head = read(lesson.script).cells[0].source
     said = re.search(r"\*\*(\d+) minutes\*\*", head), re.search(r"(\d+) with those marked MORE", head)
     if None in said:
-        raise PairError(
-            f"{lesson.name} does not say its minutes: **50 minutes** ..., 90 with those marked MORE"
-        )
+        raise PairError(f"{lesson.name} does not say its minutes: **50 minutes** ..., 90 with those marked MORE")
     return tuple(int(found[1]) for found in said)
 
 
@@ -102,14 +100,10 @@ def main(arguments=None):
             found, (core, everything) = sections(lesson), stated(lesson)
             estimate = sum(part.minutes for part in found if part.core)
             whole = sum(part.minutes for part in found)
-            print(
-                f"{lesson.name}: CORE {core} min stated, {estimate:.0f} estimated; all {everything}, {whole:.0f}"
-            )
+            print(f"{lesson.name}: CORE {core} min stated, {estimate:.0f} estimated; all {everything}, {whole:.0f}")
             for part in found:
                 said = "-" if part.stated is None else part.stated
-                print(
-                    f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}"
-                )
+                print(f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}")
     except (PairError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -70,9 +70,7 @@ def _first_difference(ours, theirs):
     lines = [cell.source.strip().splitlines() for cell in (ours, theirs)]
     for in_notebook, in_script in itertools.zip_longest(*lines, fillvalue=""):
         if in_notebook != in_script:
-            shown = (
-                f"{line.strip()[:70]!r}" if line.strip() else "nothing" for line in (in_notebook, in_script)
-            )
+            shown = (f"{line.strip()[:70]!r}" if line.strip() else "nothing" for line in (in_notebook, in_script))
             return "the notebook has {}, the script {}".format(*shown)
     return "its kind or its tags"
 
@@ -106,14 +104,10 @@ def sync(lesson):
         return f"{lesson.name}: notebook and script are the same"
     if found is None:
         _write_from_script(lesson)
-        return (
-            f"{lesson.name}: the same cells; blank lines and header of the notebook are now the script's, too"
-        )
+        return f"{lesson.name}: the same cells; blank lines and header of the notebook are now the script's, too"
     times = {path: path.stat().st_mtime for path in (lesson.notebook, lesson.script) if path.exists()}
     if len(times) == 2 and abs(times[lesson.notebook] - times[lesson.script]) < 1:
-        raise PairError(
-            f"{found}; both were saved at the same time, so save the one that you want to keep again"
-        )
+        raise PairError(f"{found}; both were saved at the same time, so save the one that you want to keep again")
     newer = max(times, key=times.get)
     if newer == lesson.script:
         _write_from_script(lesson)
@@ -202,9 +196,7 @@ def store_outputs(lesson, timeout_s=600):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["check", "sync", "notebooks"])
     parser.add_argument("names", nargs="*", metavar="LESSON")
     options = parser.parse_args(arguments)

@@ -29,9 +29,7 @@ from manyhands.launching.join import leave
 from manyhands.runs.exit_status import say_status
 from manyhands.runs.screen import say
 
-_silent_web = (
-    weakref.WeakKeyDictionary()
-)  # process group -> why the web did not answer: it is asked once per group
+_silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,10 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
     """
     if global_batch < 1 or global_batch % world_size:
         raise ValueError(
-            f"global_batch={global_batch} does not split over {world_size} ranks; "
-            f"use a multiple of {world_size}"
+            f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
         )
     if len(ids) <= block:
-        raise ValueError(
-            f"block={block} needs {block + 1} symbols and the text has {len(ids)}; use a smaller block"
-        )
+        raise ValueError(f"block={block} needs {block + 1} symbols and the text has {len(ids)}; use a smaller block")
     # not torch.Generator: on a CPU it keeps only 32 bits of its seed, while this mixes both numbers in full
     draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step,)))
     start_B = draw.integers(0, len(ids) - block, size=global_batch)

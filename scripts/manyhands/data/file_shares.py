@@ -31,9 +31,7 @@ AT_ONCE = 2**30  # bytes per call of MPI: many libraries count in 32 bits
 def share(n, rank, world_size):
     """This rank's part of n things in a row: a slice. The first n % world_size ranks have one more. Raises ValueError."""
     if n < 0 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"rank={rank} of {world_size} has no share of {n} things; use ranks 0 to {world_size - 1}"
-        )
+        raise ValueError(f"rank={rank} of {world_size} has no share of {n} things; use ranks 0 to {world_size - 1}")
     each, more = divmod(n, world_size)
     begin = rank * each + min(rank, more)
     return slice(begin, begin + each + (rank < more))
@@ -96,9 +94,7 @@ def read_mpi_io(path, comm, at_once=AT_ONCE):
             why = MPI.Get_error_string(error.Get_error_class())
             raise DataError(f"MPI cannot read {path} ({why}); put it where every node sees it") from None
         if missing:
-            raise DataError(
-                f"{path} ends {missing} bytes before the share of rank {comm.rank} does; copy it again"
-            )
+            raise DataError(f"{path} ends {missing} bytes before the share of rank {comm.rank} does; copy it again")
 
     _agreed(read, comm.allgather)
     return torch.from_numpy(content)

@@ -150,9 +150,7 @@ def _open(folder):
                 )
             shards.append(memory_map(tokens.path))
         rows[split] = ShardedTokens(shards)
-    counts = {
-        split: {k: v for k, v in manifest["splits"][split].items() if k != "shards"} for split in SPLITS
-    }
+    counts = {split: {k: v for k, v in manifest["splits"][split].items() if k != "shards"} for split in SPLITS}
     return OwnText(folder.resolve().name, manifest["sha256"], tokenizer, *rows.values(), counts)
 
 
@@ -181,9 +179,7 @@ def read_manifest(folder):
 def identity(manifest):
     """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
     parts = [manifest["tokenizer"]["sha256"]]
-    parts += [
-        f"{split} {shard['sha256']}" for split in SPLITS for shard in manifest["splits"][split]["shards"]
-    ]
+    parts += [f"{split} {shard['sha256']}" for split in SPLITS for shard in manifest["splits"][split]["shards"]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -196,9 +192,7 @@ def verify_text(folder):
     held = {split: len(row) for split, row in zip(SPLITS, (text.train_ids, text.val_ids), strict=True)}
     for split, count in held.items():
         if count != text.counts[split]["tokens"]:
-            raise DataError(
-                f"{folder}: {split} has {count} tokens, not {text.counts[split]['tokens']}; copy it again"
-            )
+            raise DataError(f"{folder}: {split} has {count} tokens, not {text.counts[split]['tokens']}; copy it again")
     return read
 
 

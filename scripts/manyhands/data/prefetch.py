@@ -50,18 +50,14 @@ class Prefetch:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._batches = self._error = (
-            None  # an error holds the frames, and so the batches, of where it came from
-        )
+        self._batches = self._error = None  # an error holds the frames, and so the batches, of where it came from
 
     def __iter__(self):
         return self
 
     def __next__(self):
         if self._thread is None:
-            raise RuntimeError(
-                "no thread reads yet; write `with Prefetch(batches) as ahead: for batch in ahead`"
-            )
+            raise RuntimeError("no thread reads yet; write `with Prefetch(batches) as ahead: for batch in ahead`")
         begin = time.perf_counter()
         with self._changed:
             while not (self._ready or self._ended or self._closed):

@@ -68,8 +68,7 @@ def _named_file(path):
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); "
-            f"name the file or unset the variable"
+            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); name the file or unset the variable"
         ) from None
     if not _is_shakespeare(content):
         raise DataError(
@@ -131,8 +130,7 @@ def store(content):
         except OSError as error:
             refused.append(f"{folder}: {error.strerror}")
     raise DataError(
-        f"Shakespeare cannot be stored ({'; '.join(refused)}); "
-        f"set MANYHANDS_DATA to a folder that you can write"
+        f"Shakespeare cannot be stored ({'; '.join(refused)}); set MANYHANDS_DATA to a folder that you can write"
     )
 
 

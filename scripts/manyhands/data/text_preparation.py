@@ -127,8 +127,7 @@ def _decide(gathered, paths, wishes, say):
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
         "wishes": asdict(wishes),
         "examples": {
-            why: found[n] | ({"like": found[original[n]]} if n in original else {})
-            for why, n in examples.items()
+            why: found[n] | ({"like": found[original[n]]} if n in original else {}) for why, n in examples.items()
         },
     }
     return plan, counted(seen, choice, plan) | report, content
@@ -207,7 +206,5 @@ def _finish(folder, wishes, shards, report, content):
         write_report(folder, report)
         write_whole(folder / MANIFEST, json.dumps(manifest | {"sha256": identity(manifest)}, indent=1) + "\n")
     except OSError as error:
-        raise DataError(
-            f"{folder} cannot be written ({error.strerror}); make room, or name another"
-        ) from None
+        raise DataError(f"{folder} cannot be written ({error.strerror}); make room, or name another") from None
     return report

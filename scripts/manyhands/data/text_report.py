@@ -21,9 +21,7 @@ def write_report(folder, report):
     from manyhands.figures.kept_and_dropped import kept_and_dropped
 
     write_whole(folder / REPORT[0], json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    figure = kept_and_dropped(
-        report["documents"], report["characters"], "What was kept, and what was dropped"
-    )
+    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
     FigureCanvasAgg(figure)
     figure.savefig(folder / REPORT[1], dpi=120)
 

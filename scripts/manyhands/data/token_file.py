@@ -56,9 +56,7 @@ def write_tokens(path, ids):
         )
     lowest, largest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
     if lowest < 0 or largest >= 2**32:
-        raise ValueError(
-            f"{path} takes ids from 0 to {2**32 - 1}, and these go from {lowest} to {largest}; mend them"
-        )
+        raise ValueError(f"{path} takes ids from 0 to {2**32 - 1}, and these go from {lowest} to {largest}; mend them")
     dtype = "uint16" if largest < 2**16 else "uint32"
     content = np.ascontiguousarray(ids, dtype=np.dtype(dtype).newbyteorder("<"))
     tokens = Tokens(str(path), len(ids), dtype, largest, hashlib.sha256(content).hexdigest())
@@ -91,9 +89,7 @@ def describe_tokens(path):
     except (TypeError, KeyError, AttributeError):  # no JSON, or JSON of something else
         sound = False
     if not sound:
-        raise DataError(
-            f"{beside} does not describe a file of tokens; write both files anew with write_tokens()"
-        )
+        raise DataError(f"{beside} does not describe a file of tokens; write both files anew with write_tokens()")
     if num_bytes != tokens.count * tokens.itemsize:
         raise DataError(
             f"{path} has {num_bytes} bytes, but {tokens.count} tokens of {tokens.itemsize} bytes were written; "

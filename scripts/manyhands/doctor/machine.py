@@ -31,9 +31,7 @@ def cores(affinity=None, quota=None, machine=None):
     granted = max(1, int(min(affinity, quota)))
     text = f"{granted} of {machine or os.cpu_count()} (affinity {affinity}, control group {_quota(quota)})"
     if granted < 2:
-        return warning(
-            "cores", f"{text}: 4 ranks take turns on one core", "ask for 2 or more, say --cpus-per-task=4"
-        )
+        return warning("cores", f"{text}: 4 ranks take turns on one core", "ask for 2 or more, say --cpus-per-task=4")
     return ok("cores", text)
 
 
@@ -49,9 +47,7 @@ def memory(available=None, address_space=None):
     address_space = _soft_limit("RLIMIT_AS") if address_space is None else address_space
     text = f"{available / GIB:.1f} GiB free for us"
     if available < LEAST_BYTES:
-        return error(
-            "memory", f"{text}, 2 ranks with torch need {LEAST_BYTES / GIB:.1f}", "ask for 4 GB or more"
-        )
+        return error("memory", f"{text}, 2 ranks with torch need {LEAST_BYTES / GIB:.1f}", "ask for 4 GB or more")
     if available < LESSON_BYTES:
         return warning(
             "memory",

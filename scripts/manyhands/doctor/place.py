@@ -39,9 +39,7 @@ def outputs(environ=os.environ, course=ROOT, home=None):
     if named := environ.get("MANYHANDS_OUTPUTS"):
         if _can_be_written(Path(named).expanduser()):
             return ok("outputs", named)
-        return error(
-            "outputs", f"MANYHANDS_OUTPUTS={named} cannot be written", "name another folder, or unset it"
-        )
+        return error("outputs", f"MANYHANDS_OUTPUTS={named} cannot be written", "name another folder, or unset it")
     if _can_be_written(Path(course) / "outputs"):
         return ok("outputs", str(Path(course) / "outputs"))
     users = Path(home or Path.home()) / ".local/share/manyhands/outputs"
@@ -66,9 +64,7 @@ def data(environ=os.environ):
     """Is Shakespeare there? Without it every run falls back to another text, and shows other numbers. Downloads nothing."""
     from manyhands.data import shakespeare
 
-    get_it = (
-        "python scripts/prepare_data.py where there is a network, or MANYHANDS_SHAKESPEARE=/path/to/the/file"
-    )
+    get_it = "python scripts/prepare_data.py where there is a network, or MANYHANDS_SHAKESPEARE=/path/to/the/file"
     try:
         if environ.get("MANYHANDS_SHAKESPEARE"):
             content, _ = shakespeare.find()

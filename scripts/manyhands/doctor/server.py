@@ -56,9 +56,7 @@ def server(found):
     version = found.versions.get("jupyterlab")
     where = f"{found.python}, {found.found}"
     if version is None:
-        return warning(
-            "JupyterLab", f"not in {where}", "open the lessons in a JupyterLab 4, as `make lab` starts it"
-        )
+        return warning("JupyterLab", f"not in {where}", "open the lessons in a JupyterLab 4, as `make lab` starts it")
     if int(version.split(".")[0]) < 4:
         return warning(
             "JupyterLab",

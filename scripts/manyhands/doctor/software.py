@@ -24,15 +24,11 @@ def python(version=None, system=None, bits=None):
     version, system = version or sys.version_info, system or platform.system()
     text = f"{'.'.join(map(str, version[:3]))}, {sys.executable}"
     if system == "Windows":
-        return error(
-            "python", "Windows itself has no gloo on loopback, no MPI wheel, no fork", "use Linux in WSL2"
-        )
+        return error("python", "Windows itself has no gloo on loopback, no MPI wheel, no fork", "use Linux in WSL2")
     if (bits or struct.calcsize("P") * 8) != 64:
         return error("python", f"{text} is a 32-bit build", "install a 64-bit Python: torch has no other")
     if tuple(version[:2]) < OLDEST:
-        return error(
-            "python", f"{text} is older than 3.11", "make kernel PYTHON=/path/to/python3.11 (or newer)"
-        )
+        return error("python", f"{text} is older than 3.11", "make kernel PYTHON=/path/to/python3.11 (or newer)")
     return ok("python", text)
 
 
@@ -43,21 +39,13 @@ def packages(required=None, installed=None, pins=None):
     versions = {name: (installed or _installed)(name) for name in required}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        return error(
-            "packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {ROOT}"
-        )
+        return error("packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {ROOT}")
     old = [
-        f"{name} {versions[name]} ({range_})"
-        for name, range_ in required.items()
-        if not within(versions[name], range_)
+        f"{name} {versions[name]} ({range_})" for name, range_ in required.items() if not within(versions[name], range_)
     ]
     if old:
-        return warning(
-            "packages", f"too old: {', '.join(old)}", "make kernel, which installs the tested versions"
-        )
-    others = [
-        f"{name} {version}" for name, version in versions.items() if not _as_pinned(version, pins.get(name))
-    ]
+        return warning("packages", f"too old: {', '.join(old)}", "make kernel, which installs the tested versions")
+    others = [f"{name} {version}" for name, version in versions.items() if not _as_pinned(version, pins.get(name))]
     if others:
         return ok("packages", f"{len(versions) - len(others)} as tested, others: {', '.join(others)}")
     return ok("packages", f"all {len(versions)} as tested")
@@ -120,9 +108,7 @@ def probe_torch():
         return json.loads(answer.last_line), ""
     return (
         None,
-        answer.last_line
-        if answer.status is not None and answer.status >= 0
-        else f"crashed: {answer.last_line}",
+        answer.last_line if answer.status is not None and answer.status >= 0 else f"crashed: {answer.last_line}",
     )
 
 
@@ -135,9 +121,7 @@ def torch(probe=probe_torch):
             "make kernel; on a site's own Python: make kernel SITE_PYTHON=/path",
         )
     if not facts["gloo"]:
-        return error(
-            "torch", f"{facts['version']} has no gloo", "install a build with torch.distributed: make kernel"
-        )
+        return error("torch", f"{facts['version']} has no gloo", "install a build with torch.distributed: make kernel")
     if facts["seconds"] > SLOW_IMPORT_S:
         return warning(
             "torch", f"{facts['version']}, but importing it took {facts['seconds']:.0f} s",
@@ -164,9 +148,7 @@ def mpi(launcher=None, login=None, run=ask):
     if launcher is None:
         return warning("MPI", "no mpiexec here", install)
     if login:
-        return warning(
-            "MPI", f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node"
-        )
+        return warning("MPI", f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node")
     from manyhands.launching.allocation import loopback_mpi
 
     answer = run(
@@ -183,9 +165,7 @@ def mpi(launcher=None, login=None, run=ask):
             "MPI", f"`{shown}` started two worlds of one: it belongs to another MPI than mpi4py",
             f"use the mpiexec beside {sys.executable}, or build mpi4py with this MPI (pip install --no-binary mpi4py mpi4py)",
         )  # fmt: skip
-    return error(
-        "MPI", f"two ranks did not say hello: {answer.last_line}", f"try `{shown} hostname`; {install}"
-    )
+    return error("MPI", f"two ranks did not say hello: {answer.last_line}", f"try `{shown} hostname`; {install}")
 
 
 def ipyparallel(run=ask):
@@ -223,9 +203,7 @@ def python_path(environ=os.environ):
     entries = [Path(entry) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     shadows = [f"{entry} has {', '.join(names)}" for entry in entries if (names := _ours_in(entry))]
     if shadows:
-        return error(
-            "PYTHONPATH", f"{'; '.join(shadows)}: taken instead of the environment's", "unset PYTHONPATH"
-        )
+        return error("PYTHONPATH", f"{'; '.join(shadows)}: taken instead of the environment's", "unset PYTHONPATH")
     return ok("PYTHONPATH", f"{len(entries)} entries, none holds our packages" if entries else "not set")
 
 

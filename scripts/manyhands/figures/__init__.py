@@ -38,9 +38,7 @@ def card(width, height, title=None):
     axes.axis("off")
     corner = "round,pad=0,rounding_size=1.2"
     axes.add_patch(
-        FancyBboxPatch(
-            (0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec=FAINT, lw=1, zorder=0
-        )
+        FancyBboxPatch((0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec=FAINT, lw=1, zorder=0)
     )
     if title:
         write(axes, 1.5, 2.4, title, size=12, weight="bold", ha="left")
@@ -83,16 +81,12 @@ def cell(axes, x, y, text="", rank=None, width=3, height=3, hatch=None, strength
         write(axes, x + width / 2, y + height / 2, str(text), size=size)
 
 
-def box(
-    axes, x, y, width, height, text="", face=PAPER, edge=INK, hatch=None, dotted=False, size=10, **kwargs
-):
+def box(axes, x, y, width, height, text="", face=PAPER, edge=INK, hatch=None, dotted=False, size=10, **kwargs):
     """A labelled rectangle; on a hatched one the label stands on a white ground."""
     from matplotlib.patches import Rectangle
 
     style = (0, (2, 2)) if dotted else "-"
-    axes.add_patch(
-        Rectangle((x, y), width, height, fc=face, ec=edge, lw=1.2, hatch=hatch, ls=style, zorder=2)
-    )
+    axes.add_patch(Rectangle((x, y), width, height, fc=face, ec=edge, lw=1.2, hatch=hatch, ls=style, zorder=2))
     if text:
         ground = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"} if hatch else None
         write(axes, x + width / 2, y + height / 2, text, size=size, bbox=ground, **kwargs)

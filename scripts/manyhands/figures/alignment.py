@@ -19,17 +19,13 @@ def reward_and_kl(runs, chance):
         axes[1].plot(list(shares), list(shares.values()), ms=5, **(look | {"lw": 1.6}))
         axes[2].plot(steps, kls, label=name, **line)
     axes[1].axhline(chance, **PREDICTED)
-    axes[1].text(
-        0.99, chance + 0.03, "chance", transform=axes[1].get_yaxis_transform(), ha="right", va="bottom"
-    )
+    axes[1].text(0.99, chance + 0.03, "chance", transform=axes[1].get_yaxis_transform(), ha="right", va="bottom")
     for panel, title in zip(axes, ("mean reward", "held-out accuracy", "KL, nats per answer"), strict=True):
         panel.set(title=title, xlabel="step")
         panel.spines[["top", "right"]].set_visible(False)
     for panel in axes[:2]:
         panel.set_ylim(-0.03, 1.05)
-    figure.legend(
-        loc="outside lower center", ncols=len(runs), frameon=False, title="trained on the reward of"
-    )
+    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False, title="trained on the reward of")
     return figure
 
 

@@ -14,20 +14,14 @@ def gantt(spans, title, virtual=False, until_s=None):
 
     ranks = sorted({span.rank for span in spans})
     longest = until_s or max((span.end_s for span in spans), default=0.0)
-    unit, scale = next(
-        (u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 1 or u == "µs"
-    )
+    unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 1 or u == "µs")
     figure = Figure(figsize=(8, 1.5 + 0.62 * max(len(ranks), 1)), layout="constrained")
     axes = figure.subplots()
     for span in spans:
         top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
         length = span.end_s - span.start_s
-        axes.broken_barh(
-            [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane)
-        )
-        if span.lane != "waiting" and length > 0.0135 * longest * len(
-            span.name
-        ):  # the name fits into the box
+        axes.broken_barh([(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane))
+        if span.lane != "waiting" and length > 0.0135 * longest * len(span.name):  # the name fits into the box
             ground = {"boxstyle": "round,pad=0.1", "fc": PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) * scale
             axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)

@@ -35,16 +35,12 @@ def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=Non
     import numpy as np
     from matplotlib.figure import Figure
 
-    all_values = {
-        title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()
-    }
+    all_values = {title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()}
     for values in all_values.values():
         lengths = sorted({len(row) for row in values})
         if len(lengths) != 1 or lengths[0] == 0:
             raise ValueError(f"a heat map needs {rows}s of one length, not of {lengths or 'none'}")
-    known = [
-        value for values in all_values.values() for row in values for value in row if math.isfinite(value)
-    ]
+    known = [value for values in all_values.values() for row in values for value in row if math.isfinite(value)]
     lowest, highest = limits or (min([0.0, *known]), max(known, default=0.0))
     scale, unit = _prefix(unit, max(abs(lowest), abs(highest)))
     lowest, highest = lowest / scale, highest / scale
@@ -59,9 +55,7 @@ def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=Non
         title = f"{title} (virtual)" if virtual and "virtual" not in title else title
         image = _draw(axes, np.array(values) / scale, title, rows, span)
     panels[-1].set_xlabel(columns)
-    figure.colorbar(
-        image, ax=list(panels), label=f"virtual time, {unit}" if virtual and unit.endswith("s") else unit
-    )
+    figure.colorbar(image, ax=list(panels), label=f"virtual time, {unit}" if virtual and unit.endswith("s") else unit)
     return figure
 
 
@@ -70,9 +64,7 @@ def _draw(axes, values_RS, title, rows, span):
     import numpy as np
 
     R, S = values_RS.shape
-    image = axes.imshow(
-        values_RS, cmap=HEAT, vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest"
-    )
+    image = axes.imshow(values_RS, cmap=HEAT, vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest")
     _grid(axes, R, S)
     for r, s in np.argwhere(~np.isfinite(values_RS)):
         axes.text(s, r, "×", ha="center", va="center", color=QUIET)
@@ -87,9 +79,7 @@ def _draw(axes, values_RS, title, rows, span):
 def _prefix(unit, largest):
     """(how many of `unit` are one of the shown unit, the shown unit)."""
     choices = PREFIXES.get(unit, ((1, unit),))
-    return next(
-        (choice for choice in choices if largest >= choice[0]), choices[-1] if largest else choices[0]
-    )
+    return next((choice for choice in choices if largest >= choice[0]), choices[-1] if largest else choices[0])
 
 
 def _grid(axes, R, S):

@@ -16,17 +16,13 @@ def killed_and_resumed(undisturbed, lives, title):
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     above.plot(list(undisturbed), list(undisturbed.values()), color=FAINT, lw=8)
     first = next(iter(undisturbed))
-    above.annotate(
-        "undisturbed", (first, undisturbed[first]), (12, -2), textcoords="offset points", color=INK
-    )
+    above.annotate("undisturbed", (first, undisturbed[first]), (12, -2), textcoords="offset points", color=INK)
     residuals = []
     for i, own in enumerate(lives):
         style = ALTERNATIVES[i % len(ALTERNATIVES)] | {"ms": SIZES[i % len(SIZES)], "mfc": "none"}
         above.plot(list(own), list(own.values()), **style)
         label = {"size": 10, "color": style["color"], "ha": "center", "va": "top"}
-        above.text(
-            (min(own) + max(own)) / 2, 0.97, f"life {i + 1}", transform=above.get_xaxis_transform(), **label
-        )
+        above.text((min(own) + max(own)) / 2, 0.97, f"life {i + 1}", transform=above.get_xaxis_transform(), **label)
         residuals.append([loss - undisturbed[step] for step, loss in own.items()])
         below.plot(list(own), residuals[-1], **style)
     low, high = above.get_ylim()

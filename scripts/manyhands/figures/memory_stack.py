@@ -44,9 +44,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
         keys.append(Line2D([], [], color=INK, lw=1.5, ls=":", label="allocator's peak"))
     _phases(axes, [sample.phase for sample in samples])
     axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
-    axes.set(
-        xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title
-    )
+    axes.set(xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(handles=keys[::-1], loc="outside right center", frameon=False, handleheight=1.4)
     return figure
@@ -111,9 +109,7 @@ def memory_stacks(timelines):
         axes.set_xticks([i + 0.5 for i in range(len(names))], names)
         axes.tick_params(axis="x", length=0)
         peak = max(s.total for s in found) / scale
-        axes.set(
-            xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}"
-        )
+        axes.set(xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"memory, {unit}")
     there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
@@ -139,6 +135,4 @@ def _stack(axes, points, scale):
 
 
 def _scale(most):
-    return next(
-        (s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1
-    )
+    return next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1)

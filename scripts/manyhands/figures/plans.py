@@ -73,9 +73,7 @@ def published(rows):
 
     figure = Figure(figsize=(6.5, 5.6), layout="constrained")
     axes = figure.subplots()
-    least, most = (
-        bound(min(one[1:3]) if bound is min else max(one[1:3]) for one in rows) for bound in (min, max)
-    )
+    least, most = (bound(min(one[1:3]) if bound is min else max(one[1:3]) for one in rows) for bound in (min, max))
     ends = [least * 0.85, most * 1.12]
     axes.plot(ends, ends, **PREDICTED)
     for off in (0.9, 1.1):
@@ -95,9 +93,7 @@ def published(rows):
                     fillstyle="none" if fitted else "full",
                     label=label,
                 )
-    axes.set(
-        xscale="log", yscale="log", xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU")
     axes.set(xlim=ends, ylim=(ends[0] * 0.9, ends[1] * 1.15), title="Published runs, predicted")
     ticks = [tick for tick in (100, 150, 200, 300, 400, 500) if ends[0] <= tick <= ends[1]]
     axes.set_xticks(ticks, ticks, minor=False)

@@ -30,9 +30,7 @@ def estimates(of_ranks, hashes):
         ha="right", color=PREDICTED["color"],
     )  # fmt: skip
     axes.legend(frameon=False, loc="lower right")
-    axes.set(
-        xlabel="true similarity J", ylabel=f"estimate from {hashes} hashes", xlim=(0, 1.02), ylim=(0, 1.02)
-    )
+    axes.set(xlabel="true similarity J", ylabel=f"estimate from {hashes} hashes", xlim=(0, 1.02), ylim=(0, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -57,12 +55,8 @@ def isoflop(grids, optima, law, live):
             textcoords="offset points", color=look["color"], va="center",
         )  # fmt: skip
         line.plot(best.budget_flops, best.params, marker="*", ms=13, color=look["color"])
-    valleys.plot(
-        live["params"], live["val_loss"], **{**MEASURED, "marker": "x", "ms": 10, "mew": 2}, ls="none"
-    )
-    valleys.annotate(
-        "trained here", (live["params"], live["val_loss"]), (8, 8), textcoords="offset points", color=INK
-    )
+    valleys.plot(live["params"], live["val_loss"], **{**MEASURED, "marker": "x", "ms": 10, "mew": 2}, ls="none")
+    valleys.annotate("trained here", (live["params"], live["val_loss"]), (8, 8), textcoords="offset points", color=INK)
     valleys.set(xscale="log", xlabel="parameters", ylabel="validation loss, nats per character")
     valleys.set_title("equal cost on each curve, FLOPs at its end")
     low, high = min(grids), 10 * max(grids)

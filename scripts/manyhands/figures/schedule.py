@@ -22,18 +22,14 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
 
     rows = [1 + max(slot.rank for slot in slots) for _, slots, _ in charts]
     figure = Figure(figsize=(9, 0.5 + sum(0.75 + 0.34 * n for n in rows)), layout="constrained")
-    everything = figure.subplots(
-        len(charts), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in rows]
-    )
+    everything = figure.subplots(len(charts), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in rows])
     end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
     kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
     for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
         for slot in slots:
             start, width = slot.start * scale, (slot.end - slot.start) * scale
             kind, stage, micro = slot.action
-            axes.broken_barh(
-                [(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=INK, lw=0.6
-            )
+            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=INK, lw=0.6)
             text = f"{micro}{'′' * (stage // n)}"  # 3′ is micro-batch 3 on the rank's second stage
             if width / end * 9 * 72 > 6.5 * len(text):
                 axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center")
@@ -48,8 +44,7 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
     last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
     keys = [
-        Patch(fc=tint(EDGE, 1.2 * SHADES[k]) if k != "F" else GREY, ec=INK, lw=0.6, label=MEANING[k])
-        for k in kinds
+        Patch(fc=tint(EDGE, 1.2 * SHADES[k]) if k != "F" else GREY, ec=INK, lw=0.6, label=MEANING[k]) for k in kinds
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
     return figure
@@ -66,9 +61,7 @@ def bubbles(series):
     axes = figure.subplots()
     for (name, (ms, measured, predicted)), look in zip(series.items(), ALTERNATIVES, strict=False):
         axes.plot(ms, [100 * b for b in predicted], **PREDICTED)
-        axes.plot(
-            ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name
-        )
+        axes.plot(ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name)
     axes.plot([], [], **PREDICTED, label="formula")
     axes.set_xscale("log", base=2)
     ticks = sorted({m for ms, *_ in series.values() for m in ms})

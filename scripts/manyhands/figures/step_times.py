@@ -43,9 +43,7 @@ def training(losses, looks, symbols, title):
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes, beside = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    axes.plot(
-        [step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation"
-    )
+    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation")
     axes.plot(range(len(losses)), losses, **TRAINING, label="training, mean over the ranks")
     guess = math.log(symbols)
     axes.axhline(guess, **PREDICTED)

@@ -108,9 +108,7 @@ def _points(axes, sizes_b, samples, medians, look, loose):
 
 def _name_ends(axes, ends, looks):
     """The name of each series at the height where it ends on the right; names that would touch are moved apart."""
-    height = {
-        y: axes.transAxes.inverted().transform(axes.transData.transform((1, y)))[1] for y in ends.values()
-    }
+    height = {y: axes.transAxes.inverted().transform(axes.transData.transform((1, y)))[1] for y in ends.values()}
     lowest = float("-inf")
     for name, y in sorted(ends.items(), key=lambda end: end[1]):
         lowest = max(height[y], lowest + _APART)

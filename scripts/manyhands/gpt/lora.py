@@ -41,9 +41,7 @@ def add_lora(model, rank, alpha, seed=0):
     """
     widest = model.config.n_embd
     if not 1 <= rank <= widest:
-        raise ValueError(
-            f"lora.rank={rank} is no thin matrix of a model of width {widest}; use 1 to {widest}"
-        )
+        raise ValueError(f"lora.rank={rank} is no thin matrix of a model of width {widest}; use 1 to {widest}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

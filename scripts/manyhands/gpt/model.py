@@ -45,8 +45,7 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(
-                f"n_embd={self.n_embd} does not split over {self.n_head} heads; "
-                f"use a multiple of {self.n_head}"
+                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
@@ -167,9 +166,7 @@ class GPT(nn.Module):
         """
         T = ids_BT.shape[1]
         if self.config.block_size < T:
-            raise ValueError(
-                f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences"
-            )
+            raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
         x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
         allowed_B1TT = within_documents(ids_BT, self.config.document_mark)
         for block in self.blocks:
@@ -192,9 +189,7 @@ class GPT(nn.Module):
         training = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            return continued(
-                lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, temperature, generator
-            )
+            return continued(lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, temperature, generator)
         finally:
             for module, was_training in training.items():
                 module.training = was_training

@@ -23,9 +23,7 @@ def continued(logits, ids_BT, n, block_size, temperature=1.0, generator=None):
     symbol. Raises ValueError for a negative one.
     """
     if temperature < 0:
-        raise ValueError(
-            f"temperature={temperature} is negative; use 0 for the most likely symbol, 1 to sample"
-        )
+        raise ValueError(f"temperature={temperature} is negative; use 0 for the most likely symbol, 1 to sample")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     for _ in range(n):
         logits_BV = logits(ids_BT[:, -block_size:])[:, -1]

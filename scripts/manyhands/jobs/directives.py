@@ -39,9 +39,7 @@ def duration_s(text):
     """Seconds of hours:minutes:seconds. ValueError for anything else: a bare 10 is seconds to PBS, minutes to Slurm."""
     match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if not match or int(text.replace(":", "")) == 0:
-        raise ValueError(
-            f"walltime {text!r} is not hours:minutes:seconds above zero; write ten minutes as 00:10:00"
-        )
+        raise ValueError(f"walltime {text!r} is not hours:minutes:seconds above zero; write ten minutes as 00:10:00")
     hours, minutes, seconds = map(int, match.groups())
     return 3600 * hours + 60 * minutes + seconds
 
@@ -124,9 +122,7 @@ def complaints(text, scheduler, site):
 
 def number_of_nodes(values, scheduler):
     """Nodes that {key: value} asks for, or None where that is no plain number."""
-    nodes = (
-        values.get("--nodes", "") if scheduler == "slurm" else values.get("-l select", "").partition(":")[0]
-    )
+    nodes = values.get("--nodes", "") if scheduler == "slurm" else values.get("-l select", "").partition(":")[0]
     return int(nodes) if nodes.isdecimal() else None
 
 
@@ -182,9 +178,7 @@ def _slurm(found, values, site):
     for directive in found:
         if directive.key not in known:
             yield f"line {directive.line}: sbatch option {directive.key} is unknown to this check"
-    for key in _repeated(
-        found, ["--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"]
-    ):
+    for key in _repeated(found, ["--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"]):
         yield f"{key} stands there twice: Slurm takes the last"
     if not values.get("--nodes"):
         yield "no --nodes: Slurm may put all tasks on one node"

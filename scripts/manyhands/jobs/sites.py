@@ -15,9 +15,7 @@ except ModuleNotFoundError:  # before Python 3.11: pip brings one
     try:
         from pip._vendor import tomli as tomllib
     except ImportError:
-        sys.exit(
-            f"error: {sys.executable} is older than Python 3.11: make jobs PYTHON=/path/to/a/newer/python3 ..."
-        )
+        sys.exit(f"error: {sys.executable} is older than Python 3.11: make jobs PYTHON=/path/to/a/newer/python3 ...")
 
 
 class JobError(ValueError):
@@ -72,9 +70,7 @@ def jobs_folder():
     for course in (Path.cwd(), Path.cwd().parent, ROOT):
         if (course / "jobs" / "sites").is_dir():
             return course / "jobs"
-    raise JobError(
-        "there are no job files here: go to the course's folder, the one that holds jobs/ and scripts/"
-    )
+    raise JobError("there are no job files here: go to the course's folder, the one that holds jobs/ and scripts/")
 
 
 def sites():

@@ -31,9 +31,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
 
 def job_files(folder=None):
     """[(path, scheduler)] of the job files: their ending says who reads them."""
-    paths = sorted(
-        path for path in (folder or jobs_folder()).iterdir() if path.suffix in directives.SCHEDULERS
-    )
+    paths = sorted(path for path in (folder or jobs_folder()).iterdir() if path.suffix in directives.SCHEDULERS)
     return [(path, directives.SCHEDULERS[path.suffix]) for path in paths]
 
 
@@ -43,9 +41,7 @@ def stamped_site(text):
     return line.group(1) if line else "generic"
 
 
-def stamp(
-    site, account=None, queue=None, reservation=None, walltime=None, nodes=None, gpus=None, folder=None
-):
+def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes=None, gpus=None, folder=None):
     """Write `site`'s directives into each job file that its scheduler reads; the paths of these files.
 
     `gpus`: per node, with a rank for each; 0 asks for none, None leaves them as they stand.
@@ -56,18 +52,14 @@ def stamp(
     site, wishes = site_named(site), {"account": account, "queue": queue, "reservation": reservation}
     for name, value in wishes.items():
         if value and not re.fullmatch(NAME, value):
-            raise JobError(
-                f"{name.upper()}={value!r} is not a name that a scheduler takes: letters, digits and ._@-"
-            )
+            raise JobError(f"{name.upper()}={value!r} is not a name that a scheduler takes: letters, digits and ._@-")
     if nodes is not None and nodes < 1:
         raise JobError(f"NODES={nodes}: a job needs at least one node")
     new = {}
     for path, scheduler in job_files(folder):
         if getattr(site, scheduler):
             text = path.read_text(encoding="utf-8")
-            new[path] = _stamped(
-                text, scheduler, site, wishes | {"walltime": walltime, "nodes": nodes, "gpus": gpus}
-            )
+            new[path] = _stamped(text, scheduler, site, wishes | {"walltime": walltime, "nodes": nodes, "gpus": gpus})
             if wrong := directives.complaints(new[path], scheduler, site):
                 raise JobError(f"{path.name} for {site.title}: " + "; ".join(wrong))
     for path, text in new.items():
@@ -158,14 +150,10 @@ def _with_settings(text, settings):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m manyhands.jobs.stamp", description=__doc__.split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m manyhands.jobs.stamp", description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("sites", help="the machines that are known").set_defaults(run=_print_sites)
-    commands.add_parser("check", help="what is wrong with the directives as they stand").set_defaults(
-        run=_print_check
-    )
+    commands.add_parser("check", help="what is wrong with the directives as they stand").set_defaults(run=_print_check)
     write = commands.add_parser("stamp", help="write a site's directives into the job files")
     write.set_defaults(run=_print_stamp)
     for name in ("site", "account", "queue", "reservation", "walltime", "nodes", "gpus"):

@@ -30,9 +30,7 @@ PASSED_ON = (
     "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",
     "MPIEXEC", "MPIEXEC_FLAGS",
 )  # fmt: skip
-NOT_OF_A_JOB = re.compile(
-    r"SLURM_|PBS_|PMI|HYDRA|HYDI|MANYHANDS_(NOTEBOOK|LESSON|.*RANK|.*WORLD_SIZE|MPI|NUM_NODES)"
-)
+NOT_OF_A_JOB = re.compile(r"SLURM_|PBS_|PMI|HYDRA|HYDI|MANYHANDS_(NOTEBOOK|LESSON|.*RANK|.*WORLD_SIZE|MPI|NUM_NODES)")
 
 
 ENDED = ("completed", "failed", "cancelled", "ended")
@@ -140,9 +138,7 @@ class Job:
         while True:
             now = self.state()
             if now != shown:
-                print(
-                    f"{time.time() - self.submitted_at:4.0f} s  {now[0]}" + (f": {now[1]}" if now[1] else "")
-                )
+                print(f"{time.time() - self.submitted_at:4.0f} s  {now[0]}" + (f": {now[1]}" if now[1] else ""))
                 shown = now
             if now[0] in ENDED or time.monotonic() > deadline:
                 break
@@ -206,9 +202,7 @@ class SlurmJob(Job):
         if state == "TIMEOUT":
             return "failed", "over time"
         return (
-            ("cancelled", "")
-            if state.startswith("CANCELLED")
-            else ("failed", f"{state}, exit {facts.get('ExitCode')}")
+            ("cancelled", "") if state.startswith("CANCELLED") else ("failed", f"{state}, exit {facts.get('ExitCode')}")
         )
 
     def cancel(self):
@@ -241,9 +235,7 @@ class PbsJob(Job):
         ):  # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
             past, more = _asked("qstat", "-x", "-f", self.number)
             said, complaint = past, complaint + more
-        facts = dict(
-            re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE)
-        )  # it wraps at 80 columns
+        facts = dict(re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE))  # it wraps at 80 columns
         if "job_state" not in facts:
             left = "Unknown Job Id" in complaint or "Job has finished" in complaint
             return self._forgotten() if left else None

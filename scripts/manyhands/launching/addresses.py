@@ -12,9 +12,7 @@ def own_address():
     if not address.startswith("127."):
         return address
     # The host's name resolves to loopback, as Debian sets it up. Which address would a packet to elsewhere carry?
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:  # connect() on such a socket sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connect() on such a socket sends nothing
         try:
             probe.connect(("192.0.2.1", 9))
         except OSError:

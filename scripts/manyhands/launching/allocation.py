@@ -69,8 +69,7 @@ def _node_file(path):
         words = Path(path).read_text().split()
     except OSError as error:
         raise RanksError(
-            f"PBS_NODEFILE names a file that cannot be read ({error}); unset it, or start the "
-            "notebook inside the job"
+            f"PBS_NODEFILE names a file that cannot be read ({error}); unset it, or start the notebook inside the job"
         ) from None
     if not words:
         raise RanksError(f"PBS_NODEFILE names {path}, which is empty; unset it, or start inside the job")
@@ -144,9 +143,7 @@ def is_open_mpi(mpiexec):
 def srun(allocation, n_ranks, *flags):
     """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
     nodes = min(allocation.num_nodes, n_ranks)
-    inside = (
-        ["--overlap"] if allocation.kind == "slurm step" else []
-    )  # beside the step that this process is in
+    inside = ["--overlap"] if allocation.kind == "slurm step" else []  # beside the step that this process is in
     counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
     return ["srun", *inside, *counts, *flags]
 

@@ -167,13 +167,9 @@ def _srun(where, ranks_per_node, environ):
 def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
     mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
     if not mpiexec:
-        raise StartError(
-            "no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun"
-        )
+        raise StartError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
     flags = words_of(environ, "MPIEXEC_FLAGS")
-    per_node = (
-        ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
-    )
+    per_node = ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
     if any(flag.partition("=")[0] in PER_NODE for flag in flags):  # the site says it in its own way
         per_node = []
     return [*mpiexec, "-n", str(where.num_nodes * ranks_per_node), *per_node, *flags]
@@ -213,15 +209,11 @@ def main(argv=None, description=None, refuse_flags=None):
     )
     parser.add_argument("--nproc", type=_at_least(1), metavar="N", help="ranks per node")
     parser.add_argument("--dry-run", action="store_true", help="print the command and end")
-    parser.add_argument(
-        "--timeout", type=_at_least(1), metavar="S", help="end a run that prints nothing for S seconds"
-    )
+    parser.add_argument("--timeout", type=_at_least(1), metavar="S", help="end a run that prints nothing for S seconds")
     parser.add_argument(
         "--retries", type=_at_least(0), default=0, metavar="K", help="start a failed run again, up to K times"
     )
-    parser.add_argument(
-        "--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here"
-    )
+    parser.add_argument("--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here")
     args = parser.parse_args(argv[:at])
     if not args.program.is_file():
         parser.error(f"there is no program {args.program}; flags of the program come after `--`")
@@ -266,9 +258,7 @@ def _once(command, environ, idle_s):
         return status, heard, f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}" * killed
     if status != 1:
         return status, heard, ""
-    if (
-        own_status == 0 and heard
-    ):  # the program left in order, and torchrun died of the signal that it had passed on
+    if own_status == 0 and heard:  # the program left in order, and torchrun died of the signal that it had passed on
         return 0, heard, f"launch.py: left in good order on {signal.Signals(heard).name}"
     if own_status is None and heard == signal.SIGINT:
         own_status, why = INTERRUPTED, "launch.py: ended by Ctrl-C"

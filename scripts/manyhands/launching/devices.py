@@ -159,9 +159,7 @@ def threads(kind: str, offer: dict, neighbours: list[dict]) -> int:
     Ranks that share cores get one thread each on the CPU: more would only take turns on the same cores.
     """
     granted = cores(offer)
-    if (
-        kind != "cpu"
-    ):  # they feed a GPU, and no result depends on how many they are: only shared cores are divided
+    if kind != "cpu":  # they feed a GPU, and no result depends on how many they are: only shared cores are divided
         sharing = sum(not set(offer["cpus"]).isdisjoint(neighbour["cpus"]) for neighbour in neighbours)
         return max(1, int(min(len(offer["cpus"]) // sharing, offer["quota"] / len(neighbours))))
     bound = [cpu for neighbour in neighbours for cpu in neighbour["cpus"]]

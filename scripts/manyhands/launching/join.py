@@ -34,9 +34,7 @@ from manyhands.runs.exit_status import say_nothing_yet, say_status
 from manyhands.runs.ranks import Ranks, joined, remember
 from manyhands.runs.screen import write
 
-PATIENCE_S = (
-    10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
-)
+PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 NOTEBOOK_S = 3600  # more than the --timeout of any cell
 _again = {}  # the arguments of the last join, until the lesson leaves

@@ -45,12 +45,8 @@ OPENMPI = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-NOTEBOOK = tuple(
-    f"MANYHANDS_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MPI")
-)
-NO_RANK_STEPS = (
-    4294967280  # Slurm's step ids from here on are batch scripts, interactive shells and their like
-)
+NOTEBOOK = tuple(f"MANYHANDS_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MPI"))
+NO_RANK_STEPS = 4294967280  # Slurm's step ids from here on are batch scripts, interactive shells and their like
 
 
 def resolve(environ: Mapping[str, str]) -> Place:
@@ -89,17 +85,13 @@ def _torchrun(environ):
     )
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     key = f"{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Place(
-        "torchrun", rank, size, local_rank, local_size, _address(environ, cure), port, False, agent, key
-    )
+    return Place("torchrun", rank, size, local_rank, local_size, _address(environ, cure), port, False, agent, key)
 
 
 def _openmpi(environ):
     if not any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
         return None
-    return Place(
-        "openmpi", *_numbers(environ, "Open MPI", OPENMPI, "start the script with `mpiexec -n 4`"), mpi=True
-    )
+    return Place("openmpi", *_numbers(environ, "Open MPI", OPENMPI, "start the script with `mpiexec -n 4`"), mpi=True)
 
 
 def _pals(environ):
@@ -215,9 +207,7 @@ def _address(environ, cure):
 def _checked(place):
     who, rank, size = place.launcher, place.rank, place.world_size
     if size is not None and rank >= size:
-        raise LaunchError(
-            f"{who} says rank {rank} of {size}, but ranks run from 0 to {size - 1}; unset its variables"
-        )
+        raise LaunchError(f"{who} says rank {rank} of {size}, but ranks run from 0 to {size - 1}; unset its variables")
     if place.local_rank is None and size == 1:
         return replace(place, local_rank=0, local_world_size=1)
     local = place.local_world_size

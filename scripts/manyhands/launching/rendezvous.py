@@ -24,9 +24,7 @@ from manyhands.launching.allocation import loopback_mpi
 from manyhands.launching.launchers import LaunchError, Place
 
 _joins = count()  # a store at a known address outlives a join: each join has a corner of its own in it
-_stores: dict[
-    tuple[str, int], dist.Store
-] = {}  # those: rank 0 must not close one while others come back to it
+_stores: dict[tuple[str, int], dist.Store] = {}  # those: rank 0 must not close one while others come back to it
 
 
 class Unreachable(LaunchError):
@@ -63,9 +61,7 @@ def _tcp_store(place, address, port, listener, timeout_s):
     served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
     patience = timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(
-            address, port, place.world_size, timeout=patience, wait_for_workers=False, **served
-        )
+        return dist.TCPStore(address, port, place.world_size, timeout=patience, wait_for_workers=False, **served)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
         raise Unreachable(
             f"rank {place.rank} did not reach rank 0 at {address}:{port} within {timeout_s:g} s;"
@@ -80,9 +76,7 @@ def ask_mpi(place: Place) -> Place:
     """
     mpi = import_mpi(place)
     world = mpi.COMM_WORLD
-    if (
-        place.world_size is None and world.size == 1
-    ):  # each process is alone, and the others do not know of it
+    if place.world_size is None and world.size == 1:  # each process is alone, and the others do not know of it
         raise Unreachable(
             f"{place.launcher} started this process as rank {place.rank} and does not say of how many, and MPI says rank 0"
             f" of 1: the launcher and mpi4py ({mpi.get_vendor()[0]}) belong to different MPIs;"
@@ -113,9 +107,7 @@ def import_mpi(place: Place):
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; ours carries what lies on the host alone.
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # mpi4py warns of a foreign launcher on each rank; `ask_mpi` says it once
+        with warnings.catch_warnings():  # mpi4py warns of a foreign launcher on each rank; `ask_mpi` says it once
             warnings.simplefilter("ignore", RuntimeWarning)
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -132,8 +124,6 @@ def _listen(address, port):
     try:
         listener.bind((address, port))
     except OSError as error:
-        raise Unreachable(
-            f"rank 0 cannot listen on {address}:{port} ({error.strerror}); start again"
-        ) from error
+        raise Unreachable(f"rank 0 cannot listen on {address}:{port} ({error.strerror}); start again") from error
     listener.listen(1024)
     return listener

@@ -20,9 +20,7 @@ def quota_cores(root="/sys/fs/cgroup", membership="/proc/self/cgroup") -> float:
     A limit anywhere above holds too, so the smallest on the way up to the root counts.
     """
     try:
-        own = next(
-            line.split("::", 1)[1] for line in Path(membership).read_text().splitlines() if "::" in line
-        )
+        own = next(line.split("::", 1)[1] for line in Path(membership).read_text().splitlines() if "::" in line)
     except (OSError, StopIteration):
         own = "/"
     folder, least = Path(root) / own.strip("/"), math.inf

@@ -54,9 +54,7 @@ class Family:
             try:
                 environ = process.environ()
                 if environ.get(self.variable) != self.mark:
-                    if (
-                        environ or process.create_time() < self._since_s
-                    ):  # it is empty for a moment during exec
+                    if environ or process.create_time() < self._since_s:  # it is empty for a moment during exec
                         self._strangers.add(process)
                 elif _alive(process) and process.pid != os.getpid():
                     found.append(process)

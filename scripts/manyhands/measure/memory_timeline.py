@@ -110,9 +110,7 @@ class MemoryTimeline:
             self._hook.remove()
         if self.device.type == "cuda":
             self.allocator_peak = torch.cuda.max_memory_allocated(self.device)
-        self.samples = [
-            Sample(phase, {kind: held[kind] for kind in KINDS}) for phase, held in self._storages.replay()
-        ]
+        self.samples = [Sample(phase, {kind: held[kind] for kind in KINDS}) for phase, held in self._storages.replay()]
 
     def _look_around(self, born=True):
         """Mark the gradients that are there now."""

@@ -79,6 +79,4 @@ def gather(spans, ranks, group=None):
     dist.gather_object(list(spans), everyone, group=group, group_dst=0)
     if rank != 0:
         return None
-    return sorted(
-        (span for part in everyone for span in part), key=lambda span: (span.rank, span.start_s, span.end_s)
-    )
+    return sorted((span for part in everyone for span in part), key=lambda span: (span.rank, span.start_s, span.end_s))

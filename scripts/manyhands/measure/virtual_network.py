@@ -110,9 +110,7 @@ class VirtualNetwork:
         """Virtual work: the clock moves by `seconds` (times this rank's slowdown), nothing else happens."""
         factor = self._slowdown(self.rank, self._step)
         if seconds < 0 or not 0 < factor < math.inf:
-            raise ValueError(
-                f"compute takes {factor} x {seconds} s; time does not run backwards, nor stand still"
-            )
+            raise ValueError(f"compute takes {factor} x {seconds} s; time does not run backwards, nor stand still")
         self._move("compute", name, self.clock_s, self.clock_s + factor * seconds)
 
     @contextmanager
@@ -217,9 +215,7 @@ class VirtualNetwork:
         dist.all_gather_object(everyone, self.steps, group=self.group)
         counts = [len(steps) for steps in everyone]
         if len(set(counts)) > 1:
-            raise ValueError(
-                f"ranks made {counts} steps; put `with net.step(i):` around each step of every rank"
-            )
+            raise ValueError(f"ranks made {counts} steps; put `with net.step(i):` around each step of every rank")
         if self.rank != 0:
             return None
         return {kind: [[step[kind] for step in steps] for steps in everyone] for kind in (*LANES, "total")}
@@ -256,7 +252,5 @@ class VirtualNetwork:
 def _of_ranks(factors, world_size):
     """{rank: factor} as a function of rank and step."""
     if strangers := [rank for rank in factors if rank not in range(world_size)]:
-        raise ValueError(
-            f"slowdown names rank {strangers[0]}, but the {world_size} ranks are 0 to {world_size - 1}"
-        )
+        raise ValueError(f"slowdown names rank {strangers[0]}, but the {world_size} ranks are 0 to {world_size - 1}")
     return lambda rank, step: factors.get(rank, 1.0)

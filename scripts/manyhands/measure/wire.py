@@ -63,9 +63,7 @@ class Seen:
 
     calls: list[Call] = field(default_factory=list)
     transport_bytes: int | None = None
-    over_sockets: bool = (
-        True  # no tensor of a GPU was sent: NCCL takes NVLink, shared memory or a card of its own
-    )
+    over_sockets: bool = True  # no tensor of a GPU was sent: NCCL takes NVLink, shared memory or a card of its own
 
     @property
     def messages(self):

@@ -61,9 +61,7 @@ class Hands:
         self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
         reason = login_node() if self.allocation.kind == "local" else None
         if reason and (self.world_size > 2 or self.mpi):
-            print(
-                f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more."
-            )
+            print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")
             self.world_size, self.mpi = min(self.world_size, 2), False
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
@@ -97,12 +95,8 @@ class Hands:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
-            took = (
-                "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
-            )
-            print(
-                f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all."
-            )
+            took = "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
+            print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
 
     def _wait_for_engines(self):
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -81,15 +81,11 @@ def start_lab(open_browser):
     course = course_here()
     lessons = [lesson for lesson in find_lessons(course) if lesson.notebook.exists()]
     if not lessons:
-        raise ValueError(
-            f"there are no notebooks below {course}; run `make sync`, or start in the course's folder"
-        )
+        raise ValueError(f"there are no notebooks below {course}; run `make sync`, or start in the course's folder")
     _ask_no_questions()
     os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # not another checkout's kernel of the same name
     # in its terminals `python` and `mpiexec` are the course's
-    os.environ["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    )
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
         f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",    ]  # fmt: skip
@@ -108,15 +104,11 @@ def _ask_no_questions():
         return
     with suppress(OSError):  # somebody else's environment
         page_config.parent.mkdir(parents=True, exist_ok=True)
-        page_config.write_text(
-            '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}\n'
-        )
+        page_config.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}\n')
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("actions", nargs="+", choices=["remember", "kernel", "lab"])
     parser.add_argument(
         "--user", action="store_true", help="the kernel is for this user's JupyterLab, wherever it runs"

@@ -137,9 +137,7 @@ def _text_bundle(rows):
     """Rows (label, colour, text) as HTML and as plain text, which says the same without colour."""
     width = max(len(label) for label, _, _ in rows)
     plain = "\n".join(
-        f"{label:<{width}} | {text_line}"
-        for label, _, text in rows
-        for text_line in _ANSI.sub("", text).split("\n")
+        f"{label:<{width}} | {text_line}" for label, _, text in rows for text_line in _ANSI.sub("", text).split("\n")
     )
     cells = "".join(
         f'<div style="{_bar(colour)};white-space:nowrap">{label}</div>'
@@ -235,18 +233,12 @@ def _place(place):
     if place is None:
         return "between two steps"
     doing = f"waiting in {place['call']}, " if place["call"] else ""
-    return (
-        f"{doing}line {place['line']}: {place['source']}"
-        if place["line"]
-        else doing.rstrip(", ") or "running"
-    )
+    return f"{doing}line {place['line']}: {place['source']}" if place["line"] else doing.rstrip(", ") or "running"
 
 
 def _outlook(result):
     if result.dead:
-        return (
-            "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
-        )
+        return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
     if result.restarted:
         held = f" ({ranks_label(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
         return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."

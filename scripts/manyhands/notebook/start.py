@@ -45,11 +45,7 @@ def other_course(root=ROOT):
     copy.
     """
     here = Path.cwd().resolve().parent
-    if (
-        not (root / "pyproject.toml").is_file()
-        or not (here / "scripts" / "manyhands").is_dir()
-        or here == root
-    ):
+    if not (root / "pyproject.toml").is_file() or not (here / "scripts" / "manyhands").is_dir() or here == root:
         return ""
     return (
         f'This notebook lies in {here}, but its kernel "Many Hands" runs the course in {root}. '

@@ -222,9 +222,7 @@ class DeepSpeedParallel(Strategy):
             if not state:
                 state["step"] = torch.zeros((), device=flat.device)
                 state |= {slot: torch.zeros_like(flat) for slot in MOMENTS}
-        if (
-            self.stage < 3
-        ):  # DeepSpeed finds the parts of the first group only: it looks before the others have stepped
+        if self.stage < 3:  # DeepSpeed finds the parts of the first group only: it looks before the others have stepped
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
         return True

@@ -110,9 +110,7 @@ def _collect_by_size(module, least, found):
     """Append modules of at least `least` parameters to `found`, inner ones first; returns how many are left over."""
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     left += sum(_collect_by_size(child, least, found) for child in module.children())
-    if left < least or isinstance(
-        module, (torch.nn.ModuleList, torch.nn.ModuleDict)
-    ):  # lists are never called
+    if left < least or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):  # lists are never called
         return left
     found.append(module)
     return 0

@@ -60,9 +60,7 @@ class MeshStrategy(Strategy):
         if layout.tensor > 1:
             from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 
-            apply_tensor_parallel(
-                model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel
-            )
+            apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         recompute(model, parallel.recompute)
         if self.options.train.compile:
             # FSDP's hooks stand around each block: a graph across them would be cut there anyway
@@ -94,9 +92,7 @@ class MeshStrategy(Strategy):
 
     def forward_backward_by(self, loss_of, tensors, timer=None):
         if self.stages or self.options.parallel.loss_parallel:
-            raise ValueError(
-                "no rank of a pipeline, or under loss_parallel, holds whole logits; leave them out"
-            )
+            raise ValueError("no rank of a pipeline, or under loss_parallel, holds whole logits; leave them out")
         return self._forward_backward(loss_of, tensors, timer)
 
     def _forward_backward(self, loss_of, tensors, timer):
@@ -194,9 +190,7 @@ class MeshStrategy(Strategy):
     def _micro_batches(self, *tensors):
         count, b = self.layout.micro_batches, len(tensors[0])
         if b % count:
-            raise ValueError(
-                f"{b} sequences do not split into {count} micro-batches; use a multiple of {count}"
-            )
+            raise ValueError(f"{b} sequences do not split into {count} micro-batches; use a multiple of {count}")
         for share in zip(*(tensor.split(b // count) for tensor in tensors), strict=True):
             self.moved()
             yield share

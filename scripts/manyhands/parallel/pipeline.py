@@ -87,9 +87,7 @@ class Stages:
         self._refuse_shape(*ids_bT.shape)
         count = self.layout.micro_batches
         targets = targets_bT.chunk(count)
-        return self._sum(
-            self._forward(ids_bT.chunk(count), lambda i, logits: self._share_of_loss(logits, targets[i]))
-        )
+        return self._sum(self._forward(ids_bT.chunk(count), lambda i, logits: self._share_of_loss(logits, targets[i])))
 
     @torch.no_grad()
     def logits(self, ids_BT):

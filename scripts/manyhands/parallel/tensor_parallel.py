@@ -49,9 +49,7 @@ def apply_tensor_parallel(model, tensor_mesh, sequence_parallel=False, loss_para
             plan["positions"] = _OwnPositions()
     if len(model.blocks):
         for part, first, last in (("attention", "qkv", "out"), ("mlp", "up", "down")):
-            plan[f"blocks.*.{part}"] = PrepareModuleInput(
-                input_layouts=between, desired_input_layouts=Replicate()
-            )
+            plan[f"blocks.*.{part}"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
             plan[f"blocks.*.{part}.{first}"] = ColwiseParallel()
             plan[f"blocks.*.{part}.{last}"] = RowwiseParallel(output_layouts=between)
         if sequence_parallel:
@@ -132,9 +130,7 @@ def _pad_positions(model, t):
         ids_BT, *targets = args
         odd = -ids_BT.shape[1] % t
         if odd and targets and targets[0] is not None:
-            raise ValueError(
-                f"{ids_BT.shape[1]} positions do not split over {t} tensor ranks; use a multiple of {t}"
-            )
+            raise ValueError(f"{ids_BT.shape[1]} positions do not split over {t} tensor ranks; use a multiple of {t}")
         model.padded = odd
         return (F.pad(ids_BT, (0, odd)), *targets) if odd else args
 

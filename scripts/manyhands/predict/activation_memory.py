@@ -185,12 +185,7 @@ def _kept(config, layout, options, a_layer):
         return a_layer, 0
     tokens = sequences_at_once(layout, options) * config.block_size
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
-    kept = (
-        tokens
-        * config.n_embd
-        * weight_bytes(options)
-        / (layout.tensor if options.parallel.sequence_parallel else 1)
-    )
+    kept = tokens * config.n_embd * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave
         inside, outside = _products(config)
         share = inside / layout.tensor + outside

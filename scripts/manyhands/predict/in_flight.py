@@ -28,9 +28,7 @@ def held_at_once(schedule, n_layer, p, m, v=1):
         most = min(m, 2 * p)
         return (most * sum(layers[0]), 1), (most * sum(layers[1]), 1)
     m = min(m, 4 * p)  # more change nothing: it is a steady state
-    first, last = (
-        _held(order_of(schedule, rank, p, m, v), p, of) for rank, of in zip((0, p - 1), layers, strict=True)
-    )
+    first, last = (_held(order_of(schedule, rank, p, m, v), p, of) for rank, of in zip((0, p - 1), layers, strict=True))
     return (first[0], 0), last
 
 

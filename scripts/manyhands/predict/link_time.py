@@ -81,9 +81,7 @@ class Group:
             operation == "all_to_all"
         ):  # both kinds of links work at once, and each GPU has its share of the node's cards
             sent, machine = self.sent(operation, payload_bytes), self.machine
-            slowest_s = max(
-                sent.inside / machine.inside_bytes_per_s, sent.between / machine.between_bytes_per_s
-            )
+            slowest_s = max(sent.inside / machine.inside_bytes_per_s, sent.between / machine.between_bytes_per_s)
             return slowest_s / self.link_share + latency_s
         return self._volume(operation, payload_bytes) / self.bytes_per_s + latency_s
 

@@ -83,9 +83,7 @@ MACHINES = {
 def machine_named(name):
     """The Machine of the table. Raises ValueError for an unknown name."""
     if name not in MACHINES:
-        raise ValueError(
-            f"machine {name!r} is unknown; use one of {', '.join(MACHINES)}, or a file that ends in .toml"
-        )
+        raise ValueError(f"machine {name!r} is unknown; use one of {', '.join(MACHINES)}, or a file that ends in .toml")
     return MACHINES[name]
 
 

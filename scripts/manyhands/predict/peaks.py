@@ -51,9 +51,7 @@ def dense_peak(device, precision):
     import torch  # late: who asks by name needs none
 
     properties = torch.get_device_module(device).get_device_properties(device)
-    units = getattr(properties, "multi_processor_count", None) or getattr(
-        properties, "max_compute_units", None
-    )
+    units = getattr(properties, "multi_processor_count", None) or getattr(properties, "max_compute_units", None)
     if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
     return listed_peak(properties.name, units, precision)

@@ -203,9 +203,7 @@ def simulate(orders, times=TIMES, message=0, needs=needs):
 def _round_size(p, m):
     rounds = max(1, m // p)
     if m % rounds:
-        raise ValueError(
-            f"{m} micro-batches do not split into {rounds} equal rounds; use a multiple of p={p}"
-        )
+        raise ValueError(f"{m} micro-batches do not split into {rounds} equal rounds; use a multiple of p={p}")
     return m // rounds
 
 

@@ -62,11 +62,7 @@ def start_lines(question, candidate):
     words, gpus = shlex.join(flags), question.gpus
     per_node = min(int(question.machine.gpus_per_node), gpus)
     # the dry run does not take off what offload keeps in the host's memory
-    room = (
-        ""
-        if candidate.options.parallel.offload
-        else f" --gpu-gib {question.machine.memory_bytes / 2**30:.0f}"
-    )
+    room = "" if candidate.options.parallel.offload else f" --gpu-gib {question.machine.memory_bytes / 2**30:.0f}"
     lines = [("check it", f"python scripts/train.py {words} --ranks {gpus}{room} --dry-run")]
     if gpus == 1:
         return [*lines, ("run it", f"python scripts/train.py {words}")]

@@ -72,9 +72,7 @@ class Question:
     def _refuse_context(self):
         context, positions = self.context, self.model.block_size
         if context < 1 or self.gpus % context:
-            raise ValueError(
-                f"context={context} does not split {self.gpus} GPUs; use a divisor of {self.gpus}"
-            )
+            raise ValueError(f"context={context} does not split {self.gpus} GPUs; use a divisor of {self.gpus}")
         if context > 1 and positions % (2 * context):
             raise ValueError(
                 f"{positions} positions do not split into 2 x {context} equal pieces for {context} context ranks; use fewer"
@@ -145,11 +143,7 @@ def families(question, recompute=RECOMPUTE, most_micro_batch=LARGEST_MICRO_BATCH
 def base_options(model):
     """The Options that a command line starts from: the model's preset, or nano with the model's sizes."""
     options = from_preset(model.name) if model.name in PRESETS else from_preset("nano")
-    sizes = {
-        f.name: getattr(model, f.name)
-        for f in fields(ModelOptions)
-        if f.name not in ("dropout", "vocab_size")
-    }
+    sizes = {f.name: getattr(model, f.name) for f in fields(ModelOptions) if f.name not in ("dropout", "vocab_size")}
     vocabulary = options.model.vocab_size if model.name in PRESETS else model.vocab_size
     return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
 

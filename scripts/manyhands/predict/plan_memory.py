@@ -30,10 +30,10 @@ class PlannedBytes:
     copies: int  # autocast's, in low precision
     gathered: int  # FSDP: weights of other ranks that are here for the moment
     activations: int
-    accumulated: int  # FSDP with several micro-batches: gradients of whole units, which are summed over ranks at the last one
-    momentary: (
-        int  # logits and their gradient in 32 bits; under FSDP the whole gradient of a unit before it is cut
+    accumulated: (
+        int  # FSDP with several micro-batches: gradients of whole units, which are summed over ranks at the last one
     )
+    momentary: int  # logits and their gradient in 32 bits; under FSDP the whole gradient of a unit before it is cut
     offload: bool = False
 
     @property
@@ -91,9 +91,7 @@ def _at_rest(
 ):
     found = []
     for rank in sorted(set(stages_of_ranks(model.n_layer, pipeline, stages_per_rank))):  # many are alike
-        stages = [
-            (layers, *_shares(model, tensor, expert, is_first, is_last)) for layers, is_first, is_last in rank
-        ]
+        stages = [(layers, *_shares(model, tensor, expert, is_first, is_last)) for layers, is_first, is_last in rank]
         if kind == "fsdp":
             found.append(_fsdp(stages, shard, expert, keeps_gathered, size, low, moments))
         else:
@@ -202,9 +200,7 @@ def accumulated_bytes(model, layout, options):
     ranks = layout.replicate * layout.shard
     if layout.data_by(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
         return 0
-    numbers, experts = rank_parameters(
-        model, layout.tensor, layout.pipeline, layout.stages_per_rank, layout.expert
-    )
+    numbers, experts = rank_parameters(model, layout.tensor, layout.pipeline, layout.stages_per_rank, layout.expert)
     if layout.expert == ranks:  # no other rank has these experts: nothing is to be summed
         numbers -= experts
     return numbers * weight_bytes(options)

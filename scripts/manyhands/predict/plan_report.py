@@ -60,8 +60,7 @@ def _table(plans):
     wide = max(len(name) for name in names) + 1
     columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
     return [f"{'':4}{'layout':{wide}}{columns}"] + [
-        f"{i + 1:2}. {name:{wide}}{_columns(one)}"
-        for i, (name, one) in enumerate(zip(names, plans, strict=True))
+        f"{i + 1:2}. {name:{wide}}{_columns(one)}" for i, (name, one) in enumerate(zip(names, plans, strict=True))
     ]
 
 
@@ -108,9 +107,7 @@ def _best(answer):
     held = {kind: size for kind, size in best.held.by_kind().items() if size}
     kinds = ", ".join(f"{kind} {_gb(size)}" for kind, size in held.items())
     parts = ", ".join(
-        f"{part} {seconds:.2g}"
-        for part, seconds in best.time.by_part().items()
-        if seconds > best.step_s / 500
+        f"{part} {seconds:.2g}" for part, seconds in best.time.by_part().items() if seconds > best.step_s / 500
     )
     host = f", of which {best.held.on_host / GB:.1f} rest in the host's memory" if best.held.offload else ""
     lines = [
@@ -149,9 +146,7 @@ def _routing(question, best):
     if model.n_expert == 1:
         return []
     if expert == 1:
-        said = (
-            "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
-        )
+        said = "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
     elif model.capacity is not None:
         said = f"balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
     else:
@@ -179,9 +174,7 @@ def _nothing_fits(answer):
     if not any("GB per GPU" in sentence for sentence in reasons):
         return ["No layout is possible.", ""]
     number = smallest_fit(question)
-    said = (
-        f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
-    )
+    said = f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
     return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
 
 

@@ -39,12 +39,8 @@ def planned_work(model, layout, options, sharing):
     split = layout.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
     repeats = 2 if split else 1  # torch recomputes a layer for each of the two halves of its backward
     forwards = 1 + repeats * (parallel.recompute == "block")
-    routed = (
-        model.routed if layout.expert > 1 else 1.0
-    )  # summed over tensor ranks before or after tokens come back
-    keys_values = (
-        sequences * model.block_size * 2 * model.kv_width / tensor
-    )  # numbers in one layer, of whole sequences
+    routed = model.routed if layout.expert > 1 else 1.0  # summed over tensor ranks before or after tokens come back
+    keys_values = sequences * model.block_size * 2 * model.kv_width / tensor  # numbers in one layer, of whole sequences
     return Work(
         tensor=tensor,
         pipeline=layout.pipeline,
@@ -85,11 +81,7 @@ def planned_work(model, layout, options, sharing):
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer,
         # to the experts and back, in the forward and in the backward; positions are split over the tensor ranks, or not
         exchange_calls=layers * 2 * (forwards + 1),
-        exchange_payload=tokens
-        * model.routed
-        * model.n_embd
-        * low
-        / (tensor if parallel.sequence_parallel else 1),
+        exchange_payload=tokens * model.routed * model.n_embd * low / (tensor if parallel.sequence_parallel else 1),
     )
 
 

@@ -144,9 +144,7 @@ class PlannedModel:
     def num_params(self):
         """Parameters, by the shapes; of a gpt as `GPTConfig.num_params` has them."""
         once = self.front_weights() + self.back_weights()
-        return self.n_layer * sum(prod(w.shape) for w in self.layer_weights()) + sum(
-            prod(w.shape) for w in once
-        )
+        return self.n_layer * sum(prod(w.shape) for w in self.layer_weights()) + sum(prod(w.shape) for w in once)
 
     def active_params(self):
         """Of them, what one token passes through: all but the experts that it is not sent to."""

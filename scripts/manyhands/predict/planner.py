@@ -57,9 +57,7 @@ class Answer:
     """What `plan` found."""
 
     question: Question
-    ranked: tuple[
-        Plan, ...
-    ]  # one of each family that fits: the recommended plan, then the others, the fastest first
+    ranked: tuple[Plan, ...]  # one of each family that fits: the recommended plan, then the others, the fastest first
     fastest_s: float  # a step of the fastest plan of all: `best` may take up to CLOSE times as long
     refused: tuple[tuple[str, str], ...]
     tried: int  # layouts, variants of families included
@@ -93,9 +91,7 @@ def plan(question, assumed=None):
     if not plans:
         return Answer(question, (), float("inf"), tuple(refused), tried)
     best, fastest_s = _simplest([one for fitting in plans.values() for one in fitting])
-    others = [
-        min(fitting, key=lambda one: one.step_s) for name, fitting in plans.items() if name != best.name
-    ]
+    others = [min(fitting, key=lambda one: one.step_s) for name, fitting in plans.items() if name != best.name]
     ranked = (best, *sorted(others, key=lambda one: one.step_s))
     return Answer(question, ranked, fastest_s, tuple(refused), tried, _by_schedule(ranked, plans))
 
@@ -124,9 +120,7 @@ def _timed(question, candidate, held, assumed=None):
     time = step_time(work, machine, assumed)
     tokens = question.global_batch * model.block_size
     flops_per_s = model.flops_per_token() * tokens / time.total_s
-    return Plan(
-        candidate, held, time, flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s
-    )
+    return Plan(candidate, held, time, flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s)
 
 
 def _simplest(plans):
@@ -200,16 +194,14 @@ def weakest_assumption(question, best):
         ),
     }
     if best.candidate.layout.pipeline > 1 and best.candidate.options.parallel.schedule in SPLIT_BACKWARD:
-        doubts["the two halves of a backward take as long as a forward each; if they fill no bubble"] = (
-            replace(a, halves_fill=False)
+        doubts["the two halves of a backward take as long as a forward each; if they fill no bubble"] = replace(
+            a, halves_fill=False
         )
     if best.candidate.layout.expert > 1 and question.model.capacity is None:
-        doubts["tokens spread evenly over the experts; if the busiest rank's experts get twice as many"] = (
-            replace(a, routing=2.0)
+        doubts["tokens spread evenly over the experts; if the busiest rank's experts get twice as many"] = replace(
+            a, routing=2.0
         )
-    seconds = {
-        said: _timed(question, best.candidate, best.held, changed).step_s for said, changed in doubts.items()
-    }
+    seconds = {said: _timed(question, best.candidate, best.held, changed).step_s for said, changed in doubts.items()}
     worst = max(seconds, key=seconds.get)
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
 

@@ -19,8 +19,7 @@ def published_text():
         lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
         lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
         lines += [
-            f"  assumed, as the source leaves it open: {said}"
-            for said in dict.fromkeys(run.assumed for run in runs)
+            f"  assumed, as the source leaves it open: {said}" for said in dict.fromkeys(run.assumed for run in runs)
         ]
     return "\n".join(lines)
 

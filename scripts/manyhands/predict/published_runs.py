@@ -45,7 +45,9 @@ class PublishedRun:
 NARAYANAN = "Narayanan et al. 2021, arXiv:2104.04473, table 1"
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, table 5"
 SMITH = "Smith et al. 2022, arXiv:2201.11990, section 2.4"
-BLOOM = "BigScience 2022, https://huggingface.co/bigscience/bloom and https://huggingface.co/blog/bloom-megatron-deepspeed"
+BLOOM = (
+    "BigScience 2022, https://huggingface.co/bigscience/bloom and https://huggingface.co/blog/bloom-megatron-deepspeed"
+)
 LLAMA = "Grattafiori et al. 2024, arXiv:2407.21783, table 4"
 
 

@@ -82,9 +82,7 @@ def _of_rank(config, layout, options, pipeline_rank):
 def _shapes(models, layout):
     """{weight: shape of this rank's tensor share}; DTensor gives the first ranks the larger parts."""
     return {
-        weight: tuple(
-            ceil(n / layout.tensor) if d == _tensor_dim(name) else n for d, n in enumerate(weight.shape)
-        )
+        weight: tuple(ceil(n / layout.tensor) if d == _tensor_dim(name) else n for d, n in enumerate(weight.shape))
         for model in models
         for name, weight in model.named_parameters()
     }
@@ -159,9 +157,7 @@ def _at_once(model, counts, wrapping):
     """Numbers that are whole at the same time: the root's, and the most of a unit with the units around it."""
     parts = [sum(counts[p] for p in part) for part in parameters_by_unit(model, wrapping)]
     inside = [{inner for module in unit for inner in module.modules()} for unit in units(model, wrapping)]
-    nests = [
-        sum(parts[j] for j in range(i, len(inside)) if inside[i] <= inside[j]) for i in range(len(inside))
-    ]
+    nests = [sum(parts[j] for j in range(i, len(inside)) if inside[i] <= inside[j]) for i in range(len(inside))]
     return parts[-1] + max(nests, default=0)
 
 

@@ -94,9 +94,7 @@ def residuals(points):
         found += [row["val_loss"] - float(optimum.curve(row["params"])) for row in rows]
     free = len(found) - 3 * len(fitted)
     if free < 1:
-        raise ValueError(
-            f"{len(found)} points leave nothing to judge the noise by; use more than 3 per budget"
-        )
+        raise ValueError(f"{len(found)} points leave nothing to judge the noise by; use more than 3 per budget")
     return math.sqrt(sum(r * r for r in found) / free), found
 
 
@@ -124,11 +122,8 @@ def spread(points, draws=1000, share=0.9, seed=0, ahead=10.0):
             continue
         found.append((law.exponent, *law.at(target)))
     if not found:
-        raise ValueError(
-            "no draw had a lowest point in each budget: the noise is as large as the curves are deep"
-        )
+        raise ValueError("no draw had a lowest point in each budget: the noise is as large as the curves are deep")
     edges = np.quantile(found, [(1 - share) / 2, (1 + share) / 2], axis=0)
     return {
-        name: (float(low), float(high))
-        for name, low, high in zip(("exponent", "params", "loss"), *edges, strict=True)
+        name: (float(low), float(high)) for name, low, high in zip(("exponent", "params", "loss"), *edges, strict=True)
     }

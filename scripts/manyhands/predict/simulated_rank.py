@@ -83,9 +83,7 @@ def _held(config, layout, options):
         for part in parts:
             if layout.tensor > 1:
                 parallel = options.parallel
-                apply_tensor_parallel(
-                    part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel
-                )
+                apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
             shard(part, mesh, options)
         model = torch.nn.ModuleList(parts)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

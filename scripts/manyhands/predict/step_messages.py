@@ -27,9 +27,7 @@ def tensor_s(work, machine, a, messages):
     calls, payload = work.tensor_calls, work.tensor_calls * work.tensor_payload
     total = work.micro_batches
     messages.append(
-        Message(
-            "tensor", "all_reduce", calls * total, payload * total, group.sent("all_reduce", payload) * total
-        )
+        Message("tensor", "all_reduce", calls * total, payload * total, group.sent("all_reduce", payload) * total)
     )
     return group.seconds("all_reduce", payload, calls)
 

@@ -24,9 +24,7 @@ MEMORY_PASSES = 2.22  # of each byte that is kept; fitted
 # Assumption: a layer's forward starts so many kernels, its backward twice as many, and the CPU starts one in so long; what a
 # GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
 KERNELS, KERNEL_S = 25, 5e-6
-OPTIMIZER_BYTES = (
-    32  # read and written per parameter in fp32: weight, gradient, two moments, and the gradient's norm
-)
+OPTIMIZER_BYTES = 32  # read and written per parameter in fp32: weight, gradient, two moments, and the gradient's norm
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,7 @@ def step_time(work, machine, assumed=None):
     m, messages = work.micro_batches, []
     flop_s = 1 / (machine.peak_flops * a.matmul_share)
     byte_s = a.memory_passes / machine.memory_bytes_per_s
-    more = (
-        a.routing - 1 if work.expert > 1 else 0.0
-    )  # a rank with all experts has all tokens, whoever gets them
+    more = a.routing - 1 if work.expert > 1 else 0.0  # a rank with all experts has all tokens, whoever gets them
     forward = work.layers_flops + more * work.expert_flops + work.head_flops
     kept_bytes = work.layers_bytes + more * work.expert_bytes + work.around_bytes
     forward_s = forward * flop_s + kept_bytes * byte_s

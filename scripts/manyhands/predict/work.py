@@ -64,6 +64,4 @@ class Work:
         if self.sharing == "copies":
             return self.parameters
         ranks = self.shard if self.sharing == "hybrid" else self.data
-        return (
-            self.parameters - self.expert_parameters
-        ) / ranks + self.expert_parameters * self.expert / ranks
+        return (self.parameters - self.expert_parameters) / ranks + self.expert_parameters * self.expert / ranks

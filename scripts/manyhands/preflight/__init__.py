@@ -108,20 +108,14 @@ def _write(output, results, root, seconds, argv):
     console = Console(highlight=False)
     for result in results:
         for sentence in result.differences:
-            console.print(
-                f"{result.lesson.name} metrics: {sentence}", style="bold red", soft_wrap=True, markup=False
-            )
+            console.print(f"{result.lesson.name} metrics: {sentence}", style="bold red", soft_wrap=True, markup=False)
         if result.stale:
-            console.print(
-                f"{result.lesson.name}: {result.stale}", style="bold red", soft_wrap=True, markup=False
-            )
+            console.print(f"{result.lesson.name}: {result.stale}", style="bold red", soft_wrap=True, markup=False)
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, markup=False)
     console.print(verdict, style="bold red" if state == "broken" else "bold green", soft_wrap=True)
     if recorded:
-        console.print(
-            f"recorded on GPUs, to copy into assets/recorded: {output / 'recorded'}", soft_wrap=True
-        )
+        console.print(f"recorded on GPUs, to copy into assets/recorded: {output / 'recorded'}", soft_wrap=True)
     console.print(f"report: {output / 'report.html'}", soft_wrap=True)
     return 1 if state == "broken" else 0
 

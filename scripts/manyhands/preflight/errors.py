@@ -90,9 +90,7 @@ def where_ranks_were(text):
     for rank, frames in sorted(stacks.items(), key=lambda item: (item[0] is None, item[0] or 0)):
         lesson = [i for i, (file, _, _) in enumerate(frames) if re.search(r"scripts/\d\d_\w+\.py$", file)]
         if lesson:
-            called = [
-                name for _, _, name in frames[: lesson[0]] if name != "wrapper"
-            ]  # torch wraps each collective
+            called = [name for _, _, name in frames[: lesson[0]] if name != "wrapper"]  # torch wraps each collective
             call = called[-1] if called else frames[lesson[0]][2].replace("<module>", "")
             who = "it" if rank is None else f"rank {rank}"
             parts.append(f"{who} in {call + ', ' if call else ''}line {frames[lesson[0]][1]}")

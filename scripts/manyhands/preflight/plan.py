@@ -33,15 +33,9 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
     notebooks, scripts = [], []
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
-        known = (
-            {parameter.name for parameter in read(lesson.script)}
-            if lesson.script.exists()
-            else set(parameters)
-        )
+        known = {parameter.name for parameter in read(lesson.script)} if lesson.script.exists() else set(parameters)
         if unknown := parameters.keys() - known:
-            raise ValueError(
-                f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have"
-            )
+            raise ValueError(f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have")
         own = folder / lesson.name
 
         def run(way, n, own=own, lesson=lesson, parameters=parameters):

@@ -42,9 +42,7 @@ class Watch:
         self._spinner = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console
         )
-        self._live = (
-            Live(Group(self._spinner, self._bar), console=self.console) if self.console.is_terminal else None
-        )
+        self._live = Live(Group(self._spinner, self._bar), console=self.console) if self.console.is_terminal else None
 
     def __enter__(self):
         if self._live:

@@ -17,8 +17,6 @@ def export_recorded(results, folder):
             if outcome.ok and outcome.metrics["device"] != "cpu" and outcome.metrics.get("conditions")
         ]
         if fit:
-            best = max(
-                fit, key=lambda outcome: (outcome.metrics["world_size"], outcome.run.way != "notebook")
-            )
+            best = max(fit, key=lambda outcome: (outcome.metrics["world_size"], outcome.run.way != "notebook"))
             paths.append(record(best.metrics, folder))
     return paths

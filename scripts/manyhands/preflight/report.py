@@ -153,9 +153,7 @@ def _card(folder, outcomes):
         colour = RANK_COLOURS[error.rank % len(RANK_COLOURS)]
         rank = f'<span class=rank style="border-color:{colour}">rank {error.rank}</span> '
     detail = f"<details><summary>the first error in full</summary><pre>{escape(error.detail)}</pre></details>"
-    again = "".join(
-        f"<p class=again>again: <code>{escape(command_again(o.run))}</code></p>" for o in outcomes
-    )
+    again = "".join(f"<p class=again>again: <code>{escape(command_again(o.run))}</code></p>" for o in outcomes)
     return (
         f"<article><h3>{escape(lesson.name)}: {escape(titles)}</h3><p class=first>{rank}{escape(error.says)}</p>"
         f"{detail if error.detail else ''}{again}</article>"
@@ -165,9 +163,7 @@ def _card(folder, outcomes):
 def command_again(run):
     """The command of this run alone, as one would type it, with all that this run was given."""
     flags = "".join(f" --{k.replace('_', '-')}={shlex.quote(str(v))}" for k, v in run.parameters.items())
-    hidden = (
-        "CUDA_VISIBLE_DEVICES= " if run.device == "cpu" else ""
-    )  # as the run was: a script takes what it sees
+    hidden = "CUDA_VISIBLE_DEVICES= " if run.device == "cpu" else ""  # as the run was: a script takes what it sees
     asked = f" --ranks {run.n_ranks}" if run.n_ranks else ""
     asked += f" --device {run.device}" if run.device else ""
     asked += " --short" if run.parameters.keys() - {"device"} else ""

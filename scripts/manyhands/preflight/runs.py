@@ -59,9 +59,7 @@ class Run:
     def missing(self):
         """Why this run cannot even start: a sentence, or ""."""
         if not self.source.exists():
-            return (
-                f"{self.source.relative_to(self.lesson.root)} is missing; `make sync` writes it from its pair"
-            )
+            return f"{self.source.relative_to(self.lesson.root)} is missing; `make sync` writes it from its pair"
         if self.way == "mpiexec" and mpi_launcher(1) is None:
             return "no mpiexec here: `pip install mpich`, or load the site's MPI module"
         return ""
@@ -142,9 +140,7 @@ class Run:
         if metrics is None:
             return FirstError("wrote no metrics.json, so there is nothing to compare")
         if self.device not in (None, metrics.get("device")):
-            return FirstError(
-                f"ran on {metrics.get('device')} although {self.device} was asked for: too few of them?"
-            )
+            return FirstError(f"ran on {metrics.get('device')} although {self.device} was asked for: too few of them?")
         return None
 
 
@@ -184,9 +180,7 @@ def write_page(notebook, page):
 
     with suppress(Exception):
         executed = nbformat.read(notebook, 4)
-        executed.metadata["language_info"] = (
-            LANGUAGE  # the kernel wrote IPython's, which does not colour our cells
-        )
+        executed.metadata["language_info"] = LANGUAGE  # the kernel wrote IPython's, which does not colour our cells
         body, _ = HTMLExporter(embed_images=True).from_notebook_node(executed)
         page.write_text(body, encoding="utf-8")
 
@@ -212,9 +206,7 @@ def append_rank_output(folder, log):
         rank = path.name.split(".")[0] if path.parent == folder else path.parent.name
         files.setdefault(int(rank), []).append(path)  # stdout first: the error is at the end
     with open(log, "a", encoding="utf-8") as whole:
-        for rank, paths in sorted(
-            files.items(), key=lambda item: (max(p.stat().st_mtime for p in item[1]), item[0])
-        ):
+        for rank, paths in sorted(files.items(), key=lambda item: (max(p.stat().st_mtime for p in item[1]), item[0])):
             for path in paths:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 whole.writelines(f"[{rank}] {line}\n" for line in lines)

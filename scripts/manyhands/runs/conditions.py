@@ -64,9 +64,7 @@ def commit(root=ROOT):
     """The commit of the course at `root`, and whether files differ from it: "1a2b3c4 with uncommitted changes". Or None."""
     git = ["git", "--no-optional-locks", "-C", str(root)]
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10
-        )
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
         changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None

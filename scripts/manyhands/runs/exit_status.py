@@ -13,7 +13,9 @@ STATUS_FILE = "MANYHANDS_STATUS_FILE"
 REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose numbers are none any more: the same seed would end there again
 INTERRUPTED = 130  # the status that shells give to what Ctrl-C ended
-MEMORY = "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
+MEMORY = (
+    "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
+)
 
 
 def say_status(status, why=""):

@@ -66,9 +66,7 @@ def beside(lesson, here, folder=None):
         rows.append([f"{label}, {unit}" if unit else label, *map(_shown, [value, *theirs])])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        )
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
     return "\n".join([line.rstrip() for line in lines] + [describe(run) for run in others])
@@ -101,14 +99,10 @@ def record(metrics, folder=None, name=None, cpu=False):
             "or record it all the same with --cpu"
         )
     if not metrics.get("conditions"):
-        raise ValueError(
-            f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again"
-        )
+        raise ValueError(f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again")
     name = name or default_name(metrics)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise ValueError(
-            f"name={name!r} is no plain word; use small letters, digits, - and _, such as h200x4"
-        )
+        raise ValueError(f"name={name!r} is no plain word; use small letters, digits, - and _, such as h200x4")
     facts = {**metrics, **metrics["conditions"], "name": name}
     content = {field: facts[field] for field in FIELDS}
     folder = folder or RECORDED
@@ -167,12 +161,8 @@ def main(argv=None):
         prog="python -m manyhands.runs.recorded_runs", description="Record a lesson's run on GPUs."
     )
     parser.add_argument("lesson", help="06 or 06_zero_fsdp")
-    parser.add_argument(
-        "--run", type=Path, metavar="FOLDER", help="the run's folder (default: the lesson's last one)"
-    )
-    parser.add_argument(
-        "--name", help="such as h200x4 (default: made of the hardware and the number of ranks)"
-    )
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="the run's folder (default: the lesson's last one)")
+    parser.add_argument("--name", help="such as h200x4 (default: made of the hardware and the number of ranks)")
     parser.add_argument("--cpu", action="store_true", help="record a run on a CPU all the same")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: assets/recorded")
     options = parser.parse_args(argv)
@@ -181,9 +171,7 @@ def main(argv=None):
         run = options.run or outputs_folder() / lesson / "latest"
         metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
         if metrics["lesson"] != lesson:
-            raise ValueError(
-                f"{run} is a run of {metrics['lesson']}, not of {lesson}; name another with --run"
-            )
+            raise ValueError(f"{run} is a run of {metrics['lesson']}, not of {lesson}; name another with --run")
         path = record(metrics, options.to, options.name, options.cpu)
     except FileNotFoundError as error:
         print(

@@ -78,12 +78,8 @@ class Answer:
             shown, finish = await self._more()
             pieces.append(shown)
         self.service.close(self.ticket, finish)
-        content = self.reply.whole(
-            "".join(pieces), finish, usage_of(self.ticket.sequence), self.ticket.version
-        )
-        return Response(
-            json.dumps(content), media_type="application/json", headers={"Cache-Control": "no-store"}
-        )
+        content = self.reply.whole("".join(pieces), finish, usage_of(self.ticket.sequence), self.ticket.version)
+        return Response(json.dumps(content), media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def write(self, first, send):
         """All events of a stream, from the first on."""

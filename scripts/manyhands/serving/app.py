@@ -123,9 +123,7 @@ def _add_the_rest(app, service, load):
         except CheckpointError as error:
             raise Refusal(409, str(error), "unreadable") from None
         losses = {name: loss for name, loss in vars(verdict).items() if name.endswith("loss")}
-        content = vars(verdict) | {
-            name: loss if loss and isfinite(loss) else None for name, loss in losses.items()
-        }
+        content = vars(verdict) | {name: loss if loss and isfinite(loss) else None for name, loss in losses.items()}
         content["serves"] = service.live.version
         return JSONResponse(content, status_code=200 if verdict.passed else 409)
 
@@ -179,9 +177,7 @@ def _handle_errors(app):
 
     @app.exception_handler(HTTPException)
     async def no_route(request, error):
-        refusal = Refusal(
-            error.status_code, f"{error.detail}; see /v1/models and /v1/chat/completions", "no_route"
-        )
+        refusal = Refusal(error.status_code, f"{error.detail}; see /v1/models and /v1/chat/completions", "no_route")
         return JSONResponse(refusal.content, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Gone)
@@ -191,9 +187,7 @@ def _handle_errors(app):
 
     @app.exception_handler(Exception)
     async def unexpected(request, error):
-        return JSONResponse(
-            Refusal(500, "the server has made a mistake; its log has it", "internal").content, 500
-        )
+        return JSONResponse(Refusal(500, "the server has made a mistake; its log has it", "internal").content, 500)
 
 
 class Log:

@@ -64,9 +64,7 @@ def asked_chat(body, words, limits, context):
     if not isinstance(messages, list) or not messages:
         raise invalid('messages is missing or empty; send [{"role": "user", "content": "..."}]', "messages")
     if len(messages) > limits.messages:
-        raise invalid(
-            f"{len(messages)} messages are more than {limits.messages}; send the last ones", "messages"
-        )
+        raise invalid(f"{len(messages)} messages are more than {limits.messages}; send the last ones", "messages")
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
     ids, stop_ids = _as_sentence(lambda: words.encode_chat(plain), "messages")
     return _asked(body, ids, frozenset(stop_ids), words.chat_stops(), limits, context)
@@ -97,11 +95,7 @@ def _asked(body, ids, stop_ids, more_stops, limits, context):
         raise invalid(
             f"{len(ids)} symbols of the prompt{asked_for} do not fit into the model's context of {context}; "
             f"shorten the prompt{cure}",
-            "max_tokens"
-            if max_tokens and len(ids) < context
-            else "messages"
-            if "messages" in body
-            else "prompt",
+            "max_tokens" if max_tokens and len(ids) < context else "messages" if "messages" in body else "prompt",
             "context_length_exceeded",
         )
     options = body.get("stream_options")

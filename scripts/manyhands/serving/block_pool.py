@@ -33,14 +33,10 @@ class BlockPool:
 
     def __init__(self, num_blocks, block_size):
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(
-                f"{num_blocks} blocks of {block_size} positions are no cache; use at least 1 of each"
-            )
+            raise ValueError(f"{num_blocks} blocks of {block_size} positions are no cache; use at least 1 of each")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.empty = list(range(num_blocks - 1, -1, -1))  # never filled, or forgotten
-        self.unused = (
-            OrderedDict()
-        )  # block -> digest, sealed and held by nobody; the first was released first
+        self.unused = OrderedDict()  # block -> digest, sealed and held by nobody; the first was released first
         self.found_by = {}  # digest -> block
         self.digest_of = {}  # block -> digest
         self.holders = Counter()  # block -> sequences that hold it

@@ -73,9 +73,7 @@ class Client:
         from IPython.display import display
 
         messages, output = [], ipywidgets.Output()
-        field = ipywidgets.Text(
-            description="you", placeholder="a message, then Enter", continuous_update=False
-        )
+        field = ipywidgets.Text(description="you", placeholder="a message, then Enter", continuous_update=False)
 
         def send(change):
             if not change["new"]:

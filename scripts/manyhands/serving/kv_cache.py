@@ -39,9 +39,7 @@ class KVCache:
         if T > 1:
             positions_T1 = torch.arange(self.length, stop, device=k_BHTE.device)[:, None]
             mask_TS = torch.arange(stop, device=k_BHTE.device) <= positions_T1
-        return F.scaled_dot_product_attention(
-            q_BHTE, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask_TS
-        )
+        return F.scaled_dot_product_attention(q_BHTE, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask_TS)
 
     def truncate(self, length):
         """Forget all positions from `length` on."""

@@ -26,9 +26,7 @@ import tyro
 
 from manyhands.serving.access import VARIABLE, read_address
 
-SYMBOLS = (
-    list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
-)
+SYMBOLS = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ async def streamed(port, token, prompt, tokens, seed=0):
     if b"data: [DONE]" not in text:
         raise RuntimeError("a stream ended before its end")
     usage = json.loads(text.rpartition(b'"usage": ')[2].partition(b"}\n")[0])  # without the outer brace
-    return Answered(
-        usage["completion_tokens"], first_s, whole_s, usage["prompt_tokens_details"]["cached_tokens"]
-    )
+    return Answered(usage["completion_tokens"], first_s, whole_s, usage["prompt_tokens_details"]["cached_tokens"])
 
 
 async def throughput(port, token, clients, tokens):
@@ -114,9 +110,7 @@ async def compare_clients(port, token, options):
         many.append(rate)
         firsts += [a.first_s * 1e3 for a in answers]
     print(f"1 client:   {spread(one, 'tokens/s')}")
-    print(
-        f"{options.clients} clients: {spread(many, 'tokens/s')}, first symbol after {spread(firsts, 'ms', 1)}"
-    )
+    print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first symbol after {spread(firsts, 'ms', 1)}")
     ratio = statistics.median(many) / statistics.median(one)
     print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
     return ratio
@@ -155,9 +149,7 @@ def compare_cache(model, samples, n=256):
             began_s = time.perf_counter()
             generate(model, prompt, n, use_cache=cached)
             times[cached].append(time.perf_counter() - began_s)
-    print(
-        f"{n} symbols with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}"
-    )
+    print(f"{n} symbols with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
     ratio = statistics.median(times[False]) / statistics.median(times[True])
     print(f"KV cache: {ratio:.1f} times as fast", flush=True)
     return ratio
@@ -199,9 +191,7 @@ def started(source, folder):
             deadline = time.monotonic() + 120
             while not (found := list((folder / "serve").glob("serving-*.json"))):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"the server did not start: {(folder / 'server.log').read_text()[-500:]}"
-                    )
+                    raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()[-500:]}")
                 time.sleep(0.1)
             yield found[0]
         finally:

@@ -19,23 +19,13 @@ class ServerMetrics:
         self.worker = worker
         self.requests = self._make(Counter, "requests", "answers", ["route", "status"])
         self.ended = self._make(Counter, "generations", "texts, by why they ended", ["reason"])
-        self.tokens = self._make(
-            Counter, "tokens", "symbols: of prompts, found in the cache, drawn", ["kind"]
-        )
-        self.put_back = self._make(
-            Counter, "put_back", "sequences that gave their blocks back to an older one", []
-        )
-        self.first_s = self._make(
-            Histogram, "first_token_seconds", "from the request to its first symbol", [], SECONDS
-        )
-        self.whole_s = self._make(
-            Histogram, "request_seconds", "from the request to its last symbol", [], SECONDS
-        )
+        self.tokens = self._make(Counter, "tokens", "symbols: of prompts, found in the cache, drawn", ["kind"])
+        self.put_back = self._make(Counter, "put_back", "sequences that gave their blocks back to an older one", [])
+        self.first_s = self._make(Histogram, "first_token_seconds", "from the request to its first symbol", [], SECONDS)
+        self.whole_s = self._make(Histogram, "request_seconds", "from the request to its last symbol", [], SECONDS)
         self.candidates = self._make(Counter, "candidates", "checkpoints at the gate", ["verdict"])
         self.live_step = self._make(Gauge, "model_step", "the training step of the model that serves")
-        self.held_out_nats = self._make(
-            Gauge, "held_out_nats", "its loss on the gate's text, nats per symbol"
-        )
+        self.held_out_nats = self._make(Gauge, "held_out_nats", "its loss on the gate's text, nats per symbol")
         self.drift = Drift(worker.engine)
         engine, scheduler = worker.engine, worker.engine.scheduler
         for name, words, function in (

@@ -45,9 +45,7 @@ class PagedCache:
             found = []
             for part, (_, tables_BP, mask_B1TS) in groups:
                 B = len(tables_BP)
-                rows_BSH2E = store_PSH2E.index_select(0, tables_BP.flatten()).view(
-                    B, -1, *store_PSH2E.shape[2:]
-                )
+                rows_BSH2E = store_PSH2E.index_select(0, tables_BP.flatten()).view(B, -1, *store_PSH2E.shape[2:])
                 keys_BHSE, values_BHSE = rows_BSH2E.transpose(1, 2).unbind(-2)
                 q_BHTE = q_1HNE[0, :, part].unflatten(1, (B, -1)).transpose(0, 1)
                 y_BHTE = F.scaled_dot_product_attention(q_BHTE, keys_BHSE, values_BHSE, attn_mask=mask_B1TS)
@@ -60,9 +58,7 @@ class PagedCache:
         """Of sequences with equally many new positions: their places in the store, their tables, and who sees what."""
         longest = max(map(len, tables))
         # what a shorter table lacks reads block 0, and is masked
-        tables_BP = torch.tensor(
-            [table + [0] * (longest - len(table)) for table in tables], device=self.device
-        )
+        tables_BP = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=self.device)
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
         seen_BTS = torch.arange(longest * self.block_size, device=self.device) <= positions_BT[..., None]

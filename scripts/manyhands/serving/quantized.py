@@ -25,9 +25,7 @@ class Int8Linear(nn.Module):
         self.bias = full.bias
 
     def forward(self, x):
-        return F.linear(x, self.weight_OI.to(x.dtype)) * self.scale_O + (
-            0 if self.bias is None else self.bias
-        )
+        return F.linear(x, self.weight_OI.to(x.dtype)) * self.scale_O + (0 if self.bias is None else self.bias)
 
 
 def quantize(model):

@@ -17,11 +17,7 @@ class Reply:
 
     def whole(self, text, finish, usage, version):
         """The answer to a request without a stream."""
-        part = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self.chat
-            else {"text": text}
-        )
+        part = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
         choice = {"index": 0, **part, "logprobs": None, "finish_reason": ENDS[finish]}
         kind = "chat.completion" if self.chat else "text_completion"
         return self._around(kind, [choice], version) | {"usage": usage}

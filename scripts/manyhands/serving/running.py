@@ -63,9 +63,7 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        before = {
-            number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:

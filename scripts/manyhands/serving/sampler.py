@@ -67,9 +67,7 @@ def draw(p_BV, uniform_B):
     sums_BV = p_BV.cumsum(-1)
     uniform_B1 = torch.as_tensor(uniform_B, dtype=torch.float64)[:, None]
     ids_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)
-    last_B1 = (
-        (sums_BV >= sums_BV[:, -1:]).to(torch.uint8).argmax(-1, keepdim=True)
-    )  # rounding must not go past it
+    last_B1 = (sums_BV >= sums_BV[:, -1:]).to(torch.uint8).argmax(-1, keepdim=True)  # rounding must not go past it
     return torch.minimum(ids_B1, last_B1)[:, 0]
 
 

@@ -106,9 +106,7 @@ class Service:
 
     def submit(self, asked):
         """A ticket. Raises Refusal (429, 503) if nothing more can be taken."""
-        sequence = self.engine.new_sequence(
-            asked.prompt, asked.max_tokens, asked.sampling, asked.seed, asked.stop_ids
-        )
+        sequence = self.engine.new_sequence(asked.prompt, asked.max_tokens, asked.sampling, asked.seed, asked.stop_ids)
         ticket = self.worker.submit(sequence)
         self.open.add(ticket)
         return ticket
@@ -130,9 +128,7 @@ class Service:
             raise Refusal(409, "another checkpoint is being judged; wait for it", "busy")
         async with self.judging:
             if self.gate.ids is None:
-                return gate.Verdict(
-                    False, "there is no held-out text to judge it on; name one by --gate-text"
-                )
+                return gate.Verdict(False, "there is no held-out text to judge it on; name one by --gate-text")
             verdict, candidate = await asyncio.to_thread(self._judge, load)
             self.metrics.candidates.labels("passed" if verdict.passed else "refused").inc()
             if verdict.passed and candidate.version != self.live.version:

@@ -56,9 +56,7 @@ def speculate(target, draft, prompt, n, guesses=4, sampling=Sampling(), seed=0):
     numbers = iter(uniforms(seed, n * (3 * guesses + 1)))
     stop = len(prompt) + n
     while len(ids) < stop:
-        G = min(
-            guesses, stop - len(ids) - 1
-        )  # the last symbol needs no guess: the target draws one in any case
+        G = min(guesses, stop - len(ids) - 1)  # the last symbol needs no guess: the target draws one in any case
         guessed, q_GV = _guesses(draft, caches[1], ids, G, sampling, numbers)
         logits_1TV = cached_logits(target, torch.tensor([(ids + guessed)[caches[0].length :]]), caches[0])
         p_GV = probabilities(logits_1TV[0, -G - 1 :], [sampling] * (G + 1))

@@ -39,9 +39,7 @@ class Vocabulary:
             return self.tokenizer.encode(text.encode("utf-8", "replace").decode()).tolist()
         ids = [self.place.get(character, -1) for character in text]
         if -1 in ids:
-            raise ValueError(
-                f"{text[ids.index(-1)]!r} is none of the model's {len(self)} symbols; leave it out"
-            )
+            raise ValueError(f"{text[ids.index(-1)]!r} is none of the model's {len(self)} symbols; leave it out")
         return ids
 
     def known(self, text):

@@ -161,9 +161,7 @@ class Worker(threading.Thread):
             if ticket is not None:
                 self.tickets.pop(ticket.sequence, None)
                 ticket.finish = "error"
-                ticket.error = Refusal(
-                    500, "the engine failed while it computed this; try again", "engine_failed"
-                )
+                ticket.error = Refusal(500, "the engine failed while it computed this; try again", "engine_failed")
                 ticket.news.set()
 
 

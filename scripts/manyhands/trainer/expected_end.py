@@ -33,9 +33,7 @@ class ExpectedEnd:
         if left * step_s < WORTH_S:
             return None
         end = time.strftime("%a %d %b, %H:%M", time.localtime(self.clock() + left * step_s))
-        return (
-            f"{left:,} steps are left at about {seconds(step_s)} each: {duration(left * step_s)}, until {end}"
-        )
+        return f"{left:,} steps are left at about {seconds(step_s)} each: {duration(left * step_s)}, until {end}"
 
 
 def duration(value):

@@ -65,9 +65,7 @@ class Point:
 
     def options(self, vocab_size):
         """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
-        model = ModelOptions(
-            n_layer=LAYERS, n_head=HEADS, n_embd=self.width, block_size=BLOCK, vocab_size=vocab_size
-        )
+        model = ModelOptions(n_layer=LAYERS, n_head=HEADS, n_embd=self.width, block_size=BLOCK, vocab_size=vocab_size)
         options = Options(model=model, optimizer=OptimizerOptions(lr=0.3 / self.width))
         per_step = flops_per_token(model_config(options, vocab_size)) * GLOBAL_BATCH * BLOCK
         train = TrainOptions(
@@ -170,9 +168,7 @@ def is_there(content, point):
 
 def run_grid(points, path, corpus, ranks):
     """Run the points that the file at `path` lacks, and write it after each. Returns its content."""
-    made = conditions(ranks) | {
-        "command": "python -m manyhands.trainer.isoflop"
-    }  # whatever part of it this is
+    made = conditions(ranks) | {"command": "python -m manyhands.trainer.isoflop"}  # whatever part of it this is
     content = {"conditions": made, "corpus": corpus.facts(), "recipe": recipe(), "points": []}
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))

@@ -19,9 +19,7 @@ class Bar:
     def start(self):
         if self.progress:
             self.progress.start()
-            self.progress.console.show_cursor(
-                True
-            )  # rich hides it, and a run that is killed cannot bring it back
+            self.progress.console.show_cursor(True)  # rich hides it, and a run that is killed cannot bring it back
 
     def advance(self, step, row=None):
         """`step` steps are done; `row`: a line's numbers, if there are new ones."""

@@ -81,9 +81,7 @@ class Report:
             sentences, self.options.train.steps, unit, size > 1, self.layout.pipeline == 1
         )
         self.columns = line_columns.fitting(everything, screen_width())
-        about = run_header(
-            self.ranks, self.options, self.layout, self.config, self.corpus, self.folder, num_params
-        )
+        about = run_header(self.ranks, self.options, self.layout, self.config, self.corpus, self.folder, num_params)
         legend = line_columns.legend(everything, self.columns, screen_width(), self.terminal)
         self.bar.write(f"{about}\n\n{legend}\n")
         self.log = self._guarded(lambda: StepLog(self.ranks, str(self.folder.absolute() / "steps.jsonl")))
@@ -231,9 +229,7 @@ class Report:
         if measured:
             best = min(measured, key=lambda row: row["val_loss"])
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
-        speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][
-            1:
-        ]  # the first one warms up
+        speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # the first one warms up
         if speeds:
             lines.append(f"  median {line_columns.rate(statistics.median(speeds))} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])

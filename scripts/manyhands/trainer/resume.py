@@ -58,9 +58,7 @@ def resume(run):
     if facts.get("tokens") is not None:
         run.report.resumed = (run.step, facts["tokens"])
     several = "s" * (facts["world_size"] != 1)
-    run.report.note(
-        f"resumed from {newest}, saved by {facts['world_size']} rank{several} ({facts['layout']})"
-    )
+    run.report.note(f"resumed from {newest}, saved by {facts['world_size']} rank{several} ({facts['layout']})")
     if changed := _changed(facts.get("options", {}), to_dict(run.options)):
         run.report.note(f"it goes on with other options: {', '.join(changed)}")
     if run.step > run.options.train.steps:

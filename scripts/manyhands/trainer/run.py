@@ -163,9 +163,7 @@ class Run:
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
-        self.owes_evaluation = (
-            True  # of the step it begins with: also where a signal came within that evaluation
-        )
+        self.owes_evaluation = True  # of the step it begins with: also where a signal came within that evaluation
         self.turns, self.stopping = (
             0,
             None,
@@ -199,9 +197,7 @@ class Run:
         tensors = self.tensors()
         refuse_broken_weights(self, tensors)
         facts = self.facts()
-        self.checkpoints.save(
-            self.step, tensors, facts, random_state(self.ranks.device), val_loss=facts["val_loss"]
-        )
+        self.checkpoints.save(self.step, tensors, facts, random_state(self.ranks.device), val_loss=facts["val_loss"])
         self.saved = self.step
 
     def go(self):

@@ -34,9 +34,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
         f"{flops.flops_per_token(config) / 1e6:,.1f} MFLOP per token",
     }
     whole = {"subsequent_indent": " " * 12, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(
-        textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in facts.items()
-    )
+    return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in facts.items())
 
 
 def shown_text(text, width):

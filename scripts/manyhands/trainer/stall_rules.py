@@ -107,9 +107,7 @@ def place_of(frame):
     if frame is None:
         return "", False
     innermost, waiting = frame, False
-    while frame is not None and frame.f_code.co_filename.startswith(
-        TORCH
-    ):  # torch's own lines say nothing to a reader
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):  # torch's own lines say nothing to a reader
         inside = frame.f_code.co_filename[len(TORCH) :]
         waiting = waiting or inside.startswith(WAITING_FILES)
         frame = frame.f_back

@@ -59,9 +59,7 @@ class StallWatch:
     def __enter__(self):
         if self.stall_s > 0:
             self._main = threading.get_ident()
-            faulthandler.register(
-                SHOW, file=sys.__stderr__
-            )  # a stopped process can be made to say where it was
+            faulthandler.register(SHOW, file=sys.__stderr__)  # a stopped process can be made to say where it was
             self._talk = Talk(self.ranks, self.stall_s, self.beat_s)
             self.at(None, "start")
             self._talk.tell(self._here())
@@ -104,10 +102,7 @@ class StallWatch:
         while self._sleep():
             now, (_, _, _, since, patience_s) = time.monotonic(), self._at
             # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes, unless it is stopped
-            if (
-                now - since > min(patience_s, self.stall_s) + self.beat_s
-                and now - self._answered > self.stall_s
-            ):
+            if now - since > min(patience_s, self.stall_s) + self.beat_s and now - self._answered > self.stall_s:
                 _print(
                     f"rank {self.ranks.rank} of {self.ranks.world_size} waits for {now - since:.0f} s at"
                     f" {self._here().place}, and rank 0, or the launcher that connects the ranks, does not answer:"

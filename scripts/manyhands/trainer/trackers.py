@@ -36,9 +36,7 @@ class Trackers:
         try:
             self.open[name] = start()
         except ImportError as error:
-            self.say(
-                f"{name} is not used: {error}; install it by: pip install -e '.[{extra}]'. Training goes on"
-            )
+            self.say(f"{name} is not used: {error}; install it by: pip install -e '.[{extra}]'. Training goes on")
         except Exception as error:  # noqa: BLE001
             self._give_up(name, error)
 

@@ -73,9 +73,7 @@ def neighbour(stored, by):
     """The `Bits` of the number that is `by` places further up (down: negative) among all of its format, up to infinity."""
     if stored.kind == "not a number":
         return stored
-    place = (
-        int(stored.pattern[1:], 2) * (-1 if stored.sign == "1" else 1) + by
-    )  # sign and size, not two's complement
+    place = int(stored.pattern[1:], 2) * (-1 if stored.sign == "1" else 1) + by  # sign and size, not two's complement
     infinity = int("1" * len(stored.exponent) + "0" * len(stored.fraction), 2)
     place = max(-infinity, min(infinity, place))
     return from_pattern(f"{place < 0:d}{abs(place):0{len(stored.pattern) - 1}b}", stored.dtype)

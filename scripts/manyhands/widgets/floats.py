@@ -48,9 +48,7 @@ def _bit(axes, x, y, bit, colour, hatch):
     fill = tint(colour, 0.55 if bit == "1" else 0.12)
     axes.add_patch(Rectangle((x, y), UNITS - 0.2, 2.6, fc=fill, ec=colour, lw=0.8, zorder=2))
     if hatch:
-        axes.add_patch(
-            Rectangle((x, y + 2.75), UNITS - 0.2, 0.5, fc=PAPER, ec=colour, lw=0.4, hatch=hatch, zorder=2)
-        )
+        axes.add_patch(Rectangle((x, y + 2.75), UNITS - 0.2, 0.5, fc=PAPER, ec=colour, lw=0.4, hatch=hatch, zorder=2))
     write(axes, x + UNITS / 2 - 0.1, y + 1.4, bit, size=10, colour=INK, family="monospace")
 
 
@@ -62,9 +60,7 @@ def in_words(stored):
     if stored.kind == "not a number":
         return stored.kind
     digits = {"fp32": 9, "bf16": 4, "fp16": 5}[stored.dtype]  # so many tell all numbers of the format apart
-    return (
-        f"{stored.kind}: {sign}{stored.significand:.{digits}g} x 2^{stored.power} = {stored.value:.{digits}g}"
-    )
+    return f"{stored.kind}: {sign}{stored.significand:.{digits}g} x 2^{stored.power} = {stored.value:.{digits}g}"
 
 
 def _error(stored, value):
@@ -100,9 +96,7 @@ class FloatControls:
 
         self.value = float(value)
         self.number = labelled(w.Text, "number", 4.5, 16, continuous_update=False)
-        self.example = labelled(
-            w.Dropdown, "or take", 11.5, 31.5, options=[(CHOOSE, None), *EXAMPLES.items()]
-        )
+        self.example = labelled(w.Dropdown, "or take", 11.5, 31.5, options=[(CHOOSE, None), *EXAMPLES.items()])
         self.format = labelled(w.Dropdown, "bits in", 4.5, 16, options=list(DTYPES), value="bf16")
         self.pattern = labelled(w.Text, "sign exponent fraction", 11.5, 31.5, continuous_update=False)
         self.down, self.up = (
@@ -147,9 +141,7 @@ class FloatControls:
 
     def _typed(self, change):
         if not self._filling:
-            self._attempt(
-                lambda: float(change.new), f"{change.new!r} is no number; type one such as 0.1 or 1e-8"
-            )
+            self._attempt(lambda: float(change.new), f"{change.new!r} is no number; type one such as 0.1 or 1e-8")
 
     def _set_bits(self, change):
         if not self._filling:

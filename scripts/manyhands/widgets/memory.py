@@ -72,9 +72,7 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
         left = 0
         for kind, n_bytes in bar.items():
             colour, hatch = BYTES[LOOK_OF[kind]]
-            drawn[kind] = axes.barh(
-                name, n_bytes / scale, left=left, fc=colour, ec=INK, lw=0.5, hatch=hatch, zorder=2
-            )
+            drawn[kind] = axes.barh(name, n_bytes / scale, left=left, fc=colour, ec=INK, lw=0.5, hatch=hatch, zorder=2)
             left += n_bytes / scale
         note = "  does not fit" if device and left * scale > device_bytes else ""
         axes.text(left, name, f"  {_number(left)} {shown}{note}", va="center", zorder=4)
@@ -97,9 +95,7 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     P = config.num_params()
     size = f"{P / 1e9:,.3g} billion" if P >= 1e9 else f"{P / 1e6:.3g} million"
     figure.suptitle(f"{size} parameters, {_recipe_name(recipe)}", x=0.02, ha="left")
-    figure.legend(
-        drawn.values(), drawn.keys(), loc="outside lower center", ncols=7, frameon=False, handleheight=1.3
-    )
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=7, frameon=False, handleheight=1.3)
     return figure
 
 
@@ -141,9 +137,7 @@ def _alt(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=
 
 def _bars(config, recipe, ranks, sequences):
     """{strategy: {kind: bytes}}"""
-    return {
-        name: bytes_by_kind(config, recipe, stage, ranks, sequences) for name, stage in STRATEGIES.items()
-    }
+    return {name: bytes_by_kind(config, recipe, stage, ranks, sequences) for name, stage in STRATEGIES.items()}
 
 
 def _shown_unit(bars, unit):

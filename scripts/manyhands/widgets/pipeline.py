@@ -21,9 +21,7 @@ def pipeline_figure(schedule="1F1B", p=4, m=8, v=1):
         figure.text(0.02, 0.5, str(error), fontsize=11, va="center")
         return figure
     notes = [f"holds {held}{f'/{v}' if v > 1 else ''}" for held in run.in_flight]
-    return chart(
-        [(_title(schedule, p, m, v, run), run.slots, notes)], "forwards of a whole rank", scale=1 / v
-    )
+    return chart([(_title(schedule, p, m, v, run), run.slots, notes)], "forwards of a whole rank", scale=1 / v)
 
 
 def show_pipeline(**settings):
@@ -60,9 +58,7 @@ def _run(schedule, p, m, v):
 def _title(schedule, p, m, v, run):
     chunks = f", v = {v}" if schedule in CHUNKED else ""
     formula = bubble_formula(schedule, p, m, v)
-    exact = (
-        "" if run.bubble == formula else f" (the formula is for m of p or more: {100 * float(formula):.0f} %)"
-    )
+    exact = "" if run.bubble == formula else f" (the formula is for m of p or more: {100 * float(formula):.0f} %)"
     return f"{schedule}, p = {p}, m = {m}{chunks}: idle {100 * float(run.bubble):.0f} %{exact}"
 
 

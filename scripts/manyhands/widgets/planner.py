@@ -30,9 +30,7 @@ def show_planner(**settings):
         "machine": labelled(w.Dropdown, "machine", 6, 16, options=list(MACHINES), value="h100"),
         "gpus": labelled(w.Dropdown, "GPUs", 4, 11, options=[(f"{n:,}", n) for n in GPUS], value=64),
         "global_batch": labelled(w.BoundedIntText, "sequences per step", 10, 18, value=512, min=1, max=65536),
-        "offload": labelled(
-            w.Dropdown, "offload", 5, 13, options=[("allowed", True), ("no", False)], value=True
-        ),
+        "offload": labelled(w.Dropdown, "offload", 5, 13, options=[("allowed", True), ("no", False)], value=True),
     }
     for name, value in settings.items():
         controls[name].value = value
@@ -87,9 +85,7 @@ def _tabulate(axes, shown):
     ]
     axes.set_yticks(range(len(shown)), lines, family="monospace", fontsize=10)
     head = f"  {'layout':{wide}} {'GB':>6} {'s/step':>7} {'MFU':>5}"
-    axes.annotate(
-        head, (0, 1), (-7, 2), "axes fraction", "offset points", family="monospace", fontsize=10, ha="right"
-    )
+    axes.annotate(head, (0, 1), (-7, 2), "axes fraction", "offset points", family="monospace", fontsize=10, ha="right")
 
 
 def _title(answer):

@@ -124,9 +124,7 @@ def _matrix(figure, sent, n, per_node, height):
         values[start][end] = one.bytes / GB
     image = axes.imshow(values, cmap=HEAT, norm=LogNorm(0.05, 100), interpolation="nearest")
     for first in range(0, n, per_node):
-        axes.add_patch(
-            Rectangle((first - 0.5, first - 0.5), per_node, per_node, fc="none", ec=INK, lw=1.6, zorder=3)
-        )
+        axes.add_patch(Rectangle((first - 0.5, first - 0.5), per_node, per_node, fc="none", ec=INK, lw=1.6, zorder=3))
     ticks = range(0, n, max(1, n // 8))
     axes.set_xticks(ticks, ticks, fontsize=10)
     axes.set_yticks(ticks, ticks, fontsize=10)
@@ -138,9 +136,7 @@ def _in_words(sizes, sent, rank, per_node):
     """A line for each axis, with the bytes of its link from this rank, then the sum of what goes between nodes."""
     told = []
     for axis, group in partners(sizes, rank).items():
-        size = max(
-            (one.bytes for pair, one in sent.items() if pair[0] == rank and one.axis == axis), default=0.0
-        )
+        size = max((one.bytes for pair, one in sent.items() if pair[0] == rank and one.axis == axis), default=0.0)
         nodes = len({one // per_node for one in group})
         where = "alone" if len(group) == 1 else "within a node" if nodes == 1 else f"over {nodes} nodes"
         each = f", {size / GB:.2g} GB a step to its neighbour" if size else ""

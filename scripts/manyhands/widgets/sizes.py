@@ -23,25 +23,19 @@ def sizes_figure(gigabytes=914.04, device=40, unit="GiB"):
     `unit` is what the devices really have; its row stands out.
     """
     rows = {name: devices_needed(gigabytes, device, name) * size for name, size in UNITS.items()}
-    scale = 88 / max(
-        rows.values()
-    )  # the same for both rows: a device of GiB is wider, what is full is as long
+    scale = 88 / max(rows.values())  # the same for both rows: a device of GiB is wider, what is full is as long
     figure, axes = card(92, 36, f"{_both(gigabytes)}, on devices of {device:g}")
     for i, name in enumerate(UNITS):
         chosen = name == unit
         n = devices_needed(gigabytes, device, name)
         y = 8 + 9.5 * i
-        each = (
-            f"if {device:g} means {name}: {device * UNITS[name]:,} bytes each, {n:,} device{'s' * (n != 1)}"
-        )
+        each = f"if {device:g} means {name}: {device * UNITS[name]:,} bytes each, {n:,} device{'s' * (n != 1)}"
         write(axes, 2, y - 1.3, each, ha="left", weight="bold" if chosen else "normal", size=10.5)
         _boxes(axes, y, n, gigabytes * UNITS["GB"] / (device * UNITS[name]), chosen, UNITS[name] * scale)
     write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=10)
     for i, (decimal, binary) in enumerate(PREFIXES, start=1):
         more = f"{binary} is {100 * (1024**i / 1000**i - 1):.1f} % more than {decimal}"
-        write(
-            axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=10, colour=QUIET
-        )
+        write(axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=10, colour=QUIET)
     return figure
 
 
@@ -65,9 +59,7 @@ def _boxes(axes, y, n, filling, chosen, wide):
 
 
 def _both(gigabytes):
-    return " = ".join(
-        f"{_number(gigabytes * UNITS['GB'] / n_bytes)} {unit}" for unit, n_bytes in UNITS.items()
-    )
+    return " = ".join(f"{_number(gigabytes * UNITS['GB'] / n_bytes)} {unit}" for unit, n_bytes in UNITS.items())
 
 
 def _number(value):
@@ -75,9 +67,7 @@ def _number(value):
 
 
 def _alt(gigabytes=914.04, device=40, unit="GiB"):
-    counts = " and ".join(
-        f"{devices_needed(gigabytes, device, name):,} of {device:g} {name}" for name in UNITS
-    )
+    counts = " and ".join(f"{devices_needed(gigabytes, device, name):,} of {device:g} {name}" for name in UNITS)
     return f"{_both(gigabytes)}: that takes {counts}; the devices have {unit}"
 
 

@@ -121,9 +121,7 @@ def _draw_work(axes, pairs):
 def _stretches(owner_T):
     """(first, one after the last, rank) of each run of positions that one rank has."""
     starts = [at for at, rank in enumerate(owner_T) if at == 0 or rank != owner_T[at - 1]]
-    return [
-        (first, last, owner_T[first]) for first, last in zip(starts, [*starts[1:], len(owner_T)], strict=True)
-    ]
+    return [(first, last, owner_T[first]) for first, last in zip(starts, [*starts[1:], len(owner_T)], strict=True)]
 
 
 def _slowdown(pairs):

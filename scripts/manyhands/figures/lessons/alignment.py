@@ -17,9 +17,7 @@ def template():
             box(axes, x, 15, width, 3.4, "?", face=PAPER, edge=QUIET)
         x += width + 0.4
     write(axes, 3, 13.2, "does the prediction of this symbol count?", ha="left", colour=QUIET)
-    write(
-        axes, 3, 22.4, "A grey box is a marker: one symbol, which no text contains.", ha="left", colour=QUIET
-    )
+    write(axes, 3, 22.4, "A grey box is a marker: one symbol, which no text contains.", ha="left", colour=QUIET)
     return figure
 
 

@@ -89,18 +89,12 @@ scatter = _collective(
     [[part] for part in _PARTS[0]],
     _FROM_0,
 )
-gather = _collective(
-    "gather: rank 0 gets all tensors, side by side", _SINGLE, [_ALL, [None], [None], [None]], _TO_0
-)
+gather = _collective("gather: rank 0 gets all tensors, side by side", _SINGLE, [_ALL, [None], [None], [None]], _TO_0)
 reduce = _collective(
     "reduce: rank 0 gets the sum of all tensors", _SINGLE, [[(10, None)], [None], [None], [None]], _TO_0
 )
-all_reduce = _collective(
-    "all-reduce: everybody gets the sum of all tensors", _SINGLE, [[(10, None)]] * N, _EVERY_PAIR
-)
-all_gather = _collective(
-    "all-gather: everybody gets all tensors, side by side", _SINGLE, [_ALL] * N, _EVERY_PAIR
-)
+all_reduce = _collective("all-reduce: everybody gets the sum of all tensors", _SINGLE, [[(10, None)]] * N, _EVERY_PAIR)
+all_gather = _collective("all-gather: everybody gets all tensors, side by side", _SINGLE, [_ALL] * N, _EVERY_PAIR)
 reduce_scatter = _collective(
     "reduce-scatter: everybody gets one part of the sum",
     _PARTS,
@@ -140,9 +134,7 @@ def barrier():
 
 
 FIGURES = {
-    "02_broadcast": Drawing(
-        broadcast, "Broadcast: rank 0 holds 3, the others nothing; afterwards all four hold 3."
-    ),
+    "02_broadcast": Drawing(broadcast, "Broadcast: rank 0 holds 3, the others nothing; afterwards all four hold 3."),
     "02_scatter": Drawing(
         scatter,
         "Scatter: rank 0 holds the parts 0, 1, 2 and 3; afterwards rank k holds part k and nothing else.",
@@ -150,9 +142,7 @@ FIGURES = {
     "02_gather": Drawing(
         gather, "Gather: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds all four numbers side by side."
     ),
-    "02_reduce": Drawing(
-        reduce, "Reduce: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds their sum, 10."
-    ),
+    "02_reduce": Drawing(reduce, "Reduce: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds their sum, 10."),
     "02_all_reduce": Drawing(
         all_reduce, "All-reduce: the ranks hold 3, 1, 4 and 2; afterwards every rank holds their sum, 10."
     ),
@@ -168,10 +158,6 @@ FIGURES = {
         all_to_all,
         "All-to-all: every rank holds four parts; afterwards rank k holds everybody's part k, in rank order.",
     ),
-    "02_send_recv": Drawing(
-        send_recv, "Send and recv: rank 1 sends its 1 to rank 2; ranks 0 and 3 do not take part."
-    ),
-    "02_barrier": Drawing(
-        barrier, "Barrier: the ranks arrive one by one, wait for the last, and go on together."
-    ),
+    "02_send_recv": Drawing(send_recv, "Send and recv: rank 1 sends its 1 to rank 2; ranks 0 and 3 do not take part."),
+    "02_barrier": Drawing(barrier, "Barrier: the ranks arrive one by one, wait for the last, and go on together."),
 }

@@ -90,9 +90,7 @@ def roofline():
     start, end = at(0.6, 0.6 * 3.35), at(4000, 989)
     axes.plot([start[0], corner[0], end[0]], [start[1], corner[1], end[1]], **LIMIT, zorder=2)
     write(axes, left, 6, "TFLOP/s", ha="left", colour=QUIET)
-    write(
-        axes, left + width, bottom + 5.4, "FLOPs per byte read: positions per call", ha="right", colour=QUIET
-    )
+    write(axes, left + width, bottom + 5.4, "FLOPs per byte read: positions per call", ha="right", colour=QUIET)
     for intensity, text, dx, dy in (
         (1, "decode, 1 user", 2, 2.6), (16, "16 users", 2, 2.6), (295, "295 users", 2, 3.2), (2048, "prefill of 2,048", 0, 3.2),
     ):  # fmt: skip

@@ -62,9 +62,7 @@ def cube():
         arrow(axes, (x + 8, edge), (end + 8, edge), bend=bend, style="<|-|>", ls="--")
     write(axes, 3.5, 43.4, "horizontal: tensor, ranks next to each other", ha="left")
     write(axes, 47, 43.4, "vertical, grey: data, every second rank", ha="left")
-    write(
-        axes, 3.5, 46.4, "dashed: pipeline, every fourth rank: the only axis that leaves the node", ha="left"
-    )
+    write(axes, 3.5, 46.4, "dashed: pipeline, every fourth rank: the only axis that leaves the node", ha="left")
     return figure
 
 
@@ -165,9 +163,7 @@ def fake():
     rank_box(axes, 0, 3, 9, width=10, height=5)
     for i in range(1, 9):
         box(axes, 18 + 7.4 * (i - 1), 9, 6, 5, {7: "...", 8: "1023"}.get(i, str(i)), edge=EDGE, dotted=True)
-    write(
-        axes, 48, 17.4, "ranks that are not there: collectives return at once and move nothing", colour=QUIET
-    )
+    write(axes, 48, 17.4, "ranks that are not there: collectives return at once and move nothing", colour=QUIET)
     box(
         axes,
         3,
@@ -205,8 +201,6 @@ FIGURES = {
         plan,
         "A planner takes every split of the GPUs, refuses what does not go together or fit, and ranks the rest by time",
     ),
-    "10_roofline": Drawing(
-        roofline, "Three bars, compute, memory and link; the longest is the time of the layer"
-    ),
+    "10_roofline": Drawing(roofline, "Three bars, compute, memory and link; the longest is the time of the layer"),
     "10_fake": Drawing(fake, "Rank 0 holds its real shards while the other 1,023 ranks are not there"),
 }

@@ -67,9 +67,7 @@ def minhash():
             for k, (a, b) in enumerate(zip(one.split(), other.split(), strict=True)):
                 write(axes, x + 2 + 3.2 * k, y + 1.7, a, weight="normal" if a == b else "bold")
     write(axes, 17, 19.6, "a band in which all six agree: the pair is compared", ha="left", colour=QUIET)
-    write(
-        axes, 17, 23, "16 of 18 numbers agree: about 89 % of all shingles are common", ha="left", colour=QUIET
-    )
+    write(axes, 17, 23, "16 of 18 numbers agree: about 89 % of all shingles are common", ha="left", colour=QUIET)
     write(
         axes,
         17,

@@ -39,9 +39,7 @@ def _gpipe_slots(p, m, forward=FORWARD, backward=BACKWARD):
     """[(rank, kind, micro-batch, start, length)]"""
     turn = (m + p - 1) * forward
     slots = [(s, "F", i, (s + i) * forward, forward) for s in range(p) for i in range(m)]
-    return slots + [
-        (s, "B", i, turn + (p - 1 - s + i) * backward, backward) for s in range(p) for i in range(m)
-    ]
+    return slots + [(s, "B", i, turn + (p - 1 - s + i) * backward, backward) for s in range(p) for i in range(m)]
 
 
 def _one_f_one_b_slots(p, m):

@@ -120,9 +120,7 @@ def ordered_sends():
         cell(axes, x, 15, "2  recv from left", None, width=15.5, height=3.2)
         if rank < N - 1:
             arrow(axes, (x + 15.7, 12), (x + 19.3, 16.2), colour=rank_colour(rank))
-    arrow(
-        axes, (77.2, 12), (79.4, 14.6), colour=rank_colour(3), style="-"
-    )  # out on the right, in on the left
+    arrow(axes, (77.2, 12), (79.4, 14.6), colour=rank_colour(3), style="-")  # out on the right, in on the left
     arrow(axes, (0.6, 14), (2.8, 16.2), colour=rank_colour(3))
     write(axes, 40, 21.8, "Line 1 ends when the neighbour is in line 2. The neighbour is in line 1.", size=10)
     return figure
@@ -222,9 +220,7 @@ FIGURES = {
         strong_scaling,
         "Strong scaling: eight pieces of work on one rank take 8.03 s; shared by 2, 4 and 8 ranks 4.21, 2.09 and 1.06 s.",
     ),
-    "02_ring": Drawing(
-        ring, "Four ranks on a ring; rank k sends chunk k to rank k+1, all four at the same time."
-    ),
+    "02_ring": Drawing(ring, "Four ranks on a ring; rank k sends chunk k to rank k+1, all four at the same time."),
     "02_ring_reduce_scatter": Drawing(
         ring_reduce_scatter,
         "Reduce-scatter on the ring: at each of three hops every rank receives one chunk and adds it; then rank k holds "

@@ -101,9 +101,7 @@ def one_long_step():
         arrow(axes, path[0], end)
         write(axes, left + 27, 28.6, "one step, 8 × the rate", size=10)
         write(axes, left + 26, 9.5 if bend else 15.5, "8 small steps", size=10, colour=QUIET)
-    write(
-        axes, 46, 32.6, "early in training the right picture holds: hence the warm-up", size=10, colour=QUIET
-    )
+    write(axes, 46, 32.6, "early in training the right picture holds: hence the warm-up", size=10, colour=QUIET)
     return figure
 
 

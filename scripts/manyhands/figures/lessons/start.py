@@ -9,9 +9,7 @@ def _place(axes, x, y, width, height, text="", colour=INK, fill=GROUND, **kwargs
     from matplotlib.patches import FancyBboxPatch
 
     style = "round,pad=0,rounding_size=0.8"
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle=style, fc=fill, ec=colour, lw=1.4, zorder=1)
-    )
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, fc=fill, ec=colour, lw=1.4, zorder=1))
     write(axes, x + width / 2, y + height / 2, text, **kwargs)
 
 

@@ -179,9 +179,7 @@ def vocabulary():
     write(axes, 6, 13.1, "rows of")
     write(axes, 6, 22.6, "finds")
     box(axes, x0, 27.2, 76, 3.4, "g: the sum is the row of symbol 40, on all ranks", hatch=HATCH)
-    write(
-        axes, x0, 33.4, "pieces of 17, 17, 17 and 14 rows: the last one is shorter", ha="left", colour=QUIET
-    )
+    write(axes, x0, 33.4, "pieces of 17, 17, 17 and 14 rows: the last one is shorter", ha="left", colour=QUIET)
     return figure
 
 

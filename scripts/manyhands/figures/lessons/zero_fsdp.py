@@ -175,9 +175,7 @@ def storage():
         box(axes, x + 13.5, 8.5, 11.5, 5.4, "saved by\nautograd", face=GREY)
         _share(axes, x, 18.5, 25, 4.6, 4, dict.fromkeys(range(4), "") if full else {})
         for start in (x + 5.7, x + 19.2):
-            arrow(
-                axes, (start, 14), (x + 12.5 + (start - x - 12.5) * 0.45, 18.3), colour=INK if full else EDGE
-            )
+            arrow(axes, (start, 14), (x + 12.5 + (start - x - 12.5) * 0.45, 18.3), colour=INK if full else EDGE)
         write(axes, x + 12.5, 25, "storage of the row" if full else "0 bytes", colour=QUIET)
         box(axes, x, 27, 6.2, 3.6, "share", face=tint(rank_colour(0), 0.35), edge=rank_colour(0))
         write(axes, x + 7.2, 28.8, "memory of its own", ha="left", colour=QUIET)
