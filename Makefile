@@ -71,7 +71,7 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 figures: environment  ## draw assets/*.svg again
-	@$(RUN) -m manyhands.figures
+	@$(RUN) -m manyhands.plots
 
 preflight: environment  ## run everything before an event; report in outputs/preflight/report.html (ARGS="--lesson 03")
 	@$(RUN) scripts/prepare_data.py
@@ -87,7 +87,7 @@ bench: environment  ## measure what the course promises about speed; table in ou
 	@$(RUN) -m manyhands.bench $(ARGS)
 
 record: environment  ## LESSON=06 NAME=h200x4: keep the figures of its last run on GPUs in assets/recorded
-	@$(RUN) -m manyhands.runs.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
+	@$(RUN) -m manyhands.launch.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
 
 smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under FSDP, then a sample
 	@$(RUN) scripts/prepare_data.py
@@ -105,11 +105,11 @@ tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
-	@$(RUN) -m manyhands.machine.login_node "make test"
+	@$(RUN) -m manyhands.launch.login_node "make test"
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
 
 check: environment  ## in minutes: the tests that start no scheduler, browser, lesson or rank
-	@$(RUN) -m manyhands.machine.login_node "make check"
+	@$(RUN) -m manyhands.launch.login_node "make check"
 	@$(RUN) -m pytest $(AT_ONCE) -m "not lesson and not slurm and not browser and not ranks" $(ARGS)

@@ -490,7 +490,7 @@ metrics.exact(all_reduce_bytes=payload)
 # %%ranks
 from statistics import median
 
-from manyhands.runs.screen import text_plot
+from manyhands.launch.screen import text_plot
 
 if rank == 0:
     say(text_plot(losses, "loss", height=13))
@@ -527,7 +527,7 @@ if "dt" not in globals():  # only if you skipped the smoke test
 # %%ranks
 from statistics import median
 
-from manyhands.figures.short_trial import against_trial
+from manyhands.plots.short_trial import against_trial
 
 trial = min(10, iterations // 2)
 stopwatch_s = (start_s + sum(dt[:trial])) / trial
@@ -803,7 +803,7 @@ checks.samples_per_s(samples_per_s, ranks, solution=True)
 # %%ranks
 from statistics import median
 
-from manyhands.launching import devices
+from manyhands.launch import devices
 from manyhands.measure.timing import median_s
 
 usable = devices.cores(devices.look(os.environ))

@@ -1309,7 +1309,7 @@ for case in steps:
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.figures.memory_stack import memory_stack
+    from manyhands.plots.memory_stack import memory_stack
 
     for case in ("plain", "checkpointing"):
         figure = memory_stack(

@@ -972,8 +972,8 @@ for name, (alpha, beta) in line.items():
 
 # %%
 # %%ranks
-from manyhands.figures.looks import ALTERNATIVES
-from manyhands.figures.sweep import against_size
+from manyhands.plots.looks import ALTERNATIVES
+from manyhands.plots.sweep import against_size
 
 looks = dict(zip((library_name, "MPI", "our ring"), ALTERNATIVES, strict=False))  # the same in each plot
 if rank == 0:
@@ -1065,7 +1065,7 @@ if rank == 0 and world_size > 1:
 
 # %%
 # %%ranks
-from manyhands.figures.sweep import bandwidths
+from manyhands.plots.sweep import bandwidths
 
 if rank == 0:
     factor = 2 * (world_size - 1) / world_size
@@ -1301,8 +1301,8 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %%
 # %%ranks
-from manyhands.figures.gantt import gantt
-from manyhands.figures.sweep import against_size
+from manyhands.plots.gantt import gantt
+from manyhands.plots.sweep import against_size
 
 if rank == 0:
     fast, slow = nvlink.cost_s, infiniband.cost_s  # alpha + bytes / beta

@@ -92,7 +92,7 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 from manyhands import Metrics, catch_up, join, leave, refuse, say
 from manyhands.checks import first_job as checks
 from manyhands.data.corpus import load_corpus
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
@@ -454,7 +454,7 @@ if rank == 0:
 # lines with a word. Its numbers lie in `outputs/<lesson>/<date and time>...`, in `metrics.json`:
 
 # %% tags=["active-ipynb"]
-# from manyhands.runs import recorded_runs
+# from manyhands.launch import recorded_runs
 #
 # job.tail(2)
 # job.grep("launcher")
@@ -650,7 +650,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.figures.looks import GREY, MEASURED, PREDICTED
+from manyhands.plots.looks import GREY, MEASURED, PREDICTED
 from matplotlib.figure import Figure
 
 if rank == 0:

@@ -602,7 +602,7 @@ unweighted = trajectory(world_size, weigh=False)
 metrics.exact(trajectory=by_n[world_size], trajectory_fp32=all_fp32)
 metrics.close(trajectory_close=by_n[world_size])
 if rank == 0 and world_size > 1:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     pairs = {
         "mean of means": (unweighted, by_n[1]),
@@ -734,7 +734,7 @@ best = {
 }
 advised = {kind: learning_rate(kind, best[kind, 4], k, 1, 2) for kind in rates}
 if rank == 0:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     figure = many_ranks.by_rate(losses, advised, f"{len(seeds)} seeds")
     show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
@@ -801,7 +801,7 @@ for size in sizes_B:
     measured.append((total / count).item())
     predicted.append(variance * (1 / size - 1 / 256))
 if rank == 0:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     show(many_ranks.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
@@ -990,7 +990,7 @@ metrics.measured(
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     for kind, by_n in ups.items():
         for n in sizes[1:]:
@@ -1093,7 +1093,7 @@ for step in range(8):
         network.all_reduce(torch.ones(config.num_params()))
 spent = network.gather_steps()  # all ranks
 if rank == 0:
-    from manyhands.figures.heat_map import heat_map
+    from manyhands.plots.heat_map import heat_map
 
     figure = heat_map(spent["waiting"], "time spent waiting", "s", virtual=True)
     show(figure, "straggler", "waiting by rank and step: in steps 3 to 5 all ranks but the slow one wait")
@@ -1121,7 +1121,7 @@ if rank == 0:
 # %%ranks
 from pathlib import Path
 from manyhands.data import file_shares, token_file
-from manyhands.runs.run_folder import run_folder
+from manyhands.launch.run_folder import run_folder
 
 where = [str(run_folder(ranks) / "tokens")] if rank == 0 else [None]
 dist.broadcast_object_list(where, src=0)  # all ranks must name one folder
@@ -1270,7 +1270,7 @@ def who_read(read, i):
 
 
 if rank == 0:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
     alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
@@ -1379,7 +1379,7 @@ if rank == 0:
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.figures import many_ranks
+    from manyhands.plots import many_ranks
 
     pairs = {}
     for name, (one, many, dtype) in trainings.items():

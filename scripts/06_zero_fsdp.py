@@ -1059,7 +1059,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.trainer.spread_model import spread_model
+from manyhands.train.spread_model import spread_model
 
 
 def build(flags):
@@ -1115,7 +1115,7 @@ catch_up(globals(), "volumes")
 
 # %%
 # %%ranks
-from manyhands.figures.held_and_sent import KINDS, held_and_sent
+from manyhands.plots.held_and_sent import KINDS, held_and_sent
 
 rows, off = {}, []  # ratios of measured to formula
 for name, (held, seen, held_formula, sent_formula) in table.items():
@@ -1183,8 +1183,8 @@ timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "f
 
 # %%
 # %%ranks
-from manyhands.figures.memory_stack import memory_stacks
-from manyhands.runs import recorded_runs
+from manyhands.plots.memory_stack import memory_stacks
+from manyhands.launch import recorded_runs
 
 peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
 metrics.measured(peak_bytes=peaks)
@@ -1280,7 +1280,7 @@ def virtual_forward(prefetch):
 
 # %%
 # %%ranks
-from manyhands.figures.gantt import gantt
+from manyhands.plots.gantt import gantt
 
 gather_s = (world_size - 1) * network.inside.cost_s(block_P.nbytes // world_size)
 until_s = layers * (gather_s + max(gather_s, 1e-3))  # both charts on one scale
@@ -1409,7 +1409,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.config.options import OptionError
-from manyhands.trainer.spread_model import spread_model
+from manyhands.train.spread_model import spread_model
 
 
 def deepspeed_losses(stage):
@@ -1506,7 +1506,7 @@ catch_up(globals(), "build", "measure", "unit_sizes")
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import parameters_by_unit
-from manyhands.trainer.spread_model import spread_model
+from manyhands.train.spread_model import spread_model
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
 held_bytes, whole_bytes, gathers, handed_over = predict(unit_sizes(config, wrapping), world_size)

@@ -724,7 +724,7 @@ for name, make in orders.items():
         held = [in_flight(slot.action for slot in ran[0] if slot.rank == r) for r in range(p)]  # of what ran
         charts.append((f"{name}: idle {100 * idle(*ran):.1f} %", ran[0], [f"holds {k}" for k in held]))
 if rank == 0:
-    from manyhands.figures.schedule import chart
+    from manyhands.plots.schedule import chart
 
     figure = chart(charts, "ms", virtual=True, scale=1e3)
     show(figure, "what_ran", f"what {p} ranks ran under GPipe and 1F1B: equally long, in different orders")
@@ -742,7 +742,7 @@ for n in counts:
             measured[name].append(idle(*ran))
 formula = [float(bubble_formula("1F1B", p, n)) for n in counts]
 if rank == 0:
-    from manyhands.figures.schedule import bubbles
+    from manyhands.plots.schedule import bubbles
 
     figure = bubbles({name: (counts, found, formula) for name, found in measured.items()})
     show(
@@ -816,7 +816,7 @@ for name, v in (("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 1
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.figures.schedule import chart
+    from manyhands.plots.schedule import chart
 
     figure = chart(charts, "ms", virtual=True, scale=1e3)
     show(

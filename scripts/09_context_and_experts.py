@@ -573,7 +573,7 @@ metrics.exact(pairs=work)
 
 # %%
 # %%ranks
-from manyhands.figures.shared_work import work_per_rank
+from manyhands.plots.shared_work import work_per_rank
 
 if rank == 0:
     fair = T * (T + 1) / 2 / c
@@ -1271,7 +1271,7 @@ shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, row
 
 # %%
 # %%ranks
-from manyhands.figures.shared_work import skew_and_balance
+from manyhands.plots.shared_work import skew_and_balance
 
 if rank == 0:
     show(skew_and_balance(skewed, shares), "skew", "bytes of rank 0 against skew, and shares of choices")

@@ -104,7 +104,7 @@ if 24 % world_size:
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.runs.run_folder import run_folder
+from manyhands.launch.run_folder import run_folder
 
 corpus = load_corpus(ranks)
 metrics = Metrics(ranks, corpus, {"steps": steps, "failures": failures})
@@ -273,7 +273,7 @@ if rank == 0:
 # Let the errors stand on the screen and ask who is at fault; most rooms point at the rank with the longest message.
 # *Usual mistakes:* raising the time-out ("it needs longer"); `if rank == 0: evaluate()` with a collective inside; reading
 # `state`. The course's own trainer compares by itself: a rank that hangs in `scripts/train.py` is named in a sentence after
-# `--train.stall-s` seconds (module `manyhands.trainer.stalls`).
+# `--train.stall-s` seconds (module `manyhands.train.stalls`).
 #
 # </details>
 
@@ -294,7 +294,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 hangs = recorded_runs.numbers("11_hangs.json")["hangs"]
 if rank == 0:
@@ -357,7 +357,7 @@ checks.culprit(culprit, ranks, solution=True)
 
 # %%
 # %%ranks
-from manyhands.figures.heat_map import heat_maps
+from manyhands.plots.heat_map import heat_maps
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 network = VirtualNetwork(
@@ -1222,7 +1222,7 @@ if rank == 0:
 # %%ranks --timeout 300
 import signal
 
-from manyhands.launching.torchrun_child import Torchrun
+from manyhands.launch.torchrun_child import Torchrun
 
 given = (where / "program.py", where, steps, every)
 setting = {"n_ranks": n_children, "log": where / "torchrun.txt", "timeout_s": 280}
@@ -1266,7 +1266,7 @@ lines = heard_so_far(where) if rank == 0 else []
 processes = list(dict.fromkeys(tuple(line["processes"]) for line in lines))  # of each life
 lives = [{line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes]
 if lives:
-    from manyhands.figures.lives import killed_and_resumed
+    from manyhands.plots.lives import killed_and_resumed
 
     figure = killed_and_resumed(undisturbed, lives, f"killed and resumed, {n_children} ranks")
     show(figure, "killed_run", "the losses of all lives lie on the undisturbed curve; the residual is zero")
@@ -1394,7 +1394,7 @@ lost = (1 - work_s / took_s).tolist()
 # %%ranks
 import math
 
-from manyhands.figures.looks import INK, LIMIT, MEASURED, PREDICTED
+from manyhands.plots.looks import INK, LIMIT, MEASURED, PREDICTED
 from matplotlib.figure import Figure
 
 if rank == 0:

@@ -271,7 +271,7 @@ true_N, found_N = np.array([pair for pairs in gathered for pair in pairs]).T
 sigma_N = np.sqrt(true_N * (1 - true_N) / hashes)
 inside = int((np.abs(found_N - true_N) <= sigma_N).sum())
 if rank == 0:
-    from manyhands.figures.pretraining import estimates
+    from manyhands.plots.pretraining import estimates
 
     alt = "estimated against true similarity of planted copies: points around the diagonal, in a band"
     show(estimates(gathered, hashes), "minhash", alt)
@@ -519,7 +519,7 @@ say(f"{len(table)} merges, the same as the library's")
 # %%
 # %%ranks
 from manyhands.data.token_file import write_tokens
-from manyhands.runs.run_folder import run_folder
+from manyhands.launch.run_folder import run_folder
 
 MARK = 256 + len(table)
 
@@ -789,7 +789,7 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
 # %%ranks --timeout 120
 from manyhands.data.text_preparation import Wishes, prepare_text
 from manyhands.data.text_report import shown_report
-from manyhands.runs.run_folder import run_folder
+from manyhands.launch.run_folder import run_folder
 
 place = [run_folder(ranks) if rank == 0 else None]
 dist.broadcast_object_list(place, src=0)
@@ -829,7 +829,7 @@ metrics.exact(prepared=report["documents"])
 # whose lowest point is the best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
 # law**](../assets/glossary.md#scaling-law).
 #
-# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python -m manyhands.trainer.isoflop`. You train one
+# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python -m manyhands.train.isoflop`. You train one
 # of its models now, data parallel on all ranks.
 #
 # **Predict.** What does one budget's curve look like? Where does its lowest point go when the budget grows?
@@ -845,8 +845,8 @@ metrics.exact(prepared=report["documents"])
 # %%ranks --timeout 300
 from manyhands.measure.timing import gemm_together
 from manyhands.predict.scaling import by_budget, parabola, power_law, residuals, spread
-from manyhands.runs import recorded_runs
-from manyhands.trainer.isoflop import Point, train_point
+from manyhands.launch import recorded_runs
+from manyhands.train.isoflop import Point, train_point
 
 grid = recorded_runs.numbers("12_isoflop.json")
 live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
@@ -882,7 +882,7 @@ points = grid["points"]
 optima = [parabola(rows) for rows in by_budget(points).values()]
 law, sure = power_law(optima), spread(points)
 if rank == 0:
-    from manyhands.figures.pretraining import isoflop
+    from manyhands.plots.pretraining import isoflop
 
     alt = "loss against parameters for three budgets, each a valley; the lowest points go right and down"
     show(isoflop(by_budget(points), optima, law, live), "isoflop", alt)
@@ -951,10 +951,10 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 if rank == 0:
-    from manyhands.figures.pretraining import emergence
+    from manyhands.plots.pretraining import emergence
 
     points = recorded_runs.numbers("12_isoflop.json")["points"]
     alt = "the same 18 models by loss: how often one character is right, and five in a row"
@@ -1080,7 +1080,7 @@ checks.next_best(next_best, ranks, solution=True)
 # %%
 # %%ranks
 from manyhands.predict.scaling import by_budget, parabola
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 if rank == 0:
     *smaller, largest = by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values()
@@ -1188,7 +1188,7 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # ```bash
 # mpiexec -n 32 python scripts/prepare_data.py pages/ --vocab-size 8192 --to data/mine
 # python scripts/launch.py --nproc 4 -- --data.folder data/mine --parallel.strategy fsdp
-# python -m manyhands.trainer.isoflop --to outputs/isoflop.json
+# python -m manyhands.train.isoflop --to outputs/isoflop.json
 # ```
 #
 # **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. Document masks go

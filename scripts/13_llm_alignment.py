@@ -89,10 +89,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, say, show
-from manyhands.alignment.chat_template import END, MARKERS, answered, encode, render, with_markers
-from manyhands.alignment.rollouts import complete, own_draws, texts
-from manyhands.alignment.sft import rows
-from manyhands.alignment.tasks import LetterTask, speech_messages, speeches
+from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
+from manyhands.align.rollouts import complete, own_draws, texts
+from manyhands.align.sft import rows
+from manyhands.align.tasks import LetterTask, speech_messages, speeches
 from manyhands.checks import alignment as checks
 from manyhands.measure import wire
 
@@ -683,9 +683,9 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.alignment.policy import reference as sharded_by_torch
-from manyhands.alignment.policy import start_from
-from manyhands.trainer.spread_model import spread_model
+from manyhands.align.policy import reference as sharded_by_torch
+from manyhands.align.policy import start_from
+from manyhands.train.spread_model import spread_model
 
 sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch 24"
 exact = copy.deepcopy(models["dpo", 0]).double()  # a policy that has left its reference
@@ -919,7 +919,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.figures.alignment import reward_and_kl
+from manyhands.plots.alignment import reward_and_kl
 
 if rank == 0:
     runs = {"the verifier": models["grpo", 0][1:], "letters that ascend": hacked_curves}
@@ -1085,7 +1085,7 @@ shares["SFT, GRPO"] = [accuracy(models["grpo", seed][0]) for seed in range(seeds
 
 # %%
 # %%ranks
-from manyhands.figures.alignment import stages
+from manyhands.plots.alignment import stages
 
 if rank == 0:
     show(stages(shares, task.chance), "stages", "held-out accuracy after each stage, a point per seed")
@@ -1101,8 +1101,8 @@ metrics.measured(accuracy=shares)
 # %%ranks
 from dataclasses import asdict
 
-from manyhands.checkpoints.export import write_export
-from manyhands.runs.run_folder import run_folder
+from manyhands.checkpoint.export import write_export
+from manyhands.launch.run_folder import run_folder
 
 if rank == 0:
     about = {"config": asdict(config), "corpus": {"name": corpus.name, "alphabet": symbols}, "step": rl_steps}

@@ -92,9 +92,9 @@ from manyhands import Metrics, catch_up, join, leave, say, show
 from manyhands.checks import llm_serving as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.serving.decoder import generate
-from manyhands.serving.engine import Engine
-from manyhands.serving.sampler import Sampling, uniforms
+from manyhands.serve.decoder import generate
+from manyhands.serve.engine import Engine
+from manyhands.serve.sampler import Sampling, uniforms
 
 # %%
 # %%ranks
@@ -646,7 +646,7 @@ metrics.exact(per_call=mine)
 
 # %%
 # %%ranks
-from manyhands.figures.guesses import symbols_per_call
+from manyhands.plots.guesses import symbols_per_call
 
 if rank == 0:
     show(symbols_per_call(per_call, predicted, alpha), "symbols_per_call", "symbols per call against guesses")
@@ -836,7 +836,7 @@ say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_red
 
 # %%
 # %%ranks
-from manyhands.serving.quantized import quantize, weight_bytes
+from manyhands.serve.quantized import quantize, weight_bytes
 
 small = quantize(copy.deepcopy(target))
 windows, answers = val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T)
@@ -853,7 +853,7 @@ if rank == 0:
 # ```bash
 # make serve                             # lesson 13's model; prints the address of a chat page, token included
 # make serve MODEL=outputs/train/latest  # or a run of yours
-# python -m manyhands.serving.load_test --address-file outputs/serve/serving-8000.json --clients 64
+# python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
 # curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8000/metrics
 # ```
 #
@@ -871,9 +871,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from manyhands.checkpoints.export import write_export
-from manyhands.serving.client import Client, ServerSaid
-from manyhands.serving.load_test import started
+from manyhands.checkpoint.export import write_export
+from manyhands.serve.client import Client, ServerSaid
+from manyhands.serve.load_test import started
 
 if rank == 0:  # no other rank takes part
     facts = {"config": asdict(target.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
@@ -900,8 +900,8 @@ if rank == 0:  # no other rank takes part
 
 # %%
 # %%ranks
-from manyhands.serving import gate
-from manyhands.serving.quantized import quantize
+from manyhands.serve import gate
+from manyhands.serve.quantized import quantize
 
 live = copy.deepcopy(target).cpu()  # the model that serves
 facts = {"config": asdict(live.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}

@@ -25,18 +25,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def read(words):
-    from manyhands.alignment.options import read_options
+    from manyhands.align.options import read_options
 
     return read_options(words, prog="align.py", description=__doc__)
 
 
 def act(wanted):
-    from manyhands.alignment.run import align
+    from manyhands.align.run import align
 
     return align(wanted)
 
 
 if __name__ == "__main__":
-    from manyhands.trainer.program import run_program
+    from manyhands.train.program import run_program
 
     run_program("align.py", read, act)

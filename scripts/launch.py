@@ -31,6 +31,6 @@ def refuse_flags(flags):
 
 
 if __name__ == "__main__":
-    from manyhands.launching.commands import main
+    from manyhands.launch.commands import main
 
     sys.exit(main(description=__doc__, refuse_flags=refuse_flags))

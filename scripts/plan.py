@@ -170,7 +170,7 @@ def main(argv=None):
 
 
 def _draw(answer, args):
-    from manyhands.figures.plans import plans
+    from manyhands.plots.plans import plans
 
     rows = []
     for one in answer.ranked[: args.top]:
@@ -200,7 +200,7 @@ def _show_published(args):
 
     print(published_text())
     if args.plot:
-        from manyhands.figures.plans import published
+        from manyhands.plots.plans import published
 
         rows = [(r.source.split(",")[0], r.published, predicted_tflops(r), r.name in FITTED_ON) for r in RUNS]
         published(rows).savefig(args.plot)

@@ -108,7 +108,7 @@ def prepare(given):
     from manyhands.data.text_preparation import Wishes, prepare_text
     from manyhands.data.text_quality import Quality
     from manyhands.data.text_report import shown_report
-    from manyhands.launching.join import join, leave, refuse
+    from manyhands.launch.join import join, leave, refuse
 
     ranks = join(name="prepare_data", device="cpu", timeout_s=24 * 3600.0)  # rank 0 learns while others wait
     limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
@@ -147,13 +147,13 @@ def main():
 
 def _refuse(sentence):
     """End all ranks with status 2; the first one says why."""
-    from manyhands.launching.join import end
+    from manyhands.launch.join import end
 
     end(f"prepare_data.py: {sentence}", 2, sys.stderr)
 
 
 if __name__ == "__main__":
-    from manyhands.launching.ctrl_c import ends_at_once
+    from manyhands.launch.ctrl_c import ends_at_once
 
     ends_at_once("prepare_data.py")
     sys.exit(main())

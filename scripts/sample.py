@@ -4,7 +4,7 @@
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
     python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
-    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoints.export wrote it
+    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoint.export wrote it
 
 On stdout you see the prompt and what the model makes of it, symbol by symbol (a model of documents marks the beginning of a
 new one by <|document|>); on stderr what was read: the file, its
@@ -22,8 +22,8 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
-from manyhands.alignment.chat_template import END, encode
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.align.chat_template import END, encode
+from manyhands.checkpoint.manifest import CheckpointError
 
 SMALL = 20e6  # parameters
 
@@ -115,9 +115,9 @@ def write_text(options):
     """Read the model, say on stderr what it is, and write on stdout. Raises CheckpointError or ValueError."""
     refuse_senseless(options)
     import torch
-    from manyhands.checkpoints.export import load_model, tokenizer_of
-    from manyhands.launching.devices import gpus_here
-    from manyhands.runs.screen import write
+    from manyhands.checkpoint.export import load_model, tokenizer_of
+    from manyhands.launch.devices import gpus_here
+    from manyhands.launch.screen import write
 
     kind = options.device
     if kind == "auto":

@@ -26,7 +26,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.checkpoint.manifest import CheckpointError
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
 TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:
@@ -81,8 +81,8 @@ def refuse_senseless(options):
 
 def aligned():
     """What lesson 13 or align.py has made last. Raises ValueError, with the commands that make it."""
-    from manyhands.checkpoints.manifest import steps_in
-    from manyhands.runs.run_folder import outputs_folder
+    from manyhands.checkpoint.manifest import steps_in
+    from manyhands.launch.run_folder import outputs_folder
 
     places = [outputs_folder() / name for name in ALIGNED]
     # a run that has just begun has a folder, and no checkpoint in it
@@ -94,7 +94,7 @@ def aligned():
 
 def device_of(options):
     """Where to compute. Raises ValueError for a GPU that is not there."""
-    from manyhands.launching.devices import gpus_here
+    from manyhands.launch.devices import gpus_here
 
     if options.device == "auto":
         return gpus_here(os.environ)[0]
@@ -106,10 +106,10 @@ def device_of(options):
 def make_service(options, load, token):
     """The Service of the model that `load(step)` returns. Raises CheckpointError or ValueError."""
     import torch
-    from manyhands.serving import gate
-    from manyhands.serving.limits import Limits
-    from manyhands.serving.service import Cache, Gate, Service
-    from manyhands.serving.vocabulary import Vocabulary
+    from manyhands.serve import gate
+    from manyhands.serve.limits import Limits
+    from manyhands.serve.service import Cache, Gate, Service
+    from manyhands.serve.vocabulary import Vocabulary
 
     model, facts = load(options.step)
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains
@@ -135,7 +135,7 @@ def make_service(options, load, token):
 
 def loader(options, device):
     """load(step) -> (model, facts) from where the options say."""
-    from manyhands.checkpoints.export import load_model
+    from manyhands.checkpoint.export import load_model
 
     def load(step):
         model, facts = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
@@ -146,8 +146,8 @@ def loader(options, device):
 
 def tell_address(options, address, token):
     """Print where the page is: with the token on the terminal of its user, without it anywhere else. The file's path."""
-    from manyhands.runs.run_folder import outputs_folder
-    from manyhands.serving.access import write_address
+    from manyhands.launch.run_folder import outputs_folder
+    from manyhands.serve.access import write_address
 
     path = write_address(outputs_folder() / "serve", address, token)
     if sys.stdout.isatty():
@@ -165,9 +165,9 @@ def tell_address(options, address, token):
 def serve(options):
     """Run until a signal; the exit status. Raises CheckpointError or ValueError before it listens."""
     refuse_senseless(options)
-    from manyhands.serving.access import make_token
-    from manyhands.serving.app import make_app
-    from manyhands.serving.running import address_of, listen, log_to_stderr, run
+    from manyhands.serve.access import make_token
+    from manyhands.serve.app import make_app
+    from manyhands.serve.running import address_of, listen, log_to_stderr, run
 
     token = make_token(os.environ)
     bound = listen(options.host, options.port)

@@ -30,15 +30,15 @@ def read(words):
 
 def act(options):
     if options.dry_run:
-        from manyhands.trainer.dry_run import dry_run
+        from manyhands.train.dry_run import dry_run
 
         return dry_run(options)
-    from manyhands.trainer.run import train
+    from manyhands.train.run import train
 
     return train(options)
 
 
 if __name__ == "__main__":
-    from manyhands.trainer.program import run_program
+    from manyhands.train.program import run_program
 
     run_program("train.py", read, act)

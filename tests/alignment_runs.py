@@ -4,8 +4,8 @@ import os
 from dataclasses import asdict, replace
 
 import torch
-from manyhands.alignment.chat_template import END, with_markers
-from manyhands.alignment.policy import widened
+from manyhands.align.chat_template import END, with_markers
+from manyhands.align.policy import widened
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
@@ -46,7 +46,7 @@ def chatty():
 
 def wanted_of(method, *changes):
     """The AlignOptions of a small run, with groups of options changed: {"train": {"steps": 5}}."""
-    from manyhands.alignment.options import default_options, refuse_senseless
+    from manyhands.align.options import default_options, refuse_senseless
 
     wanted = default_options(method)
     for change in (SMALL, PLAIN_SGD, *changes):
@@ -58,9 +58,9 @@ def wanted_of(method, *changes):
 
 def begin(ranks, wanted, outputs):
     """The Alignment of these options, before it resumes. All ranks."""
-    from manyhands.alignment.chat_corpus import chat_corpus
-    from manyhands.alignment.options import trainer_options
-    from manyhands.alignment.run import Alignment
+    from manyhands.align.chat_corpus import chat_corpus
+    from manyhands.align.options import trainer_options
+    from manyhands.align.run import Alignment
     from manyhands.config.layout import resolve_layout
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
@@ -72,7 +72,7 @@ def begin(ranks, wanted, outputs):
 
 def carry_out(ranks, wanted, outputs):
     """Align on all ranks; what this rank saw."""
-    from manyhands.trainer.resume import resume
+    from manyhands.train.resume import resume
 
     run = begin(ranks, wanted, outputs)
     resume(run)

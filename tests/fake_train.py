@@ -22,9 +22,9 @@ sys.path.insert(0, os.environ.get("MANYHANDS_SCRIPTS", str(Path(__file__).resolv
 
 import torch
 import torch.distributed as dist
-from manyhands.launching.join import join, leave
-from manyhands.trainer.stalls import StallWatch
-from manyhands.trainer.stopping import Stopping, clear_requeue, hold, write_requeue
+from manyhands.launch.join import join, leave
+from manyhands.train.stalls import StallWatch
+from manyhands.train.stopping import Stopping, clear_requeue, hold, write_requeue
 
 
 def main():

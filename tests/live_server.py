@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import torch
-from manyhands.alignment.chat_template import with_markers
+from manyhands.align.chat_template import with_markers
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.serving.app import make_app
-from manyhands.serving.decoder import generate
-from manyhands.serving.limits import Limits
-from manyhands.serving.running import address_of, listen, server_of
-from manyhands.serving.sampler import Sampling
-from manyhands.serving.service import Cache, Gate, Service
+from manyhands.serve.app import make_app
+from manyhands.serve.decoder import generate
+from manyhands.serve.limits import Limits
+from manyhands.serve.running import address_of, listen, server_of
+from manyhands.serve.sampler import Sampling
+from manyhands.serve.service import Cache, Gate, Service
 
 TOKEN = "a-token-that-only-the-tests-know"
 LETTERS = list("\n ABCDEFGHIJKLMNOPQRSTUVWXYZ!?:,.")

@@ -8,7 +8,7 @@ import time
 
 import psutil
 from jupyter_client.manager import start_new_kernel
-from manyhands.machine.processes import Family
+from manyhands.launch.processes import Family
 from manyhands.notebook.watchdog import MARK
 
 START = """

@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 import pytest
 from alignment_runs import ALPHABET, base
-from manyhands.alignment.chat_template import MARKERS
-from manyhands.checkpoints.export import load_model, write_export
-from manyhands.checkpoints.manifest import MANIFEST
+from manyhands.align.chat_template import MARKERS
+from manyhands.checkpoint.export import load_model, write_export
+from manyhands.checkpoint.manifest import MANIFEST
 
 SHORT = [
     "--train.steps",
@@ -30,7 +30,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A model that has never seen the template, as `python -m manyhands.checkpoints.export` leaves it."""
+    """A model that has never seen the template, as `python -m manyhands.checkpoint.export` leaves it."""
     model = base().float()
     facts = {"config": asdict(model.config), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
     target = tmp_path_factory.mktemp("base") / "model.safetensors"

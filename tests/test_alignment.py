@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from alignment_runs import ALPHABET, BASE, SYMBOLS, base, begin, carry_out, chatty, first_gradients, wanted_of
-from manyhands.alignment.chat_template import END, MARKERS, answered, encode, render, with_markers
-from manyhands.alignment.dpo import dpo_losses, margins, sequence_log_probs
-from manyhands.alignment.grpo import group_advantages, grpo_terms, kl_terms
-from manyhands.alignment.options import read_options
-from manyhands.alignment.policy import start_from, widened
-from manyhands.alignment.rollouts import complete, own_draws
-from manyhands.alignment.sft import masked_sum, rows, shifted, token_log_probs
-from manyhands.alignment.tasks import LetterTask, is_held_out, speeches
-from manyhands.checkpoints.export import load_model
+from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
+from manyhands.align.dpo import dpo_losses, margins, sequence_log_probs
+from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
+from manyhands.align.options import read_options
+from manyhands.align.policy import start_from, widened
+from manyhands.align.rollouts import complete, own_draws
+from manyhands.align.sft import masked_sum, rows, shifted, token_log_probs
+from manyhands.align.tasks import LetterTask, is_held_out, speeches
+from manyhands.checkpoint.export import load_model
 from manyhands.config.options import OptionError, Options, TrainOptions
 from manyhands.gpt.lora import add_lora, folded
 from manyhands.gpt.model import GPT
@@ -309,7 +309,7 @@ def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
 
 
 def test_with_adapters_the_rows_of_new_markers_learn_too():
-    from manyhands.alignment.options import LoraOptions
+    from manyhands.align.options import LoraOptions
 
     options = Options(train=TrainOptions(precision="fp64"))
     config = replace(BASE, vocab_size=len(SYMBOLS))
@@ -426,7 +426,7 @@ def test_of_the_reference_each_rank_holds_its_share_and_nothing_else(pool, tmp_p
 
 def look_at_who_draws(ranks, outputs, method):
     """The words to which this rank draws answers: in a step (grpo), or for the pairs (dpo)."""
-    from manyhands.alignment.stage import Stage
+    from manyhands.align.stage import Stage
 
     drawn, completions = [], Stage.completions
     run = begin(ranks, wanted_of(method), outputs)
@@ -504,8 +504,8 @@ def test_a_checkpoint_of_adapters_is_read_as_one_model_and_resumed(pool, tmp_pat
 
 
 def refused(ranks, wanted, outputs):
-    from manyhands.alignment.run import refuse_other_method
-    from manyhands.checkpoints.manifest import CheckpointError
+    from manyhands.align.run import refuse_other_method
+    from manyhands.checkpoint.manifest import CheckpointError
 
     run = begin(ranks, wanted, outputs)
     try:

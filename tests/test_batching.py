@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.serving.block_pool import BlockPool, chained_digests
-from manyhands.serving.decoder import generate
-from manyhands.serving.engine import Engine
-from manyhands.serving.sampler import Sampling
-from manyhands.serving.scheduler import Scheduler, Sequence
+from manyhands.serve.block_pool import BlockPool, chained_digests
+from manyhands.serve.decoder import generate
+from manyhands.serve.engine import Engine
+from manyhands.serve.sampler import Sampling
+from manyhands.serve.scheduler import Scheduler, Sequence
 from test_decoding import gpt
 
 MODEL = gpt()

@@ -12,7 +12,7 @@ from course_copy import copy_course
 from lab import Lab, chromium, opened
 from manyhands.course import pairs
 from manyhands.course.lessons import find_lessons
-from manyhands.figures.looks import RANK_COLOURS
+from manyhands.plots.looks import RANK_COLOURS
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 

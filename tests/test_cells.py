@@ -5,9 +5,9 @@ import types
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from manyhands.launching import join, launchers
+from manyhands.launch import join, launchers
+from manyhands.launch import ranks as who
 from manyhands.notebook import cell, engine, magic
-from manyhands.runs import ranks as who
 
 
 @pytest.fixture

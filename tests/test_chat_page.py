@@ -6,7 +6,7 @@ import pytest
 import torch
 from lab import chromium
 from live_server import TOKEN, Live, make_model, quiet
-from manyhands.serving.limits import Limits
+from manyhands.serve.limits import Limits
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
 PREFIX = "/user/rosalind/proxy/8123"
@@ -86,8 +86,8 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     expect(page.messages("assistant")).to_have_count(1)
     first = page.messages("assistant").first.inner_text()
     ids, _ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
-    from manyhands.serving.decoder import generate
-    from manyhands.serving.sampler import Sampling
+    from manyhands.serve.decoder import generate
+    from manyhands.serve.sampler import Sampling
 
     new = generate(live.model, torch.tensor([ids]), 12, Sampling(0))[0, len(ids) :].tolist()
     expected = "".join(live.service.words.symbols[i] for i in new)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.checkpoints import checkpoints as checkpoint_module
-from manyhands.checkpoints import manifest, step_folders, tensor_files
-from manyhands.checkpoints.checkpoints import Checkpoints
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.checkpoint import checkpoints as checkpoint_module
+from manyhands.checkpoint import manifest, step_folders, tensor_files
+from manyhands.checkpoint.checkpoints import Checkpoints
+from manyhands.checkpoint.manifest import CheckpointError
 from rank_pool import run_on_ranks
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ import torch
 from manyhands.checks import CORRECT, NOT_ATTEMPTED
 from manyhands.checks import first_job as checks
 from manyhands.course.catch_up import taken_from
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 LESSON = "04_first_job"
 solutions = taken_from(LESSON, "start_of", "my_sequences", "stale", jupytext=jupytext)

@@ -154,7 +154,7 @@ def test_the_batch_script_of_a_job_is_no_rank():
 
 
 def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
-    from manyhands.launching.launchers import resolve
+    from manyhands.launch.launchers import resolve
 
     for what, environ, expected in checks.ENVIRONMENTS:
         extra = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}

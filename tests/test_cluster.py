@@ -5,7 +5,7 @@ import socket
 import sys
 
 import pytest
-from manyhands.launching.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.notebook import engine_processes
 from manyhands.notebook.control_lines import ControlLines
 from manyhands.notebook.engine_processes import engine_launcher

@@ -5,7 +5,7 @@ import math
 
 import matplotlib.image
 import pytest
-from manyhands.trainer import curves
+from manyhands.train import curves
 from matplotlib.figure import Figure
 
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from live_server import make_model
 from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-from manyhands.serving.decoder import cached_logits, generate
-from manyhands.serving.engine import Engine
-from manyhands.serving.kv_cache import KVCache
-from manyhands.serving.quantized import Int8Linear, quantize, weight_bytes
-from manyhands.serving.sampler import Sampling, draw, probabilities, uniforms
-from manyhands.serving.speculative import expected_per_call, judged, speculate
+from manyhands.serve.decoder import cached_logits, generate
+from manyhands.serve.engine import Engine
+from manyhands.serve.kv_cache import KVCache
+from manyhands.serve.quantized import Int8Linear, quantize, weight_bytes
+from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
+from manyhands.serve.speculative import expected_per_call, judged, speculate
 from torch.distributed.device_mesh import init_device_mesh
 
 CONFIG = GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=2, n_embd=16)

@@ -117,7 +117,7 @@ def test_mpi_is_not_tried_on_a_login_node_and_its_absence_is_no_error(monkeypatc
         raise AssertionError("mpiexec was started on a login node")
 
     says(software.mpi(["mpiexec"], "its name is login3", never), "warning", "not tried", "compute node")
-    monkeypatch.setattr("manyhands.launching.allocation.mpi_launcher", lambda n: None)
+    monkeypatch.setattr("manyhands.launch.allocation.mpi_launcher", lambda n: None)
     says(software.mpi(), "warning", "no mpiexec", "pip install mpich", "torchrun work without")
 
 

@@ -16,7 +16,7 @@ from manyhands.config.options import OptionError, from_file, from_preset, merged
 from manyhands.config.presets import PRESETS
 from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
 from manyhands.predict.rank_memory import bytes_per_rank
-from manyhands.trainer import dry_run
+from manyhands.train import dry_run
 
 
 def described(flags, world_size=1):
@@ -189,7 +189,7 @@ def test_a_corpus_that_would_be_fetched_only_for_a_check_is_not_and_that_is_said
 def test_no_weight_is_allocated_for_the_largest_preset(root):
     """6.7 billion parameters are 25 GiB in fp32: the program's peak stays at what importing torch takes."""
     code = (
-        "import resource, sys; from manyhands.trainer import dry_run; from manyhands.config.options import read_options;"
+        "import resource, sys; from manyhands.train import dry_run; from manyhands.config.options import read_options;"
         "print(dry_run.describe(read_options(sys.argv[1:]), 1));"
         "unit = 1 if sys.platform == 'darwin' else 1024;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, file=sys.stderr)"

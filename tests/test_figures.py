@@ -4,9 +4,9 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from manyhands import figures
+from manyhands import plots as figures
 from manyhands.course.folders import ASSETS
-from manyhands.figures.looks import RANK_COLOURS, rank_colour, tint
+from manyhands.plots.looks import RANK_COLOURS, rank_colour, tint
 
 LESSONS = sorted((ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
 
@@ -16,7 +16,7 @@ def test_the_stored_figure_is_what_the_code_draws(name, tmp_path):
     figures.save(figures.drawings()[name], tmp_path / "new.svg")
     stored = ASSETS / f"{name}.svg"
     assert stored.exists() and stored.read_bytes() == (tmp_path / "new.svg").read_bytes(), (
-        f"{stored.name} is stale: python -m manyhands.figures"
+        f"{stored.name} is stale: python -m manyhands.plots"
     )
 
 
@@ -53,7 +53,7 @@ def test_rank_colours_repeat_after_eight():
 
 
 def test_a_sweep_shows_measured_over_predicted_below_the_times():
-    from manyhands.figures.sweep import against_size
+    from manyhands.plots.sweep import against_size
 
     figure = against_size([64, 1024], {"gloo": [2e-3, 3e-3]}, {"gloo": [1e-3, 3e-3]}, "a hop")
     times, ratios = figure.axes
@@ -63,7 +63,7 @@ def test_a_sweep_shows_measured_over_predicted_below_the_times():
 
 
 def test_samples_of_a_sweep_become_their_median_with_whiskers_from_the_least_to_the_most():
-    from manyhands.figures.sweep import against_size
+    from manyhands.plots.sweep import against_size
 
     samples = [[4e-3, 1e-3, 2e-3], [5e-3, 3e-3, 9e-3]]
     times, ratios = against_size([64, 1024], {"gloo": samples}, {"gloo": [1e-3, 5e-3]}, "a hop").axes
@@ -73,8 +73,8 @@ def test_samples_of_a_sweep_become_their_median_with_whiskers_from_the_least_to_
 
 
 def test_a_series_looks_the_same_in_each_plot_and_its_name_stands_at_its_end():
-    from manyhands.figures.looks import ALTERNATIVES
-    from manyhands.figures.sweep import against_size, bandwidths
+    from manyhands.plots.looks import ALTERNATIVES
+    from manyhands.plots.sweep import against_size, bandwidths
 
     looks = dict(zip(("gloo", "MPI", "our ring"), ALTERNATIVES, strict=False))
     hop = against_size([64, 1024], {"gloo": [1e-3, 2e-3], "MPI": [1e-3, 2e-3]}, {}, "a hop", looks=looks)
@@ -87,7 +87,7 @@ def test_a_series_looks_the_same_in_each_plot_and_its_name_stands_at_its_end():
 
 
 def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
-    from manyhands.figures.sweep import against_size, bandwidths
+    from manyhands.plots.sweep import against_size, bandwidths
 
     against_size(
         [64, 1024], {"ring": [0, 0]}, {"ring": [0, 0]}, "nobody to talk to", unit="virtual"
@@ -98,7 +98,7 @@ def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
 
 
 def test_bus_bandwidth_is_algorithm_bandwidth_times_its_factor():
-    from manyhands.figures.sweep import bandwidths
+    from manyhands.plots.sweep import bandwidths
 
     algorithm, bus = bandwidths([2_000_000], {"gloo": [1.0]}, 1.5, "all-reduce").axes
     assert algorithm.lines[0].get_ydata()[0] == 2

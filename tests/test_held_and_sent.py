@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from manyhands.figures.held_and_sent import KINDS, held_and_sent
-from manyhands.figures.looks import BYTES
+from manyhands.plots.held_and_sent import KINDS, held_and_sent
+from manyhands.plots.looks import BYTES
 
 
 def test_bars_are_as_long_as_the_bytes_per_parameter_and_the_volume():

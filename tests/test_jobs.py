@@ -308,7 +308,7 @@ SAYS_ITS_WORDS = '#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n'  
 
 @pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
 def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
-    """How ranks are started stands in manyhands.launching, once: no job file names a launcher's flags or a port."""
+    """How ranks are started stands in manyhands.launch, once: no job file names a launcher's flags or a port."""
     text = (course / "jobs" / name).read_text()
     assert "python scripts/launch.py --starter" in text
     for elsewhere in (

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.checkpoints import manifest
+from manyhands.checkpoint import manifest
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
@@ -26,9 +26,9 @@ from manyhands.config.options import (
     model_config,
 )
 from manyhands.data.corpus import Corpus
-from manyhands.runs.metrics import fingerprint
-from manyhands.trainer.resume import resume
-from manyhands.trainer.run import Run
+from manyhands.launch.metrics import fingerprint
+from manyhands.train.resume import resume
+from manyhands.train.run import Run
 from rank_pool import _server, ranks_of
 
 pytestmark = pytest.mark.ranks

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launching import allocation, commands, devices, join, rendezvous
-from manyhands.launching.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
-from manyhands.machine import cores
+from manyhands.launch import allocation, commands, cores, devices, join, rendezvous
+from manyhands.launch.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

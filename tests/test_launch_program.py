@@ -17,14 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 from manyhands.data.corpus import load_corpus
-from manyhands.launching import commands
-from manyhands.launching.allocation import Allocation, RanksError, find_site_mpiexec
-from manyhands.launching.commands import StartError, command_for
-from manyhands.launching.join import join, leave
-from manyhands.launching.quiet_torchrun import blame
-from manyhands.machine import kept_command
-from manyhands.runs.exit_status import DIVERGED, STATUS_FILE, read_status, say_status
-from manyhands.runs.ranks import joined
+from manyhands.launch import commands, kept_command
+from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
+from manyhands.launch.commands import StartError, command_for
+from manyhands.launch.exit_status import DIVERGED, STATUS_FILE, read_status, say_status
+from manyhands.launch.join import join, leave
+from manyhands.launch.quiet_torchrun import blame
+from manyhands.launch.ranks import joined
 from rank_pool import run_on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -510,7 +509,7 @@ print("heard", len(heard), flush=True)
 
 def test_a_request_that_comes_from_the_scheduler_and_from_the_job_file_is_passed_on_once(root):
     """torchrun dies of the second one without waiting for its ranks to save."""
-    keeper = "import sys; from manyhands.machine.kept_command import keep; sys.exit(keep(sys.argv[1:])[0])"
+    keeper = "import sys; from manyhands.launch.kept_command import keep; sys.exit(keep(sys.argv[1:])[0])"
     run = subprocess.Popen(
         [sys.executable, "-c", keeper, sys.executable, "-c", COUNTS], env=os.environ | {"PYTHONPATH": str(root / "scripts")},
         stdout=subprocess.PIPE, text=True,

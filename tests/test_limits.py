@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from manyhands.machine import limits
+from manyhands.launch import limits
 
 GIB = 2**30
 

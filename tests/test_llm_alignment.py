@@ -9,14 +9,14 @@ import re
 import pytest
 import torch
 from alignment_runs import TEXT
-from manyhands.alignment.chat_template import END, encode, with_markers
-from manyhands.alignment.dpo import dpo_losses, margins
-from manyhands.alignment.grpo import grpo_terms
-from manyhands.alignment.tasks import LetterTask
+from manyhands.align.chat_template import END, encode, with_markers
+from manyhands.align.dpo import dpo_losses, margins
+from manyhands.align.grpo import grpo_terms
+from manyhands.align.tasks import LetterTask
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
-from manyhands.figures.alignment import reward_and_kl, stages
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.plots.alignment import reward_and_kl, stages
 
 LESSON = "13_llm_alignment"
 NAMES = (

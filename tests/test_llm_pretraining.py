@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
+from manyhands.launch import recorded_runs
 from manyhands.predict import scaling
 from manyhands.predict.flops import flops_per_token
-from manyhands.runs import recorded_runs
-from manyhands.trainer import isoflop
+from manyhands.train import isoflop
 from tokenizers import Tokenizer, models, trainers
 
 LESSON = "12_llm_pretraining"

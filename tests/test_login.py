@@ -1,7 +1,7 @@
 """A login node is told from a laptop and from a compute node, by name, by scheduler, or because somebody said so."""
 
 import pytest
-from manyhands.machine.login_node import login_node, refuse_on_login_node
+from manyhands.launch.login_node import login_node, refuse_on_login_node
 
 SINFO = "node1 node1\nnode2 node2\n"
 PBSNODES = "Name=x3004c0s1b0n0|Mom=x3004c0s1b0n0.hsn|state=free\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from manyhands.course.folders import ASSETS, ROOT
-from manyhands.figures import looks
+from manyhands.plots import looks
 
 SOURCES = [
     path for path in sorted((ROOT / "scripts").rglob("*.py"))

@@ -7,11 +7,11 @@ import weakref
 import matplotlib
 import pytest
 import torch
-from manyhands.figures.memory_stack import memory_stack, memory_stacks
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.recompute import recompute
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
 from manyhands.measure.saved_activations import count_saved
+from manyhands.plots.memory_stack import memory_stack, memory_stacks
 from manyhands.predict.activation_memory import saved_bytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -375,7 +375,7 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
 
 
 def test_kinds_of_memory_differ_in_lightness_or_hatching_in_black_and_white():
-    from manyhands.figures.looks import BYTES
+    from manyhands.plots.looks import BYTES
 
     seen = set()
     for colour, hatch in BYTES.values():

@@ -10,11 +10,11 @@ from manyhands.config.layout import AXES as LAYOUT_AXES
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.course.catch_up import taken_from
-from manyhands.figures.planned_and_held import planned_and_held
-from manyhands.figures.table_and_others import table_and_others
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.plots.planned_and_held import planned_and_held
+from manyhands.plots.table_and_others import table_and_others
 from manyhands.predict.simulated_rank import in_own_process
 
 LESSON = "10_meshes_and_planning"

@@ -14,10 +14,10 @@ import pytest
 import rank_pool
 import torch
 from manyhands.data.corpus import Corpus
+from manyhands.launch import run_folder as run_folder_module
+from manyhands.launch.metrics import Metrics, StepLog, compare, fingerprint
+from manyhands.launch.run_folder import run_folder
 from manyhands.measure.timing import Timing, max_over_ranks, median_s, peak_memory_gib, tok_per_s
-from manyhands.runs import run_folder as run_folder_module
-from manyhands.runs.metrics import Metrics, StepLog, compare, fingerprint
-from manyhands.runs.run_folder import run_folder
 from rank_pool import run_on_ranks
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from manyhands.course.catch_up import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch import recorded_runs
 from manyhands.measure import saved_activations
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.predict import activation_memory, flops
-from manyhands.runs import recorded_runs
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -222,7 +222,7 @@ def test_a_gpu_run_to_record_is_one_process(tmp_path):
     assert recorded_runs.beside("01", {}, tmp_path).splitlines() == [
         "No GPU run of 01_one_device is recorded yet. On a node with a GPU:",
         "python scripts/01_one_device.py",
-        "python -m manyhands.runs.recorded_runs 01",
+        "python -m manyhands.launch.recorded_runs 01",
     ]
     assert "--nproc-per-node 4 scripts/05_same_science.py" in recorded_runs.beside("05", {}, tmp_path)
 

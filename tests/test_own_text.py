@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.checkpoints.export import load_model, tokenizer_of
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.checkpoint.export import load_model, tokenizer_of
+from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.options import (
     CheckpointOptions,
     DataOptions,
@@ -188,10 +188,10 @@ OPTIONS = Options(
 def train(ranks, data, folder, killed_after=None):
     """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left). Killed for good at a step."""
     from manyhands.config.layout import resolve_layout
-    from manyhands.runs.metrics import fingerprint
-    from manyhands.trainer.chosen_text import corpus_of
-    from manyhands.trainer.resume import resume
-    from manyhands.trainer.run import Run
+    from manyhands.launch.metrics import fingerprint
+    from manyhands.train.chosen_text import corpus_of
+    from manyhands.train.resume import resume
+    from manyhands.train.run import Run
 
     options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
     corpus = corpus_of(options, ranks)
@@ -288,7 +288,7 @@ def program(root):
 
 @pytest.mark.ranks
 def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, program, capsys, tmp_path):
-    from manyhands.checkpoints import export
+    from manyhands.checkpoint import export
 
     assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
     capsys.readouterr()
@@ -308,7 +308,7 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
 
 @pytest.mark.ranks
 def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_path, capsys):
-    from manyhands.checkpoints import export
+    from manyhands.checkpoint import export
 
     assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
     about = tmp_path / "model.json"
@@ -324,7 +324,7 @@ def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_pa
 
 
 def test_a_dry_run_counts_the_symbols_of_the_folder(texts):
-    from manyhands.trainer.dry_run import describe
+    from manyhands.train.dry_run import describe
 
     flags = ["--data.folder", str(texts["bpe"]), "--dry-run", "--model.block-size", "32"]
     text = describe(read_options(flags), 2)
@@ -348,7 +348,7 @@ def test_a_dry_run_counts_the_symbols_of_the_folder(texts):
     ],
 )
 def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
-    from manyhands.trainer.chosen_text import corpus_of
+    from manyhands.train.chosen_text import corpus_of
 
     with pytest.raises(OptionError, match=sentence):
         corpus_of(read_options(flags))

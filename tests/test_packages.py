@@ -9,10 +9,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "scripts" / "manyhands"
 # from the ground up: a package imports only those before it in this list
 ORDER = (
-    "course", "machine", "runs", "launching", "figures", "measure", "gpt", "config", "parallel", "predict", "data",
-    "checkpoints", "trainer", "alignment", "serving", "notebook", "checks", "widgets", "jobs", "doctor", "preflight", "bench",
+    "course", "launch", "plots", "measure", "gpt", "config", "parallel", "predict", "data", "checkpoint", "train", "align",
+    "serve", "notebook", "checks", "widgets", "jobs", "doctor", "preflight", "bench",
 )  # fmt: skip
-GROUND = {"course": (), "machine": (), "gpt": (), "figures": ("course",)}  # these stand alone, or nearly
+GROUND = {"course": (), "gpt": (), "plots": ("course",)}  # these stand alone, or nearly
 FACE = "manyhands"  # what lessons take from `manyhands` itself; it stands above all
 
 
@@ -22,7 +22,7 @@ def tree_of(text):
 
 
 def sources(folder=PACKAGE):
-    """{"manyhands.runs.screen": its text} of every module below `folder`; a package is named after itself."""
+    """{"manyhands.launch.screen": its text} of every module below `folder`; a package is named after itself."""
     found = {}
     for path in folder.rglob("*.py"):
         parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
@@ -193,18 +193,18 @@ def test_no_module_is_looked_up_by_a_string(package):
 
 # ------------------------------------------------------------------ these would be found
 
-HOUSE = {"manyhands.course.pairs": "", "manyhands.runs": "", "manyhands.runs.screen": "def say(): _quiet = 1"}
+HOUSE = {"manyhands.course.pairs": "", "manyhands.launch": "", "manyhands.launch.screen": "def say(): _quiet = 1"}
 
 
 @pytest.mark.parametrize(
     ("judge", "module", "text", "found"),
     [
-        (upward, "manyhands.machine.cores", "from manyhands.runs.screen import say", "imports manyhands.runs.screen"),
-        (upward, "manyhands.course.a", "def f():\n    from manyhands.runs import screen", "imports manyhands.runs.screen"),
+        (upward, "manyhands.launch.cores", "from manyhands.launch.screen import say", "imports manyhands.launch.screen"),
+        (upward, "manyhands.course.a", "def f():\n    from manyhands.launch import screen", "imports manyhands.launch.screen"),
         (upward, "manyhands.gpt.model", "from manyhands.course import pairs", "imports manyhands.course.pairs"),
-        (private_names, "manyhands.trainer.run", "from manyhands.runs.screen import _quiet", "imports _quiet"),
-        (private_names, "manyhands.trainer.run", "from manyhands.runs import screen\nscreen._quiet", "uses screen._quiet"),
-        (looked_up_by_string, "manyhands.trainer.run", "import sys\nsys.modules['manyhands.runs']", "manyhands.trainer.run:2"),
+        (private_names, "manyhands.train.run", "from manyhands.launch.screen import _quiet", "imports _quiet"),
+        (private_names, "manyhands.train.run", "from manyhands.launch import screen\nscreen._quiet", "uses screen._quiet"),
+        (looked_up_by_string, "manyhands.train.run", "import sys\nsys.modules['manyhands.launch']", "manyhands.train.run:2"),
     ],
 )  # fmt: skip
 def test_a_fault_that_is_planted_is_found(judge, module, text, found):
@@ -222,7 +222,7 @@ def test_a_circle_that_is_planted_is_found():
 
 
 def test_a_second_import_path_that_is_planted_is_found():
-    detour = {"manyhands.data.a": "from manyhands.runs.screen import say"}
-    user = {"lesson": "from manyhands.data.a import say\nfrom manyhands.runs.screen import say"}
+    detour = {"manyhands.data.a": "from manyhands.launch.screen import say"}
+    user = {"lesson": "from manyhands.data.a import say\nfrom manyhands.launch.screen import say"}
     assert second_hand(HOUSE | detour, detour) == []
     assert second_hand(HOUSE | detour, user) == ["lesson:1 takes say from manyhands.data.a, which does not define it"]

@@ -167,7 +167,7 @@ def test_sizes_of_your_own_become_flags():
 @pytest.mark.parametrize(("preset", "gpus"), [("gpt2-xl", 8), ("olmo-7b", 64), ("olmo-7b", 1024)])
 def test_the_dry_run_agrees_with_the_plan(preset, gpus):
     """On 8, 64 and 1,024 ranks: no process group, the model on torch's meta device."""
-    from manyhands.trainer.dry_run import describe
+    from manyhands.train.dry_run import describe
 
     found = answer(preset, gpus, batch=1024)
     best = found.best

@@ -16,7 +16,7 @@ import pytest
 from manyhands import preflight
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import SHORT, Lesson, find_lessons
-from manyhands.machine import processes
+from manyhands.launch import processes
 from manyhands.preflight import errors, plan, runs
 from manyhands.preflight.report import command_again
 from manyhands.preflight.report import page as page_of

@@ -507,7 +507,7 @@ def test_a_flag_that_makes_no_sense_is_a_sentence(program, flags, sentence):
 
 INTERRUPTED = """
 import os, signal, sys
-from manyhands.launching.ctrl_c import ends_at_once
+from manyhands.launch.ctrl_c import ends_at_once
 if "ignored" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 ends_at_once("prepare_data.py")

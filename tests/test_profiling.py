@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from manyhands.config.options import from_preset, merged
-from manyhands.trainer.profiling import Profile, windows
+from manyhands.train.profiling import Profile, windows
 from rank_pool import ranks_of, run_on_ranks
 
 RANKS = ranks_of(lesson="train")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from manyhands.course import folders
 from manyhands.course.lessons import find_lessons
-from manyhands.machine.processes import Ended
+from manyhands.launch import conditions, recorded_runs
+from manyhands.launch.metrics import Metrics
+from manyhands.launch.processes import Ended
 from manyhands.preflight.plan import LessonResult
 from manyhands.preflight.recording import export_recorded
 from manyhands.preflight.runs import Outcome, Run
-from manyhands.runs import conditions, recorded_runs
-from manyhands.runs.metrics import Metrics
 from rank_pool import ranks_of
 
 
@@ -159,7 +159,7 @@ def test_where_nothing_is_recorded_a_sentence_says_so_with_the_two_commands(tmp_
     said, run, record = recorded_runs.beside("03", {"step time": (0.25, "s")}, tmp_path).split("\n")
     assert said.startswith("No GPU run of 03_data_parallel is recorded yet.")
     assert run.endswith("--nproc-per-node 4 scripts/03_data_parallel.py")
-    assert record == "python -m manyhands.runs.recorded_runs 03"
+    assert record == "python -m manyhands.launch.recorded_runs 03"
 
 
 def test_runs_are_found_by_lesson_and_no_other_file_is_taken_for_one(tmp_path):

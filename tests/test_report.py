@@ -19,10 +19,10 @@ from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPTConfig
 from manyhands.predict.flops import flops_per_token
-from manyhands.trainer import line_columns, report, run_header
-from manyhands.trainer.expected_end import duration
-from manyhands.trainer.report import KEYS, Report
-from manyhands.trainer.step_timer import HostClock, StepTimer
+from manyhands.train import line_columns, report, run_header
+from manyhands.train.expected_end import duration
+from manyhands.train.report import KEYS, Report
+from manyhands.train.step_timer import HostClock, StepTimer
 from rank_pool import ranks_of, run_on_ranks
 
 CONFIG = GPTConfig(vocab_size=65)  # block 64
@@ -497,7 +497,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run_and_is_said_once(tmp_path, c
 
 def run_of_two(ranks, folder):
     """Rank 1 takes twice as long a step and holds three times the memory: what rank 0 wrote, and what each rank showed."""
-    report_module = sys.modules["manyhands.trainer.report"]
+    report_module = sys.modules["manyhands.train.report"]
     report_module.peak_memory_gib = lambda ranks: 1.0 + 2.0 * ranks.rank
     now, shown = FakeTime(), io.StringIO()
     calls, all_reduce = [], dist.all_reduce

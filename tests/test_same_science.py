@@ -204,7 +204,7 @@ def test_the_published_series_gives_136_68_60_and_81_percent():
 
 
 def test_losses_that_are_equal_to_the_last_bit_have_no_point():
-    from manyhands.figures.many_ranks import differences
+    from manyhands.plots.many_ranks import differences
 
     one, two = torch.tensor([3.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 2.5], dtype=torch.float64)
     axes = differences({"float64": (two, one), "same": (one, one)}, 1e-10, "two ranks").axes[0]
@@ -215,7 +215,7 @@ def test_losses_that_are_equal_to_the_last_bit_have_no_point():
 
 
 def test_whiskers_of_a_rate_and_of_a_speed_up_reach_from_the_least_to_the_most():
-    from manyhands.figures.many_ranks import by_rate, scaling
+    from manyhands.plots.many_ranks import by_rate, scaling
 
     losses = {("SGD", 4, 0.1): [2.0, 2.5, 3.0], ("SGD", 4, 0.3): [2.0, 2.0], ("SGD", 32, 0.1): [4.0]}
     ups = {"strong": {1: [1.0], 2: [1.5, 1.7, 1.9]}, "weak": {1: [1.0], 2: [1.8]}}
@@ -230,7 +230,7 @@ def test_whiskers_of_a_rate_and_of_a_speed_up_reach_from_the_least_to_the_most()
 
 
 def test_histograms_count_how_often_a_sequence_was_read_and_by_how_many_ranks():
-    from manyhands.figures.many_ranks import times_read
+    from manyhands.plots.many_ranks import times_read
 
     figure = times_read({"A": [[0, 0, 0], [1, 1]], "B": [[0, 1, 2], [3]]})
     a_times, b_times, a_ranks, b_ranks = (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.checkpoints import export, manifest, tensor_files
-from manyhands.checkpoints.checkpoints import Checkpoints
-from manyhands.checkpoints.export import find_checkpoint, load_model
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.checkpoint import export, manifest, tensor_files
+from manyhands.checkpoint.checkpoints import Checkpoints
+from manyhands.checkpoint.export import find_checkpoint, load_model
+from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import run_on_ranks
 from torch.distributed.checkpoint.api import CheckpointException

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 from manyhands import say, show
-from manyhands.runs import ranks as ranks_module
-from manyhands.runs.screen import text_plot
+from manyhands.launch import ranks as ranks_module
+from manyhands.launch.screen import text_plot
 from rank_pool import ranks_of
 
 
@@ -88,7 +88,7 @@ def figure():
 def test_a_figure_of_a_script_is_a_file_in_the_runs_folder(monkeypatch, capsys, figure):
     ranks = become(monkeypatch, 0, 1, "alone")
     show(figure, "line", "a rising line")
-    from manyhands.runs.run_folder import run_folder
+    from manyhands.launch.run_folder import run_folder
 
     assert (run_folder(ranks) / "line.svg").read_text().lstrip().startswith("<?xml")
     assert "line.svg: a rising line" in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_a_text_plot_of_equal_values_is_drawn():
     assert "•" in text_plot([5, 5, 5], "as it was", height=9)
 
 
-SAYS = "from manyhands.runs.screen import write\nwrite('\u2713 caf\u00e9\\n'); write('on\\n')\nimport sys; sys.stderr.write('lived')"
+SAYS = "from manyhands.launch.screen import write\nwrite('\u2713 caf\u00e9\\n'); write('on\\n')\nimport sys; sys.stderr.write('lived')"
 
 
 @pytest.mark.parametrize(("encoding", "seen"), [("ascii", b"? caf?\non\n"), ("latin-1", b"? caf\xe9\non\n")])

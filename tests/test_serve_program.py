@@ -15,8 +15,8 @@ import time
 
 import pytest
 from live_server import CONFIG, facts_of, make_model, quiet
-from manyhands.checkpoints.export import write_export
-from manyhands.serving.client import Client, ServerSaid
+from manyhands.checkpoint.export import write_export
+from manyhands.serve.client import Client, ServerSaid
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
@@ -179,7 +179,7 @@ def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_co
 
 
 def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
-    from manyhands.serving.access import read_address, write_address
+    from manyhands.serve.access import read_address, write_address
 
     old = tmp_path / "serving-8000.json"
     old.write_text("{}")

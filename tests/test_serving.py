@@ -27,16 +27,16 @@ from live_server import (
     text_of,
     written,
 )
-from manyhands.checkpoints.export import newest_in
+from manyhands.checkpoint.export import newest_in
 from manyhands.gpt.model import GPTConfig
-from manyhands.serving import gate, load_test
-from manyhands.serving.app import watch
-from manyhands.serving.client import Client, ServerSaid
-from manyhands.serving.limits import Limits
-from manyhands.serving.metrics import Drift
-from manyhands.serving.sampler import Sampling
-from manyhands.serving.service import Cache
-from manyhands.serving.vocabulary import TextSoFar, Vocabulary
+from manyhands.serve import gate, load_test
+from manyhands.serve.app import watch
+from manyhands.serve.client import Client, ServerSaid
+from manyhands.serve.limits import Limits
+from manyhands.serve.metrics import Drift
+from manyhands.serve.sampler import Sampling
+from manyhands.serve.service import Cache
+from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
@@ -91,7 +91,7 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
         "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
     ]  # fmt: skip
     sequence = live.service.engine.new_sequence(ids, 30, Sampling(), 9)
-    from manyhands.serving.decoder import generate
+    from manyhands.serve.decoder import generate
 
     new = generate(live.model, torch.tensor([ids]), 30, Sampling(), 9)[0, len(ids) :].tolist()
     marker = next((i for i, id in enumerate(new) if id in live.service.words.markers), 30)
@@ -597,8 +597,8 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
 
 
 def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
-    from manyhands.checkpoints.manifest import CheckpointError
-    from manyhands.serving.service import Gate
+    from manyhands.checkpoint.manifest import CheckpointError
+    from manyhands.serve.service import Gate
 
     good = make_model()
     broken = make_model()
@@ -612,7 +612,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         "4": (make_model(), facts_of(4, symbols=SYMBOLS[::-1])),
         "5": (good, facts_of(5)),
     }
-    from manyhands.serving.decoder import generate
+    from manyhands.serve.decoder import generate
 
     ids = generate(good, torch.zeros(1, 1, dtype=torch.long), 90, Sampling(0.5), 1)[0]  # what it likes
 
@@ -718,7 +718,7 @@ def test_prompts_unlike_the_training_text_raise_the_drift_gauge():
 def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live, caplog):
     secret = "THE SECRET OF ROSALIND"
     with (
-        caplog.at_level(logging.DEBUG, logger="manyhands.serving"),
+        caplog.at_level(logging.DEBUG, logger="manyhands.serve"),
         caplog.at_level(logging.DEBUG, logger="uvicorn"),
     ):
         one(live, TEXT, {"prompt": secret, "max_tokens": 3})
@@ -727,7 +727,7 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
         one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
         one(live, TEXT, b"{" + TOKEN.encode())
         time.sleep(0.1)
-    assert len([r for r in caplog.records if r.name == "manyhands.serving"]) >= 5
+    assert len([r for r in caplog.records if r.name == "manyhands.serve"]) >= 5
     metrics = live.service.metrics.content().decode()
     for text in (caplog.text, metrics):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
+from manyhands.launch.metrics import compare
 from manyhands.preflight.runs import Run, find_metrics
-from manyhands.runs.metrics import compare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.lesson]
 

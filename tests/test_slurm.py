@@ -17,8 +17,8 @@ import jupytext
 import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
-from manyhands.runs import recorded_runs
-from manyhands.runs.metrics import compare
+from manyhands.launch import recorded_runs
+from manyhands.launch.metrics import compare
 from slurm_nodes import ENDED, SlurmNodes, missing, processes_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]

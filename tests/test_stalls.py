@@ -9,9 +9,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from manyhands.machine.processes import MARK, Family
-from manyhands.trainer.stall_rules import Heard, judged, numbers, place_of
-from manyhands.trainer.stalls import StallWatch
+from manyhands.launch.processes import MARK, Family
+from manyhands.train.stall_rules import Heard, judged, numbers, place_of
+from manyhands.train.stalls import StallWatch
 from rank_pool import run_on_ranks
 
 pytestmark = pytest.mark.ranks

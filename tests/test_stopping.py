@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from manyhands.machine.processes import MARK, Family
-from manyhands.trainer import stopping
-from manyhands.trainer.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
+from manyhands.launch.processes import MARK, Family
+from manyhands.train import stopping
+from manyhands.train.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
 from rank_pool import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.ranks

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.figures.gantt import gantt
-from manyhands.figures.heat_map import heat_map
 from manyhands.measure.timeline import Span, Timeline, gather
+from manyhands.plots.gantt import gantt
+from manyhands.plots.heat_map import heat_map
 from rank_pool import run_on_ranks
 
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from manyhands.config.options import from_preset, merged
-from manyhands.trainer import trackers
-from manyhands.trainer.trackers import Trackers, wandb_mode, within
+from manyhands.train import trackers
+from manyhands.train.trackers import Trackers, wandb_mode, within
 
 ROW = {"step": 10, "loss": 2.5, "val_loss": None, "slowest_rank": 0, "mfu": None}
 KEY = "0" * 40

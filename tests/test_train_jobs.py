@@ -16,7 +16,7 @@ import psutil
 import pytest
 from course_copy import copy_course
 from manyhands.jobs import directives, sites, stamp
-from manyhands.machine.processes import MARK, Family
+from manyhands.launch.processes import MARK, Family
 from slurm_nodes import SlurmNodes, missing, processes_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -316,7 +316,7 @@ def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_nam
 # so that it is still there when it is told to leave
 PATIENT = """\
 import os, runpy, time
-from manyhands.trainer.stopping import Stopping, hold
+from manyhands.train.stopping import Stopping, hold
 
 hold()
 agreed = Stopping.agreed

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from manyhands.runs.metrics import compare
+from manyhands.launch.metrics import compare
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]  # three launchers, one after the other
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.model import GPT
-from manyhands.trainer.resume import resume
+from manyhands.train.resume import resume
 
 TINY = (
     "--model.n-layer 2 --model.n-head 2 --model.n-embd 16 --model.block-size 8 --train.global-batch 12 --train.steps 6"
@@ -37,7 +37,7 @@ def corpus():
 
 def build(ranks, flags, started=True):
     """A `run.Run`, as scripts/train.py makes it; started: ready for single steps."""
-    from manyhands.trainer.run import Run
+    from manyhands.train.run import Run
 
     options, config, layout = read(flags, ranks.world_size)
     run = Run(options, config, layout, corpus(), ranks)
@@ -224,7 +224,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(pool, tmp_path, fl
 
 def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
     """seed * (rank + 1) * (local_rank + 1) gave ranks 2 and 8 of two nodes of 6 the same numbers."""
-    from manyhands.trainer.random_state import seed_dropout
+    from manyhands.train.random_state import seed_dropout
 
     @dataclasses.dataclass
     class Who:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.checkpoints.manifest import CheckpointError
+from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
@@ -24,8 +24,8 @@ from manyhands.config.options import (
     model_config,
 )
 from manyhands.data.corpus import Corpus
-from manyhands.runs.metrics import fingerprint
-from manyhands.trainer.resume import resume
+from manyhands.launch.metrics import fingerprint
+from manyhands.train.resume import resume
 from rank_pool import _server, ranks_of
 
 TEXT = "to be, or not to be: that is the question. " * 40
@@ -49,7 +49,7 @@ FSDP_TP = (4, ParallelOptions(strategy="fsdp", tensor=2))
 
 def begin(ranks, options, outputs):
     """The Run of these options, before it resumes, and the list of all that it will note."""
-    from manyhands.trainer.run import Run
+    from manyhands.train.run import Run
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     corpus = Corpus.from_text("test", TEXT)
@@ -190,7 +190,7 @@ def test_a_folder_of_broken_checkpoints_is_refused_rather_than_begun_again(pool,
 
 def test_a_run_that_goes_on_under_another_layout_does_not_repeat_its_first_masks():
     from manyhands.config.layout import Layout
-    from manyhands.trainer.random_state import seed_dropout
+    from manyhands.train.random_state import seed_dropout
 
     class Rank0:
         rank = 0
@@ -278,7 +278,7 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
 
 def signalled_in_evaluation(ranks, options, outputs):
     """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of step 4."""
-    from manyhands.trainer import stopping
+    from manyhands.train import stopping
 
     run, _ = begin(ranks, options, outputs)
     begun, evaluate, interval_s = [], run.parallel.evaluate, stopping.INTERVAL_S
@@ -314,7 +314,7 @@ def test_a_signal_within_an_evaluation_is_heard_before_its_next_batch_and_the_ev
 
 def on_a_full_disk(ranks, options, outputs):
     """What a run says, and its status, whose last file finds no room."""
-    from manyhands.runs import metrics
+    from manyhands.launch import metrics
 
     def full(path, text):
         raise OSError(28, "No space left on device")
@@ -355,7 +355,7 @@ def test_a_refused_run_is_nobodys_latest(pool, tmp_path):
 
 def record_watch(ranks, options, outputs):
     """[(step, phase, how often it moved on)] as the stall watch of a run hears it."""
-    from manyhands.trainer import run as trainer_run
+    from manyhands.train import run as trainer_run
 
     heard = []
 
@@ -401,9 +401,9 @@ def test_each_micro_batch_each_validation_batch_and_each_symbol_is_progress(pool
 
 def train_program(ending, folder):
     """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
-    from manyhands.launching import join
-    from manyhands.runs.ranks import remember
-    from manyhands.trainer import run
+    from manyhands.launch import join
+    from manyhands.launch.ranks import remember
+    from manyhands.train import run
 
     os.dup2(os.open(f"{folder}/err", os.O_WRONLY | os.O_CREAT), 2)
     ranks = ranks_of(0, 2, "torchrun", "train")

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from manyhands.figures.gantt import gantt
-from manyhands.figures.heat_map import heat_map
 from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.plots.gantt import gantt
+from manyhands.plots.heat_map import heat_map
 
 FAST, SLOW = Link(1e-6, 1e9), Link(1e-4, 1e8)
 

@@ -257,7 +257,7 @@ def shares_of_6_4_2(ranks):
 
 
 def a_step_of_a_spread_model(ranks):
-    from manyhands.trainer.spread_model import spread_model
+    from manyhands.train.spread_model import spread_model
 
     flags = "--model.n-layer 2 --train.global-batch 12 --parallel.strategy fsdp --parallel.wrapping block"
     spread = spread_model(flags, ranks, vocab_size=65)

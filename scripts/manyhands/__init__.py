@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from manyhands.course.catch_up import catch_up, show_solution
-    from manyhands.launching.join import join, leave, mpi_world, refuse
-    from manyhands.launching.launchers import LaunchError
-    from manyhands.runs.metrics import Metrics, fingerprint
-    from manyhands.runs.ranks import Ranks
-    from manyhands.runs.screen import say
-    from manyhands.runs.show import show
+    from manyhands.launch.join import join, leave, mpi_world, refuse
+    from manyhands.launch.launchers import LaunchError
+    from manyhands.launch.metrics import Metrics, fingerprint
+    from manyhands.launch.ranks import Ranks
+    from manyhands.launch.screen import say
+    from manyhands.launch.show import show
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
     "show_solution",
 ]  # fmt: skip
 HOMES = {
-    "LaunchError": "launching.launchers", "Metrics": "runs.metrics", "Ranks": "runs.ranks", "catch_up": "course.catch_up",
-    "fingerprint": "runs.metrics", "join": "launching.join", "leave": "launching.join", "mpi_world": "launching.join",
-    "refuse": "launching.join", "say": "runs.screen", "show": "runs.show",
+    "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks", "catch_up": "course.catch_up",
+    "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
+    "refuse": "launch.join", "say": "launch.screen", "show": "launch.show",
     "show_solution": "course.catch_up",
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def main(argv=None, root=ROOT):
         return 2
     output = (options.output or root / "outputs" / "bench").resolve()
     output.mkdir(parents=True, exist_ok=True)
-    from manyhands.machine.processes import sigterm_interrupts
+    from manyhands.launch.processes import sigterm_interrupts
 
     status = 0
     with sigterm_interrupts():

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launching.commands import environment
+from manyhands.launch.commands import environment
 
 
 class CrewError(RuntimeError):

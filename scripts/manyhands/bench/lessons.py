@@ -48,7 +48,7 @@ def seconds_to_first_output(sources, run, timeout_s=120):
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import KernelManager
 
-    from manyhands.machine.processes import MARK, Family
+    from manyhands.launch.processes import MARK, Family
     from manyhands.preflight.runs import KERNEL, write_kernelspec
 
     kernels = run.folder / "jupyter" / "kernels"

@@ -45,7 +45,7 @@ def plot(numbers):
     """Each number as a share of its aim: left of the line is better; a ratio that should be large is turned over."""
     from matplotlib.figure import Figure
 
-    from manyhands.figures.looks import EDGE, LIMIT, PAPER
+    from manyhands.plots.looks import EDGE, LIMIT, PAPER
 
     shown = [number for number in numbers if number.value]
     figure = Figure(figsize=(7, 0.6 + 0.32 * max(1, len(shown))), layout="constrained")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.bench.numbers import Number
-from manyhands.launching.commands import TRAIN
+from manyhands.launch.commands import TRAIN
 
 AIM_S = 10
 
@@ -29,7 +29,7 @@ def measure(start, folder, model, timeout_s=180):
     """Run `scripts/train.py` for some steps, with everything that comes before the first: a Number."""
     import os
 
-    from manyhands.machine.processes import supervise
+    from manyhands.launch.processes import supervise
 
     print(f"{start.name} ...", flush=True)
     outputs = Path(folder) / start.name.replace(",", "").replace(" ", "-")

@@ -100,7 +100,7 @@ def plot(found):
     """Bars: tokens/s as a multiple of the plain loop's, with the range of the rounds."""
     from matplotlib.figure import Figure
 
-    from manyhands.figures.looks import EDGE, INK, LIMIT, PAPER, QUIET
+    from manyhands.plots.looks import EDGE, INK, LIMIT, PAPER, QUIET
 
     shown = [one for one in found.rows if one.ratio]
     figure = Figure(figsize=(7, 0.9 + 0.32 * max(1, len(shown))), layout="constrained")

@@ -66,7 +66,7 @@ def enter(job):
     import torch
     import torch.distributed as dist
 
-    from manyhands.runs.ranks import Ranks
+    from manyhands.launch.ranks import Ranks
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
@@ -82,7 +82,7 @@ def run_trainer(ranks, job, each):
     """The trainer's own `Run.go`, held before each step until the next item of `each`. Raises Over after the last."""
     from manyhands.config.layout import resolve_layout
     from manyhands.config.options import model_config
-    from manyhands.trainer.run import Run
+    from manyhands.train.run import Run
 
     class HeldRun(Run):
         def train_step(self):

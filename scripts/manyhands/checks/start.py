@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.values import number, shown
+from manyhands.launch.run_folder import run_folder
 from manyhands.measure import wire
-from manyhands.runs.run_folder import run_folder
 
 # ---- build A ----
 

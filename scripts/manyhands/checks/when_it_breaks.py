@@ -27,7 +27,7 @@ from torch import nn
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.values import plain
 from manyhands.checks.wrong_copy import odd_one_out as odd_one_out
-from manyhands.runs import recorded_runs
+from manyhands.launch import recorded_runs
 
 LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
     ((0, 1, 2, 3),),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from manyhands.data.shakespeare import DataError
 from manyhands.data.text_tokenizer import tokenizer_from
 from manyhands.data.token_file import describe_tokens, memory_map, verify_tokens
-from manyhands.launching.agreement import Agreement
+from manyhands.launch.agreement import Agreement
 
 FORMAT = "manyhands text 1"
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"

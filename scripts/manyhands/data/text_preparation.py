@@ -28,7 +28,7 @@ from manyhands.data.text_files import find_files, raw_documents, text_of
 from manyhands.data.text_quality import Quality
 from manyhands.data.text_report import REPORT, excerpt, write_report
 from manyhands.data.token_file import write_tokens
-from manyhands.launching.agreement import Agreement
+from manyhands.launch.agreement import Agreement
 
 SHARD_BYTES = 8 * 2**20  # of text: enough shards for many ranks, and few files
 SHARD = r"(train|validation)-\d{5,}\.bin(\.json)?"

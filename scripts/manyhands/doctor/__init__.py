@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 from manyhands.doctor import machine, place, server, software
 from manyhands.doctor.finding import Finding
-from manyhands.machine.login_node import login_node
+from manyhands.launch.login_node import login_node
 
 MARKS = {"ok": "OK", "warning": "warning", "error": "ERROR"}
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}

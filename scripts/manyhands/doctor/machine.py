@@ -25,7 +25,7 @@ PORTS = 40  # what a few notebooks at once listen on
 
 def cores(affinity=None, quota=None, machine=None):
     if affinity is None:
-        from manyhands.machine import cores
+        from manyhands.launch import cores
 
         affinity, quota = len(cores.cpus()), cores.quota_cores()
     granted = max(1, int(min(affinity, quota)))
@@ -41,7 +41,7 @@ def _quota(quota):
 
 def memory(available=None, address_space=None):
     if available is None:
-        from manyhands.machine.limits import available_memory_bytes
+        from manyhands.launch.limits import available_memory_bytes
 
         available = available_memory_bytes()
     address_space = _soft_limit("RLIMIT_AS") if address_space is None else address_space
@@ -65,7 +65,7 @@ def memory(available=None, address_space=None):
 
 def processes(available=...):
     if available is ...:
-        from manyhands.machine.limits import available_processes
+        from manyhands.launch.limits import available_processes
 
         available = available_processes()
     if available is None:

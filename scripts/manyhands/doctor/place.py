@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manyhands.course.folders import ROOT
 from manyhands.doctor.finding import error, ok, warning
-from manyhands.machine.login_node import login_node
+from manyhands.launch.login_node import login_node
 
 JOBS = {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS"}
 SUBMIT = {"sbatch": "Slurm", "qsub": "PBS"}

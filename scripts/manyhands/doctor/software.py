@@ -141,7 +141,7 @@ MPI_TIMEOUT_S = 45
 def mpi(launcher=None, login=None, run=ask):
     """Do two ranks say hello to each other?"""
     if launcher is None:
-        from manyhands.launching.allocation import mpi_launcher
+        from manyhands.launch.allocation import mpi_launcher
 
         launcher = mpi_launcher(2)
     install = f"{sys.executable} -m pip install mpich mpi4py, or load the site's MPI module; notebooks and torchrun work without"
@@ -149,7 +149,7 @@ def mpi(launcher=None, login=None, run=ask):
         return warning("MPI", "no mpiexec here", install)
     if login:
         return warning("MPI", f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node")
-    from manyhands.launching.allocation import loopback_mpi
+    from manyhands.launch.allocation import loopback_mpi
 
     answer = run(
         [*launcher, sys.executable, "-c", HELLO],

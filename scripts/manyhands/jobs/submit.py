@@ -23,8 +23,8 @@ from pathlib import Path
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
-from manyhands.machine.end_with_parent import with_us
-from manyhands.runs.run_folder import outputs_folder
+from manyhands.launch.end_with_parent import with_us
+from manyhands.launch.run_folder import outputs_folder
 
 PASSED_ON = (
     "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",

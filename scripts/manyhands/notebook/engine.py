@@ -18,9 +18,9 @@ import threading
 
 from IPython import get_ipython
 
-from manyhands.launching import notebook_store
+from manyhands.launch import notebook_store
+from manyhands.launch.ranks import joined
 from manyhands.notebook.cell_output import recording, show_figures_as_png
-from manyhands.runs.ranks import joined
 
 _line = None  # the control line of this process: one rank per process, one line per rank
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
@@ -48,7 +48,7 @@ def join_again(cell):
     """After a failure: leave what is left of the broken group and join again as before. False if there was none."""
     if joined() is None:
         return False
-    from manyhands.launching.join import rejoin  # late: it brings torch, which a lesson imports when it joins
+    from manyhands.launch.join import rejoin  # late: it brings torch, which a lesson imports when it joins
 
     notebook_store.begin_cell(cell)
     return rejoin()

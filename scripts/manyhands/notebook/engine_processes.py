@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launching.addresses import LOOPBACK, own_address
-from manyhands.launching.allocation import RanksError, find_mpiexec, loopback_mpi, srun
-from manyhands.machine import left_over
-from manyhands.machine.processes import Family
+from manyhands.launch import left_over
+from manyhands.launch.addresses import LOOPBACK, own_address
+from manyhands.launch.allocation import RanksError, find_mpiexec, loopback_mpi, srun
+from manyhands.launch.processes import Family
 from manyhands.notebook.watchdog import MARK
 
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly

@@ -11,9 +11,9 @@ import os
 import threading
 import time
 
-from manyhands.launching import notebook_store
-from manyhands.launching.allocation import Allocation, RanksError
-from manyhands.machine.login_node import login_node
+from manyhands.launch import notebook_store
+from manyhands.launch.allocation import Allocation, RanksError
+from manyhands.launch.login_node import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
 from manyhands.notebook.control_lines import ControlLines

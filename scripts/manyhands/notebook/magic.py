@@ -15,9 +15,9 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from manyhands.figures.looks import RANK_COLOURS, SHARED_COLOUR
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.hands import current_ranks
+from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
 LIVE_AFTER_S = 2.0
 CELL_S = 60.0

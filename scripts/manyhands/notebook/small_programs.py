@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launching.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
-from manyhands.machine.login_node import login_node
+from manyhands.launch.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
+from manyhands.launch.login_node import login_node
 
 LAUNCHERS = ("torchrun", "mpiexec", "python")
 LAST_LINES = 3  # of a program that failed

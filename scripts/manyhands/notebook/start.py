@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manyhands.course import lesson_parameters
 from manyhands.course.folders import ROOT, script_of
-from manyhands.launching.allocation import RanksError
+from manyhands.launch.allocation import RanksError
 from manyhands.notebook import magic
 from manyhands.notebook.hands import Hands, replace_ranks
 

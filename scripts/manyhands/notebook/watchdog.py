@@ -15,7 +15,7 @@ import time
 
 import psutil
 
-from manyhands.machine.processes import Family
+from manyhands.launch.processes import Family
 
 MARK = "MANYHANDS_CLUSTER"
 

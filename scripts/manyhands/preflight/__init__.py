@@ -14,7 +14,7 @@ from rich.console import Console
 
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
-from manyhands.machine.login_node import refuse_on_login_node
+from manyhands.launch.login_node import refuse_on_login_node
 
 FOLDER_MARK = ".preflight"  # in the folder of the runs, so that only our own is ever removed
 
@@ -61,7 +61,7 @@ def main(argv=None, root=ROOT):
     if refusal := refuse_on_login_node("make preflight"):
         return _refuse(refusal)
     output = (options.output or root / "outputs" / "preflight").resolve()
-    from manyhands.machine.processes import sigterm_interrupts
+    from manyhands.launch.processes import sigterm_interrupts
     from manyhands.preflight.plan import carry_out, judge, plan
     from manyhands.preflight.progress import Watch
 

@@ -9,10 +9,10 @@ import time
 
 import psutil
 
-from manyhands.launching.allocation import find_mpiexec
-from manyhands.machine.limits import available_memory_bytes
+from manyhands.launch.allocation import find_mpiexec
+from manyhands.launch.conditions import commit, cpu_name
+from manyhands.launch.limits import available_memory_bytes
 from manyhands.preflight.plan import free_cores
-from manyhands.runs.conditions import commit, cpu_name
 
 PACKAGES = ("torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson
-from manyhands.machine.limits import available_memory_bytes
+from manyhands.launch.limits import available_memory_bytes
 from manyhands.preflight.runs import NOTEBOOK_RANKS, Run
 
 
@@ -48,8 +48,7 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
 
 def free_cores():
     """Cores for our ranks, by affinity and control group."""
-    from manyhands.launching import devices
-    from manyhands.machine import cores
+    from manyhands.launch import cores, devices
 
     return devices.cores({"cpus": cores.cpus(), "quota": cores.quota_cores()})
 
@@ -92,7 +91,7 @@ def judge(outcomes):
     """Outcomes -> one LessonResult per lesson, metrics compared: each run with the first, and with the first on as many
     ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
     from manyhands.course import pairs
-    from manyhands.runs.metrics import compare
+    from manyhands.launch.metrics import compare
 
     results = {}
     for outcome in outcomes:

@@ -1,6 +1,6 @@
 """Preflight's runs on GPUs as files for assets/recorded, so that the lessons can show them where there is no GPU."""
 
-from manyhands.runs.recorded_runs import record
+from manyhands.launch.recorded_runs import record
 
 
 def export_recorded(results, folder):

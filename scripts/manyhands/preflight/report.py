@@ -4,7 +4,7 @@ import shlex
 from html import escape
 from os.path import relpath
 
-from manyhands.figures.looks import RANK_COLOURS
+from manyhands.plots.looks import RANK_COLOURS
 from manyhands.preflight.style import CSS
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.course.pairs import LANGUAGE
-from manyhands.launching.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
-from manyhands.machine.processes import Ended, supervise
+from manyhands.launch.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
+from manyhands.launch.processes import Ended, supervise
 from manyhands.preflight.errors import (
     FirstError,
     first_error_in_log,

@@ -2,8 +2,8 @@
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
-from manyhands.figures.looks import BYTES, INK, LIMIT
 from manyhands.gpt.model import GPTConfig
+from manyhands.plots.looks import BYTES, INK, LIMIT
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.bytes_per_parameter import RECIPES, as_recipe
 from manyhands.predict.rank_memory import bytes_per_rank

@@ -1,6 +1,6 @@
 """A pipeline on a chart: ranks, micro-batches, stages per rank and schedule, with what is idle and what is held."""
 
-from manyhands.figures.schedule import chart
+from manyhands.plots.schedule import chart
 from manyhands.predict.pipeline_schedules import SCHEDULES, bubble_formula, orders_of, simulate
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 

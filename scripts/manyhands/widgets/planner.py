@@ -1,6 +1,6 @@
 """The planner to play with: a model, a machine, GPUs and a batch; a ranked table of the plans that fit, and their bars."""
 
-from manyhands.figures.plans import plans
+from manyhands.plots.plans import plans
 from manyhands.predict.machines import MACHINES, machine_named
 from manyhands.predict.plan_layouts import Question
 from manyhands.predict.planned_model import MODELS, preset_model

@@ -2,8 +2,8 @@
 
 from math import ceil
 
-from manyhands.figures import card, write
-from manyhands.figures.looks import INK, PAPER, QUIET, tint
+from manyhands.plots import card, write
+from manyhands.plots.looks import INK, PAPER, QUIET, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 UNITS = {"GB": 10**9, "GiB": 2**30}

@@ -1,6 +1,6 @@
 """Who computes which part of causal attention: ranks, positions and a layout, with the work of each rank in each step."""
 
-from manyhands.figures.looks import FAINT, INK, PAPER, PREDICTED, rank_colour, tint
+from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, rank_colour, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 LAYOUTS = ("in order", "zig-zag", "striped")

@@ -1,0 +1,53 @@
+"""The corpus as a chat model sees it: symbols with the template's markers behind them, and speeches as messages."""
+
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.align.chat_template import encode, with_markers
+from manyhands.align.tasks import speech_messages, speeches
+from manyhands.config.options import OptionError
+from manyhands.data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class ChatCorpus(Corpus):
+    """The text of a Corpus under the symbols of a model, markers included: its ids are not the corpus's own."""
+
+    def encode(self, text):
+        place = {symbol: i for i, symbol in enumerate(self.symbols)}
+        return torch.tensor([place[symbol] for symbol in text])
+
+
+def chat_corpus(corpus, alphabet):
+    """The ChatCorpus for a model whose checkpoint names `alphabet`."""
+    return ChatCorpus(corpus.name, corpus.sha256, corpus.text, with_markers(alphabet), corpus.train_ids, corpus.val_ids)
+
+
+def encoded_words(task, words, symbols):
+    """[(ids, answer)] of questions with their right answers. Raises OptionError for letters that the model does not know."""
+    try:
+        return [encode(task.messages(word, task.answer(word)), symbols) for word in words]
+    except ValueError as error:
+        raise OptionError(f"data.task={task.name}: {error}") from None
+
+
+def encoded_speeches(corpus, longest):
+    """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` symbols.
+
+    Held out are those of the text's last tenth, as in pre-training. Speeches with symbols that the model does not know are
+    left out.
+    """
+    cut = len(corpus.train_ids)
+    both = []
+    for text in (corpus.text[:cut], corpus.text[cut:]):
+        found = []
+        for speaker, line in speeches(text):
+            try:
+                ids, answer = encode(speech_messages(speaker, line), corpus.symbols)
+            except ValueError:
+                continue
+            if len(ids) <= longest:
+                found.append((ids, answer))
+        both.append(found)
+    return both

@@ -1,0 +1,129 @@
+"""An alignment run: the trainer's loop, checkpoints and report around a stage. `scripts/align.py` calls `align(wanted)`.
+
+What a step learns from and its loss are the stage's (`imitation`, `preference`, `reinforcement`); resuming, stopping, clipping,
+the learning rate and the strategies are the trainer's.
+"""
+
+import dataclasses
+import math
+
+from manyhands.align.chat_corpus import chat_corpus
+from manyhands.align.imitation import Imitation
+from manyhands.align.options import trainer_options
+from manyhands.align.policy import start_from
+from manyhands.align.preference import Preference
+from manyhands.align.reinforcement import Reinforcement
+from manyhands.checkpoint.export import load_model
+from manyhands.checkpoint.manifest import CheckpointError, read_facts, steps_in
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import OptionError
+from manyhands.data.corpus import load_corpus
+from manyhands.launch.agreement import Agreement
+from manyhands.launch.join import join, refuse
+from manyhands.launch.metrics import StepLog
+from manyhands.parallel.parallelize import parallelize
+from manyhands.train.finite import Diverged
+from manyhands.train.refusals import refuse_size
+from manyhands.train.run import Run, carry_out
+
+STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
+SHOWN = 4  # answers in a sample
+
+
+class Alignment(Run):
+    """A `Run` that starts from `base`, a GPT on the CPU, and learns by the method that `wanted` names."""
+
+    def __init__(self, wanted, base, config, layout, corpus, ranks):
+        self.wanted, self.base = wanted, base
+        self.numbers = []  # rank 0's lines of alignment.jsonl
+        super().__init__(trainer_options(wanted, config), config, layout, corpus, ranks)
+        self.stage = STAGES[wanted.method](self)
+        self.log = None
+
+    def spread(self):
+        start = start_from(self.base, self.wanted.lora)
+        return parallelize(self.config, self.layout, self.options, self.ranks, start)
+
+    def facts(self):
+        lora = dataclasses.asdict(self.wanted.lora) if self.wanted.lora.rank else None
+        return super().facts() | {"lora": lora, "alignment": self.about()}
+
+    def about(self):
+        """What a checkpoint says of the stage, beside the trainer's options."""
+        groups = {name: dataclasses.asdict(getattr(self.wanted, name)) for name in ("data", "dpo", "grpo")}
+        return {"method": self.wanted.method, "from": str(self.wanted.source), **groups}
+
+    def next_batch(self):
+        return self.stage.next_batch(self.step)
+
+    def gradients(self, batch, timer):
+        loss = self.stage.gradients(batch, timer)
+        if self.stage.numbers:
+            self.tell(self.step + 1, **self.stage.mean(self.stage.numbers))
+        return loss
+
+    def evaluate(self):
+        """Held-out loss and accuracy, all ranks each on its share. Raises Diverged on all ranks."""
+        self.parallel.moved()
+        accuracy, said = self.stage.accuracy()
+        self.parallel.moved()
+        loss = self.stage.held_out_loss()
+        if not math.isfinite(loss):
+            raise Diverged(self, f"the held-out loss is {loss}")
+        self.val_losses[self.step] = loss
+        self.report.evaluation(self.step, loss)
+        self.tell(self.step, accuracy=accuracy)
+        chance = self.stage.task.chance
+        self.report.note(
+            f"step {self.step}: {accuracy:.1%} of {len(self.stage.words)} held-out words right (chance: {chance:.1%})"
+        )
+        if self.options.log.sample:
+            lines = [f"{self.stage.task.question(word)} -> {answer}" for word, answer in said[:SHOWN]]
+            self.report.sample(self.step, "\n".join(lines))
+
+    def tell(self, step, **numbers):
+        """A line of alignment.jsonl, and of `numbers`, on rank 0."""
+        if self.ranks.rank == 0:
+            self.numbers.append({"step": step, **numbers})
+            self.log = self.log or StepLog(self.ranks, str(self.folder.absolute() / "alignment.jsonl"))
+            self.log.write(step=step, **numbers)
+
+
+def refuse_other_method(run):
+    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks; says what else of the stage has changed."""
+
+    def look():
+        now = run.about()
+        for path in steps_in(run.checkpoint_folder)[:1]:
+            before = read_facts(path).get("alignment") or {"method": "pre-training"}
+            if before["method"] != now["method"]:
+                raise CheckpointError(
+                    f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name another"
+                    " --checkpoint.folder, and this one as --from"
+                )
+            return [name for name in now if before.get(name, now[name]) != now[name]]
+
+    changed = Agreement(run.ranks, None, CheckpointError).on_rank_0(look)
+    if changed:
+        run.report.note(f"it goes on with another {' and another '.join(changed)}")
+
+
+def align(wanted):
+    """Run `wanted` on all ranks that were started. Returns this process's exit status. All ranks must call it."""
+    ranks = join(name="align", device=wanted.train.device, timeout_s=wanted.train.timeout_s)
+    corpus = load_corpus(ranks)
+    tell = print if ranks.rank == 0 else lambda text: None
+    try:
+        base, facts = Agreement(ranks, None, CheckpointError).all(lambda: load_model(wanted.source, wanted.step, tell))
+        corpus = chat_corpus(corpus, facts["corpus"]["alphabet"])
+        vocabulary = max(base.config.vocab_size, len(corpus.symbols))
+        config = dataclasses.replace(base.config, vocab_size=vocabulary)
+        options = trainer_options(wanted, config)
+        layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
+        refuse_size(config, ranks)
+        if wanted.lora.rank > config.n_embd:
+            raise OptionError(f"lora.rank={wanted.lora.rank} is more than the model's width {config.n_embd}; use less")
+        run = Alignment(wanted, base, config, layout, corpus, ranks)
+    except (OptionError, CheckpointError) as error:
+        refuse(str(error))
+    return carry_out(run, "align.py", refuse_other_method)

@@ -1,0 +1,101 @@
+"""What SFT, DPO and GRPO share as parts of a run: a step's share of a rank, and accuracy on held-out words.
+
+    class MyStage(Stage):
+        def next_batch(self, step): ...            # all that this rank needs of step `step`
+        def gradients(self, batch, timer): ...     # this rank's loss; the numbers of the step go into self.numbers
+
+All draws come from (seed, step) for the whole global batch, and a data rank keeps its rows: nothing is sent for it, and any
+number of ranks learns from the same.
+Shapes: B rows of all ranks, b of this data rank, T symbols.
+"""
+
+import numpy as np
+import torch
+
+from manyhands.align.chat_template import END, answered, encode
+from manyhands.align.rollouts import complete, texts
+from manyhands.align.sft import rows
+from manyhands.config.options import OptionError
+
+HELD_OUT_SEED = 7  # the same held-out words in every run
+
+
+class Stage:
+    """`run` has options, wanted (AlignOptions), parallel, corpus (a ChatCorpus), ranks. All ranks call every method."""
+
+    def __init__(self, run):
+        self.run, self.wanted, self.task = run, run.wanted, run.wanted.letter_task
+        self.parallel, self.symbols = run.parallel, run.corpus.symbols
+        self.end = self.symbols.index(END)
+        self.numbers = {}  # {name: what this rank adds to the mean over data ranks}, of the last step
+        self.words = self.task.draw(self.wanted.data.held_out, [HELD_OUT_SEED], held_out=True)
+        if len(self.words) < self.parallel.data_size:
+            raise OptionError(
+                f"data.held_out={len(self.words)} words leave a rank of {self.parallel.data_size} without any; use more"
+            )
+        # the answer, its end marker, and one more for answers that are too long
+        self.most = self.task.length + 2
+        longest = len(self._encoded_question(self.words[0])) + self.most
+        if longest > run.config.block_size:
+            raise OptionError(
+                f"data.length={self.task.length}: a question and its answer take {longest} symbols, and the model reads"
+                f" {run.config.block_size}; use shorter words"
+            )
+
+    # --- what a step is made of
+
+    def next_batch(self, step):
+        raise NotImplementedError
+
+    def gradients(self, batch, timer):
+        raise NotImplementedError
+
+    def draws(self, step, size, n, stream=0):
+        """`n` numbers below `size`, the same on all ranks: rows of step `step`'s global batch. Another stream draws others."""
+        key = np.random.SeedSequence(self.run.options.train.seed, spawn_key=(step, stream))
+        return torch.from_numpy(np.random.default_rng(key).integers(0, size, n))
+
+    def own(self, rows_B):
+        """This data rank's rows of what all ranks hold alike."""
+        return rows_B.tensor_split(self.parallel.data_size)[self.parallel.data_rank].to(self.run.ranks.device)
+
+    def share(self, num_terms):
+        """What a sum over a micro-batch is multiplied by, so that the mean over micro-batches and ranks is sum / num_terms."""
+        return self.run.layout.micro_batches * self.parallel.data_size / num_terms
+
+    def mean(self, numbers):
+        """{name: mean over the data ranks}. One all-reduce."""
+        values = torch.tensor([float(value) for value in numbers.values()], dtype=torch.float64)
+        return dict(zip(numbers, self.parallel.mean_loss(values).tolist(), strict=True))
+
+    # --- on held-out words
+
+    def held_out_loss(self):
+        """What says which checkpoint is the best: less is better."""
+        raise NotImplementedError
+
+    def accuracy(self):
+        """(share of held-out words that the policy answers right, [(word, its answer)] of this rank): the likeliest symbols."""
+        words = np.array_split(self.words, self.parallel.data_size)[self.parallel.data_rank].tolist()
+        answers = self.answers(self.parallel, words)
+        right = sum(self.task.right(word, answer) for word, answer in zip(words, answers, strict=True))
+        share = self.mean({"right": right * self.parallel.data_size})["right"] / len(self.words)
+        return share, list(zip(words, answers, strict=True))
+
+    def answers(self, model, words, uniform_bn=None):
+        """The texts with which `model`, a Strategy, answers each word."""
+        ids_bT, _, lengths_b = self.completions(model, words, uniform_bn)
+        return texts(ids_bT, lengths_b, self.symbols, answered)
+
+    def completions(self, model, words, uniform_bn=None, temperature=1.0):
+        """(ids_bT, answer_bT, lengths_b) of one answer to each word."""
+        device, prompts = self.run.ranks.device, [self._encoded_question(word) for word in words]
+        prompts_bP, _ = rows([(ids, [False] * len(ids)) for ids in prompts])
+        lengths_b = torch.tensor([len(ids) for ids in prompts], device=device)
+        rest = self.most, self.end, uniform_bn, temperature, len(self.symbols)
+        with model.gathered():  # what FSDP gathers for one symbol stays for the next
+            ids_bT, answer_bT = complete(model.logits, prompts_bP.to(device), lengths_b, *rest)
+        return ids_bT, answer_bT, lengths_b
+
+    def _encoded_question(self, word):
+        return encode(self.task.messages(word), self.symbols, reply=True)[0]

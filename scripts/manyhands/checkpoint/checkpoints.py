@@ -1,0 +1,257 @@
+"""Checkpoints: complete or absent, never half; written by all ranks, read by any number of them.
+
+    checkpoints = Checkpoints(folder, ranks, keep=2)                                  # all ranks, as all that follows
+    checkpoints.save(300, tensors, facts, rank_state, val_loss=1.93)
+    path = checkpoints.newest()                                                       # None: there is none to trust
+    facts = checkpoints.load(path, tensors, rank_state)                               # in place
+
+One checkpoint is a folder `step-00000300/`: DCP's files, each rank's own, and `manifest.json` (see `manifest`). It is
+written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
+are complete does rank 0 write the manifest and rename the folder (see `step_folders`). A run that is killed leaves a
+`.partial` that nobody reads, and that the next save removes.
+
+All messages go over a gloo group of their own, so that a save in the background does not mix them with the training's.
+"""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from manyhands.checkpoint import step_folders, tensor_files
+from manyhands.checkpoint.manifest import (
+    CheckpointError,
+    describe_file,
+    read_facts,
+    read_manifest,
+    step_of,
+    steps_in,
+    verify_file,
+)
+from manyhands.launch.agreement import Agreement, said
+from manyhands.launch.screen import say
+
+MB = 1e6
+
+
+class Checkpoints:
+    """The checkpoints in `folder` (rank 0's counts). All ranks call every method, in the same order.
+
+    `keep`: so many of the last ones stay, and the best. `asynchronous`: `save` copies the tensors to the CPU's memory and
+    returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: for the slowest disk.
+    """
+
+    def __init__(self, folder, ranks, keep=2, asynchronous=False, timeout_s=1800):
+        self.ranks, self.keep, self.asynchronous = ranks, keep, asynchronous
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._agreement = Agreement(ranks, self._group, CheckpointError)
+        self.folder = self._agreement.on_rank_0(lambda: Path(folder).absolute())
+        self._lock = None  # on rank 0: the open file that holds the folder's lock
+        self._claimed = False
+        self._thread, self._problem = None, None
+        self._verified = None  # what `newest` has just read in full: `load` need not read it twice
+        self._broken = set()  # what `newest` passed over
+
+    def save(self, step, tensors, facts, rank_state=None, val_loss=None):
+        """Write the checkpoint of `step`; one of the same step is replaced.
+
+        `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once. `facts`:
+        what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as the state of its
+        random numbers. Raises CheckpointError on all ranks; then the older checkpoints are as they were.
+        """
+        self.wait()
+        json.dumps(facts)  # a TypeError here is everybody's, before anyone waits
+        self.claim()
+        partial = self._agreement.on_rank_0(lambda: step_folders.make_partial(self.folder, step, self._broken))
+        self._broken.clear()
+        self._agreement.all(lambda: self._see(partial))
+        tensors = dict(tensors) | self._own(rank_state)
+        about = (partial, step, facts, None if val_loss is None else float(val_loss))
+        if not self.asynchronous:
+            self._write(tensors, *about)
+            return
+        staged = self._agreement.all(
+            lambda: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        )
+        # no daemon: a program that ends lets it finish
+        self._thread = threading.Thread(target=self._write_in_background, args=(staged, *about), name="checkpoint")
+        self._thread.start()
+
+    def wait(self):
+        """Until nothing is being written. Raises CheckpointError on all ranks if the last save failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise CheckpointError(problem)
+
+    def claim(self):
+        """Make the folder this run's own to write into, until it ends; the first `save` does it if nobody did.
+
+        Raises CheckpointError on all ranks if another run that still lives writes there, or if it cannot be written.
+        """
+        if not self._claimed:
+            owner = f"process {os.getpid()} on {self.ranks.host}"
+            self._agreement.on_rank_0(lambda: self._hold(step_folders.lock(self.folder, owner)))
+            self._claimed = True
+
+    def close(self):
+        """Let a save in the background end, whatever becomes of it, and give the folder and the group back."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._lock is not None:
+            self._lock.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._thread = self._lock = self._group = None
+
+    def empty(self):
+        """Whether the folder holds no checkpoint at all, not even one that `newest` would pass over."""
+        return self._agreement.on_rank_0(lambda: not steps_in(self.folder))
+
+    def newest(self):
+        """The newest checkpoint of which every byte is as it was written, or None. Rank 0 says what it passed over."""
+        self.wait()
+        for path in self._agreement.on_rank_0(lambda: steps_in(self.folder)):
+            try:
+                self._verify(path)
+            except CheckpointError as error:
+                self._broken.add(path)
+                if self.ranks.rank == 0:
+                    say(f"step {step_of(path)} is passed over: {error}")
+                continue
+            self._verified = path
+            return path
+        return None
+
+    def load(self, path, tensors, rank_state=None, layout=None):
+        """Fill `tensors` in place from the checkpoint in `path`, whatever ranks saved it, and return its facts.
+
+        `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
+        facts["layout"] must be the same (layout none: the number decides). facts["rank_state_restored"] says if it was.
+        Raises CheckpointError on all ranks for a damaged checkpoint, and for names, shapes and types that do not fit: then
+        no tensor has changed.
+        """
+        self.wait()
+        path = Path(path)
+        if path != self._verified:
+            self._verify(path)
+        self._verified = None
+        facts = self._agreement.on_rank_0(lambda: read_facts(path))
+        saved = self._agreement.all(lambda: tensor_files.read_metadata(path).state_dict_metadata)
+        self._refuse_misfit(path, tensors, saved)
+        own = self._own(rank_state)
+        fits = bool(own) and all(name in saved and not _difference(name, own[name], saved[name]) for name in own)
+        same_place = facts.get("world_size") == self.ranks.world_size
+        if layout is not None:
+            same_place = same_place and facts.get("layout") == json.loads(json.dumps(layout))
+        restored = same_place and all(self._agreement.gather(fits))
+        try:
+            tensor_files.read_tensors(path, dict(tensors) | (own if restored else {}), self._group)
+        except CheckpointException as error:  # on all ranks
+            raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
+        return facts | {"rank_state_restored": restored}
+
+    def _write(self, tensors, partial, step, facts, val_loss):
+        """All ranks write and describe what they wrote, then rank 0 makes it count."""
+        try:
+            try:
+                tensor_files.write_tensors(partial, tensors, self._group)
+            except CheckpointException as error:  # on all ranks
+                self._explain(error, step, partial, tensors)
+            described = self._agreement.gather(self._agreement.all(lambda: self._describe_own(partial)))
+            files = {name: about for own in described for name, about in own.items()}
+            self._agreement.on_rank_0(lambda: step_folders.complete(partial, step, val_loss, facts, files, self.keep))
+        except CheckpointError:
+            self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise
+
+    def _write_in_background(self, *about):
+        try:
+            self._write(*about)
+        except Exception as error:  # noqa: BLE001 - the next call raises it
+            self._problem = str(error)
+
+    def _describe_own(self, partial):
+        own = list(partial.glob(f"__{self.ranks.rank}_*.distcp"))
+        own += [partial / tensor_files.METADATA] if self.ranks.rank == 0 else []
+        return {path.name: describe_file(path) for path in own}
+
+    def _explain(self, error, step, partial, tensors):
+        """Raise what DCP's exception, which all ranks have, means."""
+        sizes = self._agreement.gather({name: t.numel() * t.element_size() for name, t in tensors.items()})
+        needed = sum({name: size for own in sizes for name, size in own.items()}.values())
+        self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
+        free = self._agreement.on_rank_0(lambda: shutil.disk_usage(self.folder).free)
+        causes = tensor_files.failures_of(error).values()
+        if free < needed or any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for c in causes):
+            raise CheckpointError(
+                f"{self.folder} is full: step {step} needs {needed / MB:.1f} MB and "
+                + (
+                    f"{free / MB:.1f} MB are free"
+                    if free < needed
+                    else "what the files add to that, or a quota is used up"
+                )
+                + "; free some, keep fewer, or name another folder (the checkpoints that are there stay)"
+            )
+        raise CheckpointError(f"step {step} could not be saved in {self.folder}: {_first_failure(error)}")
+
+    def _verify(self, path):
+        """`manifest.verify` by all ranks together, each reading its share of the files."""
+        files = self._agreement.on_rank_0(lambda: read_manifest(path)["files"])
+        mine = sorted(files)[self.ranks.rank :: self.ranks.world_size]
+        self._agreement.all(lambda: [verify_file(path / name, files[name]) for name in mine])
+
+    def _refuse_misfit(self, path, tensors, saved):
+        differ = [_difference(name, tensor, saved[name]) for name, tensor in tensors.items() if name in saved]
+        here = self._agreement.gather((list(tensors), [sentence for sentence in differ if sentence]))
+        wanted = {name for names, _ in here for name in names}
+        there = {name for name in saved if not name.startswith("rank.")}
+        differ = list(dict.fromkeys(sentence for _, sentences in here for sentence in sentences))
+        faults = [_few(differ)] * bool(differ)
+        if wanted - there:
+            faults.append(f"it lacks {_few(sorted(wanted - there))}")
+        if there - wanted:
+            faults.append(f"it holds {_few(sorted(there - wanted))}, which this run does not have")
+        if faults:
+            raise CheckpointError(
+                f"{path} does not fit this run: {'; '.join(faults)}; use the options it was saved with, or another folder"
+            )
+
+    def _see(self, partial):
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints need a"
+                " folder that all nodes share: name one"
+            )
+
+    def _own(self, rank_state):
+        return {f"rank.{self.ranks.rank}.{name}": tensor for name, tensor in (rank_state or {}).items()}
+
+    def _hold(self, lock):
+        self._lock = lock
+
+
+def _first_failure(error):
+    return said(*min(tensor_files.failures_of(error).items(), key=lambda item: item[0]))
+
+
+def _few(sentences):
+    rest = f" and {len(sentences) - 3} more" if len(sentences) > 3 else ""
+    return ", ".join(sentences[:3]) + rest
+
+
+def _difference(name, tensor, entry):
+    """How a tensor of this run differs from what the checkpoint says of it: a phrase, or ""."""
+    if tuple(entry.size) != tuple(tensor.shape):
+        return f"{name} is {list(entry.size)} there and {list(tensor.shape)} here"
+    if entry.properties.dtype != tensor.dtype:
+        return f"{name} is {entry.properties.dtype} there and {tensor.dtype} here"
+    return ""

@@ -1,0 +1,174 @@
+"""Where ranks can run: this machine, or the nodes that a scheduler gave us; and the MPI that is here."""
+
+import functools
+import importlib.metadata
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.launch.addresses import LOOPBACK
+from manyhands.launch.cores import cores_here
+from manyhands.launch.launchers import expand_hosts
+
+LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
+MOST_RANKS_BY_DEFAULT = 4
+
+
+class RanksError(RuntimeError):
+    """The ranks could not start, or are gone; the message says what to do."""
+
+    def _render_traceback_(self):  # in a notebook the sentence is what helps
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Where ranks can run: this machine, or the nodes that a scheduler gave us."""
+
+    kind: str  # "local", "pbs", "slurm" (Hydra knows the allocation), "slurm step" (only srun works there)
+    hosts: tuple[str, ...]
+    slots: int | None = None  # ranks that the scheduler gave room for, on all nodes
+    ranks_per_node: int | None = None  # that it was asked for
+    job: int = 0  # its number, or this process's
+
+    @classmethod
+    def find(cls, environ=os.environ):
+        """Raises RanksError where a node file cannot be read, or names no node."""
+        if "PBS_NODEFILE" in environ:
+            lines = _node_file(environ["PBS_NODEFILE"])
+            if "SLURM_JOB_ID" not in environ:  # Debian's qsub sets it inside Slurm jobs
+                hosts = tuple(dict.fromkeys(lines))  # it repeats a host mpiprocs times
+                job = _leading_number(environ.get("PBS_JOBID", ""))
+                return cls("pbs", hosts, len(lines), len(lines) // len(hosts), job)
+        if "SLURM_JOB_ID" in environ:
+            inside = "SLURM_STEP_ID" in environ
+            hosts = tuple(expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))) or (LOOPBACK,)
+            slots = environ.get("SLURM_NTASKS") if not inside else None
+            slots = int(slots) if slots else _slurm_cpus(environ, len(hosts))
+            per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
+            per_node = int(per_node) if per_node.isdecimal() else None
+            job = _leading_number(environ["SLURM_JOB_ID"])
+            return cls("slurm step" if inside else "slurm", hosts, slots, per_node, job)
+        return cls("local", (LOOPBACK,), job=os.getpid())
+
+    @property
+    def num_nodes(self):
+        return len(self.hosts)
+
+    def default_ranks(self):
+        return self.slots or min(MOST_RANKS_BY_DEFAULT, max(2, cores_here()))
+
+
+def _node_file(path):
+    """The words of PBS's node file."""
+    try:
+        words = Path(path).read_text().split()
+    except OSError as error:
+        raise RanksError(
+            f"PBS_NODEFILE names a file that cannot be read ({error}); unset it, or start the notebook inside the job"
+        ) from None
+    if not words:
+        raise RanksError(f"PBS_NODEFILE names {path}, which is empty; unset it, or start inside the job")
+    return words
+
+
+def _leading_number(text):
+    digits = text[: len(text) - len(text.lstrip("0123456789"))]  # 123.server and 123[4].server: 123
+    return int(digits) if digits else os.getpid()
+
+
+def _slurm_cpus(environ, nodes):
+    """CPUs of the whole job: "2(x2),4" in SLURM_JOB_CPUS_PER_NODE is 2+2+4."""
+    total = 0
+    for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        total += int(count) * int(times.rstrip(")") or 1) if count.isdigit() else 0
+    return total or nodes
+
+
+def words_of(environ, name):
+    """A command, or flags, that a variable holds, as a list. Raises RanksError for a quote that is not closed."""
+    try:
+        return shlex.split(environ.get(name, ""))
+    except ValueError as error:
+        raise RanksError(f"{name}={environ[name]} cannot be read ({error}): close the quote") from None
+
+
+def loopback_mpi():
+    """LOOPBACK_MPI where MPI is the MPICH of the PyPI wheel; a site's own MPI and NCCL's plug-ins know better: {}."""
+    try:
+        importlib.metadata.version("mpich")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return dict(LOOPBACK_MPI)
+
+
+def find_mpiexec():
+    """The mpiexec of this environment as a command (MANYHANDS_MPIEXEC overrides it), or None."""
+    if "MANYHANDS_MPIEXEC" in os.environ:
+        return words_of(os.environ, "MANYHANDS_MPIEXEC") or None
+    own = Path(sys.prefix) / "bin" / "mpiexec"
+    return [str(own)] if own.exists() else find_site_mpiexec(os.environ)
+
+
+def find_site_mpiexec(environ):
+    """The first mpiexec in PATH that neither this environment nor PBS brought, as a command, or None.
+
+    PBS's own is a wrapper that looks for another mpiexec, and fails where there is none; pbsdsh lies beside it.
+    """
+    for folder in environ.get("PATH", "").split(os.pathsep):
+        found = shutil.which("mpiexec", path=folder) if folder != f"{sys.prefix}/bin" else None
+        if found and not Path(found).with_name("pbsdsh").exists():
+            return [found]
+    return None
+
+
+@functools.cache
+def version_of(*mpiexec):
+    """What an mpiexec says of itself, "" where it does not start."""
+    try:
+        return subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+
+
+def is_open_mpi(mpiexec):
+    return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
+
+
+def srun(allocation, n_ranks, *flags):
+    """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
+    nodes = min(allocation.num_nodes, n_ranks)
+    inside = ["--overlap"] if allocation.kind == "slurm step" else []  # beside the step that this process is in
+    counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
+    return ["srun", *inside, *counts, *flags]
+
+
+# what a launcher around preflight has set would be taken for the run's own
+LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC",
+    "PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_COMM_", "PALS_RANK", "PALS_LOCAL", "MANYHANDS_RANK", "MANYHANDS_NOTEBOOK",
+)  # fmt: skip
+
+
+def mpi_launcher(n_ranks, folder=None, environ=os.environ):
+    """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
+
+    None where there is no MPI.
+    """
+    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
+        out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
+        return srun(Allocation.find(environ), n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        return None
+    flags = []
+    if "HYDRA" in version_of(*mpiexec) and folder:  # its -prepend-rank labels pieces of lines
+        flags = ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
+    elif is_open_mpi(mpiexec):
+        flags = ["--tag-output"]
+    return [*mpiexec, *flags, "-n", str(n_ranks)]

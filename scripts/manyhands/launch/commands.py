@@ -1,0 +1,287 @@
+"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`kept_command` keeps it).
+
+Commands are lists from end to end: what people give as flags never meets a shell.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from manyhands.course.folders import SCRIPTS
+from manyhands.launch.allocation import (
+    Allocation,
+    RanksError,
+    find_mpiexec,
+    find_site_mpiexec,
+    is_open_mpi,
+    srun,
+    words_of,
+)  # fmt: skip
+from manyhands.launch.cores import cores_here
+from manyhands.launch.exit_status import DIVERGED, INTERRUPTED, MEMORY, REFUSED, STATUS_FILE, read_status
+from manyhands.launch.kept_command import keep
+from manyhands.launch.screen import write
+
+TRAIN = SCRIPTS / "train.py"
+SIGNALS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGUSR1",
+)  # torchrun passes them on instead of dying of them
+# glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+TORCHRUN = "torch.distributed.run"
+QUIET_TORCHRUN = Path(__file__).with_name("quiet_torchrun.py")
+NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end as it ended now
+PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
+SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
+
+
+class StartError(ValueError):
+    """A wish that cannot be met here; the message holds the cure."""
+
+
+def command_for(program, environ, nproc=None, starter=None):
+    """The list that starts `program` (a script and its flags) on every node of where this is. Raises StartError.
+
+    `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
+    per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
+    """
+    where = Allocation.find(environ)
+    nodes = where.num_nodes
+    _say_if_packed(where, environ)
+    starter = starter or _usual_starter(where)
+    nproc = nproc or _ranks_per_node(where, environ)
+    torchrun = [
+        sys.executable,
+        "-m",
+        TORCHRUN,
+        f"--nproc-per-node={nproc}",
+        *_torchrun_flags(),
+    ]
+    if starter == "torchrun" and nodes == 1:
+        return [*torchrun, "--standalone", *program]
+    if starter == "torchrun":
+        meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={where.job}"]
+        meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
+        return [*_one_per_node(where, environ), *torchrun, *meet, *program]
+    if starter == "srun":
+        if not where.kind.startswith("slurm"):
+            raise StartError(
+                "srun starts ranks inside a Slurm job, and this is none; use salloc or sbatch, or another --starter"
+            )
+        return [*_srun(where, nproc, environ), sys.executable, *program]
+    return [*_mpiexec(where, nproc, environ), sys.executable, *program]
+
+
+def _torchrun_flags():
+    """What makes torchrun pass on a request to leave, as far as this torch knows it."""
+    found = importlib.util.find_spec("torch")
+    known = Path(found.origin).with_name("distributed").joinpath("run.py").read_text() if found else ""
+    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
+    wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
+    return [f"{flag}={value}" for flag, value in wanted.items() if f'"{flag}"' in known]
+
+
+def _usual_starter(where):
+    if where.kind.startswith("slurm"):
+        return "srun"
+    return "mpiexec" if where.num_nodes > 1 else "torchrun"
+
+
+def _one_per_node(where, environ):
+    """What starts one process on each node: it need not know MPI, but it must know the scheduler."""
+    if where.kind.startswith("slurm"):
+        cpus = environ.get("SLURM_CPUS_PER_TASK", "1")  # a step does not take them over from its job
+        return [*_srun(where, 1, environ), f"--cpus-per-task={cpus}"]
+    mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
+    if mpiexec is None and (tmrsh := shutil.which("pbs_tmrsh", path=environ.get("PATH"))):
+        return ["bash", "-c", BY_PBS, tmrsh, " ".join(where.hosts)]
+    return _mpiexec(where, 1, environ, mpiexec)
+
+
+# PBS itself starts a command on each host, in this folder and environment: $0 is pbs_tmrsh, $1 the hosts
+BY_PBS = r"""hosts=$1; shift
+here=$(unset PBS_NODENUM PBS_TASKNUM PBS_MOMPORT; export -p)
+command="cd $(printf %q "$PWD") && exec $(printf '%q ' "$@")"
+for host in $hosts; do "$0" "$host" bash -c "$here; $command" & done
+steps=$(jobs -p) status=0
+trap 'kill -TERM $steps 2>/dev/null' TERM USR1 INT HUP
+for step in $steps; do
+    while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+    wait "$step" || status=$?
+done
+exit "$status"
+"""
+
+
+def _say_if_packed(where, environ):
+    """PBS may put the parts of a job onto fewer nodes than it has parts, and tells nobody."""
+    if where.kind != "pbs":
+        return
+    try:
+        asked = ["qstat", "-f", environ.get("PBS_JOBID", "")]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return
+    parts = re.search(r"Resource_List.nodect = (\d+)", said)
+    if parts and int(parts[1]) > where.num_nodes:
+        print(
+            f"PBS put the {parts[1]} parts of this job onto {where.num_nodes} of its nodes, so there are fewer ranks; "
+            "for a node each: #PBS -l place=scatter",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _port(where):
+    """The first free port from 20000 + the job's number on: torchrun waits without a word at one that is taken."""
+    first = 20000 + where.job % 10000
+    if where.hosts[0].partition(".")[0] != platform.node().partition(".")[0]:
+        return first  # of another node we know nothing
+    for port in range(first, first + 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+            probe.bind(("", port))
+            return port
+    raise StartError(f"ports {first} to {first + 99} of {where.hosts[0]} are all taken: submit the job again")
+
+
+def _srun(where, ranks_per_node, environ):
+    flags = words_of(environ, "SRUN_FLAGS")
+    return srun(where, where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
+
+
+def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
+    mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
+    if not mpiexec:
+        raise StartError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
+    flags = words_of(environ, "MPIEXEC_FLAGS")
+    per_node = ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
+    if any(flag.partition("=")[0] in PER_NODE for flag in flags):  # the site says it in its own way
+        per_node = []
+    return [*mpiexec, "-n", str(where.num_nodes * ranks_per_node), *per_node, *flags]
+
+
+def _ranks_per_node(where, environ):
+    asked = environ.get("NPROC_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or ""
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return _gpus_here(environ) or where.ranks_per_node or min(4, cores_here())
+
+
+def _gpus_here(environ):
+    from manyhands.launch.devices import gpus_here  # late: it brings torch
+
+    return gpus_here(environ)[1]
+
+
+def _reads_options(program):
+    """Whether it is the trainer, which takes its flags by `read_options`; a stand-in of that name may take others."""
+    return program.resolve() == TRAIN.resolve() and "read_options" in program.read_text("utf-8")
+
+
+def main(argv=None, description=None, refuse_flags=None):
+    """The program behind `scripts/launch.py`; returns its exit status.
+
+    `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and leaves with SystemExit.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="launch.py", usage="launch.py [options] [program.py] [-- the program's own flags]",
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "program", nargs="?", type=Path, default=TRAIN, help="a script; scripts/train.py if none is named"
+    )
+    parser.add_argument("--nproc", type=_at_least(1), metavar="N", help="ranks per node")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and end")
+    parser.add_argument("--timeout", type=_at_least(1), metavar="S", help="end a run that prints nothing for S seconds")
+    parser.add_argument(
+        "--retries", type=_at_least(0), default=0, metavar="K", help="start a failed run again, up to K times"
+    )
+    parser.add_argument("--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here")
+    args = parser.parse_args(argv[:at])
+    if not args.program.is_file():
+        parser.error(f"there is no program {args.program}; flags of the program come after `--`")
+    try:
+        command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
+    except (StartError, RanksError) as error:
+        parser.error(str(error))
+    if refuse_flags and _reads_options(args.program):
+        refuse_flags(argv[at + 1 :])
+    write(f"$ {shlex.join(command)}\n")
+    return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
+
+
+def environment(several):
+    """What the ranks find in their environment: what is set already, and what makes ranks on CPUs faster."""
+    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}
+    if several:
+        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
+    return environ
+
+
+def _with_retries(command, idle_s, retries):
+    environ = environment(several="--nproc-per-node=1" not in command)
+    for attempt in range(retries + 1):
+        status, heard, why = _once(command, environ, idle_s)
+        if status in NOT_AGAIN or heard or attempt == retries:
+            break
+        print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr, flush=True)
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    return status
+
+
+def _once(command, environ, idle_s):
+    """(status, signal that was passed on, last line: what nobody has said yet). torchrun makes each failure a 1."""
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        path = Path(folder) / "status"
+        status, heard = keep(_quiet(command), {**environ, STATUS_FILE: str(path)}, idle_s)
+        own_status, why = read_status(path) or (None, "")
+    if TORCHRUN not in command:
+        killed = status in (signal.SIGKILL, 128 + signal.SIGKILL)  # mpiexec's way and srun's
+        return status, heard, f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}" * killed
+    if status != 1:
+        return status, heard, ""
+    if own_status == 0 and heard:  # the program left in order, and torchrun died of the signal that it had passed on
+        return 0, heard, f"launch.py: left in good order on {signal.Signals(heard).name}"
+    if own_status is None and heard == signal.SIGINT:
+        own_status, why = INTERRUPTED, "launch.py: ended by Ctrl-C"
+    said = "" if why.startswith("launch.py: ") else why  # a program prints its own reason itself
+    return own_status or status, heard, "" if said else why
+
+
+def _quiet(command):
+    """The same torchrun, without its tracebacks."""
+    if TORCHRUN not in command:
+        return command
+    at = command.index(TORCHRUN)  # -P: the names of modules beside it are not for all
+    return [*command[: at - 1], "-P", str(QUIET_TORCHRUN), *command[at + 1 :]]
+
+
+def _at_least(least):
+    def number(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return value
+
+    return number

@@ -1,0 +1,170 @@
+"""What this process may compute on: GPUs, cores, threads. Each rank looks; rank 0 chooses for all of them.
+
+The choice is made once for the whole world, because a process group has one backend: one node without GPUs sends
+everybody to the CPU. `choose` is pure, it works on what the ranks said.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import torch.distributed as dist
+
+from manyhands.launch.cores import cpus, quota_cores
+from manyhands.launch.launchers import LaunchError
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+# what a launcher binds a task's GPUs with
+MASKS = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+}
+WANTED = ("auto", "cpu", "cuda", "xpu")
+
+
+def look(environ) -> dict:
+    """What this process sees, as plain values: it travels to rank 0 as JSON.
+
+    `gpus` maps "cuda" and "xpu" to a list with one identity per visible device; `why_not` says what is missing.
+    """
+    gpus, why_not = {}, {}
+    for kind, masks in MASKS.items():
+        gpus[kind], why_not[kind] = _gpus(kind, " ".join(environ.get(name, "") for name in masks))
+    return {
+        "host": platform.node(),
+        "cpus": cpus(),
+        "quota": quota_cores(),
+        "omp_threads": environ.get("OMP_NUM_THREADS", ""),
+        "gpus": gpus,
+        "why_not": why_not,
+    }
+
+
+def _gpus(kind, visible):
+    backend = torch.cuda if kind == "cuda" else getattr(torch, "xpu", None)
+    if backend is None or not backend.is_available():
+        return [], f"torch {torch.__version__} sees no {kind} device"
+    library = {"cuda": "nccl", "xpu": "xccl"}[kind]
+    if not getattr(dist, f"is_{library}_available", lambda: False)():
+        return [], f"torch {torch.__version__} has no {library.upper()}"
+    # The device's own number where torch tells it, else its place on the bus, else in the list: two tasks that see
+    # "their" device 0 may see the same one (a shared node) or two (one GPU bound to each task).
+    properties = [backend.get_device_properties(i) for i in range(backend.device_count())]
+    return [f"{_identity(p) or i} {visible}" for i, p in enumerate(properties)], ""
+
+
+def _identity(properties):
+    if hasattr(properties, "uuid"):
+        return str(properties.uuid)
+    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    return ":".join(map(str, place)).strip(":")
+
+
+def wanted(device: str, environ) -> str:
+    """What a program that says `device` gets: "auto" leaves it to MANYHANDS_DEVICE, as a site or a preflight sets it.
+
+    Raises LaunchError where that names no device.
+    """
+    named = environ.get("MANYHANDS_DEVICE") or "auto"
+    if named not in WANTED:
+        raise LaunchError(f"MANYHANDS_DEVICE={named!r} is unknown; use one of {', '.join(WANTED)}")
+    return named if device == "auto" else device
+
+
+def gpus_here(environ) -> tuple[str, int]:
+    """("cuda" or "xpu", devices that this process sees), or ("cpu", 0); MANYHANDS_DEVICE rules the others out."""
+    named = wanted("auto", environ)
+    for kind in ("cuda", "xpu"):
+        backend = getattr(torch, kind, None)
+        if named in ("auto", kind) and backend is not None and backend.is_available():
+            return kind, backend.device_count()
+    return "cpu", 0
+
+
+def choose(wanted: str, offers: list[dict]) -> dict:
+    """What `wanted` means for ranks that said `offers`: {"kind", "indices" (one per rank), "reason"}.
+
+    `reason` is a sentence where "auto" fell back to the CPU, else empty.
+    Raises LaunchError for an unknown `wanted`, and where a GPU was asked for and there are too few.
+    """
+    if wanted not in WANTED:
+        raise LaunchError(f"device={wanted!r} is unknown; use one of {', '.join(WANTED)}")
+    reasons = {}
+    for kind in ("cuda", "xpu") if wanted == "auto" else (wanted,) * (wanted != "cpu"):
+        indices, reasons[kind] = _one_each(kind, offers)
+        if indices:
+            return {"kind": kind, "indices": indices, "reason": ""}
+    if wanted not in ("auto", "cpu"):
+        cure = "start fewer ranks, ask for more GPUs, or use device=cpu (in the environment: MANYHANDS_DEVICE=cpu)"
+        raise LaunchError(f"{reasons[wanted]}; {cure}")
+    # Speak of the GPUs that are there, if any; a machine without one has no CUDA as much as no XPU.
+    there = [kind for kind in reasons if any(offer["gpus"][kind] for offer in offers)]
+    reason = reasons[there[0]] if there else next(iter(reasons.values()), "")
+    return {"kind": "cpu", "indices": [0] * len(offers), "reason": reason}
+
+
+def _one_each(kind, offers):
+    """(a device index for every rank, "") or ([], why there is none)."""
+    indices = [offer["local_rank"] for offer in offers]
+    for host, here in _by_host(offers).items():
+        seen = [offers[r]["gpus"][kind] for r in here]
+        distinct = len({gpu for gpus in seen for gpu in gpus})
+        if all(len(gpus) >= len(here) for gpus in seen):
+            continue  # everybody sees a GPU for everybody: take the one of the local rank
+        if distinct == len(here) and all(len(gpus) == 1 for gpus in seen):
+            for r in here:
+                indices[r] = 0  # the launcher shows each task one GPU, its own
+            continue
+        if distinct == 0:
+            return [], f"{offers[here[0]]['why_not'][kind]} on {host}"
+        plural = "s" * (len(here) != 1), "s" * (distinct != 1)
+        return [], f"{len(here)} rank{plural[0]} on {host} but {distinct} {kind} device{plural[1]}"
+    return indices, ""
+
+
+def _by_host(offers):
+    """The ranks on each host, hosts in the order of their first rank."""
+    hosts = {}
+    for rank, offer in enumerate(offers):
+        hosts.setdefault(offer["host"], []).append(rank)
+    return hosts
+
+
+def describe(launcher: str, offers: list[dict], plan: dict) -> str:
+    """Who is here: a line for the world and a line for each host."""
+    size, kind = len(offers), plan["kind"]
+    lines = [f"{size} rank{'s' * (size > 1)}, launcher {launcher}, backend {BACKENDS[kind]}"]
+    for host, here in _by_host(offers).items():
+        neighbours = [offers[r] for r in here]
+        thread_count, core_count = threads(kind, neighbours[0], neighbours), cores(neighbours[0])
+        consecutive = len(here) > 2 and here == list(range(here[0], here[-1] + 1))
+        names = f"{here[0]}-{here[-1]}" if consecutive else ", ".join(map(str, here))
+        own = "" if kind == "cpu" else " " + ", ".join(str(plan["indices"][r]) for r in here)
+        lines.append(
+            f"  {host}: rank{'s' * (len(here) > 1)} {names} on {kind}{own};"
+            f" {core_count} core{'s' * (core_count > 1)}, {thread_count} thread{'s' * (thread_count > 1)} per rank"
+        )
+    return "\n".join(lines + [f"  on cpu because {plan['reason']}"] * bool(plan["reason"]))
+
+
+def cores(offer: dict) -> int:
+    """Whole cores for this process: what affinity allows, and no more than the control group grants."""
+    return max(1, int(min(len(offer["cpus"]), offer["quota"])))
+
+
+def threads(kind: str, offer: dict, neighbours: list[dict]) -> int:
+    """Threads of one rank. `neighbours`: what all ranks of its host said, itself included.
+
+    Ranks that share cores get one thread each on the CPU: more would only take turns on the same cores.
+    """
+    granted = cores(offer)
+    if kind != "cpu":  # they feed a GPU, and no result depends on how many they are: only shared cores are divided
+        sharing = sum(not set(offer["cpus"]).isdisjoint(neighbour["cpus"]) for neighbour in neighbours)
+        return max(1, int(min(len(offer["cpus"]) // sharing, offer["quota"] / len(neighbours))))
+    bound = [cpu for neighbour in neighbours for cpu in neighbour["cpus"]]
+    shared = len(bound) > len(set(bound)) or granted * len(neighbours) > offer["quota"]
+    if len(neighbours) > 1 and shared:
+        return 1
+    asked = offer["omp_threads"]
+    return min(granted, int(asked)) if asked.isdigit() and int(asked) > 0 else granted

@@ -1,0 +1,216 @@
+"""`join()`: enter the process group, whoever started this process. What a launcher has set is read here and nowhere else.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/02_collectives.py --repeats 3
+    .venv/bin/mpiexec -n 4 python scripts/02_collectives.py --repeats 3
+    srun --ntasks 4 python scripts/02_collectives.py --repeats 3
+    python scripts/02_collectives.py            # a world of one takes the same path
+
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on. The course's own
+settings are read where they are used: MANYHANDS_OUTPUTS by `run_folder`, MANYHANDS_DATA and MANYHANDS_SHAKESPEARE by
+`shakespeare`, the scheduler's variables by `allocation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from manyhands.course import lesson_parameters
+from manyhands.course.stale_script import stale_script
+from manyhands.launch import devices
+from manyhands.launch.exit_status import say_nothing_yet, say_status
+from manyhands.launch.launchers import LaunchError, resolve, without_foreign_mpi
+from manyhands.launch.ranks import Ranks, joined, remember
+from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
+from manyhands.launch.screen import write
+
+PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
+LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
+NOTEBOOK_S = 3600  # more than the --timeout of any cell
+_again = {}  # the arguments of the last join, until the lesson leaves
+
+
+def join(
+    lesson: dict | None = None,
+    *,
+    name: str | None = None,
+    device: str = "auto",
+    timeout_s: float = 60,
+    quiet: bool = False,
+) -> Ranks:
+    """Enter the process group and say who this process is. All ranks call it; it can be called again.
+
+    `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
+    A program that reads its flags itself says its `name` instead.
+    `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first, and "auto" of either means what the
+    variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's.
+    Raises LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
+    status 2, before the first collective.
+    """
+    leave()
+    _again.update(lesson=lesson, name=name, device=device, timeout_s=timeout_s)
+    script = (lesson or {}).get("__file__", f"{name}.py" if name else None)
+    try:
+        if name is None:
+            name = _take_flags(lesson, script) if script else os.environ.get("MANYHANDS_LESSON", "")
+        wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0], os.environ)
+        ranks = _enter(name, wanted, timeout_s, quiet)
+    except (LaunchError, lesson_parameters.ParameterError) as error:
+        if script is None:
+            raise
+        end(f"{Path(script).name}: {error}", 2, sys.stderr, everybody=isinstance(error, Unreachable))
+    remember(ranks)
+    if ranks.rank == 0:
+        say_nothing_yet()  # of a group that was left before
+        if script and not quiet and (warning := stale_script(script)):
+            write(warning + "\n")
+    return ranks
+
+
+def leave() -> None:
+    """Leave the process group; nothing happens without one."""
+    _again.clear()
+    if dist.is_initialized():
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        # A thread of gloo may still hold the last tensor that it sent. If it lets go while the interpreter ends, the
+        # process dies of "terminate called without an active exception" (torch 2.13, one run in ten): let it go now.
+        gc.collect()
+        time.sleep(LAST_TENSOR_S)
+        if first:
+            say_status(0)  # who ends otherwise says so after this
+
+
+def rejoin() -> bool:
+    """After a failure in a notebook: leave the broken group, join again as before. False if there was none."""
+    if not _again:
+        return False
+    again = dict(_again)
+    with contextlib.suppress(RuntimeError):  # the broken group may refuse to be left in order
+        leave()
+    join(**again, quiet=True)
+    return True
+
+
+def refuse(sentence: str) -> None:
+    """A lesson's value does not fit the ranks that `join` found: end, before any work. All ranks call it.
+
+    A script says the sentence once, on rank 0, and ends with status 2; in a notebook it is a ValueError.
+    """
+    ranks = joined()
+    if ranks is None or ranks.launcher == "notebook":
+        raise ValueError(sentence)
+    if dist.is_initialized():
+        dist.barrier()  # nobody leaves while another is still connecting to it
+    leave()
+    end(f"{ranks.lesson}.py: {sentence}", 2, sys.stderr)
+
+
+def mpi_world():
+    """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
+    place = resolve(os.environ)
+    return import_mpi(place).COMM_WORLD if place.mpi else None
+
+
+def _take_flags(lesson, script):
+    """The script's stem, after its flags went into `lesson`."""
+    known = lesson_parameters.read(script)
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        end(lesson_parameters.help_text(known, script), 0, sys.stdout)
+    lesson.update(lesson_parameters.parse(known, sys.argv[1:]))
+    return Path(script).stem
+
+
+def end(text, status, stream, everybody=False):
+    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
+
+    All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
+    """
+    launcher = ""
+    try:
+        place = resolve(os.environ)
+        rank, launcher = place.rank, place.launcher
+    except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
+        names = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
+        rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
+        everybody = everybody or rank >= _claimed_size()  # RANK=5 of 2: there may be no rank 0 to say it
+    if rank == 0 or everybody:
+        say_status(status, text)
+        if text:
+            print(text, file=stream, flush=True)
+    elif status and launcher != "mpich":  # Hydra waits for all by itself
+        time.sleep(PATIENCE_S)
+    raise SystemExit(status)
+
+
+def _claimed_size():
+    """How many ranks there are, by the one variable that says so; 1 << 62 if none does."""
+    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1 << 62)
+
+
+def _enter(name, wanted, timeout_s, quiet):
+    place = resolve(os.environ)
+    if place.launcher == "torchrun":
+        for variable in os.environ.keys() - without_foreign_mpi(os.environ).keys():
+            del os.environ[variable]
+    if place.mpi and place.launcher != "notebook":
+        place = ask_mpi(place)
+    if place.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    store = store_for(place, timeout_s)
+    offers, plan = _agree(store, place, wanted)
+    if "error" in plan:
+        raise LaunchError(plan["error"])
+    kind, rank, own = plan["kind"], place.rank, offers[place.rank]
+    neighbours = [offer for offer in offers if offer["host"] == own["host"]]
+    torch.set_num_threads(devices.threads(kind, own, neighbours))
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device(kind, plan["indices"][rank])
+        getattr(torch, kind).set_device(device)
+    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits longer
+    # than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
+    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if place.launcher == "notebook" else timeout_s)
+    # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
+    # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
+    dist.init_process_group(
+        devices.BACKENDS[kind], store=store, rank=rank, world_size=place.world_size, timeout=patience
+    )
+    dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect says so here
+    if rank == 0 and not quiet:
+        write(devices.describe(place.launcher, offers, plan) + "\n")
+    return Ranks(
+        rank, place.world_size, own["local_rank"], len(neighbours), device, devices.BACKENDS[kind],
+        place.launcher, platform.node(), name,
+    )  # fmt: skip
+
+
+def _agree(store, place, wanted):
+    """Everybody says what it sees, rank 0 chooses a device for all: (offers in rank order, plan) on every rank.
+
+    Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
+    """
+    offer = devices.look(os.environ) | {"local_rank": place.local_rank}
+    store.set(f"offer{place.rank}", json.dumps(offer))
+    if place.rank == 0:
+        offers = [json.loads(store.get(f"offer{r}")) for r in range(place.world_size)]
+        for r, offer in enumerate(offers):
+            if offer["local_rank"] is None:  # the launcher does not say: count those before it on its host
+                offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
+        try:
+            plan = devices.choose(wanted, offers)
+        except LaunchError as error:
+            plan = {"error": str(error)}
+        store.set("plan", json.dumps([offers, plan]))
+    return json.loads(store.get("plan"))

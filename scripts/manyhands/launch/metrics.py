@@ -1,0 +1,168 @@
+"""What a run leaves behind: its own folder, metrics.json, one JSON line per step; and honest times.
+
+    metrics = Metrics(ranks, corpus=corpus, parameters={"steps": 300})
+    metrics.exact(ring_steps=6, losses=losses)    # bit-equal from every launcher at the same number of ranks
+    metrics.close(final_loss=loss)                # equal within a tolerance on any number of ranks
+    metrics.measured(step_s=timing.slowest_s)     # times and memory: never compared
+    metrics.write()                               # rank 0 writes <run folder>/metrics.json
+
+JSON keeps floats exactly: Python writes the shortest digits that read back as the same float64, and every
+float32 is a float64. So equal numbers in two files are equal bits; NaN and infinity are written as strings.
+"""
+
+import hashlib
+import json
+import math
+import platform
+from pathlib import Path
+
+import torch
+
+from manyhands.course.folders import write_whole
+from manyhands.launch.conditions import conditions
+from manyhands.launch.run_folder import run_folder
+
+TOLERANCE = {torch.float64: 1e-10}  # between numbers of ranks, at the same global batch
+FP32_TOLERANCE = 1e-3
+
+
+class Metrics:
+    """Collects a run's numbers on all ranks; rank 0's are the ones that are written. No call communicates.
+
+    Values are numbers, strings, lists of them, dicts, or tensors (their numbers; large ones: `fingerprint`).
+    """
+
+    def __init__(self, ranks, corpus=None, parameters=None):
+        self.ranks = ranks
+        # the number of ranks is the launcher's, not the lesson's: runs on 2 and on 4 are compared
+        lesson_parameters = {k: v for k, v in (parameters or {}).items() if k != "n_ranks"}
+        self.content = {
+            "lesson": ranks.lesson,
+            "launcher": ranks.launcher,
+            "world_size": ranks.world_size,
+            "device": ranks.device.type,
+            "backend": ranks.backend,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "corpus": corpus.facts() if corpus is not None else None,
+            "parameters": _plain("parameters", lesson_parameters),
+            "exact": {},
+            "close": {},
+            "measured": {},
+            "conditions": {},
+        }
+
+    def exact(self, **values):
+        """Values that are the same, to the bit, from every launcher at the same number of ranks."""
+        self.content["exact"] |= {name: _plain(name, value) for name, value in values.items()}
+
+    def close(self, tolerance=None, **values):
+        """Values that stay within `tolerance` (of 1 or of themselves, what is larger) on any number of ranks.
+
+        None: 1e-10 for float64 tensors, else 1e-3.
+        """
+        for name, value in values.items():
+            limit = tolerance or TOLERANCE.get(getattr(value, "dtype", None), FP32_TOLERANCE)
+            self.content["close"][name] = {"value": _plain(name, value), "tolerance": limit}
+
+    def measured(self, **values):
+        """Values of this run on this machine, such as times: never compared."""
+        self.content["measured"] |= {name: _plain(name, value) for name, value in values.items()}
+
+    def write(self):
+        """Write `metrics.json` (rank 0; complete or not at all) and return its path; None on other ranks."""
+        if self.ranks.rank != 0:
+            return None
+        self.content["conditions"] = conditions(self.ranks)
+        text = json.dumps(self.content, indent=1, allow_nan=False) + "\n"
+        return write_whole(run_folder(self.ranks) / "metrics.json", text)
+
+
+def fingerprint(tensors):
+    """sha256 over the bytes of tensors (say, `model.parameters()`): bit-equality in one word."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain(name, value):
+    """`value` as JSON can hold it, without loss. Raises TypeError, naming the metric."""
+    if hasattr(value, "tolist"):  # a tensor, a numpy array or number
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(name, item) for key, item in value.items()}
+    raise TypeError(f"metric {name}: {type(value).__name__} is no number, text, list, dict or tensor")
+
+
+def compare(one, other):
+    """How two runs of a lesson differ where they must not: sentences, none if all is well.
+
+    `one` and `other` are contents of metrics.json, or paths of it. Exact values count between runs on as many
+    ranks of the same kind of device.
+    """
+    one, other = (json.loads(Path(m).read_text()) if isinstance(m, (str, Path)) else m for m in (one, other))
+    for what in ("lesson", "corpus", "parameters"):
+        if one[what] != other[what]:
+            return [f"{what} differs, nothing to compare: {one[what]} and {other[what]}"]
+    differences = []
+    if all(one[what] == other[what] for what in ("world_size", "device")):
+        for name in sorted(one["exact"].keys() | other["exact"].keys()):
+            values = [run["exact"].get(name, "missing") for run in (one, other)]
+            differences += _differences(f"exact {name}", *values, 0)
+    for name in sorted(one["close"].keys() | other["close"].keys()):
+        values = [run["close"].get(name, {"value": "missing", "tolerance": 0}) for run in (one, other)]
+        tolerance = max(value["tolerance"] for value in values)
+        differences += _differences(f"close {name}", values[0]["value"], values[1]["value"], tolerance)
+    return differences
+
+
+def _differences(name, a, b, tolerance):
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(f"{name}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    elif isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        pairs = [(f"{name}.{key}", a[key], b[key]) for key in a]
+    elif repr(a) == repr(b):  # as bits: 0.0 and -0.0 differ, 1 and 1.0 too
+        return []
+    elif tolerance and all(isinstance(v, (int, float)) for v in (a, b)):
+        apart = abs(a - b)
+        if apart <= tolerance * max(1, abs(a), abs(b)):
+            return []
+        return [f"{name}: {a} and {b} are {apart:.2g} apart, allowed is {tolerance:g}"]
+    else:
+        return [f"{name}: {a} and {b}"]
+    # one list differs in one sentence: its first difference
+    return next((found for pair in pairs if (found := _differences(*pair, tolerance))), [])
+
+
+class StepLog:
+    """One JSON line per step in `<run folder>/steps.jsonl`, on rank 0; the other ranks write nothing.
+
+    with StepLog(ranks) as log:
+        log.write(step=step, loss=loss.item(), step_s=step_s)
+    """
+
+    def __init__(self, ranks, name="steps.jsonl"):
+        self.path = run_folder(ranks) / name if ranks.rank == 0 else None
+        self.file = open(self.path, "a", buffering=1) if self.path else None  # noqa: SIM115
+
+    def write(self, **values):
+        if self.file:
+            self.file.write(json.dumps({name: _plain(name, value) for name, value in values.items()}) + "\n")
+
+    def close(self):
+        if self.file:
+            self.file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

@@ -1,0 +1,192 @@
+"""What was recorded on other machines, and is shown where they are not at hand: the files in assets/recorded.
+
+recorded.text("04_pending.out")        # what a program printed
+recorded.numbers("04_queue.json")      # a dict; its "conditions" say on what and when it was made
+recorded.runs("06")                    # every recorded run of lesson 06
+recorded.beside("06", {"step time": (step_s, "s", "step_s")})      # a table: here | each recorded run
+
+    python -m manyhands.launch.recorded_runs 06 [--run outputs/06_zero_fsdp/latest] [--name h200x4]
+
+writes assets/recorded/06_zero_fsdp.h200x4.json from the metrics.json of a run on GPUs. See assets/recorded/README.md.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from manyhands.course.folders import ASSETS, write_whole
+
+RECORDED = ASSETS / "recorded"
+ALONE = {"01_one_device"}  # lessons that one process on one GPU runs
+# of a file, in its order; all of metrics.json or its conditions
+FIELDS = (
+    "lesson", "name", "hardware", "versions", "commit", "date", "command", "launcher", "backend", "device",
+    "world_size", "corpus", "parameters", "measured", "exact",
+)  # fmt: skip
+VENDORS = ("nvidia", "amd", "intel", "(r)", "data center gpu", "instinct")
+
+
+def text(name):
+    """The text of assets/recorded/<name>."""
+    return (RECORDED / name).read_text(encoding="utf-8")
+
+
+def numbers(name):
+    """The content of a JSON file in assets/recorded."""
+    return json.loads(text(name))
+
+
+def runs(lesson, folder=None):
+    """The recorded runs of a lesson ("06" or "06_zero_fsdp"), sorted by name: dicts with FIELDS."""
+    files = sorted((folder or RECORDED).glob(f"{_full_name(lesson)}.*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def beside(lesson, here, folder=None):
+    """A table of this run's numbers beside each recorded run's, or that there is none, and the two commands that make one.
+
+    `here`: {label: (value, unit)} or {label: (value, unit, name in `measured` or `exact`)}; without a name the label is the
+    name. A dot goes into a dict or a list: "times.ddp". What a run did not record is "-".
+    """
+    name, others = _full_name(lesson), runs(lesson, folder)
+    if not others:
+        gpus, start = "4 GPUs", "python -m torch.distributed.run --standalone --nproc-per-node 4"
+        if name in ALONE:
+            gpus, start = "a GPU", "python"
+        return (
+            f"No GPU run of {name} is recorded yet. On a node with {gpus}:\n"
+            f"{start} scripts/{name}.py\n"
+            f"python -m manyhands.launch.recorded_runs {name.split('_')[0]}"
+        )
+    rows = [["", "here", *(run["name"] for run in others)]]
+    for label, (value, unit, *found) in here.items():
+        theirs = [_look_up(run, found[0] if found else label) for run in others]
+        rows.append([f"{label}, {unit}" if unit else label, *map(_shown, [value, *theirs])])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([line.rstrip() for line in lines] + [describe(run) for run in others])
+
+
+def describe(run):
+    """Where, when and with what a recorded run was made, in a line."""
+    known = {
+        "torch": run["versions"]["torch"],
+        "CUDA": run["versions"]["cuda"],
+        "NCCL": run["versions"]["nccl"],
+    }
+    said = ", ".join(f"{what} {version}" for what, version in known.items() if version)
+    set_to = " ".join(f"{name}={value}" for name, value in run["parameters"].items())
+    return (
+        f"{run['name']}: {run['world_size']} ranks on {run['hardware']}; {said}; {run['date']}, commit {run['commit'] or 'unknown'}"
+        + (f"; {set_to}" if set_to else "")
+    )
+
+
+def record(metrics, folder=None, name=None, cpu=False):
+    """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json; returns the path.
+
+    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU (unless `cpu`), for one
+    that does not say under which conditions it was made, and for a name that is no plain word.
+    """
+    if metrics["device"] == "cpu" and not cpu:
+        raise ValueError(
+            f"this run of {metrics['lesson']} was on a CPU, and what is recorded are runs on GPUs; run it on a GPU node, "
+            "or record it all the same with --cpu"
+        )
+    if not metrics.get("conditions"):
+        raise ValueError(f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again")
+    name = name or default_name(metrics)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise ValueError(f"name={name!r} is no plain word; use small letters, digits, - and _, such as h200x4")
+    facts = {**metrics, **metrics["conditions"], "name": name}
+    content = {field: facts[field] for field in FIELDS}
+    folder = folder or RECORDED
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{metrics['lesson']}.{name}.json"
+    return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def default_name(metrics):
+    """ "4 x NVIDIA A100-SXM4-40GB on 2 nodes" -> "a100-sxm4-40gbx4"; a CPU is "cpux4"."""
+    hardware = metrics["conditions"]["hardware"].lower()
+    kind = "cpu" if metrics["device"] == "cpu" else re.sub(r"^\d+ x | on \d+ nodes$", "", hardware)
+    for vendor in VENDORS:
+        kind = kind.replace(vendor, " ")
+    return f"{re.sub(r'[^a-z0-9]+', '-', kind).strip('-')}x{metrics['world_size']}"
+
+
+def _full_name(lesson):
+    """ "06" -> "06_zero_fsdp". Raises ValueError for a lesson that there is not."""
+    from manyhands.course.lessons import find_lessons
+
+    return find_lessons(only=[lesson])[0].name
+
+
+def _look_up(run, name):
+    """A number of a recorded run, or None."""
+    for section in ("measured", "exact"):
+        found = run[section]
+        for part in [name] if name in found else name.split("."):
+            if isinstance(found, dict):
+                found = found.get(part)
+            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            else:
+                found = None
+        if found is not None:
+            return found
+    return None
+
+
+def _shown(value):
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def main(argv=None):
+    """The command; returns its exit status."""
+    from manyhands.launch.run_folder import outputs_folder
+
+    parser = argparse.ArgumentParser(
+        prog="python -m manyhands.launch.recorded_runs", description="Record a lesson's run on GPUs."
+    )
+    parser.add_argument("lesson", help="06 or 06_zero_fsdp")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="the run's folder (default: the lesson's last one)")
+    parser.add_argument("--name", help="such as h200x4 (default: made of the hardware and the number of ranks)")
+    parser.add_argument("--cpu", action="store_true", help="record a run on a CPU all the same")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: assets/recorded")
+    options = parser.parse_args(argv)
+    try:
+        lesson = _full_name(options.lesson)
+        run = options.run or outputs_folder() / lesson / "latest"
+        metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
+        if metrics["lesson"] != lesson:
+            raise ValueError(f"{run} is a run of {metrics['lesson']}, not of {lesson}; name another with --run")
+        path = record(metrics, options.to, options.name, options.cpu)
+    except FileNotFoundError as error:
+        print(
+            f"recorded: {error.filename} is not there; run the lesson first, or name its folder with --run",
+            file=sys.stderr,
+        )
+        return 2
+    except ValueError as error:
+        print(f"recorded: {error}", file=sys.stderr)
+        return 2
+    if "uncommitted" in (metrics["conditions"]["commit"] or "uncommitted"):
+        print("the run was not of a commit alone, and the file says so; commit and run again for one to keep")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,79 @@
+"""Where a run leaves its files: a folder of its own, and `latest` beside it."""
+
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from manyhands.course.folders import ROOT
+from manyhands.launch.screen import say
+
+_folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
+
+
+def run_folder(ranks, latest=True):
+    """This run's folder, made on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
+
+    One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
+    another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
+    cannot be written) in ~/.local/share/manyhands/outputs, which is said once.
+    Raises ValueError if MANYHANDS_OUTPUTS, or none of the other places, can be written.
+    """
+    if id(ranks) not in _folders:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
+        folder = _new_folder(
+            outputs_folder() / (ranks.lesson or "untitled"),
+            f"{name}-rank{ranks.rank}" if ranks.rank else name,
+        )
+        if ranks.rank == 0 and latest:
+            point_latest_to(folder)
+        _folders[id(ranks)] = (ranks, folder)
+    return _folders[id(ranks)][1]
+
+
+def _new_folder(lesson, name):
+    for attempt in range(1, 100):
+        folder = lesson / (name if attempt == 1 else f"{name}-{attempt}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError(f"a hundred runs are named {lesson / name}")
+
+
+def point_latest_to(folder):
+    """`latest` beside a run's folder names it from now on."""
+    with suppress(OSError):  # a file system without links has no `latest`
+        link = folder.parent / f".latest-{folder.name}"
+        link.symlink_to(folder.name)
+        link.replace(folder.parent / "latest")  # at once: a reader finds the old run or the new one
+
+
+def outputs_folder():
+    """Where all runs leave their folders, made if need be: see `run_folder`."""
+    if named := os.environ.get("MANYHANDS_OUTPUTS"):
+        folder = Path(named).expanduser()
+        if not can_be_written(folder):
+            raise ValueError(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
+        return folder
+    course = ROOT / "outputs"
+    # a package that was installed without the course around it has no place of its own
+    if (ROOT / "pyproject.toml").is_file() and can_be_written(course):
+        return course
+    users = Path("~/.local/share/manyhands/outputs").expanduser()
+    if not can_be_written(users):
+        raise ValueError(
+            f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/path/to/a/folder of yours"
+        )
+    say(f"{course} cannot be written: the outputs of this run go to {users}")
+    return users
+
+
+def can_be_written(folder):
+    """Whether files can be made in `folder`, which is made if need be. Tried: its mode does not know a read-only disk."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,107 @@
+"""What people see: lines that do not run together, and figures that appear where you are.
+
+In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+
+from manyhands.launch.ranks import joined
+
+FRAME = 4  # rows of a text plot that show no values: title, frame, and the words below it
+
+
+def say(text: object) -> None:
+    """Print `text` in one write, newline included, with the rank in front of each line of a script.
+
+    A world of one needs no label.
+    """
+    label = _label()
+    write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
+
+
+def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
+    """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
+    places = list(range(len(values)))
+    return text_curves([(places, list(values), "dot")], title, width, height, step_ticks(places))
+
+
+def step_ticks(steps):
+    """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
+    first, last = min(steps), max(steps)
+    places = sorted({round(first + (last - first) * i / 4) for i in range(5)})
+    return places, [f"{place:,}" for place in places]
+
+
+def text_curves(curves, title: str, width: int, height: int, ticks=None) -> str:
+    """Curves (x, y, marker) in one plot of plain characters; points marked "." are joined by lines.
+
+    `ticks`: (places, words) along x, as of `step_ticks`; None leaves them to the library.
+    """
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless").plot_size(width, height).title(title)
+    for x, y, marker in curves:
+        figure.draw(figure.signal(x, y, marker=marker).lines(marker == "."))
+    if ticks:
+        figure.ruler("x").ticks(*ticks)
+    if levels := _levels([value for _, y, _ in curves for value in y], height - FRAME):
+        figure.ruler("y").ticks(*levels)
+    lines = plotext.uncolorize(str(figure.build())).split("\n")
+    return "\n".join(line.rstrip() for line in lines).rstrip("\n")
+
+
+def _levels(values, rows):
+    """Values at equal distances, each in the middle of one of `rows` rows, and how they are written; None: all are equal.
+
+    plotext takes five levels for any number of rows, and sets those that fall between two rows at the nearest one.
+    """
+    low, high = min(values), max(values)
+    if low == high or rows < 2:
+        return None
+    parts = next(parts for parts in (4, 5, 3, 2, 1) if (rows - 1) % parts == 0)
+    places = [low + (high - low) * i / parts for i in range(parts + 1)]
+    digits = max(0, 2 - math.floor(math.log10(high - low)))
+    return places, [f"{place:,.{digits}f}" for place in places]
+
+
+def _label():
+    ranks = joined()
+    if ranks is not None:
+        rank, size = ranks.rank, 1 if ranks.launcher == "notebook" else ranks.world_size
+    else:
+        return ""
+    return "" if size == 1 else f"[rank {rank:>{len(str(size - 1))}}] "
+
+
+def write(text):
+    """Write to stdout, now. Nothing that is wrong with the screen or the log ends a run: what cannot be shown is lost."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except UnicodeEncodeError:  # an ASCII or Latin-1 stream
+        encoding = sys.stdout.encoding or "ascii"
+        write(text.encode(encoding, "replace").decode(encoding))
+    except BrokenPipeError:
+        # Point the descriptor elsewhere, or the interpreter complains once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # the disk is full
+        _lose(sys.stdout)
+
+
+def _lose(stream):
+    """Throw away what `stream` holds and cannot write, or each later write would fail of it, and the interpreter's end."""
+    with contextlib.suppress(OSError, ValueError):
+        number = stream.fileno()
+        kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        stream.flush()
+        os.dup2(kept, number)  # there may be room again later
+        os.close(kept)
+        os.close(nowhere)

@@ -1,0 +1,197 @@
+"""Figures of lesson 14: three knobs, the cache, the roofline, guesses, batches."""
+
+import math
+
+from manyhands.plots import Drawing, arrow, box, card, cell, write
+from manyhands.plots.looks import ALTERNATIVES, EDGE, FAINT, GREY, GROUND, INK, LIMIT, PAPER, QUIET, tint
+
+# no rank has a part here: the large model in one shade, the small one in another
+MINE, OTHER = ALTERNATIVES[3]["color"], ALTERNATIVES[1]["color"]
+
+
+def _bars(axes, x, values, labels, y=36.0, scale=40.0, gone=()):
+    """Bars of probabilities that stand on y; those in `gone` are outlines."""
+    for i, value in enumerate(values):
+        left, height = x + 4.6 * i, scale * value
+        kept = i not in gone
+        box(
+            axes,
+            left,
+            y - height,
+            4,
+            height,
+            face=GREY if kept else PAPER,
+            edge=INK if kept else EDGE,
+            dotted=not kept,
+        )
+        if kept:
+            write(axes, left + 2, y - height - 1.4, labels[i])
+        write(axes, left + 2, y + 1.6, "abcd"[i], colour=QUIET)
+
+
+def sampling():
+    figure, axes = card(96, 44, "three knobs for one die")
+    p, sharp = (0.4, 0.3, 0.2, 0.1), [x**2 / 0.3 for x in (0.4, 0.3, 0.2, 0.1)]
+    cut = (4 / 7, 3 / 7, 0.2, 0.1)
+    titles = ("as the model has it", "temperature 0.5", "top-k 2", "top-p 0.6")
+    rows = ((p, ()), (sharp, ()), (cut, (2, 3)), (cut, (2, 3)))
+    for i, (title, (values, gone)) in enumerate(zip(titles, rows, strict=True)):
+        x = 3 + 23.6 * i
+        write(axes, x + 9, 8, title, weight="bold")
+        _bars(axes, x, values, [f"{value:.2f}" for value in values], gone=gone)
+    write(axes, 59, 41.4, "the two likeliest", colour=QUIET)
+    write(axes, 83, 41.4, "0.4, then 0.7: b crosses 0.6", colour=QUIET)
+    return figure
+
+
+def cache():
+    figure, axes = card(92, 40, "six symbols: what is computed for each")
+    for title, x0, cached in (("without a cache", 6, False), ("with a cache", 52, True)):
+        write(axes, x0, 6.6, title, ha="left", weight="bold")
+        for step in range(6):
+            y = 10 + 4 * step
+            write(axes, x0 - 2.6, y + 1.6, str(step + 1), colour=QUIET)
+            for position in range(step + 1):
+                fresh = position == step or not cached
+                face = tint(MINE, 0.25) if fresh else GROUND
+                box(
+                    axes,
+                    x0 + 5 * position,
+                    y,
+                    4.4,
+                    3.2,
+                    face=face,
+                    edge=INK if fresh else EDGE,
+                    dotted=not fresh,
+                )
+    write(axes, 6, 36.6, "1 + 2 + ... + 6 = 21 positions", ha="left")
+    write(axes, 52, 36.6, "6 positions; dotted: stored keys and values", ha="left")
+    return figure
+
+
+def roofline():
+    figure, axes = card(92, 50, "what one call can reach (7 B model, bf16, H100)")
+    left, bottom, width, height = 12, 41, 72, 32
+    lowest, highest = math.log10(0.5), math.log10(4000)
+
+    def at(intensity, tflops):
+        x = left + width * (math.log10(intensity) - lowest) / (highest - lowest)
+        y = bottom - height * (math.log10(tflops) - 0.2) / (3.2 - 0.2)
+        return x, y
+
+    for tflops in (10, 100, 1000):
+        _, y = at(1, tflops)
+        axes.plot([left, left + width], [y, y], color=FAINT, lw=1, zorder=0.5)
+        write(axes, left - 1, y, f"{tflops:,}", ha="right", colour=QUIET)
+    for intensity in (1, 10, 100, 1000):
+        x, _ = at(intensity, 10)
+        write(axes, x, bottom + 2, f"{intensity:,}", colour=QUIET)
+    corner = at(295, 989)
+    start, end = at(0.6, 0.6 * 3.35), at(4000, 989)
+    axes.plot([start[0], corner[0], end[0]], [start[1], corner[1], end[1]], **LIMIT, zorder=2)
+    write(axes, left, 6, "TFLOP/s", ha="left", colour=QUIET)
+    write(axes, left + width, bottom + 5.4, "FLOPs per byte read: positions per call", ha="right", colour=QUIET)
+    for intensity, text, dx, dy in (
+        (1, "decode, 1 user", 2, 2.6), (16, "16 users", 2, 2.6), (295, "295 users", 2, 3.2), (2048, "prefill of 2,048", 0, 3.2),
+    ):  # fmt: skip
+        x, y = at(intensity, min(intensity * 3.35, 989))
+        axes.plot([x], [y], marker="o", ms=6, color=INK, zorder=4)
+        write(axes, x + dx, y + dy, text, ha="left" if dx else "center")
+    write(
+        axes,
+        *(value + shift for value, shift in zip(at(4, 13.4), (-1, -5), strict=True)),
+        "waits for memory",
+        colour=QUIET,
+    )
+    write(axes, at(1000, 989)[0], at(1000, 989)[1] - 2.4, "waits for arithmetic", colour=QUIET)
+    return figure
+
+
+def guesses():
+    figure, axes = card(92, 42, "four guesses, one call of the large model")
+    write(axes, 2, 9, "small model", ha="left", weight="bold")
+    write(axes, 2, 20, "large model", ha="left", weight="bold")
+    write(axes, 2, 33, "written", ha="left", weight="bold")
+    text, guessed, written = "TH", "E KI", "E C"
+    for i, letter in enumerate(text):
+        cell(axes, 20 + 8 * i, 7, letter, width=6, height=4, size=12)
+    for i, letter in enumerate(guessed):
+        x = 36 + 8 * i
+        box(axes, x, 7, 6, 4, {" ": "␣"}.get(letter, letter), face=tint(OTHER, 0.3), edge=OTHER, size=12)
+        verdict, gone = (("keep", False), ("keep", False), ("refuse", False), ("not looked at", True))[i]
+        arrow(axes, (x + 3, 11.4), (x + 3, 16.4), colour=EDGE if gone else INK)
+        write(axes, x + 3, 25.4, verdict if i != 3 else "", colour=QUIET)
+    box(axes, 34, 17, 42, 6, "p at five places, in one call", face=tint(MINE, 0.3), edge=MINE)
+    write(axes, 69, 25.4, "thrown away", colour=QUIET)
+    for i, letter in enumerate(text):
+        cell(axes, 20 + 8 * i, 31, letter, width=6, height=4, size=12)
+    for i, letter in enumerate(written):
+        colour = MINE if i == 2 else OTHER
+        box(
+            axes,
+            36 + 8 * i,
+            31,
+            6,
+            4,
+            {" ": "␣"}.get(letter, letter),
+            face=tint(colour, 0.3),
+            edge=colour,
+            size=12,
+        )
+    write(axes, 55, 37.6, "drawn from max(0, p - q)", colour=QUIET)
+    write(axes, 62, 33, "three symbols for one call", ha="left")
+    return figure
+
+
+def batching():
+    figure, axes = card(96, 46, "texts of 8, 2, 2, 2, 8, 2, 2, 2 symbols on four places")
+    lengths = (8, 2, 2, 2, 8, 2, 2, 2)
+    static = [(i % 4, 8 * (i // 4), length, i) for i, length in enumerate(lengths)]
+    flowing = [
+        (0, 0, 8, 0),
+        (1, 0, 2, 1),
+        (2, 0, 2, 2),
+        (3, 0, 2, 3),
+        (1, 2, 8, 4),
+        (2, 2, 2, 5),
+        (3, 2, 2, 6),
+        (2, 4, 2, 7),
+    ]
+    for title, y0, rows, steps in (("static", 7, static, 16), ("continuous", 26, flowing, 10)):
+        write(axes, 2, y0 - 1, title, ha="left", weight="bold")
+        box(axes, 6, y0 + 1, 4.8 * steps, 14, face=GROUND, edge=EDGE, dotted=True)
+        for place, start, length, number in rows:
+            face = tint(MINE, 0.25) if length == 8 else GREY
+            box(axes, 6 + 4.8 * start, y0 + 1.2 + 3.4 * place, 4.8 * length, 3, str(number + 1), face=face)
+        write(axes, 7 + 4.8 * steps, y0 + 8, f"{steps} steps", ha="left")
+    write(axes, 6, 43.6, "time →   empty: a place that does nothing", ha="left", colour=QUIET)
+    return figure
+
+
+FIGURES = {
+    "14_sampling": Drawing(
+        sampling,
+        "Four probabilities 0.4, 0.3, 0.2, 0.1; temperature 0.5 makes them 0.53, 0.30, 0.13, 0.03; top-k 2 and top-p 0.6 keep the "
+        "first two, which become 0.57 and 0.43.",
+    ),
+    "14_cache": Drawing(
+        cache,
+        "For six symbols a model without a cache computes 1, 2, 3, 4, 5 and 6 positions, 21 in all; with a cache it computes "
+        "one position each time, 6 in all, and looks back at stored keys and values.",
+    ),
+    "14_roofline": Drawing(
+        roofline,
+        "Reachable TFLOP/s against positions per call on logarithmic scales: a slope up to 989 TFLOP/s at 295 positions, then flat; "
+        "decoding for 1 and 16 users lies on the slope, 295 users at the corner, a prefill of 2,048 positions on the flat part.",
+    ),
+    "14_guesses": Drawing(
+        guesses,
+        "A small model guesses four symbols after TH; one call of the large model gives its probabilities at five places; two "
+        "guesses are kept, the third is replaced by a draw from what is missing, the fourth is thrown away.",
+    ),
+    "14_batching": Drawing(
+        batching,
+        "Eight texts on four places: in static batches each batch waits for its longest text, 16 steps in all; with continuous "
+        "batching the next text enters as soon as a place is free, 10 steps in all.",
+    ),
+}

@@ -1,0 +1,105 @@
+"""Plots of the planner: what its plans hold and take, and its predictions beside published runs.
+
+plans(rows, memory_bytes, title).savefig("plan.png")
+published(rows).savefig("published.png")
+"""
+
+from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, LIMIT, PREDICTED, tint
+
+GB = 1e9
+KINDS = {"accumulated": "gradients", "momentary": "other"}  # those that `looks` has no colour of its own for
+COMPUTE, MESSAGES = (
+    ("compute", "memory", "optimizer"),
+    ("tensor", "context", "experts", "pipeline", "data", "host"),
+)
+STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
+
+
+def plans(rows, memory_bytes, title):
+    """Left the bytes of each plan by kind and the memory's limit, right the seconds of a step by what the GPU waits for.
+
+    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2.6 + 0.36 * len(rows)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    longest = max(sum(seconds.values()) for _, _, seconds in rows)
+    for row, (_, held, seconds) in enumerate(rows):
+        _stack(left, row, [(kind, size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
+        shown = [(part, value) for part, value in seconds.items() if value > longest / 500]
+        _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in shown])
+    left.axvline(memory_bytes / GB, **LIMIT, label="memory")
+    left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
+    right.set(xlabel="predicted seconds per step", xlim=(0, None))
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
+        axes.legend(once.values(), once, frameon=False, ncols=3, fontsize=9, **below)
+    return figure
+
+
+def _stack(axes, row, pieces):
+    start = 0.0
+    for label, size, colour, hatch in pieces:
+        if size > 0:
+            axes.barh(row, size, left=start, height=0.62, fc=colour, hatch=hatch, ec=INK, lw=0.6, label=label)
+            start += size
+
+
+def _look_of_bytes(kind):
+    colour, hatch = BYTES[KINDS.get(kind, kind)]
+    return (tint(colour, 0.5), hatch) if kind == "accumulated" else (colour, hatch)
+
+
+def _look_of_time(part):
+    """Compute is solid, messages are hatched, idle time is pale."""
+    if part in MESSAGES:
+        shades = (EDGE, tint(EDGE, 0.8), tint(INK, 0.35), GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
+        return shades[MESSAGES.index(part)], HATCH
+    return (tint(INK, STRENGTH[part]), "") if part in COMPUTE else (tint(GREY, 0.4), "")
+
+
+def published(rows):
+    """Predicted against published TFLOP/s per GPU, one marker per source, with the line of a right prediction.
+
+    rows: [(source, published, predicted, whether it was fitted)].
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 5.6), layout="constrained")
+    axes = figure.subplots()
+    least, most = (bound(min(one[1:3]) if bound is min else max(one[1:3]) for one in rows) for bound in (min, max))
+    ends = [least * 0.85, most * 1.12]
+    axes.plot(ends, ends, **PREDICTED)
+    for off in (0.9, 1.1):
+        axes.plot(ends, [end * off for end in ends], color=GREY, lw=1)
+    axes.annotate("10 % more", (ends[0] * 1.02, ends[0] * 1.14), rotation=45, fontsize=9)
+    axes.annotate("10 % less", (ends[0] * 1.1, ends[0] * 0.93), rotation=45, fontsize=9)
+    for i, source in enumerate(dict.fromkeys(one[0] for one in rows)):
+        look = ALTERNATIVES[i % len(ALTERNATIVES)] | {"ls": "none"}
+        for fitted in (False, True):
+            points = [(one[1], one[2]) for one in rows if one[0] == source and one[3] == fitted]
+            if points:
+                label = f"{source}{', fitted' * fitted}"
+                axes.plot(
+                    *zip(*points, strict=True),
+                    **look,
+                    ms=6 if i < 4 else 9,
+                    fillstyle="none" if fitted else "full",
+                    label=label,
+                )
+    axes.set(xscale="log", yscale="log", xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU")
+    axes.set(xlim=ends, ylim=(ends[0] * 0.9, ends[1] * 1.15), title="Published runs, predicted")
+    ticks = [tick for tick in (100, 150, 200, 300, 400, 500) if ends[0] <= tick <= ends[1]]
+    axes.set_xticks(ticks, ticks, minor=False)
+    axes.set_yticks(ticks, ticks, minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([], minor=True)
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

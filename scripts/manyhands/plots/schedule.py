@@ -1,0 +1,73 @@
+"""Charts of pipeline schedules: what each rank does when, idle time against micro-batches, and what ranks hold."""
+
+from manyhands.plots.looks import ALTERNATIVES, EDGE, GREY, INK, PREDICTED, rank_colour, tint
+
+SHADES = {"F": 0.22, "B": 0.75, "I": 0.75, "W": 0.45}  # of the rank's colour
+MEANING = {"F": "forward", "B": "backward", "I": "I: the input's gradient", "W": "W: the weights' gradient"}
+
+
+def face(rank, kind):
+    """The colour of a rank's forward, backward, or half of a backward."""
+    return tint(rank_colour(rank), SHADES[kind])
+
+
+def chart(charts, unit="forwards", virtual=False, scale=1.0):
+    """One Gantt chart below the other, on one scale: [(title, slots, notes)] -> a matplotlib Figure.
+
+    A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it. `notes`
+    stand at the end of each rank's row. Times are multiplied by `scale` to be in `unit`. Empty is idle.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = [1 + max(slot.rank for slot in slots) for _, slots, _ in charts]
+    figure = Figure(figsize=(9, 0.5 + sum(0.75 + 0.34 * n for n in rows)), layout="constrained")
+    everything = figure.subplots(len(charts), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in rows])
+    end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
+    kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
+    for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
+        for slot in slots:
+            start, width = slot.start * scale, (slot.end - slot.start) * scale
+            kind, stage, micro = slot.action
+            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=INK, lw=0.6)
+            text = f"{micro}{'′' * (stage // n)}"  # 3′ is micro-batch 3 on the rank's second stage
+            if width / end * 9 * 72 > 6.5 * len(text):
+                axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center")
+        for rank, note in enumerate(notes):
+            axes.text(end * 1.01, rank, note, fontsize=10, va="center")
+        axes.set_yticks(range(n), [f"rank {rank}" for rank in range(n)])
+        axes.set(ylim=(n - 0.4, -0.6), xlim=(0, end * (1.16 if any(any(c[2]) for c in charts) else 1.01)))
+        axes.set_title(f"{title} (virtual)" if virtual else title, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines["bottom"].set_bounds(0, end)
+    last = everything[-1, 0]
+    last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
+    last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
+    keys = [
+        Patch(fc=tint(EDGE, 1.2 * SHADES[k]) if k != "F" else GREY, ec=INK, lw=0.6, label=MEANING[k]) for k in kinds
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def bubbles(series):
+    """Idle share of the time against micro-batches: {name: (ms, measured, predicted)} -> a matplotlib Figure.
+
+    Measured is a marker, predicted a dashed line through all micro-batches.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for (name, (ms, measured, predicted)), look in zip(series.items(), ALTERNATIVES, strict=False):
+        axes.plot(ms, [100 * b for b in predicted], **PREDICTED)
+        axes.plot(ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name)
+    axes.plot([], [], **PREDICTED, label="formula")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({m for ms, *_ in series.values() for m in ms})
+    axes.set_xticks(ticks, [str(m) for m in ticks])
+    axes.set(xlabel="micro-batches m", ylabel="idle, % of the ranks' time", ylim=(0, None))
+    axes.set_title("the bubble on real ranks (virtual)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure

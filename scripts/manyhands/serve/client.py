@@ -1,0 +1,112 @@
+"""A client in the standard library alone: for a notebook behind a hub, a script, or a machine without `openai`.
+
+    client = Client.from_file("outputs/serve/serving-8000.json")          # or Client(address, token)
+    for piece in client.chat([{"role": "user", "content": "sort dbca"}], max_tokens=20):
+        print(piece, end="", flush=True)
+    client.show_chat()                              # in a notebook: a field, and the conversation below it
+
+With the official client: OpenAI(base_url=address + "/v1", api_key=token).
+"""
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+
+from manyhands.serve.access import read_address
+
+
+class ServerSaid(RuntimeError):
+    """The server refused, and why; `status` is HTTP's, None for an error in the middle of a stream."""
+
+    def __init__(self, status, sentence):
+        super().__init__(f"{sentence} (status {status})" if status else sentence)
+        self.status = status
+
+
+class Client:
+    """Talks to one server. Never through a proxy of the environment: the server is on this machine."""
+
+    def __init__(self, address, token, timeout_s=120):
+        self.address, self.token, self.timeout_s = address.rstrip("/"), token, timeout_s
+        self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @classmethod
+    def from_file(cls, path, timeout_s=120):
+        """Of the file that the server writes when it starts."""
+        return cls(*read_address(path), timeout_s)
+
+    def __repr__(self):
+        return f"Client({self.address!r}, token=...)"
+
+    def chat(self, messages, **options):
+        """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid."""
+        body = {"messages": messages, "stream": True, **options}
+        with self._asked("/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.decode().removeprefix("data: ").strip()
+                if data == "[DONE]":
+                    return
+                if not data:
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerSaid(None, event["error"]["message"])
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        yield piece
+
+    def complete(self, prompt, **options):
+        """The text after a prompt, whole. Raises ServerSaid."""
+        with self._asked("/v1/completions", {"prompt": prompt, **options}) as response:
+            return json.load(response)["choices"][0]["text"]
+
+    def metrics(self):
+        """{name with labels: value} of the server's counters. Raises ServerSaid."""
+        with self._asked("/metrics", None) as response:
+            lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    def show_chat(self):
+        """A chat in a notebook's output, for where no browser reaches the server's port."""
+        import ipywidgets
+        from IPython.display import display
+
+        messages, output = [], ipywidgets.Output()
+        field = ipywidgets.Text(description="you", placeholder="a message, then Enter", continuous_update=False)
+
+        def send(change):
+            if not change["new"]:
+                return
+            messages.append({"role": "user", "content": change["new"]})
+            field.value, said = "", []
+            with output:
+                print(f"you: {messages[-1]['content']}\nmodel: ", end="")
+                try:
+                    for piece in self.chat(messages):
+                        said.append(piece)
+                        print(piece, end="", flush=True)
+                except (ServerSaid, OSError) as error:
+                    print(f"[{error}]", end="")
+                print()
+            if said:
+                messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                messages.pop()
+
+        field.observe(send, "value")
+        display(ipywidgets.VBox([field, output]))
+
+    def _asked(self, path, body):
+        request = urllib.request.Request(
+            self.address + path,
+            None if body is None else json.dumps(body).encode(),
+            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
+        )
+        try:
+            return self.opener.open(request, timeout=self.timeout_s)
+        except urllib.error.HTTPError as error:
+            sentence = error.reason
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                sentence = json.load(error)["error"]["message"]
+            raise ServerSaid(error.code, sentence) from None

@@ -1,0 +1,68 @@
+"""The GPT of gpt/model.py, position by position: the same weights and the same products, with attention from outside.
+
+    logits_BTV = run(model, ids_BT, positions_BT, attend)       # attend(layer, q, k, v) -> y, all [B, H, T, E]
+    logits_BTV = cached_logits(model, ids_BT, KVCache(64))      # the new positions only
+    ids_BT = generate(model, prompt_BT, 40, Sampling(0.8), seed=1)
+
+`model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. It may be split by
+`parallel.tensor_parallel`: then a rank's layers make its own heads, and its cache holds those. The model's own
+forward has no option for this, so that lessons 01 to 11 read it without a word about caches. What is written is one
+document: attention has no mask between documents here, and a server ends a text at the mark that would begin another.
+Shapes: B sequences, T new positions, D width, V symbols, H heads (of this rank) of size E.
+"""
+
+import torch
+
+from manyhands.serve.kv_cache import KVCache
+from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
+
+
+def run(model, ids_BT, positions_BT, attend):
+    """Logits [B, T, V] of symbols at given positions; what lies before them is `attend`'s to know."""
+    x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
+    for layer, block in enumerate(model.blocks):
+        attention = block.attention
+        qkv_BHT3E = attention.qkv(block.norm_1(x_BTD)).unflatten(-1, (-1, 3, attention.head_size)).transpose(1, 2)
+        y_BHTE = attend(layer, *qkv_BHT3E.unbind(-2))
+        x_BTD = x_BTD + attention.out(y_BHTE.transpose(1, 2).flatten(2))
+        x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
+    return model.head(model.norm(x_BTD))
+
+
+def cached_logits(model, ids_BT, cache):
+    """Logits [B, T, V] of symbols that follow what the cache holds, and are in it afterwards.
+
+    Raises ValueError if the positions do not fit into the model's block_size.
+    """
+    stop = cache.length + ids_BT.shape[1]
+    if stop > model.config.block_size:
+        raise ValueError(
+            f"{stop} positions do not fit into block_size={model.config.block_size}; ask for fewer symbols"
+        )
+    positions_T = torch.arange(cache.length, stop, device=ids_BT.device)
+    logits_BTV = run(model, ids_BT, positions_T, cache.attend)
+    cache.length = stop
+    return logits_BTV
+
+
+@torch.inference_mode()
+def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # noqa: B008 - it is frozen
+    """`ids_BT` and n symbols after it: [B, T + n], all B drawn with numbers of their own from one seed.
+
+    `use_cache=False` computes all positions again for each symbol, and draws the same.
+    Raises ValueError if T + n is more than block_size: positions are learned, there are no others.
+    """
+    B, T = ids_BT.shape
+    if T + n > model.config.block_size:
+        raise ValueError(
+            f"{T} symbols and {n} more do not fit into block_size={model.config.block_size}; ask for at most "
+            f"{model.config.block_size - T}"
+        )
+    cache = KVCache(T + n)
+    numbers = torch.tensor(uniforms(seed, n * B)).view(n, B)
+    new_BT = ids_BT
+    for i in range(n):
+        logits_BTV = cached_logits(model, new_BT, cache) if use_cache else model(ids_BT)[0]
+        new_BT = draw(probabilities(logits_BTV[:, -1], [sampling] * B), numbers[i])[:, None].to(ids_BT.device)
+        ids_BT = torch.cat((ids_BT, new_BT), dim=1)
+    return ids_BT

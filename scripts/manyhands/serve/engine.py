@@ -1,0 +1,151 @@
+"""The model, the paged cache and the scheduler together: each step computes a batch and draws a symbol for each sequence.
+
+    engine = Engine(model, "step 300", num_blocks=256)
+    sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
+    while engine.step():                           # [Drawn(sequence, id, finish)], empty when there is nothing to do
+        ...
+
+One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing, through the
+layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from manyhands.serve.block_pool import BlockPool
+from manyhands.serve.decoder import run
+from manyhands.serve.paged_cache import PagedCache
+from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
+from manyhands.serve.scheduler import Scheduler, Sequence
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A symbol of a sequence; finish says why it is the last one ("stop" or "length"), None if it is not."""
+
+    sequence: Sequence
+    id: int
+    finish: str | None
+
+
+class Engine:
+    """Serves one model at a time. `num_symbols`: ids from there on have no symbol and are never drawn.
+    `num_heads`: those of this rank, where the model is split over tensor ranks; all of them then add and cancel alike.
+
+    Raises ValueError if the blocks cannot hold one sequence of full length.
+    """
+
+    def __init__(
+        self,
+        model,
+        version,
+        num_blocks=256,
+        block_size=16,
+        max_running=32,
+        prefill_tokens=256,
+        num_symbols=None,
+        num_heads=None,
+    ):
+        if num_blocks * block_size < model.config.block_size:
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} positions do not hold one sequence of "
+                f"{model.config.block_size}; use {-(-model.config.block_size // block_size)} or more"
+            )
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
+        self.num_heads = num_heads
+        self.prompt_nats, self.prompt_symbols = 0.0, 0  # how surprised the model was by prompts: see `drift`
+        self._install(model, version, num_symbols)
+
+    def _install(self, model, version, num_symbols):
+        weight = next(model.parameters())
+        # first what may fail: then nothing has changed
+        cache = PagedCache(
+            model.config,
+            self.pool.num_blocks,
+            self.pool.block_size,
+            weight.dtype,
+            weight.device,
+            self.num_heads,
+        )
+        self.scheduler.change_model(version)
+        self.cache, self.model, self.version = cache, model.eval(), version
+        self.num_symbols = num_symbols or model.config.vocab_size
+
+    def new_sequence(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
+        """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
+        block_size = self.model.config.block_size
+        if not prompt:
+            raise ValueError("the prompt is empty; send at least one symbol")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} asks for nothing; use 1 or more")
+        if len(prompt) + max_tokens > block_size:
+            raise ValueError(
+                f"{len(prompt)} symbols of the prompt and {max_tokens} more do not fit into the model's context "
+                f"of {block_size}; shorten the prompt, or ask for at most {max(block_size - len(prompt), 0)}"
+            )
+        return Sequence(
+            list(prompt), max_tokens, sampling or Sampling(), uniforms(seed, max_tokens), frozenset(stop_ids)
+        )
+
+    def add(self, *args, **kwargs):
+        """Queue a `new_sequence`, and return it."""
+        sequence = self.new_sequence(*args, **kwargs)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence):
+        """Its place and blocks are free from the next step on; one that has finished stays as it is."""
+        self.scheduler.remove(sequence)
+
+    def change_model(self, model, version, num_symbols=None):
+        """Serve another model from the next step on. Nothing of the old one may be unfinished: see `hold_new`."""
+        self._install(model, version, num_symbols)
+        self.scheduler.hold_new = False
+
+    @torch.inference_mode()
+    def step(self):
+        """One step for all that run; the symbols that were drawn, as a list of Drawn."""
+        works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
+        rows, drawing = [], []
+        for work, logits_TV in zip(works, self._logits(works), strict=True):
+            self._note_surprise(work, logits_TV)
+            if work.draws:
+                rows.append(logits_TV[-1])
+                drawing.append(work)
+        drawn = dict(zip(drawing, self._draw(rows, drawing), strict=True)) if drawing else {}
+        for work in works:
+            self.scheduler.computed(work, drawn.get(work))
+        return [Drawn(work.sequence, id, work.sequence.finish) for work, id in drawn.items()]
+
+    def idle(self):
+        """Whether no sequence waits or runs."""
+        return not self.scheduler.waiting and not self.scheduler.running
+
+    def _logits(self, works):
+        """Logits [T, V] of each work's positions. All go through the layers as one row; only attention tells them apart."""
+        if not works:
+            return []
+        device, lengths = self.cache.device, [work.stop - work.start for work in works]
+        ids_1N = torch.tensor([[i for w in works for i in w.sequence.ids[w.start : w.stop]]], device=device)
+        positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
+        tables = [work.sequence.table[: self.pool.blocks_for(work.stop)] for work in works]
+        attend = self.cache.attend_for(tables, lengths, positions_1N[0])
+        return run(self.model, ids_1N, positions_1N, attend)[0].split(lengths)
+
+    def _draw(self, rows, works):
+        logits_BV = torch.stack(rows)[:, : self.num_symbols]
+        numbers = [work.sequence.uniforms[len(work.sequence.drawn)] for work in works]
+        return draw(probabilities(logits_BV, [work.sequence.sampling for work in works]), numbers).tolist()
+
+    def _note_surprise(self, work, logits_TV):
+        """Add -log p of the prompt's symbols that this work has predicted: the logits are there anyway."""
+        stop = min(work.stop, work.sequence.prompt_length - 1)
+        if stop <= work.start:
+            return
+        targets_T = torch.tensor(work.sequence.ids[work.start + 1 : stop + 1], device=logits_TV.device)
+        nats = F.cross_entropy(logits_TV[: stop - work.start].float(), targets_T, reduction="sum")
+        self.prompt_nats += nats.item()
+        self.prompt_symbols += stop - work.start

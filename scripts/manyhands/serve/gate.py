@@ -1,0 +1,84 @@
+"""A new checkpoint goes live only if it is not worse than the one that serves. Same text, same symbols, one number.
+
+    text_ids = held_out(words, file)                        # what both are judged on
+    verdict = judge(candidate, facts, live, live_facts, text_ids, tolerance=0.02)
+    verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per symbol of 8,192: not worse"
+
+A lower training loss is no argument here, and a later step neither: a run may have diverged, or trained on another text.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.checkpoint.export import tokenizer_of
+from manyhands.data import shakespeare
+
+SYMBOLS = 8192  # of the held-out text, in windows of the model's context
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a candidate may serve, and why, in one sentence; losses are None where it did not come so far."""
+
+    passed: bool
+    sentence: str
+    loss: float | None = None
+    live_loss: float | None = None
+
+
+def held_out(words, file=None):
+    """Ids of the text on which candidates are judged: of `file`, else of the last tenth of the course's corpus.
+
+    Characters that the model has no symbol for are left out. Raises ValueError if less than 256 symbols remain.
+    """
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    else:
+        text = _corpus()
+        text = text[len(text) * 9 // 10 :]
+    ids = words.encode(words.known(text[: 16 * SYMBOLS]))[:SYMBOLS]
+    if len(ids) < 256:
+        raise ValueError(
+            f"{len(ids)} symbols of {file or 'the corpus'} are known to the model; name a text by --gate-text"
+        )
+    return torch.tensor(ids)
+
+
+def _corpus():
+    """The course's text if it lies here: a server asks the web for nothing."""
+    if os.environ.get("MANYHANDS_SHAKESPEARE"):
+        return shakespeare.find()[0].decode()
+    cached = shakespeare.from_cache()
+    return cached[1].decode() if cached else shakespeare.offline_text()
+
+
+@torch.inference_mode()
+def loss_on(model, ids):
+    """Mean cross-entropy in nats per symbol of `ids` [n], in windows that do not overlap."""
+    ids = ids.to(next(model.parameters()).device)
+    block = min(model.config.block_size, len(ids) - 1)
+    count = (len(ids) - 1) // block
+    inputs = ids[: count * block].view(count, block)
+    targets = ids[1 : count * block + 1].view(count, block)
+    losses = [model(x[None], y[None])[1].item() for x, y in zip(inputs, targets, strict=True)]
+    return sum(losses) / count
+
+
+def judge(candidate, facts, live, live_facts, ids, tolerance):
+    """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
+    if tokenizer_of(facts).content != tokenizer_of(live_facts).content:
+        return Verdict(False, "it has other symbols than the model that serves: requests could not be read")
+    if candidate.config.block_size != live.config.block_size:
+        return Verdict(
+            False,
+            f"its context of {candidate.config.block_size} is not the {live.config.block_size} that this server "
+            f"was started for; start another",
+        )
+    loss, live_loss = loss_on(candidate, ids), loss_on(live, ids)
+    numbers = f"{loss:.4f} against {live_loss:.4f} nats per symbol"
+    if not math.isfinite(loss) or loss > live_loss + tolerance:
+        return Verdict(False, f"{numbers}: worse by more than {tolerance}", loss, live_loss)
+    return Verdict(True, f"{numbers}: not worse", loss, live_loss)

@@ -1,0 +1,226 @@
+"""Load on a server, and what a cache and batching are worth on this machine.
+
+    python -m manyhands.serve.load_test                                        # a server and a model of its own: three ratios
+    python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
+
+Without a server named, one is started with random weights (speed does not depend on them), and you should see: tokens/s of
+16 clients against one; generating 256 symbols with a KV cache and without; the time to the first symbol of a prompt whose
+beginning is cached, against a new one. With a server named: tokens/s and times of its answers under so many clients at once.
+What is compared is interleaved, five samples each; medians, with the least and the most. Status 1: an answer was missing.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+from manyhands.serve.access import VARIABLE, read_address
+
+SYMBOLS = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
+
+
+@dataclass(frozen=True)
+class Options:
+    address_file: Path | None = None  # of a running server; none: start one
+    clients: int = 16  # at once
+    tokens: int = 64  # symbols that each asks for
+    samples: int = 5  # of each measurement
+    n_layer: int = 6  # of the model that is started
+    n_embd: int = 192
+    block_size: int = 512  # its context
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One streamed answer, as its client saw it."""
+
+    tokens: int
+    first_s: float
+    whole_s: float
+    reused: int
+
+
+async def streamed(port, token, prompt, tokens, seed=0):
+    """Ask for a completion on a connection of its own. Raises RuntimeError for any answer that is not whole."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "seed": seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    content = json.dumps(body).encode()
+    began_s = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b" 200 " not in head.partition(b"\r\n")[0]:
+            raise RuntimeError(f"the server said {head.splitlines()[0].decode()}")
+        parts = [await reader.read(65536)]
+        first_s = time.perf_counter() - began_s
+        while parts[-1]:
+            parts.append(await reader.read(65536))
+    finally:
+        writer.close()
+    whole_s, text = time.perf_counter() - began_s, b"".join(parts)
+    if b"data: [DONE]" not in text:
+        raise RuntimeError("a stream ended before its end")
+    usage = json.loads(text.rpartition(b'"usage": ')[2].partition(b"}\n")[0])  # without the outer brace
+    return Answered(usage["completion_tokens"], first_s, whole_s, usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def throughput(port, token, clients, tokens):
+    """(tokens per second, answers) of so many clients that start together."""
+    prompts = [made_up(12, random.Random(i)) for i in range(clients)]
+    began_s = time.perf_counter()
+    answers = await asyncio.gather(*(streamed(port, token, p, tokens, i) for i, p in enumerate(prompts)))
+    return sum(a.tokens for a in answers) / (time.perf_counter() - began_s), answers
+
+
+def made_up(length, source):
+    return "".join(source.choice(SYMBOLS) for _ in range(length))
+
+
+def spread(values, unit, digits=0):
+    """Median, and in brackets the least and the most."""
+    return f"{statistics.median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+async def compare_clients(port, token, options):
+    """Tokens per second of one client and of many, in turn; prints both and their ratio."""
+    one, many, firsts = [], [], []
+    for _ in range(options.samples):
+        one.append((await throughput(port, token, 1, options.tokens))[0])
+        rate, answers = await throughput(port, token, options.clients, options.tokens)
+        many.append(rate)
+        firsts += [a.first_s * 1e3 for a in answers]
+    print(f"1 client:   {spread(one, 'tokens/s')}")
+    print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first symbol after {spread(firsts, 'ms', 1)}")
+    ratio = statistics.median(many) / statistics.median(one)
+    print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
+    return ratio
+
+
+async def compare_prefixes(port, token, options):
+    """Time to the first symbol of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
+    length = options.block_size - 32
+    new, seen, source = [], [], random.Random()
+    for _ in range(options.samples):
+        beginning = made_up(length, source)
+        answer = await streamed(port, token, beginning + made_up(8, source), 1)
+        assert answer.reused == 0
+        new.append(answer.first_s * 1e3)
+        answer = await streamed(port, token, beginning + made_up(8, source), 1)
+        assert answer.reused > length - 17, "the beginning was not found"
+        seen.append(answer.first_s * 1e3)
+    print(
+        f"first symbol after {length + 8} new ones: {spread(new, 'ms', 1)}; {length} of them cached: {spread(seen, 'ms', 1)}"
+    )
+    ratio = statistics.median(seen) / statistics.median(new)
+    print(f"prefix reuse: the first symbol comes after {ratio:.2f} of the time", flush=True)
+    return ratio
+
+
+def compare_cache(model, samples, n=256):
+    """Seconds to generate n symbols with a KV cache and without, in turn; prints the ratio."""
+    import torch
+
+    from manyhands.serve.decoder import generate
+
+    prompt, times = torch.zeros(1, 1, dtype=torch.long), {True: [], False: []}
+    n = min(n, model.config.block_size - 1)
+    for _ in range(samples):
+        for cached in times:
+            began_s = time.perf_counter()
+            generate(model, prompt, n, use_cache=cached)
+            times[cached].append(time.perf_counter() - began_s)
+    print(f"{n} symbols with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
+    ratio = statistics.median(times[False]) / statistics.median(times[True])
+    print(f"KV cache: {ratio:.1f} times as fast", flush=True)
+    return ratio
+
+
+def random_model(options, folder):
+    """An exported GPT with random weights: (the file, the model)."""
+    import torch
+
+    from manyhands.checkpoint.export import write_export
+    from manyhands.gpt.model import GPT, GPTConfig
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(len(SYMBOLS), options.block_size, options.n_layer, 4, options.n_embd)).eval()
+    facts = {
+        "config": asdict(model.config),
+        "corpus": {"name": "none", "alphabet": SYMBOLS},
+        "step": 0,
+        "val_loss": None,
+    }
+    write_export(dict(model.named_parameters()), facts, folder / "random.safetensors")
+    print(f"a model of {options.n_layer} layers of width {options.n_embd}: {model.num_params():,} parameters, context "
+          f"{options.block_size}, one thread")  # fmt: skip
+    return folder / "random.safetensors", model
+
+
+@contextmanager
+def started(source, folder):
+    """scripts/serve.py on `source`, as a process: the file with its address."""
+    from manyhands.course.folders import SCRIPTS
+
+    environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1"}
+    environ.pop(VARIABLE, None)
+    command = [sys.executable, str(SCRIPTS / "serve.py"), str(source), "--port", "0", "--device", "cpu"]
+    with open(folder / "server.log", "wb") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 120
+            while not (found := list((folder / "serve").glob("serving-*.json"))):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the server did not start: {(folder / 'server.log').read_text()[-500:]}")
+                time.sleep(0.1)
+            yield found[0]
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def main(argv=None):
+    options = tyro.cli(Options, prog="load_test", description=__doc__, args=argv)
+    try:
+        if options.address_file is not None:
+            address, token = read_address(options.address_file)
+            asyncio.run(compare_clients(int(address.rpartition(":")[2]), token, options))
+            return 0
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            file, model = random_model(options, folder)
+            compare_cache(model, options.samples)
+            with started(file, folder) as address_file:
+                address, token = read_address(address_file)
+                port = int(address.rpartition(":")[2])
+                asyncio.run(throughput(port, token, 2, 8))  # the first requests warm up
+                asyncio.run(compare_clients(port, token, options))
+                asyncio.run(compare_prefixes(port, token, options))
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"load_test: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Continuous batching: at each step, which sequences compute which positions. Lists and counters only, no torch.
+
+    scheduler = Scheduler(BlockPool(256, 16), max_running=32, prefill_tokens=256)
+    scheduler.add(sequence)                        # waits its turn
+    for work in scheduler.plan():                  # one step: work.sequence computes positions work.start to work.stop
+        ...
+        scheduler.computed(work, next_id)          # next_id: what was drawn after them, None while a prompt goes on
+
+Sequences join and leave between any two steps (Yu et al. 2022, Orca, section 3.1). A step has at most `prefill_tokens`
+positions of prompts, so that a long prompt does not hold up those that are writing. A sequence is admitted when blocks for
+all it has so far, and one more, are free. When blocks run out the youngest gives its own back, and waits; it is computed
+again later, and continues as if nothing had been, because its numbers belong to places (`sampler.uniforms`).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from manyhands.serve.block_pool import chained_digests
+from manyhands.serve.sampler import Sampling
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request's symbols. `ids` starts as the prompt and grows by what is drawn."""
+
+    ids: list
+    max_tokens: int  # symbols to draw, at least 1
+    sampling: Sampling = field(default_factory=Sampling)
+    uniforms: list = ()  # one number for each symbol that is drawn
+    stop_ids: frozenset = frozenset()  # a drawn one of these ends it
+    prompt_length: int = field(init=False)
+    computed: int = field(default=0, init=False)  # positions whose keys and values lie in `table`
+    table: list = field(default_factory=list, init=False)
+    digests: list = field(default_factory=list, init=False)
+    reused: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
+    preempted: int = field(default=0, init=False)  # times that it gave its blocks back
+    finish: str | None = field(default=None, init=False)  # "stop", "length" or "cancelled"
+
+    def __post_init__(self):
+        self.prompt_length = len(self.ids)
+
+    @property
+    def drawn(self):
+        """The symbols after the prompt."""
+        return self.ids[self.prompt_length :]
+
+    @property
+    def started(self):
+        """Whether a symbol has been drawn: what follows must come from the same weights."""
+        return len(self.ids) > self.prompt_length
+
+
+@dataclass(frozen=True)
+class Work:
+    """Positions start to stop - 1 of a sequence. With stop == len(ids) the next symbol is drawn from them."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def draws(self):
+        return self.stop == len(self.sequence.ids)
+
+
+class Scheduler:
+    """Who waits, who runs, and what is next. `salt` names the model: blocks of another one are never shared."""
+
+    def __init__(self, pool, max_running, prefill_tokens, salt=""):
+        self.pool, self.max_running, self.prefill_tokens, self.salt = pool, max_running, prefill_tokens, salt
+        self.waiting, self.running = deque(), []  # running: in the order of admission
+        self.hold_new = False  # no sequence starts: the model is about to change
+
+    def add(self, sequence):
+        """Queue a sequence. Raises ValueError if even all blocks could not hold it."""
+        most = self.pool.blocks_for(sequence.prompt_length + sequence.max_tokens)
+        if most > self.pool.num_blocks:
+            raise ValueError(
+                f"{sequence.prompt_length} + {sequence.max_tokens} positions need {most} blocks of "
+                f"{self.pool.block_size}, and there are {self.pool.num_blocks}; ask for fewer symbols"
+            )
+        self.waiting.append(sequence)
+
+    def remove(self, sequence, finish="cancelled"):
+        """Take a sequence out wherever it is; its blocks are free at once. One that has finished stays as it is."""
+        if sequence.finish is not None:
+            return
+        sequence.finish = finish
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._give_back(sequence)
+
+    def plan(self):
+        """The Work of one step: first one position of each that is writing, then prompts. Empty: there is nothing to do."""
+        for sequence in list(self.running):  # the oldest first: it is never the one that gives way
+            if sequence in self.running and not self._make_room(sequence):
+                raise AssertionError("a sequence alone does not fit into all blocks; `add` refuses such")
+        writing = [s for s in self.running if s.computed == len(s.ids) - 1]
+        works = [Work(s, s.computed, s.computed + 1) for s in writing]
+        budget = self.prefill_tokens
+        for sequence in self.running:
+            if sequence.computed < len(sequence.ids) - 1 and budget > 0:
+                works.append(self._chunk(sequence, budget))
+                budget -= works[-1].stop - works[-1].start
+        while budget > 0 and (sequence := self._admit()) is not None:
+            works.append(self._chunk(sequence, budget))
+            budget -= works[-1].stop - works[-1].start
+        return works
+
+    def computed(self, work, next_id):
+        """The positions of `work` lie in the cache; the sequence grows by next_id, and may be finished by it."""
+        sequence, size = work.sequence, self.pool.block_size
+        if sequence.finish is not None:
+            return
+        sequence.computed = work.stop
+        sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
+        for i in range(work.start // size, work.stop // size):
+            self.pool.seal(sequence.table[i], sequence.digests[i])
+        if next_id is None:
+            return
+        sequence.ids.append(next_id)
+        if next_id in sequence.stop_ids:
+            self.remove(sequence, "stop")
+        elif len(sequence.drawn) == sequence.max_tokens:
+            self.remove(sequence, "length")
+
+    def change_model(self, salt):
+        """From now on blocks belong to another model. Raises AssertionError while a sequence of the old one is unfinished."""
+        assert not self.unfinished(), "sequences of the old model are unfinished"
+        self.pool.forget_all()
+        self.salt = salt
+        for sequence in self.waiting:
+            sequence.digests = []
+
+    def unfinished(self):
+        """Sequences that have drawn or computed something with the present model."""
+        return [*self.running, *(s for s in self.waiting if s.started)]
+
+    def _chunk(self, sequence, budget):
+        return Work(sequence, sequence.computed, min(len(sequence.ids), sequence.computed + budget))
+
+    def _admit(self):
+        """The next sequence in the queue, with blocks for all its symbols and one more; None: not now."""
+        if not self.waiting or len(self.running) >= self.max_running:
+            return None
+        sequence = self.waiting[0]
+        if self.hold_new and not sequence.started:
+            return None
+        size = self.pool.block_size
+        sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
+        # at least the last symbol is computed: the next one is drawn from its logits
+        table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
+        more = self.pool.take(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
+        if more is None:
+            self.pool.release(table)
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.computed = len(table) * size
+        if not sequence.started:
+            sequence.reused = sequence.computed
+        sequence.table = table + more
+        return sequence
+
+    def _make_room(self, sequence):
+        """A block for the position that `sequence` computes next, if need be by taking those of the youngest."""
+        while len(sequence.table) < self.pool.blocks_for(len(sequence.ids)):
+            block = self.pool.take(1)
+            if block is not None:
+                sequence.table += block
+                continue
+            youngest = self.running[-1]
+            if youngest is sequence and len(self.running) == 1:
+                return False
+            self.running.remove(youngest)
+            self._give_back(youngest)
+            youngest.preempted += 1
+            self.waiting.appendleft(youngest)
+            if youngest is sequence:
+                return True
+        return True
+
+    def _give_back(self, sequence):
+        self.pool.release(sequence.table)
+        sequence.table, sequence.computed = [], 0

@@ -1,0 +1,101 @@
+"""Text to ids and back, for a model that is served; and messages to ids, where it was trained on the chat template.
+
+    words = Vocabulary(facts)                      # of a checkpoint
+    ids = words.encode("Who goes there?")          # ValueError for a character that the model has no symbol for
+    ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
+    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as symbols come
+
+Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
+"""
+
+from manyhands.align import chat_template
+from manyhands.checkpoint.export import tokenizer_of
+
+ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
+
+
+class Vocabulary:
+    """The symbols of a checkpoint: characters, or pieces of a tokenizer. `markers` are those that no text becomes.
+
+    They are the chat template's, and the one between documents; to draw one of them ends a text.
+    """
+
+    def __init__(self, facts):
+        self.tokenizer = tokenizer_of(facts)
+        self.symbols, by_character = list(self.tokenizer.symbols), self.tokenizer.kind == "char"
+        place = {symbol: i for i, symbol in enumerate(self.symbols)}
+        # None: the tokenizer has an id for every text
+        self.place = {symbol: i for symbol, i in place.items() if len(symbol) == 1} if by_character else None
+        self.speaks_template = by_character and all(marker in place for marker in chat_template.MARKERS)
+        self.markers = {place[m] for m in chat_template.MARKERS} if self.speaks_template else set()
+        self.markers |= {self.tokenizer.mark} - {None}
+
+    def __len__(self):
+        return len(self.symbols)
+
+    def encode(self, text):
+        """The ids of a text. Raises ValueError for a character that is no symbol."""
+        if self.place is None:
+            return self.tokenizer.encode(text.encode("utf-8", "replace").decode()).tolist()
+        ids = [self.place.get(character, -1) for character in text]
+        if -1 in ids:
+            raise ValueError(f"{text[ids.index(-1)]!r} is none of the model's {len(self)} symbols; leave it out")
+        return ids
+
+    def known(self, text):
+        """The text without the characters that are no symbols."""
+        return text if self.place is None else "".join(c for c in text if c in self.place)
+
+    def encode_chat(self, messages):
+        """(ids, ids that end the reply). Raises ValueError for messages that the template refuses.
+
+        A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what they say.
+        """
+        if self.speaks_template:
+            ids, _ = chat_template.encode(messages, self.symbols, reply=True)
+            return ids, self.markers
+        chat_template.pieces(messages, reply=True)  # the same order of roles, and the same sentences
+        lines = [ROLE_NAMES[m["role"]] + m["content"] for m in messages]
+        return self.encode("\n".join([*lines, ROLE_NAMES["assistant"].rstrip()])), self.markers
+
+    def chat_stops(self):
+        """Strings that end a reply besides markers: a base model goes on with the user's next line."""
+        return () if self.speaks_template else ("\n" + ROLE_NAMES["user"].rstrip(),)
+
+    def writer(self):
+        """A function (id, final) -> text, for ids that come one at a time; of None, what the last ones began."""
+        write = self.tokenizer.writer()
+        return lambda i, final=False: "" if i in self.markers else write(i, final)
+
+
+class TextSoFar:
+    """Ids become text; what may turn out to be the beginning of a stop string is held back. `stopped`: one was met."""
+
+    def __init__(self, words, stop_strings=()):
+        self.write, self.stops = words.writer(), tuple(stop_strings)
+        self.held, self.stopped = "", False
+
+    def add(self, ids):
+        """The text that can be shown now. What follows a stop string, and the string itself, never is."""
+        return "" if self.stopped else self._show("".join(self.write(i) for i in ids))
+
+    def end(self):
+        """The rest: nothing more comes."""
+        shown = "" if self.stopped else self._show(self.write(None, True))
+        rest, self.held = ("" if self.stopped else self.held), ""
+        return shown + rest
+
+    def _show(self, text):
+        text = self.held + text
+        met = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if met:
+            self.stopped, self.held = True, ""
+            return text[: min(met)]
+        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text, stop):
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,89 @@
+"""What a checkpoint says of the run that saved it, and how a run goes on from one, on its own layout or another."""
+
+import dataclasses
+
+from manyhands.checkpoint.manifest import CheckpointError, read_facts
+from manyhands.config.options import to_dict
+from manyhands.train.random_state import random_state, seed_dropout, set_random_state
+
+WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
+
+
+def facts_of(run):
+    """What stands beside the tensors of a checkpoint, as JSON holds it."""
+    return {
+        "step": run.step,
+        "options": to_dict(run.options),
+        "config": dataclasses.asdict(run.config),
+        "corpus": run.corpus.facts() | run.corpus.vocabulary(),
+        "layout": str(run.layout),
+        "world_size": run.ranks.world_size,
+        "val_loss": run.val_losses.get(run.step),
+        "tokens": run.report.tokens(run.step),
+        "loss_scale": run.scale and run.scale.state(),
+    }
+
+
+def resume(run):
+    """Go on from the newest checkpoint of the folder, if there is one and it is wanted. Raises CheckpointError."""
+    run.checkpoints.claim()  # it can be written, and no other run writes there
+    wanted, newest = run.options.checkpoint.resume, run.checkpoints.newest()
+    if newest is None:
+        if not run.checkpoints.empty():
+            raise CheckpointError(
+                f"{run.checkpoint_folder} holds checkpoints and none of them can be trusted; mend it, or name another"
+            )
+        if wanted == "must":
+            raise CheckpointError(f"{run.checkpoint_folder} holds no complete checkpoint to resume from")
+        return
+    if wanted == "never":
+        raise CheckpointError(
+            f"{run.checkpoint_folder} holds {newest.name} already; name another folder, or resume from it "
+            "(--checkpoint.resume auto)"
+        )
+    _refuse_foreign(run, newest)
+    rank_state = random_state(run.ranks.device)
+    tensors = run.tensors()
+    # every rank reads what it needs of the shards that any layout has written
+    facts = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
+    run.parallel.take_checkpoint(tensors)
+    if facts["rank_state_restored"]:
+        set_random_state(rank_state, run.ranks.device)
+    else:  # saved under another layout: draw on, but not what the first steps drew
+        seed_dropout(run.options.train.seed, run.layout, run.ranks, facts["step"])
+    if run.scale and facts.get("loss_scale"):
+        run.scale.restore(facts["loss_scale"])
+    run.step = run.saved = facts["step"]
+    run.owes_evaluation = facts.get("val_loss") is None
+    if facts.get("tokens") is not None:
+        run.report.resumed = (run.step, facts["tokens"])
+    several = "s" * (facts["world_size"] != 1)
+    run.report.note(f"resumed from {newest}, saved by {facts['world_size']} rank{several} ({facts['layout']})")
+    if changed := _changed(facts.get("options", {}), to_dict(run.options)):
+        run.report.note(f"it goes on with other options: {', '.join(changed)}")
+    if run.step > run.options.train.steps:
+        run.report.note(
+            f"step {run.step} is already past train.steps={run.options.train.steps}: nothing is left to train"
+        )
+
+
+def _refuse_foreign(run, path):
+    """Another model or another text is another run. Raises CheckpointError with what differs."""
+    facts = read_facts(path)
+    own = dataclasses.asdict(run.config)
+    differing = [f"{k}={facts['config'].get(k)}" for k in own if facts["config"].get(k) != own[k]]
+    if differing:
+        here = ", ".join(f"{d.split('=')[0]}={own[d.split('=')[0]]}" for d in differing)
+        raise CheckpointError(f"{path} holds another model ({', '.join(differing)}; here {here})")
+    if facts["corpus"]["sha256"] != run.corpus.sha256:
+        raise CheckpointError(f"{path} was trained on another text ({facts['corpus']['name']}); use that one")
+
+
+def _changed(before, now):
+    """What of the training differs between two runs' options, as phrases; an option that one lacks counts for nothing."""
+    return [
+        f"{group}.{name}={value} (was {before[group][name]})"
+        for group in ("train", "optimizer", "parallel")
+        for name, value in now[group].items()
+        if name not in WAITS and before.get(group, {}).get(name, value) != value
+    ]

@@ -1,0 +1,273 @@
+"""A training run, whatever the strategy: `scripts/train.py` calls `train(options)`.
+
+`Run.loop` is the whole training and `Run.train_step` one step of it. What differs between strategies is in `parallel`, what
+people see in `report`, what survives in `resume` and `checkpoints`. Step k means: after k optimizer steps. Batch k is drawn
+from (seed, k) alone, so the position in the data is the step.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from manyhands.checkpoint.checkpoints import Checkpoints
+from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import OptionError, model_config
+from manyhands.data.corpus import get_batch
+from manyhands.gpt.sampling import generate
+from manyhands.launch.exit_status import DIVERGED, INTERRUPTED, say_status
+from manyhands.launch.join import end, join, leave, refuse
+from manyhands.launch.run_folder import point_latest_to
+from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
+from manyhands.parallel.parallelize import parallelize
+from manyhands.train.chosen_text import corpus_of
+from manyhands.train.finite import Diverged, refuse_broken_weights, refuse_nan
+from manyhands.train.profiling import Profile
+from manyhands.train.random_state import random_state, seed_dropout
+from manyhands.train.refusals import refuse_size, refuse_text
+from manyhands.train.report import Report
+from manyhands.train.results import agreed_folder, write_metrics
+from manyhands.train.resume import facts_of, resume
+from manyhands.train.stalls import StallWatch
+from manyhands.train.stopping import BY_HAND, Stopping, clear_requeue, write_requeue
+
+SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
+VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
+
+
+class Run:
+    """Model, optimizer, checkpoints and report of one run."""
+
+    def loop(self, watch, profile):
+        """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
+        options, every, stop = self.options, self.options.log, None
+        if self.owes_evaluation and self.due(every.eval_every):
+            watch.at(self.step, "evaluation")
+            stop = self.evaluate()
+        first = self.step
+        while self.step < options.train.steps and stop is None:
+            # ranks wait for each other in every step: one that stands still stops all, and the watch names it
+            compiles = self.step == first and options.train.compile
+            watch.at(self.step, "training", SLOW_S if compiles else None)
+            norm = self.train_step()
+            profile.step()
+            if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
+                refuse_nan(self, norm)  # the numbers are read now anyway: a GPU is waited for once
+            if self.due(every.eval_every):
+                watch.at(self.step, "evaluation")
+                stop = self.evaluate()
+            if self.due(options.checkpoint.every):
+                watch.at(self.step, "checkpoint", SLOW_S)
+                self.save()  # each rank writes its own shards; no weight is gathered
+            stop = stop or self.agreed()
+        if self.step > first:
+            refuse_nan(self, norm)
+        watch.at(self.step, "evaluation")
+        if stop is None and self.step not in self.val_losses:
+            stop = self.evaluate()
+        watch.at(self.step, "checkpoint", SLOW_S)
+        if stop != BY_HAND or options.checkpoint.folder:  # who wants to go on has named a folder
+            self.save()
+        self.checkpoints.wait()  # the disk may still be writing what an asynchronous save has copied
+        return stop
+
+    def train_step(self):
+        """One optimizer step. Returns the global gradient norm, a tensor. All ranks call it."""
+        timer = self.report.timer
+        timer.step_start()
+        batch = self.next_batch()
+        lr = learning_rate(self.step, self.options)
+        set_learning_rate(self.optimizer, lr)
+        timer.batch_ready()
+        if self.scale:
+            self.parallel.loss_scale = self.scale.scale
+        # here gradients travel between ranks, and with FSDP, tensor or pipeline ranks also weights or activations
+        loss = self.gradients(batch, timer)
+        # the norm of the whole model, so that all ranks clip by the same number
+        norm = self.parallel.clip(self.options.optimizer.clip)
+        # fp16 alone waits for the norm: a step whose gradients overflowed is taken by no rank
+        if self.scale is None or self.scale.take(norm.item()):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        timer.step_done()
+        self.step += 1
+        self.report.step(self.step, loss, norm, lr)  # sends something in the last step of an interval only
+        return norm
+
+    def next_batch(self):
+        """What this step learns from: this rank's share."""
+        # every data rank draws the whole step's windows from (seed, step), and keeps its own: nothing is sent
+        return self.batch(self.train_ids, self.step, self.options.train.seed)
+
+    def gradients(self, batch, timer):
+        """Those of the global batch, added to `.grad`; returns this rank's loss. All ranks call it."""
+        return self.parallel.forward_backward(*batch, timer)
+
+    def evaluate(self):
+        """Validation loss, all ranks each on its share; and a sample. Raises Diverged on all ranks.
+
+        Returns the signal by which ranks have agreed to leave between two batches, or None; then nothing is evaluated.
+        """
+        log, losses = self.options.log, []
+        for i in range(log.eval_batches):
+            # a scheduler waits for half a minute or so, an evaluation may take longer
+            if i and (stop := self.agreed()):
+                return stop
+            self.parallel.moved()
+            losses.append(self.parallel.evaluate(*self.batch(self.val_ids, i, VALIDATION_SEED)))
+        loss = self.parallel.mean_loss(torch.stack(losses).mean()).item()
+        if not math.isfinite(loss):
+            raise Diverged(self, f"the validation loss is {loss}")
+        self.val_losses[self.step] = loss
+        self.report.evaluation(self.step, loss)
+        if log.sample:
+            self.sample()
+        return None
+
+    def sample(self):
+        """Show what the model writes. All ranks call it: each draws the same symbols."""
+        log, prompt = self.options.log, self.corpus.encode(self.options.log.prompt)
+        drawn = torch.Generator().manual_seed(self.options.train.seed)
+        ids = generate(self.parallel, prompt.to(self.ranks.device)[None], log.sample, 1.0, drawn)
+        # a vocabulary may be wider than the corpus's alphabet
+        known = [i for i in ids[0].tolist() if i < len(self.corpus.symbols)]
+        self.report.sample(self.step, self.corpus.decode(known))
+
+    def batch(self, ids, step, seed):
+        """This rank's share of global batch `step`: [b, T] twice. Ranks of one tensor or pipeline group get the same."""
+        return get_batch(
+            ids, step, self.options.train.global_batch, self.config.block_size,
+            self.parallel.data_rank, self.parallel.data_size, seed,
+        )  # fmt: skip
+
+    def due(self, every):
+        """Whether what happens each `every` steps (0: never) happens now; the end has its own turn."""
+        return every and self.step % every == 0 and self.step < self.options.train.steps
+
+    def agreed(self):
+        """The signal by which all ranks leave, or None. All ranks call it as often: after steps, between validation batches."""
+        self.turns += 1
+        return self.stopping and self.stopping.agreed(self.turns)
+
+    # --- before the first step, and after the last
+
+    def __init__(self, options, config, layout, corpus, ranks):
+        self.options, self.config, self.layout = options, config, layout
+        self.corpus, self.ranks = corpus, ranks
+        self.folder = agreed_folder(ranks)
+        self.train_ids = corpus.train_ids.to(ranks.device)
+        self.val_ids = corpus.val_ids.to(ranks.device)
+        self.parallel = self.spread()
+        self.optimizer = build_optimizer(self.parallel, options)
+        self.scale = LossScale() if options.train.precision == "fp16" else None
+        self.step, self.val_losses = 0, {}
+        self.owes_evaluation = True  # of the step it begins with: also where a signal came within that evaluation
+        self.turns, self.stopping = (
+            0,
+            None,
+        )  # how often ranks could have agreed on a signal, and who hears them
+        seed_dropout(options.train.seed, layout, ranks)
+        wanted = options.checkpoint
+        self.checkpoint_folder = Path(wanted.folder) if wanted.folder else self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(
+            self.checkpoint_folder, ranks, keep=wanted.keep, asynchronous=wanted.asynchronous
+        )
+        self.saved = None  # the last step that was saved
+        self.report = Report(ranks, options, layout, config, corpus, self.folder)
+        self.report.mean_loss = self.parallel.mean_loss
+
+    def spread(self):
+        """The model over the ranks: a `Strategy`. All ranks call it."""
+        return parallelize(self.config, self.layout, self.options, self.ranks)
+
+    def facts(self):
+        """What stands beside the tensors of a checkpoint."""
+        return facts_of(self)
+
+    def tensors(self):
+        """All that training changes, under names that no strategy changes."""
+        return self.parallel.checkpoint_tensors(self.optimizer)
+
+    def save(self):
+        """A checkpoint of this step, if there is none yet. Raises Diverged or CheckpointError on all ranks, which call it."""
+        if self.saved == self.step:
+            return
+        tensors = self.tensors()
+        refuse_broken_weights(self, tensors)
+        facts = self.facts()
+        self.checkpoints.save(self.step, tensors, facts, random_state(self.ranks.device), val_loss=facts["val_loss"])
+        self.saved = self.step
+
+    def go(self):
+        """Train to the end, or until a signal says so. Returns the exit status."""
+        options, report = self.options, self.report
+        if self.ranks.rank == 0:
+            point_latest_to(self.folder)  # not before: a run that was refused is nobody's latest
+        clear_requeue(self.checkpoint_folder, self.ranks)
+        report.start(self.config.num_params())
+        left = options.train.steps - self.step
+        try:
+            with (
+                Stopping(self.ranks) as self.stopping,
+                StallWatch(self.ranks, options.train.stall_s) as watch,
+                Profile(self.ranks, options, self.folder, report.note, left) as profile,
+            ):
+                self.parallel.moved = watch.moved
+                stop = self.loop(watch, profile)
+        except BaseException as error:
+            report.close(f"ended at step {self.step} by {type(error).__name__}")
+            raise
+        if stop and stop != BY_HAND:
+            write_requeue(self.checkpoint_folder, stop, self.step, self.ranks)
+        saved = self.saved == self.step
+        report.close(
+            "done" if not stop
+            else f"stopped by {stop} and saved at step {self.step}" if saved
+            else f"stopped by {stop} at step {self.step}, and not saved: name a --checkpoint.folder to go on from"
+        )  # fmt: skip
+        write_metrics(self)
+        self.checkpoints.close()
+        return 0 if saved else INTERRUPTED
+
+    def close(self):
+        """Before a run that was refused ends."""
+        self.report.close("refused")
+        self.checkpoints.close()
+
+
+def train(options):
+    """Run `options` on all ranks that were started. Returns this process's exit status. All ranks must call it.
+
+    Refuses what cannot be (status 2) before the first collective of the training.
+    """
+    ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
+    try:
+        corpus = corpus_of(options, ranks)
+        config = model_config(options, len(corpus.symbols), corpus.mark)
+        layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
+        refuse_text(options, config, corpus)
+        refuse_size(config, ranks)
+        run = Run(options, config, layout, corpus, ranks)
+    except (OptionError, CheckpointError) as error:
+        refuse(str(error))
+    return carry_out(run, "train.py")
+
+
+def carry_out(run, prog, look=lambda run: None):
+    """Resume a run and go to its end: the exit status. `look(run)` may raise CheckpointError first. All ranks must call it."""
+    try:
+        look(run)
+        resume(run)
+        status = run.go()
+    except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
+        run.close()
+        refuse(str(error))
+    except Diverged as error:  # on all ranks too: what it looks at is global
+        run.close()
+        end(f"{prog}: {error}", DIVERGED, sys.stderr)
+    leave()
+    if status and run.ranks.rank == 0:
+        say_status(status)
+    return status

@@ -1,0 +1,146 @@
+"""A scheduler says "leave": all ranks save after the same step, and say beside the checkpoint that they were not done.
+
+    with Stopping(ranks) as stopping:
+        while step < steps:
+            ...
+            if stop := stopping.agreed(step):     # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
+                break
+        save()
+    if stop and stop != BY_HAND:
+        write_requeue(folder, stop, step, ranks)  # a job file that finds requeue.json puts its job back into the queue
+
+Ctrl-C saves too, but whoever pressed it wants the run to stay stopped, so there is no file then.
+
+A launcher turns every exit status into 1, so the file says what a status cannot. Signals reach the ranks through torchrun
+(`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks, and never at the same
+moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one per step.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from manyhands.course.folders import write_whole
+from manyhands.launch.end_with_parent import end_with_parent
+from manyhands.launch.launchers import LaunchError, resolve
+
+# one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
+SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+BY_HAND = "SIGINT"  # Ctrl-C
+INTERVAL_S = 0.5  # between two agreements, about
+ECHO_S = 5.0  # one request arrives more than once: from the scheduler itself, and passed on by the launcher
+GROWTH = 4  # the next interval has at most so many times the steps of the last one
+REQUEUE = "requeue.json"
+
+_held = []  # signals that came before there was anything to stop
+
+
+def hold():
+    """From now on SIGUSR1, which would end this process, waits for a `Stopping`, and a launcher that dies is a SIGTERM.
+
+    Call it first: importing torch takes seconds. Whoever is started by hand may outlive the shell (nohup).
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: _held.append(number))
+    with suppress(LaunchError):  # `join` will say so
+        if resolve(os.environ).launcher not in ("alone", "by hand"):
+            end_with_parent()
+
+
+class Stopping:
+    """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it only agrees.
+
+    The first signal is kept for `agreed`; one that comes more than ECHO_S later does what it did before: SIGTERM ends
+    the process at once. After a signal the handlers stay when the block ends: the process is leaving, and an echo must
+    not end it before it has said so. What is ignored stays ignored: SIGINT in a shell's background, SIGHUP under nohup.
+    """
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self._heard, self._heard_at = 0, None  # the signal's number, from 1; when the first one came
+        self._answer, self._next, self._width, self._since = None, 0, 1, time.monotonic()
+        self._before = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for one in SIGNALS:
+                if signal.getsignal(one) != signal.SIG_IGN:
+                    self._before[one] = signal.signal(one, self._hear)
+            while _held:
+                self._hear(_held.pop(), None)
+        return self
+
+    def __exit__(self, *error):
+        if self._heard_at is None:
+            self._restore()
+
+    def agreed(self, step):
+        """The signal by which all ranks stop after this step, or None. All ranks call it with the same steps, rising."""
+        import torch  # late, so that `hold` costs nothing
+        import torch.distributed as dist
+
+        if self._answer is None and step >= self._next:
+            mine = [self._heard, self._step_of_next(step) if self.ranks.rank == 0 else 0]
+            agreed = torch.tensor(mine)  # on the CPU: a GPU is not waited for
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            number, self._next = agreed.tolist()
+            self._answer = SIGNALS[number - 1].name if number else None
+        return self._answer
+
+    def _step_of_next(self, step):
+        """Rank 0 says for all at which step they ask each other again: clocks of several ranks would not agree."""
+        now = time.monotonic()
+        one_step_s = max(now - self._since, 1e-6) / self._width  # of the steps since the last time
+        self._since = now
+        self._width = max(1, min(int(INTERVAL_S / one_step_s), GROWTH * self._width))
+        return step + self._width
+
+    def _hear(self, number, frame):
+        now = time.monotonic()
+        if self._heard_at is None:
+            self._heard_at = now
+        elif now - self._heard_at > ECHO_S:
+            self._restore()
+            os.kill(os.getpid(), number)
+        self._heard = max(self._heard, SIGNALS.index(number) + 1)
+
+    def _restore(self):
+        for one, handler in self._before.items():
+            signal.signal(one, handler or signal.SIG_DFL)
+
+
+def write_requeue(folder, stop, step, ranks):
+    """Say in <folder>/requeue.json that `stop` ("SIGUSR1") ended the run after `step` steps. Rank 0 writes, at once whole."""
+    if ranks.rank == 0:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        said = {"signal": stop, "step": step, "time": time.time()}
+        write_whole(folder / REQUEUE, json.dumps(said) + "\n")
+
+
+def clear_requeue(folder, ranks):
+    """A run that starts is asked for nothing yet. Rank 0 removes the file of the run before."""
+    if ranks.rank == 0:
+        (Path(folder) / REQUEUE).unlink(missing_ok=True)
+
+
+def exit_process(status, ranks):
+    """End this process with `status`, after `leave()`. `ranks`: what `join` returned, None before it.
+
+    One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds the
+    last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13). So
+    whatever must be written is written before.
+    """
+    if ranks is None or ranks.world_size == 1:
+        sys.exit(status)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status or 0)
