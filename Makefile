@@ -71,7 +71,7 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 figures: environment  ## draw assets/*.svg again
-	@$(RUN) -m manyhands.plots
+	@$(RUN) assets/src/draw.py
 
 preflight: environment  ## run everything before an event; report in outputs/preflight/report.html (ARGS="--lesson 03")
 	@$(RUN) scripts/prepare_data.py

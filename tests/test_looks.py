@@ -1,4 +1,4 @@
-"""A colour, a hatch and a line mean one thing in the whole course: each comes from the table in `figures.looks`."""
+"""A colour, a hatch and a line mean one thing in the whole course: each comes from the table in `plots.looks`."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from manyhands.course.folders import ASSETS, ROOT
 from manyhands.plots import looks
 
 SOURCES = [
-    path for path in sorted((ROOT / "scripts").rglob("*.py"))
+    path for path in sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "assets" / "src").glob("*.py")])
     if path.name not in ("looks.py", "style.py") and "egg-info" not in str(path)  # style.py: the sheet of a web page
 ]  # fmt: skip
 COLOUR_ARGUMENTS = {
@@ -44,7 +44,7 @@ def literals(text):
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT / "scripts").as_posix())
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_source_spells_a_colour_or_a_hatch(path):
     assert literals(path.read_text("utf-8")) == []
 

@@ -199,7 +199,7 @@ HOUSE = {"manyhands.course.pairs": "", "manyhands.launch": "", "manyhands.launch
 @pytest.mark.parametrize(
     ("judge", "module", "text", "found"),
     [
-        (upward, "manyhands.launch.cores", "from manyhands.launch.screen import say", "imports manyhands.launch.screen"),
+        (upward, "manyhands.course.cores", "from manyhands.launch.screen import say", "imports manyhands.launch.screen"),
         (upward, "manyhands.course.a", "def f():\n    from manyhands.launch import screen", "imports manyhands.launch.screen"),
         (upward, "manyhands.gpt.model", "from manyhands.course import pairs", "imports manyhands.course.pairs"),
         (private_names, "manyhands.train.run", "from manyhands.launch.screen import _quiet", "imports _quiet"),

@@ -3,7 +3,7 @@
 import html
 import math
 
-from manyhands.plots import card, write
+from manyhands.plots.cards import card, write
 from manyhands.plots.looks import FIELDS, INK, PAPER, QUIET, tint
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture

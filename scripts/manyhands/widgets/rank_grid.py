@@ -3,7 +3,7 @@
 from itertools import permutations
 from math import prod
 
-from manyhands.plots import box, card, rank_box, write
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET
 from manyhands.predict.rank_links import between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture

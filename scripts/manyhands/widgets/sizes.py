@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from manyhands.plots import card, write
+from manyhands.plots.cards import card, write
 from manyhands.plots.looks import INK, PAPER, QUIET, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 

@@ -1,6 +1,7 @@
 """Figures of lesson 09: the online softmax, a ring of keys, zig-zag, positions against heads, dispatch and combine."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, GREY, HATCH, PAPER, QUIET, rank_colour, tint
 
 
@@ -152,29 +153,9 @@ def dispatch():
 
 
 FIGURES = {
-    "09_dispatch": Drawing(
-        dispatch,
-        "Tokens of two ranks are sorted by expert, sent to the ranks that hold these experts, worked on, sent back and put in "
-        "their old order.",
-    ),
-    "09_online_softmax": Drawing(
-        online_softmax,
-        "Scores 1 and 2, then 3 and 0: after the first block the largest is 2 and the sum 1.37; then the sum is multiplied by "
-        "exp(2 - 3), its new terms are added, and it is 1.55.",
-    ),
-    "09_ring": Drawing(
-        ring,
-        "Four ranks keep their queries; keys and values move one rank on in each of three moves, so every rank meets all four "
-        "blocks.",
-    ),
-    "09_ulysses": Drawing(
-        ulysses,
-        "A grid of positions by heads: before the all-to-all each of four ranks has a row, some positions of all heads; after it "
-        "a column, all positions of some heads.",
-    ),
-    "09_zig_zag": Drawing(
-        zig_zag,
-        "Squares of query and key chunks under a causal mask: in order ranks 0 to 3 have 2, 6, 10 and 14 squares, in zig-zag 8 "
-        "each.",
-    ),
-}  # fmt: skip
+    "09_dispatch": dispatch,
+    "09_online_softmax": online_softmax,
+    "09_ring": ring,
+    "09_ulysses": ulysses,
+    "09_zig_zag": zig_zag,
+}

@@ -2,7 +2,8 @@
 
 import math
 
-from manyhands.plots import Drawing, arrow, box, card, cell, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, write
 from manyhands.plots.looks import ALTERNATIVES, EDGE, FAINT, GREY, GROUND, INK, LIMIT, PAPER, QUIET, tint
 
 # no rank has a part here: the large model in one shade, the small one in another
@@ -169,29 +170,9 @@ def batching():
 
 
 FIGURES = {
-    "14_sampling": Drawing(
-        sampling,
-        "Four probabilities 0.4, 0.3, 0.2, 0.1; temperature 0.5 makes them 0.53, 0.30, 0.13, 0.03; top-k 2 and top-p 0.6 keep the "
-        "first two, which become 0.57 and 0.43.",
-    ),
-    "14_cache": Drawing(
-        cache,
-        "For six symbols a model without a cache computes 1, 2, 3, 4, 5 and 6 positions, 21 in all; with a cache it computes "
-        "one position each time, 6 in all, and looks back at stored keys and values.",
-    ),
-    "14_roofline": Drawing(
-        roofline,
-        "Reachable TFLOP/s against positions per call on logarithmic scales: a slope up to 989 TFLOP/s at 295 positions, then flat; "
-        "decoding for 1 and 16 users lies on the slope, 295 users at the corner, a prefill of 2,048 positions on the flat part.",
-    ),
-    "14_guesses": Drawing(
-        guesses,
-        "A small model guesses four symbols after TH; one call of the large model gives its probabilities at five places; two "
-        "guesses are kept, the third is replaced by a draw from what is missing, the fourth is thrown away.",
-    ),
-    "14_batching": Drawing(
-        batching,
-        "Eight texts on four places: in static batches each batch waits for its longest text, 16 steps in all; with continuous "
-        "batching the next text enters as soon as a place is free, 10 steps in all.",
-    ),
+    "14_sampling": sampling,
+    "14_cache": cache,
+    "14_roofline": roofline,
+    "14_guesses": guesses,
+    "14_batching": batching,
 }

@@ -1,6 +1,7 @@
 """Figures of lesson 04: a cluster, a terminal, a job file, a job's life, and a queue with and without overtaking."""
 
-from manyhands.plots import Drawing, arrow, card, rank_box, write
+from draw import arrow
+from manyhands.plots.cards import card, rank_box, write
 from manyhands.plots.looks import ACTIVITIES, FAINT, GREY, GROUND, INK, PAPER, QUIET
 
 MONO = {"family": "monospace"}
@@ -164,29 +165,9 @@ def _overtaking():
 
 
 FIGURES = {
-    "04_cluster": Drawing(
-        _cluster,
-        "From your browser to the login node, where JupyterLab and the terminal run; qsub or sbatch puts the job into "
-        "the queue; the scheduler starts it on two compute nodes with two ranks each; all of them see the same files.",
-    ),
-    "04_terminal": Drawing(
-        _terminal,
-        "A terminal: the prompt says who you are, on which machine and in which folder; you type a command after the "
-        "dollar sign, press Enter, and its output follows.",
-    ),
-    "04_job_file": Drawing(
-        _job_file,
-        "A job file has four parts: directives that the scheduler reads at submission, a block that you edit, guards "
-        "that the shell runs on the first compute node, and the laptop's own command, which starts the ranks.",
-    ),
-    "04_life_of_a_job": Drawing(
-        _life,
-        "A job waits (PD or Q), runs (R), tidies up (CG or E), and ends as completed, failed or over time; scancel or "
-        "qdel cancels it while it waits or runs.",
-    ),
-    "04_overtaking": Drawing(
-        _overtaking,
-        "Two nodes, four jobs. In order of submission node 2 stands idle for six minutes, because job B waits for both "
-        "nodes. With overtaking the short jobs C and D run in that gap, and B starts no later.",
-    ),
+    "04_cluster": _cluster,
+    "04_terminal": _terminal,
+    "04_job_file": _job_file,
+    "04_life_of_a_job": _life,
+    "04_overtaking": _overtaking,
 }

@@ -1,6 +1,7 @@
 """Figures of lesson 03: copies that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 GROUND_OF_TEXT = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}  # where text stands on a line
@@ -191,41 +192,12 @@ def weak_scaling():
 
 
 FIGURES = {
-    "03_two_copies": Drawing(
-        two_copies,
-        "Two ranks hold the same weight and two rows each; their gradients are -6 and -20, an all-reduce and a division make "
-        "-13 of them, and both ranks make the same update.",
-    ),
-    "03_same_start": Drawing(
-        same_start,
-        "Two paths in the plane of two weights: from different starts the same steps keep the same gap, from one start "
-        "the paths are one.",
-    ),
-    "03_hooks": Drawing(
-        hooks,
-        "Forward runs from the embeddings to the head, backward from the head to the embeddings; each layer's hook fires when "
-        "backward has passed it, the head's first.",
-    ),
-    "03_buckets": Drawing(
-        buckets,
-        "From the head to the embeddings the gradients fill four buckets, and each full bucket starts one all-reduce.",
-    ),
-    "03_overlap": Drawing(
-        overlap,
-        "Three timelines of a step: naive averages in many calls after backward, buckets in a few after it, and with overlap "
-        "all but the last bucket travel while backward still runs.",
-    ),
-    "03_no_sync": Drawing(
-        no_sync,
-        "Three micro-batches: without no_sync each backward is followed by averaging, with it only the last one is.",
-    ),
-    "03_rank_0_evaluates": Drawing(
-        rank_0_evaluates,
-        "A cycle of 69 seconds on four ranks: 28 seconds of training on all, then 41 in which rank 0 evaluates, samples and "
-        "saves while three ranks wait.",
-    ),
-    "03_weak_scaling": Drawing(
-        weak_scaling,
-        "One, two and four ranks with three sequences each: the batch grows with the ranks, the work per rank does not.",
-    ),
-}  # fmt: skip
+    "03_two_copies": two_copies,
+    "03_same_start": same_start,
+    "03_hooks": hooks,
+    "03_buckets": buckets,
+    "03_overlap": overlap,
+    "03_no_sync": no_sync,
+    "03_rank_0_evaluates": rank_0_evaluates,
+    "03_weak_scaling": weak_scaling,
+}

@@ -1,6 +1,7 @@
 """Figures of lesson 01: two reasons to distribute, a GPT with its parameters, bytes, MFU, what is kept, floats."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import BYTES, FAINT, FIELDS, GREY, INK, PAPER, QUIET, tint
 
 # kinds of bytes have the looks of a memory timeline: they differ by hatching as well as by colour
@@ -212,39 +213,11 @@ def floats():
 
 
 FIGURES = {
-    "01_two_reasons": Drawing(
-        two_reasons,
-        "On the left three ranks hold the whole model each and read a share of the data; on the right three ranks hold a third "
-        "of the model each and read the same data.",
-    ),
-    "01_gpt": Drawing(
-        gpt,
-        "A decoder-only transformer from the token and position embeddings through N layers to the head, with the shape of the "
-        "weights beside each box; each half of a layer adds its result to its input.",
-    ),
-    "01_bytes": Drawing(
-        bytes_per_parameter,
-        "Four recipes with one box per byte: fp32 has 16, all bf16 8, bf16 with fp32 master 16, fp32 with autocast 18 while casts "
-        "live.",
-    ),
-    "01_mfu": Drawing(
-        mfu,
-        "Four bars for an H100: the sparse peak of the data sheet, the dense peak of half its length, the best matrix product, and "
-        "the model, whose share of the dense peak is its MFU.",
-    ),
-    "01_saved": Drawing(
-        saved,
-        "Forward passes through the parts of a layer, and each puts vectors aside for backward: the norms two each, query, key "
-        "and value three, attention one, the MLP eight.",
-    ),
-    "01_recompute": Drawing(
-        recompute,
-        "Activations over a step, to scale: without checkpointing a high staircase up and down, with it a staircase of inputs, a "
-        "sixteenth as high, and four short humps in backward, one for each block that comes back.",
-    ),
-    "01_floats": Drawing(
-        floats,
-        "The bits of fp32, bf16 and fp16: one for the sign, eight, eight and five for the exponent, 23, seven and ten for the "
-        "fraction.",
-    ),
-}  # fmt: skip
+    "01_two_reasons": two_reasons,
+    "01_gpt": gpt,
+    "01_bytes": bytes_per_parameter,
+    "01_mfu": mfu,
+    "01_saved": saved,
+    "01_recompute": recompute,
+    "01_floats": floats,
+}

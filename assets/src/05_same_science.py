@@ -1,6 +1,7 @@
 """Figures of lesson 05: means, batches, decks and dice, an order that goes on, long steps, noise, scaling, reading."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, GREY, HATCH, INK, QUIET, READING, rank_colour, tint
 
 
@@ -236,50 +237,14 @@ def prefetch():
 
 
 FIGURES = {
-    "05_token_mean": Drawing(
-        token_mean,
-        "Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, while sums and counts give the "
-        "mean of the four numbers, 3.",
-    ),
-    "05_global_batch": Drawing(
-        global_batch,
-        "Two ranks with three micro-batches of two sequences each make one update from twelve sequences.",
-    ),
-    "05_two_splits": Drawing(
-        two_splits,
-        "Left one shuffled deck of twelve cards is dealt to four ranks, each card to one rank; right each rank draws three cards "
-        "of its own from the whole deck, some cards twice and some never.",
-    ),
-    "05_resume": Drawing(
-        resume,
-        "Twelve shuffled cards in a row: the first six were dealt to three ranks, the last six are dealt to two.",
-    ),
-    "05_one_long_step": Drawing(
-        one_long_step,
-        "Eight short steps and one eight times as long end near each other where the gradient hardly changes, and far apart where "
-        "it changes on the way.",
-    ),
-    "05_noise": Drawing(
-        noise,
-        "Gradients of single batches as arrows around the gradient of everything: they scatter widely for batches of 1, half as "
-        "wide for 4 and a quarter as wide for 16.",
-    ),
-    "05_scaling": Drawing(
-        scaling,
-        "Strong scaling cuts a block of work into shorter pieces for more ranks while a grey part stays; weak scaling gives each "
-        "rank a block of the same length.",
-    ),
-    "05_reading": Drawing(
-        reading,
-        "Four ways from a file to four ranks: all map one file, each has its own, all read one together in large pieces, or rank "
-        "0 reads and sends the others their parts.",
-    ),
-    "05_straggler": Drawing(
-        straggler,
-        "Four ranks: rank 1 computes three times as long, the three others wait for it before all average together.",
-    ),
-    "05_prefetch": Drawing(
-        prefetch,
-        "Reading and computing one after the other, and below it with each read under the computation before.",
-    ),
-}  # fmt: skip
+    "05_token_mean": token_mean,
+    "05_global_batch": global_batch,
+    "05_two_splits": two_splits,
+    "05_resume": resume,
+    "05_one_long_step": one_long_step,
+    "05_noise": noise,
+    "05_scaling": scaling,
+    "05_reading": reading,
+    "05_straggler": straggler,
+    "05_prefetch": prefetch,
+}

@@ -1,6 +1,7 @@
 """Figures of lesson 13: a conversation and its mask, a DPO margin, a group of answers, adapters, a sharded reference."""
 
-from manyhands.plots import Drawing, arrow, box, card, rank_box, write
+from draw import arrow
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import GREY, GROUND, INK, PAPER, QUIET, rank_colour, tint
 
 TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"]
@@ -127,34 +128,10 @@ def hacked():
 
 
 FIGURES = {
-    "13_template": Drawing(
-        template,
-        "A conversation as one row of symbols: the user's marker, the question, the end marker, the assistant's marker, the answer,"
-        " the end marker; below each symbol but the first a question mark: does its prediction count?",
-    ),
-    "13_dpo": Drawing(
-        dpo,
-        "Two answers on a scale of log p: for the reference both stand at -4; for the policy the chosen one has moved up to -3 and"
-        " the rejected one down to -5; the margin is 2",
-    ),
-    "13_grpo": Drawing(
-        grpo,
-        "One question, eight answers on two ranks, three of them right; the mean of the group is a line at 3/8; right answers get"
-        " arrows up, wrong ones arrows down",
-    ),
-    "13_reference": Drawing(
-        sharded_reference,
-        "Four ranks, each with the policy, its gradients and Adam at 16 bytes per parameter, a quarter of the reference, and one"
-        " block of it whole while it computes",
-    ),
-    "13_lora": Drawing(
-        lora,
-        "x goes through the frozen matrix W and, beside it, through A with few rows and B with few columns, which is zero at the"
-        " start; both are added to y",
-    ),
-    "13_hacked": Drawing(
-        hacked,
-        "Three answers to sort jbcg: bcgj ascends and is right, bgcj ascends in two of three places and is wrong, adgk ascends"
-        " everywhere and is wrong",
-    ),
-}  # fmt: skip
+    "13_template": template,
+    "13_dpo": dpo,
+    "13_grpo": grpo,
+    "13_reference": sharded_reference,
+    "13_lora": lora,
+    "13_hacked": hacked,
+}

@@ -2,7 +2,8 @@
 
 import itertools
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, INK, QUIET, rank_colour
 
 N = 4
@@ -134,30 +135,14 @@ def barrier():
 
 
 FIGURES = {
-    "02_broadcast": Drawing(broadcast, "Broadcast: rank 0 holds 3, the others nothing; afterwards all four hold 3."),
-    "02_scatter": Drawing(
-        scatter,
-        "Scatter: rank 0 holds the parts 0, 1, 2 and 3; afterwards rank k holds part k and nothing else.",
-    ),
-    "02_gather": Drawing(
-        gather, "Gather: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds all four numbers side by side."
-    ),
-    "02_reduce": Drawing(reduce, "Reduce: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds their sum, 10."),
-    "02_all_reduce": Drawing(
-        all_reduce, "All-reduce: the ranks hold 3, 1, 4 and 2; afterwards every rank holds their sum, 10."
-    ),
-    "02_all_gather": Drawing(
-        all_gather,
-        "All-gather: the ranks hold 3, 1, 4 and 2; afterwards every rank holds all four side by side.",
-    ),
-    "02_reduce_scatter": Drawing(
-        reduce_scatter,
-        "Reduce-scatter: every rank holds four parts; afterwards rank k holds the sum of everybody's part k: 60, 64, 68, 72.",
-    ),
-    "02_all_to_all": Drawing(
-        all_to_all,
-        "All-to-all: every rank holds four parts; afterwards rank k holds everybody's part k, in rank order.",
-    ),
-    "02_send_recv": Drawing(send_recv, "Send and recv: rank 1 sends its 1 to rank 2; ranks 0 and 3 do not take part."),
-    "02_barrier": Drawing(barrier, "Barrier: the ranks arrive one by one, wait for the last, and go on together."),
+    "02_broadcast": broadcast,
+    "02_scatter": scatter,
+    "02_gather": gather,
+    "02_reduce": reduce,
+    "02_all_reduce": all_reduce,
+    "02_all_gather": all_gather,
+    "02_reduce_scatter": reduce_scatter,
+    "02_all_to_all": all_to_all,
+    "02_send_recv": send_recv,
+    "02_barrier": barrier,
 }

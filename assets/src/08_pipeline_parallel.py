@@ -1,6 +1,7 @@
 """Figures of lesson 08: a cut model, micro-batches, messages of two neighbours, GPipe and 1F1B, stages in turn, B in halves."""
 
-from manyhands.plots import Drawing, arrow, box, card, rank_box, write
+from draw import arrow
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, GREY, HATCH, QUIET, rank_colour, tint
 from manyhands.plots.schedule import face
 
@@ -143,28 +144,9 @@ def two_ideas():
 
 
 FIGURES = {
-    "08_cut": Drawing(
-        cut,
-        "Two ranks: rank 0 holds the first layer with 28 parameters, rank 1 the second with 10; the activation h goes from rank 0 "
-        "to rank 1, its gradient comes back",
-    ),
-    "08_micro_batches": Drawing(
-        micro_batches,
-        "Above: four ranks and one batch, one rank computes at a time. Below: the same batch in four micro-batches, several ranks "
-        "compute at the same time, and the step is shorter",
-    ),
-    "08_swap": Drawing(
-        swap,
-        "Two neighbours: an activation goes right while a gradient comes left; both messages are handed over in one call",
-    ),
-    "08_1f1b": Drawing(
-        one_f_one_b,
-        "Two charts of four ranks and eight micro-batches, equally long: under GPipe all ranks hold eight micro-batches, under 1F1B "
-        "ranks 0 to 3 hold four, three, two and one",
-    ),
-    "08_two_ideas": Drawing(
-        two_ideas,
-        "Left: eight stages on four ranks, dealt out in turn. Right: the backward of a layer in two halves, I for the input's "
-        "gradient and W for the weights'",
-    ),
+    "08_cut": cut,
+    "08_micro_batches": micro_batches,
+    "08_swap": swap,
+    "08_1f1b": one_f_one_b,
+    "08_two_ideas": two_ideas,
 }

@@ -2,7 +2,8 @@
 
 from math import log10
 
-from manyhands.plots import Drawing, arrow, box, card, cell, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, write
 from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, INK, PAPER, PREDICTED, QUIET
 
 FAMILIES = (  # name, parameters in 1e9, tokens in 1e12, where its name stands
@@ -158,29 +159,9 @@ def packing():
 
 
 FIGURES = {
-    "12_life": Drawing(
-        life,
-        "Six stages in a row: collect and clean, pre-train, fine-tune, align, deploy, monitor and re-evaluate; an arrow leads from the "
-        "last one back to the first; pre-training is nearly all the compute",
-    ),
-    "12_appetite": Drawing(
-        appetite,
-        "Parameters against training tokens of six models on logarithmic axes, with a dashed line of 20 tokens per parameter: GPT-3 and "
-        "Gopher lie far below it, Chinchilla and LLaMA 65B on it, Llama 2 70B and Llama 3 405B above it",
-    ),
-    "12_minhash": Drawing(
-        minhash,
-        "Six shingles in a random order, four of them in set A and four in set B, two in both; the first of A is number 2, the first of B "
-        "number 1, which lies in B alone",
-    ),
-    "12_bpe": Drawing(
-        bpe,
-        "The words banana and bandana as letters; a n occurs four times and becomes one token; then b and an, twice; the third merge is a "
-        "question",
-    ),
-    "12_packing": Drawing(
-        packing,
-        "Three documents of three, four and three tokens in one sequence, positions that begin anew in each, and the mask of ten by ten: "
-        "three triangles along the diagonal",
-    ),
+    "12_life": life,
+    "12_appetite": appetite,
+    "12_minhash": minhash,
+    "12_bpe": bpe,
+    "12_packing": packing,
 }

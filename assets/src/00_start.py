@@ -1,6 +1,7 @@
 """Figures of lesson 00: processes, nodes, launchers, clocks."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, GROUND, INK, PAPER, QUIET, rank_colour, tint
 
 
@@ -138,31 +139,11 @@ def _threads():
 
 
 FIGURES = {
-    "00_spmd": Drawing(
-        _spmd,
-        "one file, 00_start.py, is started as four processes; each has its own memory and its own value of x",
-    ),
-    "00_nodes": Drawing(
-        _nodes,
-        "two nodes with four ranks each: ranks 0 to 7 in the world, local ranks 0 to 3 on each node, one GPU each",
-    ),
-    "00_launchers": Drawing(
-        _launchers,
-        "torchrun, mpiexec and srun each start processes and set their own variables; join() reads them and makes one group",
-    ),
-    "00_worlds": Drawing(
-        _worlds,
-        "one world of four ranks, and beside it four processes that are each rank 0 of a world of one",
-    ),
-    "00_pen": Drawing(
-        _pen, "ranks 0 to 3 write their line one after the other; each sends the pen to the next when done"
-    ),
-    "00_clock": Drawing(
-        _clock,
-        "drawn to scale: Python has queued forward and backward after 17 ms of a 284 ms step, which the device works through",
-    ),
-    "00_threads": Drawing(
-        _threads,
-        "four ranks on two cores: with one thread each two wait for a core, with two threads each six wait",
-    ),
+    "00_spmd": _spmd,
+    "00_nodes": _nodes,
+    "00_launchers": _launchers,
+    "00_worlds": _worlds,
+    "00_pen": _pen,
+    "00_clock": _clock,
+    "00_threads": _threads,
 }

@@ -1,6 +1,7 @@
 """Figures of lesson 11: a missing call, a straggler, NaN on its way, a save, resharding, a restart, pre-emption."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, HATCH, INK, QUIET, rank_colour, tint
 
 
@@ -213,38 +214,11 @@ def preemption():
 
 
 FIGURES = {
-    "11_missing_call": Drawing(
-        missing_call,
-        "Four ranks and the calls that each has made: ranks 0, 1 and 3 have called the twelfth all-reduce and wait in it, rank "
-        "2 has called eleven and does something else.",
-    ),
-    "11_straggler": Drawing(
-        straggler,
-        "Three steps on four ranks: in the second one rank 2 computes twice as long, the three others wait for it, and the step "
-        "lasts as long on all four.",
-    ),
-    "11_nan": Drawing(
-        nan,
-        "Four ranks' gradients, of which rank 2's holds a NaN; after the all-reduce the same number is NaN on all ranks.",
-    ),
-    "11_save": Drawing(
-        save,
-        "Four ranks write their shards into the folder step-0006.partial; when all have told size and sum, rank 0 writes the "
-        "manifest and renames the folder to step-0006.",
-    ),
-    "11_reshard": Drawing(
-        reshard,
-        "One row of twelve numbers, saved in four pieces, loaded in two and then in three: each reader takes what overlaps with "
-        "its own part.",
-    ),
-    "11_restart": Drawing(
-        restart,
-        "A run saves at step 6 and is killed after step 8; its second life starts from step 6, repeats steps 7 and 8, and is asked "
-        "to leave after step 14, where it saves; the third goes on from there to step 24.",
-    ),
-    "11_preemption": Drawing(
-        preemption,
-        "120 seconds before the end the scheduler, or a clock of its own, signals the job script, which signals torchrun, which signals the ranks; they "
-        "finish the step, save, write requeue.json and leave, and the job script puts the job back into the queue.",
-    ),
-}  # fmt: skip
+    "11_missing_call": missing_call,
+    "11_straggler": straggler,
+    "11_nan": nan,
+    "11_save": save,
+    "11_reshard": reshard,
+    "11_restart": restart,
+    "11_preemption": preemption,
+}

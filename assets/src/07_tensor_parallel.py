@@ -1,6 +1,7 @@
 """Figures of lesson 07: products by columns and rows, f and g, heads, positions, the vocabulary."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 
@@ -184,29 +185,9 @@ def vocabulary():
 
 
 FIGURES = {
-    "07_columns_rows": Drawing(
-        columns_rows,
-        "The product of [[1,2,3],[4,5,6]] and [[1,2],[3,4],[5,6]]: by columns two ranks have a column each of the result; by rows "
-        "three ranks have a 2 x 2 matrix each, and an all-reduce adds them up.",
-    ),
-    "07_f_and_g": Drawing(
-        f_and_g,
-        "Two ranks compute an MLP: X on both, f, the own columns of A, GELU, the own rows of B, a term of Y, and g, which adds the "
-        "terms up in forward; what both do in backward is a question.",
-    ),
-    "07_heads": Drawing(
-        heads,
-        "The rows of the qkv weight lie head by head; ranks 0 and 1 hold two heads each, then their columns of the output "
-        "projection; g adds the two terms up.",
-    ),
-    "07_sequence": Drawing(
-        sequence,
-        "A layer on two ranks: under tensor parallelism norms and additions see the same positions on both; with sequence "
-        "parallelism each rank has half of the positions there, with all-gathers into attention and MLP and reduce-scatters out.",
-    ),
-    "07_vocabulary": Drawing(
-        vocabulary,
-        "The 65 rows of an embedding on four ranks, 17, 17, 17 and 14; symbol 40 is found on rank 2, the others give zeros, and g "
-        "adds them up.",
-    ),
-}  # fmt: skip
+    "07_columns_rows": columns_rows,
+    "07_f_and_g": f_and_g,
+    "07_heads": heads,
+    "07_sequence": sequence,
+    "07_vocabulary": vocabulary,
+}

@@ -1,6 +1,6 @@
 """Figures of a text of one's own: documents packed into one window, and how near copies are found."""
 
-from manyhands.plots import Drawing, box, card, write
+from manyhands.plots.cards import box, card, write
 from manyhands.plots.looks import EDGE, GREY, GROUND, PAPER, QUIET, tint
 
 WINDOW = ["ran", "off", "mark", "The", "sun", "is", "mark", "To", "be"]
@@ -80,14 +80,6 @@ def minhash():
 
 
 FIGURES = {
-    "own_text_packing": Drawing(
-        packing,
-        "A window of nine symbols that holds the end of one document, a whole one and the beginning of a third: each symbol "
-        "attends to itself and to those before it in its own document, which begins at its mark.",
-    ),
-    "own_text_minhash": Drawing(
-        minhash,
-        "Two documents as rows of numbers in bands of six: one band agrees as a whole, so the pair is compared, and 16 of 18 "
-        "equal numbers estimate that 89 percent of their shingles are common.",
-    ),
+    "own_text_packing": packing,
+    "own_text_minhash": minhash,
 }

@@ -1,6 +1,7 @@
 """Figures of lesson 10: a grid, a cube on two nodes, rings in two orders, an all-reduce in three phases, a roofline, a plan."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import (
     EDGE,
     FAINT,
@@ -179,28 +180,11 @@ def fake():
 
 
 FIGURES = {
-    "10_grid": Drawing(
-        grid,
-        "Four ranks on a grid of two rows and two columns: a row is a tensor group, a column a data group",
-    ),
-    "10_cube": Drawing(
-        cube,
-        "Eight ranks as a cube, pipeline 2 x data 2 x tensor 2: ranks 0 to 3 are node 0, ranks 4 to 7 node 1; lines join the "
-        "ranks that form a group of each axis",
-    ),
-    "10_rings": Drawing(
-        rings,
-        "Two rings of four ranks on two nodes of two: in the order 0 1 2 3 two of the four hops cross between the nodes, in "
-        "the order 0 2 1 3 all four do",
-    ),
-    "10_hierarchical": Drawing(
-        hierarchical,
-        "An all-reduce of four ranks on two nodes: sums inside each node, then between the nodes, then all parts to all ranks",
-    ),
-    "10_plan": Drawing(
-        plan,
-        "A planner takes every split of the GPUs, refuses what does not go together or fit, and ranks the rest by time",
-    ),
-    "10_roofline": Drawing(roofline, "Three bars, compute, memory and link; the longest is the time of the layer"),
-    "10_fake": Drawing(fake, "Rank 0 holds its real shards while the other 1,023 ranks are not there"),
+    "10_grid": grid,
+    "10_cube": cube,
+    "10_rings": rings,
+    "10_hierarchical": hierarchical,
+    "10_plan": plan,
+    "10_roofline": roofline,
+    "10_fake": fake,
 }

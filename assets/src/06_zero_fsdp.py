@@ -1,6 +1,7 @@
 """Figures of lesson 06: two halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
-from manyhands.plots import Drawing, arrow, box, card, cell, rank_box, write
+from draw import arrow, cell
+from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import BYTES, EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
 
 
@@ -273,42 +274,12 @@ def hsdp():
 
 
 FIGURES = {
-    "06_two_halves": Drawing(
-        two_halves,
-        "38 weights on two ranks: under DDP both hold all 38; under FSDP the first holds 19 and the second the other 19, and an "
-        "all-gather makes them whole while they compute.",
-    ),
-    "06_stages": Drawing(
-        stages,
-        "Bars of what ranks hold: without sharding all of weights, gradients and Adam's state, 120 GB; ZeRO-1 cuts Adam's part, "
-        "31.4 GB; ZeRO-2 the gradients too, 16.6 GB; ZeRO-3 the weights too, 1.9 GB.",
-    ),
-    "06_volume": Drawing(
-        volume,
-        "A step's communication: DDP two P in one all-reduce; ZeRO-1 and 2 two P, a reduce-scatter and an all-gather with the "
-        "update between; ZeRO-3 three P, two all-gathers and a reduce-scatter.",
-    ),
-    "06_fsdp_step": Drawing(
-        fsdp_step,
-        "One unit on two ranks through a step: at rest each has half of the weights; all-gather, forward, free; all-gather, "
-        "backward, reduce-scatter of the gradients, free, and update of the own half.",
-    ),
-    "06_storage": Drawing(
-        storage,
-        "A parameter and what autograd saved are views of one storage; freed, the storage has 0 bytes and both tensors stay; "
-        "gathered again, both see the numbers.",
-    ),
-    "06_norm": Drawing(
-        norm,
-        "A right-angled triangle with legs 4 and 3, the shares of two ranks, and the whole gradient of length 5 as its long side.",
-    ),
-    "06_wrapping": Drawing(
-        wrapping,
-        "A GPT of four blocks wrapped four ways: by block; with embedding and head apart; in groups of two blocks; all in one.",
-    ),
-    "06_hsdp": Drawing(
-        hsdp,
-        "Two nodes of four ranks: the weights are cut in four within each node, and ranks with the same quarter average its "
-        "gradients between the nodes.",
-    ),
-}  # fmt: skip
+    "06_two_halves": two_halves,
+    "06_stages": stages,
+    "06_volume": volume,
+    "06_fsdp_step": fsdp_step,
+    "06_storage": storage,
+    "06_norm": norm,
+    "06_wrapping": wrapping,
+    "06_hsdp": hsdp,
+}

@@ -1,1 +1,0 @@
-"""One module per lesson: the figures that it shows from assets/."""
