@@ -380,7 +380,7 @@ say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolis
 # %% tags=["nbval-check-output"]
 # %%ranks
 def mlp():
-    torch.manual_seed(0)  # the same start on every rank: copies must be copies
+    torch.manual_seed(0)  # the same start on every rank: replicas must be equal
     sizes = [(128, 1024), (1024, 512), (512, 256), (256, 128), (128, 128)]
     return torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in sizes]).to(device)
 

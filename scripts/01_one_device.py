@@ -172,7 +172,7 @@ say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 # %% [markdown]
 # ## Why more than one device at all (CORE, 1 min)
 #
-# ![Two reasons: more data than one device can read in time, so copies of the model read in parallel; or a model larger than one
+# ![Two reasons: more data than one device can read in time, so replicas of the model read in parallel; or a model larger than one
 # device's memory, so its parts lie on several](../assets/01_two_reasons.svg)
 #
 # For one of two reasons. **There is too much data**: one device would need months. Then give each device a copy and
@@ -1428,7 +1428,7 @@ say(f"to keep half of {everything / 1e6:.1f} MB, recompute {sorted(choose(pieces
 
 # %% [markdown]
 # With flash attention the two halves cost about the same per byte. The bargains are *inside* them: the outputs of norms
-# and of GELU, 6 of the 16 vectors, come back without a matrix product. `train.py` has `--parallel.recompute selective`
+# and of GELU, 6 of the 16 vectors, come back without a matrix product. `train.py` has `--parallel.activation-checkpointing selective`
 # for that. Before flash attention the T² scores were the bargain, many bytes for few FLOPs: recomputing just them is the
 # *selective* recomputation of Korthikanti et al. 2022.
 #

@@ -19,7 +19,7 @@
 # **55 minutes** for the sections marked CORE, 84 with those marked MORE.
 #
 # After this lesson **you can**
-# - explain why the copies of a model stay identical on many ranks, and what breaks that;
+# - explain why the replicas of a model stay identical on many ranks, and what breaks that;
 # - build what `DistributedDataParallel` does: broadcast, hooks, buckets, overlap;
 # - train a GPT with the library's DDP, and prove that it computes what one process computes;
 # - predict the bytes of a training step, and measure what overlap saves.
@@ -45,7 +45,7 @@
 #
 # Each heading says its minutes. The four builds take about three minutes each; walk around while people write.
 #
-# *Say:* one sentence carries the lesson: "same start, same averaged gradient, same update, so the copies never part".
+# *Say:* one sentence carries the lesson: "same start, same averaged gradient, same update, so the replicas never part".
 # Come back to it at every section. Each section only makes the averaging cheaper.
 #
 # *Three usual mistakes:* thinking that DDP averages weights; thinking that rank 0 is a server that the others report to;
@@ -141,7 +141,7 @@ say(f"my share of {global_batch} sequences: {list(x_bT.shape)}, beginning {corpu
 
 # %% [markdown]
 # Every rank reads *different* text. Two instruments before we begin. `flat` lays tensors end to end in one row. `spread`
-# measures how far the ranks have drifted apart. **0.0 means that all copies are identical, to the last bit.**
+# measures how far the ranks have drifted apart. **0.0 means that all replicas are identical, to the last bit.**
 
 
 # %%
@@ -214,7 +214,7 @@ with torch.no_grad():
 apart = spread([w])  # all ranks measure, rank 0 speaks
 if rank == 0:
     say(f"the averaged gradient is {mean.item():.0f}, that of one process {whole:.0f}")
-    say(f"w is now {w.item():.2f}, and the copies are {apart} apart")
+    say(f"w is now {w.item():.2f}, and the replicas are {apart} apart")
 
 # %% [markdown]
 # 0.0, not "nearly": every rank subtracted the same bits from the same bits, and nobody sent a weight. That is all of data
@@ -230,12 +230,12 @@ if rank == 0:
 # the same start the paths are one](../assets/03_same_start.svg)
 #
 # **Predict.** Each rank draws its first weights from a seed of its own. Then 20 steps, with perfectly averaged gradients. Do
-# the copies come together, stay as far apart as they were, or run away from each other?
+# the replicas come together, stay as far apart as they were, or run away from each other?
 #
 # <details><summary>Answer</summary>
 #
-# They stay as far apart. Every copy moves by the same amount, so the difference between two copies never changes. Averaging
-# gradients keeps copies equal; it never *makes* them equal. (Weight decay does shrink the gap, by the factor 1 − lr·decay per
+# They stay as far apart. Every replica moves by the same amount, so the difference between two replicas never changes. Averaging
+# gradients keeps replicas equal; it never *makes* them equal. (Weight decay does shrink the gap, by the factor 1 − lr·decay per
 # step. With lr 0.001 and decay 0.01 that is 1 % in a thousand steps.)
 #
 # </details>
@@ -314,7 +314,7 @@ broadcast_state(network)
 averaged_sgd(network, x_b6, y_b2, num_steps)
 after = spread(network.parameters())
 if rank == 0:
-    say(f"after the broadcast and {num_steps} more steps the copies are {after} apart")
+    say(f"after the broadcast and {num_steps} more steps the replicas are {after} apart")
 
 # %% [markdown]
 # A third kind of state belongs to the *optimizer*: Adam divides by what it remembers of earlier gradients. In a new run that
@@ -953,7 +953,7 @@ if rank == 0:
     say(f"gradients are {apart:.1e} apart, the largest is {largest:.1e}")
 
 # %% [markdown]
-# On several ranks they are apart: the copies part with the first update. Every rank now trains a model of its own on a part of
+# On several ranks they are apart: the replicas part with the first update. Every rank now trains a model of its own on a part of
 # the data, which is why the loss still falls, only less. Exercise 2 asks for the right way.
 
 # %% [markdown]
@@ -1067,7 +1067,7 @@ say(sample(model.module, seed=rank, num=min(150, steps)))
 rate = tok_per_s(global_batch, 64, train_s / steps)
 apart = spread(model.parameters())
 if rank == 0:
-    say(f"\nafter {steps} steps the copies are {apart} apart; {rate:,.0f} tokens/s")
+    say(f"\nafter {steps} steps the replicas are {apart} apart; {rate:,.0f} tokens/s")
 metrics.exact(losses=losses, validation=[v for _, v, _ in looks], weights=fingerprint(model.parameters()))
 metrics.close(first_losses=losses[:6], first_validation=looks[0][1])
 metrics.close(tolerance=0.05, last_validation=looks[-1][1])
@@ -1559,7 +1559,7 @@ say(f"the same batch twice: {'the same loss' if once == again else 'another loss
 # %% [markdown]
 # ## Recap
 #
-# 1. Same start, same averaged gradient, same update: the copies stay identical to the last bit.
+# 1. Same start, same averaged gradient, same update: the replicas stay identical to the last bit.
 # 2. Averaging happens in *backward*; DDP broadcasts at construction; each rank updates itself.
 # 3. Buckets make calls rare, asynchronous calls hide them; all ranks must make the same calls in the same order.
 # 4. A rank sends 2(n-1)/n times the gradient's bytes per step, once per update if you use `no_sync`.

@@ -24,7 +24,7 @@
 # - choose batch and learning rate when the number of ranks grows;
 # - read strong and weak scaling curves.
 #
-# **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)): copies of a model on n
+# **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)): replicas of a model on n
 # [ranks](../assets/glossary.md#rank) each read their share of a batch; after backward an
 # [all-reduce](../assets/glossary.md#all-reduce) gives every copy the same gradient.
 #

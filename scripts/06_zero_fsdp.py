@@ -985,7 +985,7 @@ for title, sync, keep in (
 # | `auto_wrap_policy` | a `fully_shard` call per unit | |
 # | `ShardingStrategy.FULL_SHARD` | `reshard_after_forward=None`, the default: all but the root | 3 |
 # | `SHARD_GRAD_OP` | `reshard_after_forward=False`: whole from forward to backward | 2; at rest weights are shares too |
-# | `NO_SHARD` | a mesh (n, 1): copies only; or DDP | none |
+# | `NO_SHARD` | a mesh (n, 1): replicas only; or DDP | none |
 # | `HYBRID_SHARD` | a mesh (nodes, ranks per node) | 3 within a node |
 # | `MixedPrecision(param_dtype=...)` | `mp_policy=MixedPrecisionPolicy(param_dtype=...)` | |
 # | `CPUOffload(offload_params=True)` | `offload_policy=CPUOffloadPolicy()` | offload |
@@ -1052,20 +1052,20 @@ if rank == 0:
 # ## Experiment: bytes against formulas (CORE, 4 min)
 #
 # Everything so far was a claim about bytes, so measure them all: for each strategy and wrapping, what a rank holds
-# when backward is done, and what it hands over in a step. `spread_model` builds the model as `scripts/train.py`
+# when backward is done, and what it hands over in a step. `model_from_flags` builds the model as `scripts/train.py`
 # does, and knows two formulas that see the configuration only.
 
 
 # %%
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.train.spread_model import spread_model
+from manyhands.train.from_flags import model_from_flags
 
 
 def build(flags):
     """The trainer's model, spread as its flags say, and its optimizer."""
     sizes = f"--model.n-layer {layers} --train.global-batch {global_batch} --optimizer.clip 0"
-    return spread_model(f"{sizes} {flags}", ranks, config.vocab_size)
+    return model_from_flags(f"{sizes} {flags}", ranks, config.vocab_size)
 
 
 def measure(flags):
@@ -1097,7 +1097,7 @@ def measure(flags):
 # %%ranks --timeout 120
 fsdp = "--parallel.strategy fsdp --parallel.wrapping"
 runs = {
-    "ddp": "--parallel.strategy ddp --parallel.copies ddp",
+    "ddp": "--parallel.strategy ddp --parallel.all-reduce buckets",
     "zero1": "--parallel.strategy zero1",
     "fsdp block": f"{fsdp} block",
     "fsdp block_and_size": f"{fsdp} block_and_size",
@@ -1353,7 +1353,7 @@ if rank == 0:
 
 # %% [markdown]
 # **HSDP**, hybrid sharding: between nodes the network is slow, and gathering a layer twice per step over it hurts.
-# So shard *within* a node, where links are fast, and keep copies *between* nodes, as DDP does. The mesh says which
+# So shard *within* a node, where links are fast, and keep replicas *between* nodes, as DDP does. The mesh says which
 # ranks do what.
 #
 # ![Two nodes of four GPUs: the weights are cut into four within each node; ranks with the same share in both nodes average its
@@ -1409,7 +1409,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.config.options import OptionError
-from manyhands.train.spread_model import spread_model
+from manyhands.train.from_flags import model_from_flags
 
 
 def deepspeed_losses(stage):
@@ -1417,7 +1417,7 @@ def deepspeed_losses(stage):
     sizes = f"--model.n-layer {layers} --train.global-batch {global_batch}"
     plain = "--optimizer.name sgd --optimizer.weight-decay 0"
     engine = f"--parallel.strategy deepspeed --parallel.zero-stage {stage}"
-    spread = spread_model(f"{sizes} {plain} {engine}", ranks, config.vocab_size)
+    spread = model_from_flags(f"{sizes} {plain} {engine}", ranks, config.vocab_size)
     for group in spread.optimizer.param_groups:
         group["lr"] = 0.5
     losses = []
@@ -1506,7 +1506,7 @@ catch_up(globals(), "build", "measure", "unit_sizes")
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import parameters_by_unit
-from manyhands.train.spread_model import spread_model
+from manyhands.train.from_flags import model_from_flags
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
 held_bytes, whole_bytes, gathers, handed_over = predict(unit_sizes(config, wrapping), world_size)
@@ -1717,7 +1717,7 @@ if rank == 0:
 # **What changes on GPUs.** NCCL has a reduce-scatter of its own. Gathers run in a stream of their own and hide behind
 # computation, if a unit takes longer to compute than to gather: computing grows with a rank's tokens, gathering does
 # not, so give it enough of them. Gather in bf16. Activations are sharded by nothing in this lesson;
-# `--parallel.recompute block` is the remedy (lesson 01).
+# `--parallel.activation-checkpointing block` is the remedy (lesson 01).
 #
 # **What to look for**: `torch.cuda.max_memory_allocated` against the dry run's total plus activations; the same
 # losses as DDP for the same global batch; tokens per second by wrapping, measured on as many nodes as you will use.

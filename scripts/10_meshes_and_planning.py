@@ -117,7 +117,7 @@ say(f"I am rank {rank} of {world_size}, on node {rank // per_node}")
 # %% [markdown]
 # ## Warm-up: four ranks on a grid (CORE, 3 min)
 #
-# **Why.** Lessons 03 to 08 each had *one* reason to send. A large model needs several at once: copies for speed, a split layer
+# **Why.** Lessons 03 to 08 each had *one* reason to send. A large model needs several at once: replicas for speed, a split layer
 # because the matrices are large, stages because the layers are many. Put the ranks on a grid, with one
 # [**axis**](../assets/glossary.md#axis) for each reason. The grid is called a [**mesh**](../assets/glossary.md#mesh).
 #
@@ -377,7 +377,7 @@ if rank == 0:
 
 # %% [markdown]
 # **Tensor inside, pipeline outside.** The axis that sends most goes innermost: tensor ranks within a node, stages between
-# nodes, copies where there is room, since their gradients can travel behind the backward pass. (And not every byte is
+# nodes, replicas where there is room, since their gradients can travel behind the backward pass. (And not every byte is
 # waited for: the planner knows which.)
 #
 # Below, the same counted link by link: left a rank and its partners, right what each rank sends to each. What lies outside of
@@ -405,7 +405,7 @@ if rank == 0:
 # float64: loss and *every* gradient.
 #
 # `parallelize` is what `train.py` uses: `Layout` has the axes pipeline x replicate x shard x tensor; the two in the middle are
-# the data axis, copies or FSDP.
+# the data axis, replicas or FSDP.
 #
 # **Predict.** Pipeline 2 x tensor 2 and no data axis: how many different batches do the four ranks read?
 #
@@ -591,7 +591,7 @@ if rank == 0:
 # Expect bars that end at their dashed lines, within 2 %. They cannot all be exact shares: DTensor and FSDP pad, and some
 # weights (norms, biases) are whole on every tensor rank.
 #
-# **Predict.** Which of `copies 4` and `zero3 4` holds more, and by what factor?
+# **Predict.** Which of `replicas 4` and `zero3 4` holds more, and by what factor?
 #
 # <details><summary>Answer</summary>
 #
@@ -616,10 +616,10 @@ node = replace(machine_named("h100"), gpus_per_node=per_node)
 # %%
 # %%ranks
 half = world_size // 2
-WANTED = [f"{sharing} {world_size}" for sharing in ("copies", "zero1", "zero2", "zero3")]
+WANTED = [f"{sharing} {world_size}" for sharing in ("replicas", "zero1", "zero2", "zero3")]
 WANTED += [
     f"hybrid 2 x {half}",
-    f"copies {half} x pipeline 2",
+    f"replicas {half} x pipeline 2",
     f"zero3 {half} x tensor 2",
     f"tensor 2 x pipeline {half}",
 ]

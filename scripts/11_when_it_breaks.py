@@ -519,7 +519,7 @@ for step in range(5):
 
 # %% [markdown]
 # One step is all the evidence there is. So look in each step, before averaging: one flag per rank. And never skip NaN on one
-# rank alone: without its all-reduce the others hang, without its update the copies part. Skip the step on **all** ranks, or
+# rank alone: without its all-reduce the others hang, without its update the replicas part. Skip the step on **all** ranks, or
 # stop before such weights are saved.
 
 # %% [markdown] tags=["notes"]
@@ -1516,9 +1516,9 @@ if rank == guilty:
         say(f"loss without the flip {healthy(*batch)[1].item():.6f}, with it {hit(*batch)[1].item():.6f}")
 
 # %% [markdown]
-# No loss curve shows that. Averaging gradients does not bring the copies together again (lesson 03), so this rank trains a model
+# No loss curve shows that. Averaging gradients does not bring the replicas together again (lesson 03), so this rank trains a model
 # of its own, and what it learns there goes into everybody's average. But data parallel training has something that costs nothing
-# extra: n copies that must be equal.
+# extra: n replicas that must be equal.
 #
 # Write `odd_one_out(model, gather)`. `gather(x)` returns the list of every rank's x, once every rank has called it. Return
 # `(rank, name)`: the rank whose copy differs from the others, and the first parameter of `model.named_parameters()` in which it

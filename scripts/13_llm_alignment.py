@@ -685,7 +685,7 @@ if rank == 0:
 # %%ranks
 from manyhands.align.policy import reference as sharded_by_torch
 from manyhands.align.policy import start_from
-from manyhands.train.spread_model import spread_model
+from manyhands.train.from_flags import model_from_flags
 
 sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch 24"
 exact = copy.deepcopy(models["dpo", 0]).double()  # a policy that has left its reference
@@ -705,7 +705,7 @@ loss = loss.detach()
 dist.all_reduce(loss)
 
 flags = f"{sizes} --parallel.strategy fsdp --train.precision fp64"
-spread = spread_model(flags, ranks, len(symbols), start_from(exact))
+spread = model_from_flags(flags, ranks, len(symbols), start_from(exact))
 reference = sharded_by_torch(frozen, config, spread.options, ranks)
 
 

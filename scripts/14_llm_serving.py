@@ -876,10 +876,10 @@ from manyhands.serve.client import Client, ServerSaid
 from manyhands.serve.load_test import started
 
 if rank == 0:  # no other rank takes part
-    facts = {"config": asdict(target.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
+    metadata = {"config": asdict(target.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
-        write_export({name: p.float().cpu() for name, p in target.named_parameters()}, facts, file)
+        write_export({name: p.float().cpu() for name, p in target.named_parameters()}, metadata, file)
         with started(file, Path(folder)) as address_file:
             client = Client.from_file(address_file)
             for seed in (1, 2):
@@ -904,14 +904,14 @@ from manyhands.serve import gate
 from manyhands.serve.quantized import quantize
 
 live = copy.deepcopy(target).cpu()  # the model that serves
-facts = {"config": asdict(live.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
+metadata = {"config": asdict(live.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
 noisy = copy.deepcopy(live)
 torch.manual_seed(0)
 for p in noisy.parameters():
     p += 0.05 * torch.randn_like(p)
 candidates = {"the same in 8 bits": quantize(copy.deepcopy(live)), "noise on its weights": noisy}
 for name, candidate in candidates.items():
-    verdict = gate.judge(candidate, facts, live, facts, corpus.val_ids[:4096], tolerance=0.02)
+    verdict = gate.judge(candidate, metadata, live, metadata, corpus.val_ids[:4096], tolerance=0.02)
     if rank == 0:
         say(f"{name}: {'passes' if verdict.passed else 'is refused'}, {verdict.sentence}")
 

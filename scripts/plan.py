@@ -14,8 +14,8 @@
 You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes ("in",
 "out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it; why the others
 are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py` command and job lines for
-it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share: copies (DDP), zero1 (optimizer),
-zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3 within a node, copies between), offload
+it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share: replicas (DDP), zero1 (optimizer),
+zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3 within a node, replicas between), offload
 (zero3, at rest in the host's memory). "context 4": 4 ranks share each sequence, by ring attention with zig-zag shares; for
 weights they are data ranks. "experts over 8": each of 8 data ranks has an eighth of the experts. Neither of the two is an
 axis of train.py: then the command is of the first row that it can run, if there is one.

@@ -124,13 +124,13 @@ def write_text(options):
         kind, _ = gpus_here(os.environ)
     elif kind != "cpu" and gpus_here({"MANYHANDS_DEVICE": kind})[0] != kind:
         raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
-    model, facts = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
-    tokenizer = tokenizer_of(facts)
+    model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
+    tokenizer = tokenizer_of(metadata)
     symbols = tokenizer.symbols
     ids = asked(options, symbols) if options.chat else encoded(options.prompt, tokenizer)
-    loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
+    loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
-        f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters",
+        f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters",
         file=sys.stderr,
         flush=True,
     )

@@ -90,7 +90,7 @@ def short_run(tmp_path_factory, attendees):
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py", "test_sweep.py",
-    "test_launch_program.py", "test_stopping.py", "test_stand_in_device.py",
+    "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
 ]  # fmt: skip
 FIRST = LESSONS + WAIT
 

@@ -23,12 +23,12 @@ sys.path.insert(0, os.environ.get("MANYHANDS_SCRIPTS", str(Path(__file__).resolv
 import torch
 import torch.distributed as dist
 from manyhands.launch.join import join, leave
+from manyhands.train.preemption import PreemptionHandler, clear_requeue, defer_signals, write_requeue
 from manyhands.train.stalls import StallWatch
-from manyhands.train.stopping import Stopping, clear_requeue, hold, write_requeue
 
 
 def main():
-    hold()
+    defer_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint.folder", dest="folder", default=None)
     parser.add_argument("--train.steps", dest="steps", type=int, default=40)
@@ -47,7 +47,7 @@ def main():
     if folder:
         clear_requeue(folder, ranks)
     lingers_at, asked, stop = None if step else args.linger, step, None
-    with Stopping(ranks) as stopping, StallWatch(ranks, args.stall_s) as watch:
+    with PreemptionHandler(ranks) as preemption, StallWatch(ranks, args.stall_s) as watch:
         while step < args.steps and stop is None:
             watch.at(step, "training")
             if int(who) == ranks.rank and step == int(when):
@@ -60,7 +60,7 @@ def main():
                 if ranks.rank == 0 and step % 10 == 0:
                     print(f"step {step}", flush=True)
             asked += 1
-            stop = stopping.agreed(asked)
+            stop = preemption.agreed(asked)
         watch.at(step, "checkpoint")
         if fault == "slow-save":
             time.sleep(float(who))

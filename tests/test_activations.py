@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from manyhands.gpt.activation_checkpointing import checkpoint_activations
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.gpt.recompute import recompute
 from manyhands.measure.saved_activations import count_saved
 from manyhands.predict.activation_memory import published_bytes, saved_bytes, slide_values
 from torch import nn
@@ -22,7 +22,7 @@ def forward(config, sequences, dtype=torch.float32, kind="none"):
     """(model, call): one forward with loss over `sequences` sequences."""
     torch.manual_seed(0)
     model = GPT(config).to(dtype)
-    recompute(model, kind)
+    checkpoint_activations(model, kind)
     ids_BT, targets_BT = torch.randint(config.vocab_size, (2, sequences, config.block_size))
     return model, lambda: model(ids_BT, targets_BT)
 

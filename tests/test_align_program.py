@@ -32,9 +32,9 @@ SHORT = [
 def exported(tmp_path_factory):
     """A model that has never seen the template, as `python -m manyhands.checkpoint.export` leaves it."""
     model = base().float()
-    facts = {"config": asdict(model.config), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
+    metadata = {"config": asdict(model.config), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
     target = tmp_path_factory.mktemp("base") / "model.safetensors"
-    write_export(dict(model.named_parameters()), facts, target)
+    write_export(dict(model.named_parameters()), metadata, target)
     return target
 
 
@@ -54,8 +54,8 @@ def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, e
     run = align(root, tmp_path, "sft", "--from", exported, "--checkpoint.folder", folder, "--lora.rank", 2, *SHORT)
     assert run.returncode == 0, run.stderr
     assert "step 2: 0.0% of 16 held-out words right (chance: 4.2%)" in run.stdout
-    model, facts = load_model(folder)
-    assert facts["corpus"]["alphabet"] == [*ALPHABET, *MARKERS]
+    model, metadata = load_model(folder)
+    assert metadata["corpus"]["alphabet"] == [*ALPHABET, *MARKERS]
     assert model.config.vocab_size == len(ALPHABET) + len(MARKERS)
     lines = [json.loads(line) for line in (tmp_path / "align" / "latest" / "alignment.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "accuracy" in line] == [0, 2]

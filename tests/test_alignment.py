@@ -324,8 +324,8 @@ def test_with_adapters_the_rows_of_new_markers_learn_too():
 
 METHODS = ("sft", "dpo", "grpo")
 LAYOUTS = {
-    "ddp 2": (2, {"copies": "ddp"}, {}),
-    "flat 4, accumulating": (4, {"copies": "flat"}, {"micro_batch": 1}),
+    "ddp 2": (2, {"all_reduce": "buckets"}, {}),
+    "flat 4, accumulating": (4, {"all_reduce": "flat"}, {"micro_batch": 1}),
     "zero1 2": (2, {"strategy": "zero1"}, {}),
     "fsdp 4": (4, {"strategy": "fsdp"}, {}),
     "fsdp 2, accumulating": (2, {"strategy": "fsdp"}, {"micro_batch": 2}),
@@ -489,8 +489,8 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(pool, method, tmp_pat
 def test_a_checkpoint_of_adapters_is_read_as_one_model_and_resumed(pool, tmp_path):
     lora = {"lora": {"rank": 2}, "parallel": {"strategy": "fsdp"}, "checkpoint": {"every": 2, "keep": 9}}
     whole = pool.run(2, carry_out, wanted_of("grpo", lora), tmp_path)[0]
-    model, facts = load_model(whole["checkpoints"], "newest")
-    assert facts["alignment"]["method"] == "grpo" and facts["corpus"]["alphabet"] == SYMBOLS
+    model, metadata = load_model(whole["checkpoints"], "newest")
+    assert metadata["alignment"]["method"] == "grpo" and metadata["corpus"]["alphabet"] == SYMBOLS
     weights = {name: p.detach() for name, p in model.named_parameters()}
     expected = folded(whole["weights"], 8.0 / 2)
     assert weights.keys() == expected.keys() and not any("lora" in name for name in weights)

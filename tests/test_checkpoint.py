@@ -59,10 +59,10 @@ def blank(name):
     return torch.full(shape, -1.0, dtype=dtype)
 
 
-def saved(ranks, folder, step=1, val_loss=None, value=whole, way="plain", keep=2, **facts):
+def saved(ranks, folder, step=1, val_loss=None, value=whole, way="plain", keep=2, **metadata):
     """Save once and let go of the folder."""
     checkpoints = Checkpoints(folder, ranks, keep=keep)
-    checkpoints.save(step, held(ranks, way, value), {"world_size": ranks.world_size, **facts}, val_loss=val_loss)
+    checkpoints.save(step, held(ranks, way, value), {"world_size": ranks.world_size, **metadata}, val_loss=val_loss)
     checkpoints.close()
 
 
@@ -172,7 +172,7 @@ def test_a_save_in_the_background_holds_what_a_save_in_the_foreground_does(tmp_p
         manifest.verify(path)
         tensors[way] = tensor_files.whole_tensors(path)
         about = manifest.read_manifest(path)
-        assert (about["facts"], about["val_loss"], about["step"]) == ({"a": 1}, 2.0, 3)
+        assert (about["metadata"], about["val_loss"], about["step"]) == ({"a": 1}, 2.0, 3)
     assert tensors["now"].keys() == tensors["later"].keys() == {*SHAPES, "rank.0.rng", "rank.1.rng"}
     assert all(torch.equal(tensors["now"][name], tensors["later"][name]) for name in tensors["now"])
     assert all(torch.equal(tensors["now"][name], whole(name)) for name in SHAPES)
@@ -201,15 +201,15 @@ def test_a_save_that_failed_in_the_background_is_told_to_all_ranks_at_the_next_c
 
 def _save_rank_state(ranks, folder):
     checkpoints = Checkpoints(folder, ranks)
-    facts = {"world_size": ranks.world_size, "layout": {"shard": ranks.world_size}}
-    checkpoints.save(1, held(ranks, "plain", whole), facts, {"cpu": torch.tensor([10 + ranks.rank, 7])})
+    metadata = {"world_size": ranks.world_size, "layout": {"shard": ranks.world_size}}
+    checkpoints.save(1, held(ranks, "plain", whole), metadata, {"cpu": torch.tensor([10 + ranks.rank, 7])})
     checkpoints.close()
 
 
 def _load_rank_state(ranks, folder, layout):
     checkpoints, state = Checkpoints(folder, ranks), {"cpu": torch.zeros(2, dtype=torch.int64)}
-    facts = checkpoints.load(checkpoints.newest(), held(ranks, "plain", blank), state, layout)
-    return state["cpu"].tolist(), facts["rank_state_restored"]
+    metadata = checkpoints.load(checkpoints.newest(), held(ranks, "plain", blank), state, layout)
+    return state["cpu"].tolist(), metadata["rank_state_restored"]
 
 
 def test_random_state_returns_to_its_rank_and_only_to_the_same_layout(tmp_path):
@@ -333,12 +333,12 @@ class _Command:
 
 def _doctor(path, change):
     """Rewrite .metadata, and the manifest so that every sha256 fits, as one who can write the folder would."""
-    metadata = tensor_files.read_metadata(path)
+    metadata = tensor_files.read_tensor_index(path)
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     about = manifest.read_manifest(path)
     files = about["files"] | {".metadata": manifest.describe_file(path / ".metadata")}
-    manifest.write_manifest(path, about["step"], about["val_loss"], about["facts"], files)
+    manifest.write_manifest(path, about["step"], about["val_loss"], about["metadata"], files)
 
 
 def test_metadata_that_would_run_a_command_does_not_run_it(two_steps, tmp_path):
@@ -495,7 +495,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, t
     newest = manifest.steps_in(folder)[0]
     manifest.verify(newest)
     assert manifest.step_of(newest) == 20
-    assert manifest.read_facts(newest).get("new", False) == (renames == 2)
+    assert manifest.read_metadata(newest).get("new", False) == (renames == 2)
     step_folders.make_partial(folder, 20, set())  # the next save tidies up
     assert names_in(folder) == ["step-00000010", "step-00000020", "step-00000020.partial"]
 
@@ -655,4 +655,4 @@ def test_the_manifest_is_json_that_anyone_can_check_with_sha256sum(two_steps):
     assert about["files"].keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     lines = "".join(f"{f['sha256']}  {path / name}\n" for name, f in about["files"].items())
     subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, check=True)
-    assert manifest.read_facts(path) == {"world_size": 2}
+    assert manifest.read_metadata(path) == {"world_size": 2}

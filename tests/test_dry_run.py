@@ -131,12 +131,16 @@ def test_it_says_what_activations_take_and_with_which_recomputation():
     config, micro_batch = model_config(read_options(["--preset", "gpt2"]), 0), 8
     # bf16: 14 D of products, attention and GELU; fp32: 2 D of norms; and the loss's V
     least = micro_batch * 1024 * (12 * (14 * 2 + 2 * 4) * 768 + 4 * config.vocab_size)
-    shown = float(re.search(r"activations +([\d.]+) GiB  of micro-batches of 8 sequences, recompute none", whole)[1])
+    shown = float(
+        re.search(r"activations +([\d.]+) GiB  of micro-batches of 8 sequences, activation checkpointing none", whole)[
+            1
+        ]
+    )
     assert least / 2**30 == pytest.approx(shown, rel=0.02)
     total, peak = (float(re.search(rf"{name} +([\d.]+) GiB", whole)[1]) for name in ("total", "at its peak"))
     assert peak == pytest.approx(total + shown, abs=0.02)
-    less = comments(described("--preset gpt2 --parallel.recompute block", 8))
-    assert float(re.search(r"activations +([\d.]+) GiB .* recompute block", less)[1]) < 0.6 * shown
+    less = comments(described("--preset gpt2 --parallel.activation-checkpointing block", 8))
+    assert float(re.search(r"activations +([\d.]+) GiB .* activation checkpointing block", less)[1]) < 0.6 * shown
     assert "without the masks of dropout" in comments(described("--preset shakespeare"))
 
 

@@ -210,7 +210,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.strategy pp --train.compile", 2, ("train.compile", "--train.no-compile")),
         ("--parallel.strategy pp --train.precision fp16", 2, ("fp16", "bf16")),
         ("--parallel.strategy fsdp --parallel.offload --train.precision fp16", 2, ("fp16", "offload")),
-        ("--parallel.strategy deepspeed --parallel.recompute block", 2, ("without parallel.recompute=block", "recompute none")),
+        ("--parallel.strategy deepspeed --parallel.activation-checkpointing block", 2, ("without parallel.activation_checkpointing=block", "activation-checkpointing none")),
         ("--parallel.strategy deepspeed --train.compile", 2, ("without train.compile", "--train.no-compile")),
         # options that would have no effect
         ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp", "zero1")),

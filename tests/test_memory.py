@@ -68,7 +68,7 @@ ON_TWO = [
         "--optimizer.name sgd",
         "--train.precision fp64",
         "--train.precision bf16",
-        "--parallel.copies ddp",
+        "--parallel.all-reduce buckets",
         "--parallel.strategy zero1",
         "--parallel.strategy fsdp",
         "--parallel.strategy fsdp --parallel.wrapping block_and_size",
@@ -113,7 +113,7 @@ def test_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool, world_si
 def test_adam_in_fp32_takes_sixteen_bytes_per_parameter():
     """ZeRO, section 3.1, counts 4 for the weights, 4 for the gradients and 8 for the moments."""
     assert held("--model.vocab-size 65", 1) == Bytes(4 * 816_705, 4 * 816_705, 8 * 816_705)
-    assert held("--model.vocab-size 65", 8) == held("--model.vocab-size 65", 1), "copies save nothing"
+    assert held("--model.vocab-size 65", 8) == held("--model.vocab-size 65", 1), "replicas save nothing"
 
 
 def test_sgd_keeps_nothing_and_fp64_doubles():

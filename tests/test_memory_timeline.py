@@ -7,8 +7,8 @@ import weakref
 import matplotlib
 import pytest
 import torch
+from manyhands.gpt.activation_checkpointing import checkpoint_activations
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.gpt.recompute import recompute
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
 from manyhands.measure.saved_activations import count_saved
 from manyhands.plots.memory_stack import memory_stack, memory_stacks
@@ -148,7 +148,7 @@ def test_recomputed_blocks_keep_their_inputs_alone_and_one_block_at_a_time_in_th
     for kind in ("none", "block", "selective"):
         torch.manual_seed(0)
         model = GPT(CONFIG)
-        recompute(model, kind)
+        checkpoint_activations(model, kind)
         results[kind] = one_step(model, adamw(model))
     forward = {kind: end_of(seen, "forward").bytes["activations"] for kind, seen in results.items()}
     B, T = batch()[0].shape
@@ -183,7 +183,7 @@ def test_a_step_computes_the_same_numbers_inside_a_timeline():
         for inside in (False, True):
             torch.manual_seed(0)
             model = GPT(CONFIG)
-            recompute(model, kind)
+            checkpoint_activations(model, kind)
             with MemoryTimeline(model) if inside else contextlib.nullcontext():
                 model(*batch())[1].backward()
             gradients.append([p.grad for p in model.parameters()])

@@ -178,7 +178,9 @@ def test_what_is_not_simulated_is_refused_with_its_sentence():
 
 def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
     held = {"parameters": 1000, "optimizer": 2000, "gradients": 1000}
-    figure = planned_and_held([("copies 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t")
+    figure = planned_and_held(
+        [("replicas 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t"
+    )
     (axes,) = figure.axes
     ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
     assert max(ends) == 4.0 and [line.get_xdata()[0] for line in axes.lines] == [4.0, 2.0]
@@ -204,5 +206,5 @@ def test_the_lessons_eight_layouts_exist_on_four_ranks():
     node = replace(machine_named("h100"), gpus_per_node=2)
     found = {f.name: f for f in families(Question(tiny, node, 4, 8), ("none",), most_micro_batch=2)}
     assert found["hybrid 2 x 2"].variants[0].layout.shard == 2
-    wanted = {"copies 4", "zero1 4", "zero2 4", "zero3 4", "copies 2 x pipeline 2", "zero3 2 x tensor 2"}
+    wanted = {"replicas 4", "zero1 4", "zero2 4", "zero3 4", "replicas 2 x pipeline 2", "zero3 2 x tensor 2"}
     assert wanted | {"tensor 2 x pipeline 2"} <= {name for name, family in found.items() if family.variants}

@@ -100,17 +100,17 @@ def reference():
 
 
 CASES = {
-    "flat": dict(strategy="ddp", copies="flat", micro_batch=1),
-    "ddp": dict(strategy="ddp", copies="ddp", recompute="selective"),
+    "flat": dict(strategy="ddp", all_reduce="flat", micro_batch=1),
+    "ddp": dict(strategy="ddp", all_reduce="buckets", activation_checkpointing="selective"),
     "zero1": dict(strategy="zero1"),
-    "fsdp": dict(strategy="fsdp", recompute="block"),
+    "fsdp": dict(strategy="fsdp", activation_checkpointing="block"),
     "tp": dict(strategy="tp"),
     "tp, sequence and loss parallel": dict(strategy="tp", sequence_parallel=True, loss_parallel=True),
     "fsdp x tp, sequence parallel": dict(strategy="fsdp", tensor=2, sequence_parallel=True),
     "pp": dict(strategy="pp"),
     "pp, interleaved": dict(strategy="ddp", pipeline=2, schedule="Interleaved1F1B"),
     "pp, zero bubble": dict(strategy="ddp", pipeline=2, schedule="ZBVZeroBubble"),
-    "pp x tp": dict(strategy="ddp", pipeline=2, tensor=2, sequence_parallel=True, recompute="block"),
+    "pp x tp": dict(strategy="ddp", pipeline=2, tensor=2, sequence_parallel=True, activation_checkpointing="block"),
 }
 
 
@@ -293,9 +293,9 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
     assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
     capsys.readouterr()
     for source in (lives[-1] / "whole", tmp_path / "model.safetensors"):
-        model, facts = load_model(source, "best")
+        model, metadata = load_model(source, "best")
         assert model.config.document_mark == 0
-        tokenizer = tokenizer_of(facts)
+        tokenizer = tokenizer_of(metadata)
         assert program.main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
         text = capsys.readouterr().out
         ids = tokenizer.encode("dée ").tolist()
@@ -312,10 +312,10 @@ def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_pa
 
     assert export.main([str(lives[-1] / "whole"), str(tmp_path / "model.safetensors")]) == 0
     about = tmp_path / "model.json"
-    facts = json.loads(about.read_text())
+    about_it = json.loads(about.read_text())
     for wrong in ({"model": 3}, {"format": "manyhands characters 1", "symbols": ["a"] * 999}, "text", None):
-        facts["corpus"]["vocabulary"] = wrong
-        about.write_text(json.dumps(facts))
+        about_it["corpus"]["vocabulary"] = wrong
+        about.write_text(json.dumps(about_it))
         with pytest.raises(CheckpointError, match="is not what a run writes down"):
             load_model(tmp_path / "model.safetensors")
 

@@ -50,7 +50,7 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     status, out, _ = run("--preset olmo-7b --machine h100 --gpus 64 --top 3")
     assert status == 0
     assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
-    rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|copies|tensor|pipeline)", out, re.MULTILINE)
+    rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|replicas|tensor|pipeline)", out, re.MULTILINE)
     assert [int(number) for number, _ in rows][:3] == [1, 2, 3] and "slower ones (--all shows them)" in out
     table = [line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line]
     assert len(table) == 4 and len({len(line) for line in table}) == 1, "columns stand below each other"
@@ -59,7 +59,7 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
         r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others", out
     )
     assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset olmo-7b" in out
-    assert "copies 64: needs 122.8 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
+    assert "replicas 64: needs 122.8 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
 
 
 def test_all_shows_every_plan_and_every_refusal(run):
@@ -71,7 +71,7 @@ def test_all_shows_every_plan_and_every_refusal(run):
 
 
 PLAN_KEYS = {
-    "layout": str, "axes": dict, "sharing": str, "micro_batches": int, "micro_batch": int, "recompute": str,
+    "layout": str, "axes": dict, "sharing": str, "micro_batches": int, "micro_batch": int, "activation_checkpointing": str,
     "bytes": dict, "seconds": dict, "messages": list, "bubble": float, "mfu": float, "tokens_per_s": float,
     "train_flags": list,
 }  # fmt: skip
@@ -107,7 +107,7 @@ def test_where_nothing_fits_the_status_is_1_and_the_smallest_number_is_named(run
 def test_pictures_are_written(run, tmp_path):
     assert run(f"--preset gpt2 --gpus 8 --plot {tmp_path}/plan.svg")[0] == 0
     assert run(f"--published --plot {tmp_path}/published.svg")[0] == 0
-    for name, words in (("plan", "copies 8"), ("published", "Published runs, predicted")):
+    for name, words in (("plan", "replicas 8"), ("published", "Published runs, predicted")):
         assert "<svg" in (text := (tmp_path / f"{name}.svg").read_text()) and words in text
 
 
@@ -268,7 +268,7 @@ def test_it_runs_without_torch(root):
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert "1. copies 8" in ran.stdout
+    assert "1. replicas 8" in ran.stdout
 
 
 def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():

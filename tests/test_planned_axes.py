@@ -19,9 +19,9 @@ MIXTRAL = preset_model("mixtral-8x7b")
 MOE = PlannedModel("moe", 32000, 2048, 8, 16, 2048, 4, 4096, "llama", n_expert=8, top_k=2)
 
 
-def candidate(name, model, gpus, batch=64, machine=H100, micro_batch=1, recompute="none", **kwargs):
+def candidate(name, model, gpus, batch=64, machine=H100, micro_batch=1, checkpointing="none", **kwargs):
     """The first candidate of that name."""
-    found = families(Question(model, machine, gpus, batch, **kwargs), (recompute,))
+    found = families(Question(model, machine, gpus, batch, **kwargs), (checkpointing,))
     return next(c for f in found if f.name == name for c in f.variants if c.micro_batch == micro_batch)
 
 
@@ -43,14 +43,14 @@ def test_a_context_axis_divides_activations_and_leaves_weights_as_data_ranks_do(
     whole, share = (planned_bytes(LONG, one.layout, one.options) for one in (plain, context))
     assert share.activations == pytest.approx(whole.activations / 4, rel=1e-3)
     assert bytes_at_rest(LONG, plain.layout, plain.options) == bytes_at_rest(LONG, context.layout, context.options)
-    copies = candidate("copies 2 x context 4", LONG, 8)
-    assert (copies.layout.replicate, copies.layout.shard, copies.layout.data) == (8, 1, 2)
-    parameters, gradients, *_ = bytes_at_rest(LONG, copies.layout, copies.options)
+    replicas = candidate("replicas 2 x context 4", LONG, 8)
+    assert (replicas.layout.replicate, replicas.layout.shard, replicas.layout.data) == (8, 1, 2)
+    parameters, gradients, *_ = bytes_at_rest(LONG, replicas.layout, replicas.options)
     assert parameters == gradients == 4 * LONG.num_params(), "each context rank has all weights"
 
 
 def test_gradients_are_summed_over_context_and_data_ranks_together():
-    time = step_time(work_of(LONG, one := candidate("copies 2 x context 4", LONG, 8)), H100)
+    time = step_time(work_of(LONG, one := candidate("replicas 2 x context 4", LONG, 8)), H100)
     (summed,) = messages(time, "data")
     assert one.layout.data == 2 and summed.operation == "all_reduce"
     assert summed.sent.inside == pytest.approx(2 * 7 / 8 * 4 * LONG.num_params())
@@ -64,7 +64,7 @@ def test_keys_and_values_go_around_once_forward_and_with_their_gradients_backwar
     assert forward.payload_bytes == layers * micro_batches * keys_and_values * 2
     assert forward.sent.inside == forward.payload_bytes * 3 / 4 and forward.sent.between == 0
     assert backward.payload_bytes == layers * micro_batches * keys_and_values * (2 + 4), "gradients in fp32"
-    again = candidate("zero3 2 x context 4", LONG, 8, recompute="block")
+    again = candidate("zero3 2 x context 4", LONG, 8, checkpointing="block")
     repeated, _ = messages(step_time(work_of(LONG, again), H100), "context")
     assert repeated.payload_bytes == 2 * forward.payload_bytes
 
@@ -150,8 +150,8 @@ def test_ranks_that_share_experts_hold_a_part_of_them_and_all_of_the_dense_weigh
     experts = 8 * 8 * 3 * 2048 * 4096  # of all layers
     dense = MOE.num_params() - experts
     for name, held in (
-        ("copies 8", dense + experts),
-        ("copies 8, experts over 8", dense + experts / 8),
+        ("replicas 8", dense + experts),
+        ("replicas 8, experts over 8", dense + experts / 8),
         ("zero3 8", dense / 8 + experts / 8),
         ("zero3 8, experts over 8", dense / 8 + experts / 8),
     ):
@@ -165,7 +165,7 @@ def test_ranks_that_share_experts_hold_a_part_of_them_and_all_of_the_dense_weigh
 
 
 def test_tokens_go_to_their_experts_and_back_forward_and_backward():
-    one = candidate("copies 8, experts over 8", MOE, 8)
+    one = candidate("replicas 8, experts over 8", MOE, 8)
     work = work_of(MOE, one)
     (sent,) = messages(step_time(work, H100), "experts")
     calls = 8 * one.layout.micro_batches * 4  # layers; there and back, twice
@@ -175,7 +175,7 @@ def test_tokens_go_to_their_experts_and_back_forward_and_backward():
     padded = dataclasses.replace(MOE, capacity=1.5)
     (more,) = messages(step_time(work_of(padded, one), H100), "experts")
     assert more.payload_bytes == 1.5 * sent.payload_bytes
-    assert not messages(step_time(work_of(MOE, candidate("copies 8", MOE, 8)), H100), "experts")
+    assert not messages(step_time(work_of(MOE, candidate("replicas 8", MOE, 8)), H100), "experts")
 
 
 def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same_ones():
@@ -185,9 +185,9 @@ def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same_ones(
 
     experts = 8 * 8 * 3 * 2048 * 4096 * 4
     dense = 4 * MOE.num_params() - experts
-    assert summed("copies 8, experts over 8", 8) == [pytest.approx(2 * 7 / 8 * dense)], "each has its own"
+    assert summed("replicas 8, experts over 8", 8) == [pytest.approx(2 * 7 / 8 * dense)], "each has its own"
     twice = [pytest.approx(2 * 15 / 16 * dense), pytest.approx(2 * 1 / 2 * experts / 8)]
-    assert summed("copies 16, experts over 8", 16) == twice, "two have the same ones"
+    assert summed("replicas 16, experts over 8", 16) == twice, "two have the same ones"
     assert sum(summed("zero3 16, experts over 8", 16)) < sum(summed("zero3 16", 16))
 
 

@@ -60,7 +60,7 @@ def one(model, gpus, name, batch=24, machine=H100, **kwargs):
 def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byte(model, gpus):
     machine = dataclasses.replace(H100, gpus_per_node=gpus if gpus == 6 else 8)
     seen = 0
-    for candidate in candidates(model, gpus, machine=machine, recompute=("none",), most_micro_batch=1):
+    for candidate in candidates(model, gpus, machine=machine, checkpointing=("none",), most_micro_batch=1):
         expected = bytes_per_rank(config_of(model), candidate.layout, candidate.options)
         assert bytes_at_rest(model, candidate.layout, candidate.options) == dataclasses.astuple(expected), candidate
         seen += 1
@@ -69,7 +69,7 @@ def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byt
 
 def test_activations_and_accumulated_gradients_are_those_of_the_course():
     six = dataclasses.replace(H100, gpus_per_node=6)
-    for candidate in candidates(ODD, 6, 12, six, recompute=("block",)):
+    for candidate in candidates(ODD, 6, 12, six, checkpointing=("block",)):
         held = planned_bytes(ODD, candidate.layout, candidate.options)
         given = config_of(ODD), candidate.layout, candidate.options
         assert held.activations == activation_bytes(*given)
@@ -131,13 +131,13 @@ def most_whole_gradients(parallel, share):
 @pytest.mark.parametrize(
     ("gpus", "names"),
     [
-        (2, ["copies 2", "zero1 2", "zero2 2", "zero3 2", "tensor 2", "pipeline 2"]),
-        (4, ["hybrid 2 x 2", "zero3 2 x tensor 2", "copies 2 x pipeline 2", "tensor 2 x pipeline 2"]),
+        (2, ["replicas 2", "zero1 2", "zero2 2", "zero3 2", "tensor 2", "pipeline 2"]),
+        (4, ["hybrid 2 x 2", "zero3 2 x tensor 2", "replicas 2 x pipeline 2", "tensor 2 x pipeline 2"]),
     ],
 )
 def test_real_ranks_hold_what_is_planned_within_two_percent(pool, gpus, names):
     machine = dataclasses.replace(H100, gpus_per_node=2)
-    chosen = [one(TINY, gpus, name, 8, machine, recompute=("none",), most_micro_batch=2) for name in names]
+    chosen = [one(TINY, gpus, name, 8, machine, checkpointing=("none",), most_micro_batch=2) for name in names]
     jobs = [(config_of(TINY), c.options) for c in chosen]
     measured = pool.run(gpus, held_by_ranks, jobs, timeout_s=120)
     for i, candidate in enumerate(chosen):
@@ -147,7 +147,7 @@ def test_real_ranks_hold_what_is_planned_within_two_percent(pool, gpus, names):
 
 
 def test_fsdp_really_adds_up_whole_gradients_between_micro_batches(pool):
-    several = one(TINY, 2, "zero3 2", 8, recompute=("none",), most_micro_batch=1)
+    several = one(TINY, 2, "zero3 2", 8, checkpointing=("none",), most_micro_batch=1)
     planned = planned_bytes(TINY, several.layout, several.options)
     measured = pool.run(2, held_by_ranks, [(config_of(TINY), several.options)], timeout_s=120)
     assert several.layout.micro_batches == 4
@@ -180,7 +180,7 @@ def test_more_recomputation_never_needs_more_bytes(gpus):
     by_kind = {
         kind: [
             c
-            for c in candidates(model, gpus, 16, recompute=(kind,))
+            for c in candidates(model, gpus, 16, checkpointing=(kind,))
             if c.options.parallel.schedule not in SPLIT_BACKWARD  # no selective recomputation there
         ]
         for kind in ("none", "selective", "block")
@@ -222,7 +222,7 @@ def kept_by_ranks(ranks, all_flags):
 
 def test_tensor_ranks_keep_what_is_planned_and_of_a_recomputed_layer_a_share_of_its_input(pool):
     sizes = "--model.n-layer 8 --model.n-embd 64 --model.vocab-size 64 --train.global-batch 8"
-    flags = f"{sizes} --parallel.strategy tp --parallel.sequence-parallel --parallel.recompute"
+    flags = f"{sizes} --parallel.strategy tp --parallel.sequence-parallel --parallel.activation-checkpointing"
     (kept, planned), (kept_block, planned_block) = pool.run(2, kept_by_ranks, [f"{flags} none", f"{flags} block"])[0]
     assert planned == pytest.approx(kept, rel=0.005)
     # the formula counts one layer more: it is there again while its backward runs
@@ -311,7 +311,7 @@ def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
 
 
 @pytest.mark.parametrize(
-    "name, flags", [("copies 8", "ddp --parallel.copies ddp"), ("zero3 8", "fsdp"), ("zero1 8", "zero1")]
+    "name, flags", [("replicas 8", "ddp --parallel.all-reduce buckets"), ("zero3 8", "fsdp"), ("zero1 8", "zero1")]
 )
 def test_messages_of_data_parallelism_are_those_that_the_course_counts(name, flags):
     model = preset_model("gpt2")
@@ -348,7 +348,7 @@ def test_the_bubble_is_that_of_the_schedules_formula(schedule):
         c for c in candidates(model, 4, 32) if str(c) == "pipeline 4" and c.options.parallel.schedule == schedule
     )
     work = dataclasses.replace(
-        planned_work(model, candidate.layout, candidate.options, "copies"), head_flops=0.0, around_bytes=0.0,
+        planned_work(model, candidate.layout, candidate.options, "replicas"), head_flops=0.0, around_bytes=0.0,
         cast_bytes=0.0,
     )  # fmt: skip
     time = step_time(work, H100)
@@ -361,8 +361,8 @@ def test_the_bubble_is_that_of_the_schedules_formula(schedule):
 def test_a_split_backward_recomputes_a_layer_twice_and_its_bubble_hangs_on_halves_of_equal_length():
     question = Question(preset_model("olmo-7b"), H100, 16, 512, offload=False)
     by_kind = {
-        (c.options.parallel.schedule, c.options.parallel.recompute): c
-        for family in families(question, most_micro_batch=1) if family.name == "copies 4 x pipeline 4"
+        (c.options.parallel.schedule, c.options.parallel.activation_checkpointing): c
+        for family in families(question, most_micro_batch=1) if family.name == "replicas 4 x pipeline 4"
         for c in family.variants
     }  # fmt: skip
     works = {key: planned_work(question.model, c.layout, c.options, c.sharing) for key, c in by_kind.items()}
@@ -507,9 +507,9 @@ def test_refusals_name_the_numbers():
     stages = refusals(TINY, 8, 64)
     assert "8 stages (8 ranks x 1) are more than model.n_layer=4" in stages["pipeline 8"]
     batch = refusals(TINY, 8, 12)
-    assert "train.global_batch=12 does not split over 8 data-parallel ranks" in batch["copies 8"]
+    assert "train.global_batch=12 does not split over 8 data-parallel ranks" in batch["replicas 8"]
     large = refusals(preset_model("olmo-7b"), 8, 512)
-    assert "needs 122." in large["copies 8"] and "of 80.0 GB per GPU at least (optimizer 53.7" in large["copies 8"]
+    assert "needs 122." in large["replicas 8"] and "of 80.0 GB per GPU at least (optimizer 53.7" in large["replicas 8"]
     groups = refusals(dataclasses.replace(preset_model("llama3-8b"), n_kv_head=2), 8, 8)
     assert "2 key-value heads do not split over 4 tensor ranks" in groups["zero3 2 x tensor 4"]
     assert "does not fill" in refusals(TINY, 4, 6)["pipeline 4"] or "do not fill" in refusals(TINY, 4, 6)["pipeline 4"]
@@ -527,7 +527,7 @@ def test_where_nothing_fits_it_names_the_smallest_number_of_gpus_and_that_is_rig
 
 
 def test_a_large_model_is_not_left_to_copies_and_a_small_one_is():
-    assert plan(Question(preset_model("gpt2"), H100, 8, 512)).best.name == "copies 8"
+    assert plan(Question(preset_model("gpt2"), H100, 8, 512)).best.name == "replicas 8"
     best = plan(Question(preset_model("olmo-7b"), H100, 64, 512)).best
     assert best.candidate.sharing in ("zero2", "zero3") and best.candidate.layout.tensor == 1
 
@@ -601,10 +601,10 @@ def test_questions_that_make_no_sense_are_refused(gpus, batch, words):
 def test_a_layout_has_one_name():
     names = {str(c) for c in candidates(ODD, 8)}
     assert {
-        "copies 8",
+        "replicas 8",
         "zero1 8",
         "zero3 4 x tensor 2",
-        "copies 2 x pipeline 4",
+        "replicas 2 x pipeline 4",
         "tensor 2 x pipeline 4",
     } <= names
     assert str(one(ODD, 1, "one GPU").layout) == "one rank"

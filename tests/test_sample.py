@@ -42,8 +42,8 @@ def _train(ranks, folder, config):
         named = gpt(step, config).named_parameters()
         tensors = {f"model.{name}": distribute_tensor(p.detach(), mesh, [Shard(0)]) for name, p in named}
         tensors["optimizer.norm.weight.exp_avg"] = torch.ones(8)
-        facts = {"config": asdict(config), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": step}
-        checkpoints.save(step, tensors, facts, val_loss=loss)
+        metadata = {"config": asdict(config), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": step}
+        checkpoints.save(step, tensors, metadata, val_loss=loss)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def damage(path):
 @pytest.mark.parametrize(("wanted", "step"), [("best", 20), ("newest", 30), ("10", 10)])
 def test_one_process_reads_the_best_the_newest_or_a_given_step_whole(wanted, step, trained):
     for source in (trained, trained / "checkpoints"):
-        model, facts = load_model(source, wanted)
+        model, metadata = load_model(source, wanted)
         assert same(model, gpt(step)) and not model.training
-        assert (facts["step"], facts["val_loss"]) == (step, LOSSES[step])
-        assert facts["source"].endswith(f"step-000000{step}")
+        assert (metadata["step"], metadata["val_loss"]) == (step, LOSSES[step])
+        assert metadata["source"].endswith(f"step-000000{step}")
 
 
 def test_the_folder_of_one_step_is_read_under_any_name(trained, tmp_path):
@@ -112,7 +112,7 @@ def test_without_validation_losses_the_best_is_the_newest(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     for path in manifest.steps_in(tmp_path / "checkpoints"):
         about = manifest.read_manifest(path)
-        manifest.write_manifest(path, about["step"], None, about["facts"], about["files"])
+        manifest.write_manifest(path, about["step"], None, about["metadata"], about["files"])
     assert manifest.step_of(find_checkpoint(tmp_path, "best")) == 30
 
 
@@ -127,14 +127,14 @@ def test_what_is_not_there_is_said(trained, tmp_path):
 
 def test_weights_that_are_not_the_gpt_of_the_facts_are_refused_by_name(trained):
     weights = {name: p.detach() for name, p in gpt(1).named_parameters()}
-    facts = {"config": asdict(CONFIG) | {"n_layer": 3}}
+    metadata = {"config": asdict(CONFIG) | {"n_layer": 3}}
     with pytest.raises(
         CheckpointError, match=r"blocks.2.attention.out.bias is missing and should be \[8\] \(1\d names"
     ):
-        export.build(weights, facts, "here")
-    facts = {"config": asdict(CONFIG) | {"block_size": 32}}
+        export.build(weights, metadata, "here")
+    metadata = {"config": asdict(CONFIG) | {"block_size": 32}}
     with pytest.raises(CheckpointError, match=r"positions.weight is \[16, 8\] and should be \[32, 8\]; use another"):
-        export.build(weights, facts, "here")
+        export.build(weights, metadata, "here")
     with pytest.raises(CheckpointError, match="says nothing of a GPT that can be built"):
         export.build(weights, {}, "here")
 
@@ -150,9 +150,9 @@ def test_an_export_is_the_model_and_needs_nothing_of_the_run(trained, tmp_path, 
         said == f"{target}: {gpt(20).num_params():,} parameters of step 20 from {trained}/checkpoints/step-00000020\n"
     )
     assert sorted(p.name for p in target.parent.iterdir()) == ["model.json", "model.safetensors"]
-    model, facts = load_model(target)
+    model, metadata = load_model(target)
     assert same(model, gpt(20))
-    assert (facts["step"], facts["val_loss"], facts["corpus"]["alphabet"]) == (20, 1.5, ALPHABET)
+    assert (metadata["step"], metadata["val_loss"], metadata["corpus"]["alphabet"]) == (20, 1.5, ALPHABET)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(model(ids)[0], gpt(20).eval()(ids)[0])
 
@@ -170,9 +170,9 @@ def test_a_tied_matrix_is_stored_once_and_tied_again(tmp_path):
     config = GPTConfig(vocab_size=23, block_size=16, n_layer=1, n_head=1, n_embd=8, tie=True, qkv_bias=True)
     run_on_ranks(1, _train, tmp_path / "run", config)
     for source in (tmp_path / "run", tmp_path / "m.safetensors"):
-        model, facts = load_model(source, "newest")
+        model, metadata = load_model(source, "newest")
         assert same(model, gpt(30, config)) and model.head.weight is model.tokens.weight
-        export.write_export(dict(model.named_parameters()), facts, tmp_path / "m.safetensors")
+        export.write_export(dict(model.named_parameters()), metadata, tmp_path / "m.safetensors")
 
 
 def test_a_changed_export_is_refused_by_name(trained, tmp_path):
@@ -296,12 +296,12 @@ def test_the_json_beside_an_export_says_what_the_file_is(trained, tmp_path):
 
 
 def test_forged_facts_are_refused_before_anything_of_their_size_is_built(trained):
-    _, facts = load_model(trained)
+    _, metadata = load_model(trained)
     weights = {name: p.detach() for name, p in gpt(20).named_parameters()}
     forged = [
-        {"config": facts["config"] | {"n_layer": 10**12}},
-        {"config": facts["config"] | {"n_embd": 10**15, "n_head": 1}},
-        {"config": facts["config"] | {"n_layer": "two"}},
+        {"config": metadata["config"] | {"n_layer": 10**12}},
+        {"config": metadata["config"] | {"n_embd": 10**15, "n_head": 1}},
+        {"config": metadata["config"] | {"n_layer": "two"}},
         {"corpus": {"alphabet": ALPHABET * 2}},
         {"corpus": {"alphabet": [1, 2]}},
         {"corpus": None},
@@ -310,13 +310,13 @@ def test_forged_facts_are_refused_before_anything_of_their_size_is_built(trained
     ]
     for one in forged:
         with pytest.raises(CheckpointError, match="use another"):
-            export.believe(facts | one, "here")
-            export.build(weights, facts | one, "here")
-    assert same(export.build(weights, facts, "here"), gpt(20))
+            export.believe(metadata | one, "here")
+            export.build(weights, metadata | one, "here")
+    assert same(export.build(weights, metadata, "here"), gpt(20))
 
 
 def test_shapes_larger_than_their_files_are_refused_before_room_is_asked_for(trained, monkeypatch):
-    described = tensor_files.read_metadata(trained / "checkpoints" / "step-00000020")
+    described = tensor_files.read_tensor_index(trained / "checkpoints" / "step-00000020")
     described.state_dict_metadata["model.head.weight"].size = torch.Size([10**9, 10**9])
     monkeypatch.setattr(tensor_files, "read_metadata", lambda folder: described)
     with pytest.raises(CheckpointError, match="describes tensors of 4,000,000,000,000,.* bytes in files of"):

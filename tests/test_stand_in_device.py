@@ -40,13 +40,13 @@ LESSONS = find_lessons()
 TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "
 TRAIN += "--log.eval-batches 1 --log.sample 4 --log.no-plots "
 STRATEGIES = {
-    "copies, DDP's buckets": "--parallel.copies ddp",
-    "copies, one flat vector": "--parallel.copies flat",
+    "replicas, DDP's buckets": "--parallel.all-reduce buckets",
+    "replicas, one flat vector": "--parallel.all-reduce flat",
     "ZeRO-1": "--parallel.strategy zero1",
     "FSDP": "--parallel.strategy fsdp --train.precision bf16",
     "FSDP, states on the CPU": "--parallel.strategy fsdp --parallel.offload",
     "tensor parallel": "--parallel.tensor 2 --parallel.sequence-parallel --parallel.loss-parallel",
-    "pipeline": "--parallel.pipeline 2 --parallel.recompute block",
+    "pipeline": "--parallel.pipeline 2 --parallel.activation-checkpointing block",
 }
 
 

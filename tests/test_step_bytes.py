@@ -6,8 +6,8 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
+from manyhands.gpt.activation_checkpointing import checkpoint_activations
 from manyhands.gpt.model import GPT
-from manyhands.gpt.recompute import recompute
 from manyhands.measure.saved_activations import count_saved
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes, sequences_at_once
 
@@ -29,7 +29,7 @@ def kept_for_the_backward(flags):
     config, layout, options = resolved(flags)
     torch.manual_seed(0)
     model = GPT(config)
-    recompute(model, options.parallel.recompute)
+    checkpoint_activations(model, options.parallel.activation_checkpointing)
     ids_bT, targets_bT = torch.randint(300, (2, sequences_at_once(layout, options), config.block_size))
     with torch.autocast("cpu", torch.bfloat16, enabled=options.train.precision == "bf16"):
         return count_saved(lambda: model(ids_bT, targets_bT), model).bytes
@@ -44,15 +44,17 @@ def test_what_is_kept_is_what_autograd_keeps(precision):
 
 
 def test_with_recomputation_the_inputs_of_layers_are_kept_and_one_layer_is_there_again():
-    config, layout, options = resolved("--parallel.recompute block")
+    config, layout, options = resolved("--parallel.activation-checkpointing block")
     a_layer = (
         sum(size for term, size in saved_bytes(config, 12).items() if term not in ("final norm", "head", "loss", "ids"))
         / 4
     )
-    seen = kept_for_the_backward("--parallel.recompute block")
+    seen = kept_for_the_backward("--parallel.activation-checkpointing block")
     assert activation_bytes(config, layout, options) == pytest.approx(seen + a_layer, rel=0.01)
-    assert expected("--parallel.recompute block") < expected("--parallel.recompute selective")
-    assert expected("--parallel.recompute selective --model.n-layer 12") < expected("--model.n-layer 12")
+    assert expected("--parallel.activation-checkpointing block") < expected(
+        "--parallel.activation-checkpointing selective"
+    )
+    assert expected("--parallel.activation-checkpointing selective --model.n-layer 12") < expected("--model.n-layer 12")
 
 
 def test_micro_batches_divide_it_and_more_ranks_at_the_same_micro_batch_do_not():

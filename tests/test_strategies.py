@@ -111,8 +111,8 @@ SHARDINGS = ("full", "grad_op", "hybrid", "none")
 UNITS = {"block": 5, "block_and_size": 7, "block_group:3": 3, "size:3000": 13}
 CASES = {
     **{
-        f"ddp {copies}{accumulating}": dict(strategy="ddp", copies=copies, micro_batch=micro_batch)
-        for copies in ("ddp", "flat")
+        f"ddp {all_reduce}{accumulating}": dict(strategy="ddp", all_reduce=all_reduce, micro_batch=micro_batch)
+        for all_reduce in ("buckets", "flat")
         for accumulating, micro_batch in (("", None), (" accumulating", 1))
     },
     "zero1": dict(strategy="zero1"),
@@ -129,7 +129,7 @@ CASES = {
     "fsdp x tensor": dict(strategy="fsdp", tensor=2),
     "ddp x tensor accumulating": dict(strategy="ddp", tensor=2, micro_batch=2),
     **{
-        f"{strategy} recomputing {kind}": dict(strategy=strategy, recompute=kind)
+        f"{strategy} recomputing {kind}": dict(strategy=strategy, activation_checkpointing=kind)
         for strategy in ("ddp", "fsdp")
         for kind in ("block", "selective")
     },
@@ -146,9 +146,11 @@ def test_a_world_of_one_takes_the_same_path(pool, references, strategy):
     assert_equal(pool.run(1, sgd_steps, options_of(strategy=strategy, micro_batch=2)), references[CONFIG])
 
 
-@pytest.mark.parametrize("case", ["ddp", "flat", *UNITS])
+@pytest.mark.parametrize("case", ["buckets", "flat", *UNITS])
 def test_tied_weights_stay_one_weight(pool, references, case):
-    parallel = dict(strategy="ddp", copies=case) if case in ("ddp", "flat") else dict(strategy="fsdp", wrapping=case)
+    parallel = (
+        dict(strategy="ddp", all_reduce=case) if case in ("buckets", "flat") else dict(strategy="fsdp", wrapping=case)
+    )
     assert_equal(pool.run(4, sgd_steps, options_of(**parallel), TIED), references[TIED])
 
 
@@ -295,9 +297,9 @@ MODEL_BYTES = 4 * CONFIG.num_params()
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
-@pytest.mark.parametrize("copies", ["ddp", "flat"])
-def test_ddp_sends_each_gradient_once_per_step_however_many_micro_batches(pool, copies, micro_batch):
-    options = options_of("fp32", micro_batch, strategy="ddp", copies=copies)
+@pytest.mark.parametrize("all_reduce", ["buckets", "flat"])
+def test_ddp_sends_each_gradient_once_per_step_however_many_micro_batches(pool, all_reduce, micro_batch):
+    options = options_of("fp32", micro_batch, strategy="ddp", all_reduce=all_reduce)
     step, clipping = pool.run(4, calls_of_a_step, options)[0]
     assert step == {"all_reduce": (1, MODEL_BYTES)}  # one bucket holds all of so small a model
     assert clipping == {}  # every rank has all gradients
@@ -399,7 +401,7 @@ def operations_of_a_step(ranks, options):
 
 def test_recomputing_repeats_the_blocks_and_selective_only_what_is_cheap(pool):
     counts = {
-        kind: pool.run(1, operations_of_a_step, options_of(recompute=kind))[0]
+        kind: pool.run(1, operations_of_a_step, options_of(activation_checkpointing=kind))[0]
         for kind in ("none", "block", "selective")
     }
     products, gelus = counts["none"]
@@ -497,7 +499,7 @@ def compiled_steps(ranks, options, config):
 
 @pytest.mark.parametrize(
     ("n_layer", "case"),
-    [(2, dict(strategy="ddp")), (10, dict(strategy="fsdp", recompute="block", micro_batch=2))],
+    [(2, dict(strategy="ddp")), (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2))],
 )
 def test_a_compiled_model_is_one_graph_however_many_blocks(pool, n_layer, case):
     config = replace(CONFIG, n_layer=n_layer, n_embd=16)  # torch gives a function up that it compiled 8 times

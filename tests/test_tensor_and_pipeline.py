@@ -125,8 +125,8 @@ TENSOR = {
     "loss parallel": (2, {"loss_parallel": True}),
     "sequence and loss parallel, four ranks": (4, {"sequence_parallel": True, "loss_parallel": True}),
     "micro-batches": (2, {"sequence_parallel": True, "loss_parallel": True, "micro_batch": 2}),
-    "recomputing": (2, {"sequence_parallel": True, "recompute": "block"}),
-    "recomputing what is cheap": (2, {"sequence_parallel": True, "recompute": "selective"}),
+    "recomputing": (2, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+    "recomputing what is cheap": (2, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
 }
 
 
@@ -160,30 +160,30 @@ def test_a_pipeline_trains_like_one_process_under_every_schedule(pool, reference
 
 
 PRODUCTS = {
-    "2 copies x 2 tensor": dict(strategy="ddp", tensor=2),
-    "2 copies x 2 tensor, all split": dict(strategy="ddp", tensor=2, sequence_parallel=True, loss_parallel=True),
+    "2 replicas x 2 tensor": dict(strategy="ddp", tensor=2),
+    "2 replicas x 2 tensor, all split": dict(strategy="ddp", tensor=2, sequence_parallel=True, loss_parallel=True),
     "2 shards x 2 tensor": dict(strategy="fsdp", tensor=2, sequence_parallel=True, micro_batch=2),
     "2 tensor x 2 stages": dict(strategy="pp", tensor=2),
     "2 tensor x 2 stages, sequence parallel": dict(
         strategy="pp", tensor=2, sequence_parallel=True, schedule="ZBVZeroBubble"
     ),
-    "2 copies x 2 stages": dict(strategy="ddp", pipeline=2),
-    "2 copies x 2 stages, zero bubble": dict(
-        strategy="ddp", pipeline=2, schedule="InterleavedZeroBubble", recompute="block"
+    "2 replicas x 2 stages": dict(strategy="ddp", pipeline=2),
+    "2 replicas x 2 stages, zero bubble": dict(
+        strategy="ddp", pipeline=2, schedule="InterleavedZeroBubble", activation_checkpointing="block"
     ),
-    "2 shards x 2 stages": dict(strategy="fsdp", pipeline=2, recompute="selective"),
+    "2 shards x 2 stages": dict(strategy="fsdp", pipeline=2, activation_checkpointing="selective"),
     "2 shards x 2 stages, interleaved": dict(strategy="fsdp", pipeline=2, schedule="Interleaved1F1B"),
     "2 shards x 2 stages, zero bubble": dict(
         strategy="fsdp", pipeline=2, sharding="grad_op", schedule="InterleavedZeroBubble"
     ),
     "2 shards x 2 stages, DualPipeV": dict(strategy="fsdp", pipeline=2, sharding="grad_op", schedule="DualPipeV"),
-    "2 x 2 x 2 with copies": dict(strategy="ddp", pipeline=2, tensor=2),
+    "2 x 2 x 2 with replicas": dict(strategy="ddp", pipeline=2, tensor=2),
     "2 x 2 x 2 with shards": dict(strategy="fsdp", pipeline=2, tensor=2, sequence_parallel=True),
     "2 x 2 x 2 with shards, zero bubble": dict(
         strategy="fsdp", pipeline=2, tensor=2, sharding="grad_op", schedule="ZBVZeroBubble"
     ),
-    "2 copies x 2 shards x 2 stages": dict(strategy="fsdp", pipeline=2, sharding="hybrid"),
-    "2 copies x 2 shards x 2 tensor": dict(strategy="fsdp", tensor=2, sharding="hybrid"),
+    "2 replicas x 2 shards x 2 stages": dict(strategy="fsdp", pipeline=2, sharding="hybrid"),
+    "2 replicas x 2 shards x 2 tensor": dict(strategy="fsdp", tensor=2, sharding="hybrid"),
 }
 
 
@@ -458,7 +458,7 @@ def test_a_recomputed_forward_draws_the_same_dropout(pool):
     options = dict(strategy="tp", sequence_parallel=True)
     for kept, again in zip(
         pool.run(2, masks, options_of(**options)),
-        pool.run(2, masks, options_of(recompute="block", **options)),
+        pool.run(2, masks, options_of(activation_checkpointing="block", **options)),
         strict=True,
     ):
         assert all(apart(again[3][name], kept[3][name]) <= EXACT for name in kept[3])
@@ -494,8 +494,8 @@ def test_shares_that_do_not_split_are_refused_before_anything_is_sent(pool):
         (
             2,
             CONFIG,
-            dict(strategy="pp", schedule="ZBVZeroBubble", recompute="selective"),
-            ("selective", "recompute=block"),
+            dict(strategy="pp", schedule="ZBVZeroBubble", activation_checkpointing="selective"),
+            ("selective", "activation_checkpointing=block"),
         ),
         (4, replace(CONFIG, vocab_size=5), dict(strategy="tp"), ("vocab_size=5", "4 tensor ranks")),
     ],

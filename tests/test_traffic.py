@@ -46,8 +46,8 @@ def measure(ranks, all_flags):
 FSDP = f"{SMALL} --parallel.strategy fsdp"
 ON_TWO = [
     SMALL,
-    f"{SMALL} --parallel.copies ddp --train.micro-batch 2",
-    f"{LARGE} --parallel.copies ddp",
+    f"{SMALL} --parallel.all-reduce buckets --train.micro-batch 2",
+    f"{LARGE} --parallel.all-reduce buckets",
     f"{SMALL} --parallel.strategy zero1",
     f"{SMALL} --parallel.strategy zero1 --train.precision fp64 --model.tie",
     FSDP,
@@ -57,14 +57,14 @@ ON_TWO = [
     f"{FSDP} --parallel.sharding none",
     f"{FSDP} --parallel.wrapping block_and_size",
     f"{FSDP} --parallel.wrapping block_and_size --model.tie --parallel.sharding grad_op",
-    f"{FSDP} --parallel.wrapping block_group:2 --parallel.recompute block",
+    f"{FSDP} --parallel.wrapping block_group:2 --parallel.activation-checkpointing block",
     f"{FSDP} --parallel.wrapping size:250 --train.micro-batch 2",  # units inside of units
     f"{FSDP} --parallel.wrapping size:900 --parallel.sharding grad_op",
     f"{FSDP} --parallel.wrapping size:1",  # nothing is left to the root
     f"{FSDP} --parallel.wrapping size:100000",  # all is left to the root
 ]
 ON_FOUR = [FSDP, f"{FSDP} --parallel.sharding hybrid", f"{FSDP} --parallel.sharding none"]
-ON_ONE = [SMALL, f"{SMALL} --parallel.copies ddp", f"{SMALL} --parallel.strategy zero1", FSDP]
+ON_ONE = [SMALL, f"{SMALL} --parallel.all-reduce buckets", f"{SMALL} --parallel.strategy zero1", FSDP]
 
 
 @pytest.mark.parametrize("world_size, all_flags", [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
@@ -77,7 +77,7 @@ def test_ranks_hand_over_what_the_formula_says_to_the_call_and_the_byte(pool, wo
 
 
 def test_ddp_sends_several_buckets_where_a_model_has_megabytes():
-    traffic = per_step(*read(f"{LARGE} --parallel.copies ddp", 2))["all_reduce"]
+    traffic = per_step(*read(f"{LARGE} --parallel.all-reduce buckets", 2))["all_reduce"]
     config = read(LARGE, 2)[0]
     assert traffic.calls > 2 and traffic.payload_bytes == 4 * config.num_params()
 
@@ -99,7 +99,7 @@ def test_libraries_move_more_or_less_than_the_ideal():
     config = read(flags, 4)[0]
     P, block = config.num_params(), 12 * 128**2 + 10 * 128
     of = lambda more: volume(per_step(*read(f"{flags} {more}", 4)), P)  # noqa: E731
-    assert of("--parallel.copies ddp") == 2
+    assert of("--parallel.all-reduce buckets") == 2
     assert of("--parallel.strategy zero1") == 3
     fsdp = of("--parallel.strategy fsdp")
     assert fsdp == pytest.approx(2 + 4 * block / P, rel=0.01) and fsdp < 3

@@ -316,10 +316,10 @@ def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_nam
 # so that it is still there when it is told to leave
 PATIENT = """\
 import os, runpy, time
-from manyhands.train.stopping import Stopping, hold
+from manyhands.train.preemption import PreemptionHandler, defer_signals
 
-hold()
-agreed = Stopping.agreed
+defer_signals()
+agreed = PreemptionHandler.agreed
 
 
 def waiting(self, step):
@@ -328,7 +328,7 @@ def waiting(self, step):
     return agreed(self, step)
 
 
-Stopping.agreed = waiting
+PreemptionHandler.agreed = waiting
 runpy.run_path("scripts/real_train.py", run_name="__main__")
 """
 NANO = ["--train.steps=40", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2", "--log.every=5"]

@@ -278,10 +278,10 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
 
 def signalled_in_evaluation(ranks, options, outputs):
     """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of step 4."""
-    from manyhands.train import stopping
+    from manyhands.train import preemption
 
     run, _ = begin(ranks, options, outputs)
-    begun, evaluate, interval_s = [], run.parallel.evaluate, stopping.INTERVAL_S
+    begun, evaluate, interval_s = [], run.parallel.evaluate, preemption.INTERVAL_S
 
     def evaluate_and_signal(*share):
         begun.append(run.step)
@@ -291,12 +291,12 @@ def signalled_in_evaluation(ranks, options, outputs):
 
     run.parallel.evaluate = evaluate_and_signal
     before = signal.getsignal(signal.SIGTERM)
-    stopping.INTERVAL_S = 0  # ask each other whenever there is an occasion
+    preemption.INTERVAL_S = 0  # ask each other whenever there is an occasion
     try:
         resume(run)
         status = run.go()
     finally:
-        stopping.INTERVAL_S = interval_s
+        preemption.INTERVAL_S = interval_s
         signal.signal(signal.SIGTERM, before)
     return status, begun, run.val_losses
 

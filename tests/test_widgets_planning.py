@@ -124,4 +124,4 @@ def test_every_control_says_what_it_is_and_a_new_value_draws_anew(shown, monkeyp
     assert list(controls) == ["model", "machine", "GPUs", "sequences per step", "offload"]
     before = pages[0].alt
     controls["model"].value = "gpt2"
-    assert pages[0].alt != before and pages[0].alt.startswith("gpt2 on 8 h100: best is copies 8")
+    assert pages[0].alt != before and pages[0].alt.startswith("gpt2 on 8 h100: best is replicas 8")

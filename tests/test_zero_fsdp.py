@@ -257,10 +257,10 @@ def shares_of_6_4_2(ranks):
 
 
 def a_step_of_a_spread_model(ranks):
-    from manyhands.train.spread_model import spread_model
+    from manyhands.train.from_flags import model_from_flags
 
     flags = "--model.n-layer 2 --train.global-batch 12 --parallel.strategy fsdp --parallel.wrapping block"
-    spread = spread_model(flags, ranks, vocab_size=65)
+    spread = model_from_flags(flags, ranks, vocab_size=65)
     ids_bT = torch.zeros(12 // ranks.world_size, spread.config.block_size, dtype=torch.long)
     with wire.watch() as seen:
         spread.parallel.forward_backward(ids_bT, ids_bT)

@@ -1,4 +1,4 @@
-"""Figures of lesson 03: copies that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
+"""Figures of lesson 03: replicas that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
 
 from draw import arrow, cell
 from manyhands.plots.cards import box, card, rank_box, write

@@ -14,7 +14,7 @@ from manyhands.align.policy import start_from
 from manyhands.align.preference import Preference
 from manyhands.align.reinforcement import Reinforcement
 from manyhands.checkpoint.export import load_model
-from manyhands.checkpoint.manifest import CheckpointError, read_facts, steps_in
+from manyhands.checkpoint.manifest import CheckpointError, read_metadata, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
@@ -44,9 +44,9 @@ class Alignment(Run):
         start = start_from(self.base, self.wanted.lora)
         return parallelize(self.config, self.layout, self.options, self.ranks, start)
 
-    def facts(self):
+    def metadata(self):
         lora = dataclasses.asdict(self.wanted.lora) if self.wanted.lora.rank else None
-        return super().facts() | {"lora": lora, "alignment": self.about()}
+        return super().metadata() | {"lora": lora, "alignment": self.about()}
 
     def about(self):
         """What a checkpoint says of the stage, beside the trainer's options."""
@@ -95,7 +95,7 @@ def refuse_other_method(run):
     def look():
         now = run.about()
         for path in steps_in(run.checkpoint_folder)[:1]:
-            before = read_facts(path).get("alignment") or {"method": "pre-training"}
+            before = read_metadata(path).get("alignment") or {"method": "pre-training"}
             if before["method"] != now["method"]:
                 raise CheckpointError(
                     f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name another"
@@ -114,8 +114,10 @@ def align(wanted):
     corpus = load_corpus(ranks)
     tell = print if ranks.rank == 0 else lambda text: None
     try:
-        base, facts = Agreement(ranks, None, CheckpointError).all(lambda: load_model(wanted.source, wanted.step, tell))
-        corpus = chat_corpus(corpus, facts["corpus"]["alphabet"])
+        base, metadata = Agreement(ranks, None, CheckpointError).all(
+            lambda: load_model(wanted.source, wanted.step, tell)
+        )
+        corpus = chat_corpus(corpus, metadata["corpus"]["alphabet"])
         vocabulary = max(base.config.vocab_size, len(corpus.symbols))
         config = dataclasses.replace(base.config, vocab_size=vocabulary)
         options = trainer_options(wanted, config)

@@ -52,7 +52,7 @@ ROWS = (
     ONE_THREAD_COMPILED,
     TWO_COMPILED,
     APART_COMPILED,
-    _two("2 ranks, torch's DDP", copies="ddp"),
+    _two("2 ranks, torch's DDP", all_reduce="buckets"),
     _two("2 ranks, zero1", strategy="zero1"),
     _two("2 ranks, fsdp", strategy="fsdp"),
     _two("2 ranks, tp", strategy="tp"),

@@ -1,9 +1,9 @@
 """Checkpoints: complete or absent, never half; written by all ranks, read by any number of them.
 
     checkpoints = Checkpoints(folder, ranks, keep=2)                                  # all ranks, as all that follows
-    checkpoints.save(300, tensors, facts, rank_state, val_loss=1.93)
+    checkpoints.save(300, tensors, metadata, rank_state, val_loss=1.93)
     path = checkpoints.newest()                                                       # None: there is none to trust
-    facts = checkpoints.load(path, tensors, rank_state)                               # in place
+    metadata = checkpoints.load(path, tensors, rank_state)                               # in place
 
 One checkpoint is a folder `step-00000300/`: DCP's files, each rank's own, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
@@ -28,8 +28,8 @@ from manyhands.checkpoint import step_folders, tensor_files
 from manyhands.checkpoint.manifest import (
     CheckpointError,
     describe_file,
-    read_facts,
     read_manifest,
+    read_metadata,
     step_of,
     steps_in,
     verify_file,
@@ -58,21 +58,21 @@ class Checkpoints:
         self._verified = None  # what `newest` has just read in full: `load` need not read it twice
         self._broken = set()  # what `newest` passed over
 
-    def save(self, step, tensors, facts, rank_state=None, val_loss=None):
+    def save(self, step, tensors, metadata, rank_state=None, val_loss=None):
         """Write the checkpoint of `step`; one of the same step is replaced.
 
-        `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once. `facts`:
+        `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once. `metadata`:
         what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as the state of its
         random numbers. Raises CheckpointError on all ranks; then the older checkpoints are as they were.
         """
         self.wait()
-        json.dumps(facts)  # a TypeError here is everybody's, before anyone waits
+        json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
         self.claim()
         partial = self._agreement.on_rank_0(lambda: step_folders.make_partial(self.folder, step, self._broken))
         self._broken.clear()
         self._agreement.all(lambda: self._see(partial))
         tensors = dict(tensors) | self._own(rank_state)
-        about = (partial, step, facts, None if val_loss is None else float(val_loss))
+        about = (partial, step, metadata, None if val_loss is None else float(val_loss))
         if not self.asynchronous:
             self._write(tensors, *about)
             return
@@ -132,10 +132,10 @@ class Checkpoints:
         return None
 
     def load(self, path, tensors, rank_state=None, layout=None):
-        """Fill `tensors` in place from the checkpoint in `path`, whatever ranks saved it, and return its facts.
+        """Fill `tensors` in place from the checkpoint in `path`, whatever ranks saved it, and return its metadata.
 
         `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
-        facts["layout"] must be the same (layout none: the number decides). facts["rank_state_restored"] says if it was.
+        metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if it was.
         Raises CheckpointError on all ranks for a damaged checkpoint, and for names, shapes and types that do not fit: then
         no tensor has changed.
         """
@@ -144,22 +144,22 @@ class Checkpoints:
         if path != self._verified:
             self._verify(path)
         self._verified = None
-        facts = self._agreement.on_rank_0(lambda: read_facts(path))
-        saved = self._agreement.all(lambda: tensor_files.read_metadata(path).state_dict_metadata)
+        metadata = self._agreement.on_rank_0(lambda: read_metadata(path))
+        saved = self._agreement.all(lambda: tensor_files.read_tensor_index(path).state_dict_metadata)
         self._refuse_misfit(path, tensors, saved)
         own = self._own(rank_state)
         fits = bool(own) and all(name in saved and not _difference(name, own[name], saved[name]) for name in own)
-        same_place = facts.get("world_size") == self.ranks.world_size
+        same_place = metadata.get("world_size") == self.ranks.world_size
         if layout is not None:
-            same_place = same_place and facts.get("layout") == json.loads(json.dumps(layout))
+            same_place = same_place and metadata.get("layout") == json.loads(json.dumps(layout))
         restored = same_place and all(self._agreement.gather(fits))
         try:
             tensor_files.read_tensors(path, dict(tensors) | (own if restored else {}), self._group)
         except CheckpointException as error:  # on all ranks
             raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
-        return facts | {"rank_state_restored": restored}
+        return metadata | {"rank_state_restored": restored}
 
-    def _write(self, tensors, partial, step, facts, val_loss):
+    def _write(self, tensors, partial, step, metadata, val_loss):
         """All ranks write and describe what they wrote, then rank 0 makes it count."""
         try:
             try:
@@ -168,7 +168,9 @@ class Checkpoints:
                 self._explain(error, step, partial, tensors)
             described = self._agreement.gather(self._agreement.all(lambda: self._describe_own(partial)))
             files = {name: about for own in described for name, about in own.items()}
-            self._agreement.on_rank_0(lambda: step_folders.complete(partial, step, val_loss, facts, files, self.keep))
+            self._agreement.on_rank_0(
+                lambda: step_folders.complete(partial, step, val_loss, metadata, files, self.keep)
+            )
         except CheckpointError:
             self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise

@@ -2,7 +2,7 @@
 
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300 # step 300; else the best
-    model, facts = load_model("model.safetensors")                                    # or a folder of checkpoints
+    model, metadata = load_model("model.safetensors")                                    # or a folder of checkpoints
 
 You should see one line with the file, the step, and how many parameters it holds. Any number of ranks may have saved
 the checkpoint, under any strategy; one process reads it, and needs memory for the weights alone. Status 2: there is no
@@ -33,7 +33,7 @@ from manyhands.gpt.lora import folded
 from manyhands.gpt.model import GPT, GPTConfig
 
 FORMAT = "manyhands export 1"
-KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # facts that say what the weights are
+KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
 
 
 def find_checkpoint(source, step="best", tell=print):
@@ -88,44 +88,44 @@ def _loss(path):
 
 
 def load_model(source, step="best", tell=print):
-    """(GPT on the CPU in eval mode, facts) from an exported file or from checkpoints; see `find_checkpoint` for those.
+    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints; see `find_checkpoint` for those.
 
-    facts["source"] is the path that was read. Raises CheckpointError if what is there is damaged or is no GPT.
+    metadata["source"] is the path that was read. Raises CheckpointError if what is there is damaged or is no GPT.
     """
     source = Path(source)
     if source.suffix == ".safetensors":
-        weights, facts = read_export(source)
+        weights, metadata = read_export(source)
     else:
         from manyhands.checkpoint.tensor_files import whole_tensors
 
         source = find_checkpoint(source, step, tell)
         manifest = read_manifest(source)
         weights = whole_tensors(source, "model.")
-        facts = manifest["facts"] | {"step": manifest["step"], "val_loss": manifest["val_loss"]}
-        if facts.get("lora"):  # adapters beside the weights that they change: one model again
-            weights = folded(weights, facts["lora"]["alpha"] / facts["lora"]["rank"])
-    believe(facts, source)
-    return build(weights, facts, source), facts | {"source": str(source)}
+        metadata = manifest["metadata"] | {"step": manifest["step"], "val_loss": manifest["val_loss"]}
+        if metadata.get("lora"):  # adapters beside the weights that they change: one model again
+            weights = folded(weights, metadata["lora"]["alpha"] / metadata["lora"]["rank"])
+    believe(metadata, source)
+    return build(weights, metadata, source), metadata | {"source": str(source)}
 
 
-def believe(facts, source):
+def believe(metadata, source):
     """Raises CheckpointError unless symbols, step and loss are what a run writes down: whoever shows them trusts them."""
     try:
-        size = facts["config"]["vocab_size"]
-        if not 0 < len(tokenizer_of(facts).symbols) <= size:
+        size = metadata["config"]["vocab_size"]
+        if not 0 < len(tokenizer_of(metadata).symbols) <= size:
             raise ValueError(f"its alphabet does not fit vocab_size={size}")
-        if type(facts["step"]) is not int or not isinstance(facts.get("val_loss"), float | int | None):
-            raise ValueError(f"step={facts['step']!r} or val_loss={facts.get('val_loss')!r} is no number")
+        if type(metadata["step"]) is not int or not isinstance(metadata.get("val_loss"), float | int | None):
+            raise ValueError(f"step={metadata['step']!r} or val_loss={metadata.get('val_loss')!r} is no number")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source} is not what a run writes down ({error}); use another") from None
 
 
-def tokenizer_of(facts):
-    """What turns text into the ids of the model that `facts` describe, and back: see `text_tokenizer`.
+def tokenizer_of(metadata):
+    """What turns text into the ids of the model that `metadata` describe, and back: see `text_tokenizer`.
 
-    Raises KeyError, TypeError or ValueError for facts that do not say.
+    Raises KeyError, TypeError or ValueError for metadata that do not say.
     """
-    corpus = facts["corpus"]
+    corpus = metadata["corpus"]
     if "vocabulary" in corpus:
         return tokenizer_from(corpus["vocabulary"])
     if not all(isinstance(one, str) for one in corpus["alphabet"]):
@@ -133,15 +133,15 @@ def tokenizer_of(facts):
     return CharTokenizer(corpus["alphabet"])
 
 
-def build(weights, facts, source):
-    """A GPT with {name: tensor}, as sized by facts["config"]. Raises CheckpointError with the names that do not fit."""
+def build(weights, metadata, source):
+    """A GPT with {name: tensor}, as sized by metadata["config"]. Raises CheckpointError with the names that do not fit."""
     try:
-        config = GPTConfig(**facts["config"])
+        config = GPTConfig(**metadata["config"])
         if config.n_layer > len(weights):  # before they are built, on no matter what
             raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
         with torch.device("meta"):  # shapes only: the weights are already here
             model = GPT(config)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:  # facts may be forged
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:  # metadata may be forged
         raise CheckpointError(
             f"{source} says nothing of a GPT that can be built ({str(error).splitlines()[0]}); use another"
         ) from None
@@ -161,8 +161,8 @@ def build(weights, facts, source):
     return model.eval()
 
 
-def write_export(weights, facts, target):
-    """Write {name: tensor} to `target` (.safetensors) and the facts that belong to them beside it (.json).
+def write_export(weights, metadata, target):
+    """Write {name: tensor} to `target` (.safetensors) and the metadata that belong to them beside it (.json).
 
     Raises CheckpointError if there is no room.
     """
@@ -179,7 +179,7 @@ def write_export(weights, facts, target):
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
-        about = {name: facts[name] for name in KEPT if name in facts}
+        about = {name: metadata[name] for name in KEPT if name in metadata}
         content = {"format": FORMAT, **about, "file": describe_file(partial)}
         write_whole(about_partial, json.dumps(content, indent=1) + "\n")
         os.replace(partial, target)  # both or none: what can fail has been done
@@ -191,22 +191,22 @@ def write_export(weights, facts, target):
 
 
 def read_export(path):
-    """({name: tensor}, facts) of what `write_export` wrote. Raises CheckpointError."""
+    """({name: tensor}, metadata) of what `write_export` wrote. Raises CheckpointError."""
     from safetensors.torch import load_file
 
     about = path.with_suffix(".json")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
     try:
-        facts = json.loads(about.read_text(encoding="utf-8"))
-        fits = facts.pop("format") == FORMAT
-        expected = facts.pop("file")
+        metadata = json.loads(about.read_text(encoding="utf-8"))
+        fits = metadata.pop("format") == FORMAT
+        expected = metadata.pop("file")
     except (OSError, ValueError, KeyError, AttributeError):
         fits = False
     if not fits:
         raise CheckpointError(f"{about}, which says what {path.name} holds, is missing or damaged; export it again")
     verify_file(path, expected)
-    return load_file(path), facts
+    return load_file(path), metadata
 
 
 def main(argv):
@@ -216,14 +216,14 @@ def main(argv):
     try:
         if "" in argv:
             raise CheckpointError("one of its words is empty (is a variable of the shell unset?)")
-        model, facts = load_model(
+        model, metadata = load_model(
             argv[0], argv[2] if len(argv) == 3 else "best", lambda text: print(text, file=sys.stderr)
         )
-        write_export(dict(model.named_parameters()), facts, argv[1])
+        write_export(dict(model.named_parameters()), metadata, argv[1])
     except CheckpointError as error:
         print(f"export: {error}", file=sys.stderr)
         return 2
-    print(f"{argv[1]}: {model.num_params():,} parameters of step {facts['step']} from {facts['source']}")
+    print(f"{argv[1]}: {model.num_params():,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0
 
 

@@ -2,9 +2,9 @@
 
     for path in steps_in(folder):       # newest first; whatever is not complete has another name and is not listed
         verify(path)                    # CheckpointError names the file that is missing, cut or changed
-        facts = read_facts(path)
+        metadata = read_metadata(path)
 
-The manifest is written last. It holds the step, the validation loss, the facts of the run, and the size and sha256 of
+The manifest is written last. It holds the step, the validation loss, the metadata of the run, and the size and sha256 of
 every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged. It is no
 signature: who can write the folder can write a manifest that fits, which is why nothing here or in `tensor_files` runs
 code that a file brings along.
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-FORMAT = "manyhands checkpoint 1"
+FORMAT = "manyhands checkpoint 2"
 COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")  # .replaced: its successor of the same step is being moved in
 
 
@@ -58,17 +58,17 @@ def describe_file(path):
         }
 
 
-def write_manifest(path, step, val_loss, facts, files):
+def write_manifest(path, step, val_loss, metadata, files):
     """Write the manifest of the checkpoint in `path`, on the disk when this returns. `files`: {name: description}.
 
-    Raises TypeError if `facts` hold what JSON cannot, OSError if the disk is full.
+    Raises TypeError if `metadata` hold what JSON cannot, OSError if the disk is full.
     """
     content = {
         "format": FORMAT,
         "step": step,
         "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "facts": facts,
+        "metadata": metadata,
         "files": files,
     }
     content["sha256"] = _fingerprint(content)
@@ -105,9 +105,9 @@ def _fingerprint(content):
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def read_facts(path):
+def read_metadata(path):
     """What the run that saved the checkpoint in `path` said of itself. Raises CheckpointError."""
-    return read_manifest(path)["facts"]
+    return read_manifest(path)["metadata"]
 
 
 def verify(path):

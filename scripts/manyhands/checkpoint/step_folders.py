@@ -86,11 +86,11 @@ def make_partial(folder, step, broken):
     return partial
 
 
-def complete(partial, step, val_loss, facts, files, keep):
+def complete(partial, step, val_loss, metadata, files, keep):
     """Make the checkpoint in `partial` count, replace one of the same step, and remove those that are not kept."""
     folder = partial.parent
     try:
-        write_manifest(partial, step, val_loss, facts, files)
+        write_manifest(partial, step, val_loss, metadata, files)
     except OSError as error:
         raise CheckpointError(
             f"step {step} could not be saved in {folder}: {error.strerror}; free some room, or name another folder"

@@ -52,7 +52,7 @@ class _ListedUnpickler(pickle.Unpickler):
         return CLASSES[module, name]
 
 
-def read_metadata(folder):
+def read_tensor_index(folder):
     """DCP's description of the tensors in `folder`: names, shapes, and where each piece lies. Raises CheckpointError."""
     file, files = Path(folder) / METADATA, read_manifest(folder)["files"]
     try:
@@ -82,14 +82,14 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which takes `.metadata` as `read_metadata` lets it through."""
+    """DCP's reader, which takes `.metadata` as `read_tensor_index` lets it through."""
 
     def __init__(self, folder):
         super().__init__(folder)
         self.folder = Path(folder)
 
     def read_metadata(self, *args, **kwargs):
-        metadata = read_metadata(self.folder)
+        metadata = read_tensor_index(self.folder)
         metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -128,7 +128,7 @@ def whole_tensors(folder, prefix=""):
 
     Verify the checkpoint first. Raises CheckpointError.
     """
-    described = read_metadata(folder).state_dict_metadata
+    described = read_tensor_index(folder).state_dict_metadata
     wanted = {name: entry for name, entry in described.items() if name.startswith(prefix)}
     needed = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in wanted.values())
     there = sum(about["bytes"] for about in read_manifest(folder)["files"].values())

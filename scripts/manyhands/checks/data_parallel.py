@@ -188,7 +188,7 @@ def untidy(answer, ranks):
         if p.grad is None and wanted.any():
             raise Wrong(
                 f"{name} has no gradient here, because this rank did not use it; but rank {last} did, so its mean is "
-                "not zero, and without it the copies part"
+                "not zero, and without it the replicas part"
             )
     given = _numbers(_grad_or_zeros(p) for p in trainable.values())
     _compare(given, _numbers(expected), ranks.world_size)

@@ -14,14 +14,14 @@ from manyhands.config.options import OptionError
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # of inputs first, of weights later
-# {strategy: (axis of the ranks that no other axis claims, how data ranks are served: see `Layout.data_by`)}
+# {strategy: (axis of the ranks that no other axis claims, how data ranks are served: see `Layout.dp_mode`)}
 STRATEGIES = {
-    "ddp": ("replicate", "copies"),
+    "ddp": ("replicate", "replicas"),
     "zero1": ("replicate", "zero1"),
     "deepspeed": ("replicate", "deepspeed"),
     "fsdp": ("shard", "fsdp"),
-    "tp": ("tensor", "copies"),
-    "pp": ("pipeline", "copies"),
+    "tp": ("tensor", "replicas"),
+    "pp": ("pipeline", "replicas"),
 }
 
 
@@ -63,8 +63,8 @@ class Layout:
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
-    def data_by(self, options):
-        """How the data ranks are served: each has a copy ("copies"), or they share by "zero1", "fsdp" or "deepspeed"."""
+    def dp_mode(self, options):
+        """How the data ranks are served: each has a copy ("replicas"), or they share by "zero1", "fsdp" or "deepspeed"."""
         if self.tensor > 1 and self.data > 1 and self.pipeline == 1:
             return "fsdp"  # DDP refuses DTensors; fully_shard averages copies too, over an axis shard of one rank
         return STRATEGIES[options.parallel.strategy][1]
@@ -162,18 +162,22 @@ def _refuse_combinations(options, degrees):
             f"replicate={degrees['replicate']} and shard={degrees['shard']} together are hybrid sharding;"
             " use parallel.sharding=hybrid"
         )
-    if parallel.copies != "auto" and strategy != "ddp":
-        refuse(f"parallel.copies={parallel.copies} needs parallel.strategy=ddp, not {strategy}")
+    if parallel.all_reduce != "auto" and strategy != "ddp":
+        refuse(f"parallel.all_reduce={parallel.all_reduce} needs parallel.strategy=ddp, not {strategy}")
     if strategy == "zero1" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
         refuse("zero1 shards the optimizer over copies only; with tensor or pipeline ranks use parallel.strategy=fsdp")
     if strategy == "deepspeed" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
         refuse("deepspeed runs here over data-parallel ranks only; leave parallel.tensor and parallel.pipeline out")
     if strategy == "deepspeed" and train.precision in ("fp64", "fp16"):
         refuse(f"deepspeed runs here in fp32 or bf16, not {train.precision}")
-    if strategy == "deepspeed" and (parallel.recompute != "none" or train.compile):
-        asked = f"parallel.recompute={parallel.recompute}" if parallel.recompute != "none" else "train.compile"
+    if strategy == "deepspeed" and (parallel.activation_checkpointing != "none" or train.compile):
+        asked = (
+            f"parallel.activation_checkpointing={parallel.activation_checkpointing}"
+            if parallel.activation_checkpointing != "none"
+            else "train.compile"
+        )
         refuse(
-            f"deepspeed runs here without {asked}; use --parallel.recompute none and --train.no-compile, or"
+            f"deepspeed runs here without {asked}; use --parallel.activation-checkpointing none and --train.no-compile, or"
             " parallel.strategy=fsdp"
         )
     if strategy != "deepspeed" and parallel.zero_stage != 3:
@@ -192,11 +196,11 @@ def _refuse_combinations(options, degrees):
         for name in ("sequence_parallel", "loss_parallel"):
             if getattr(parallel, name):
                 refuse(f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out")
-    if degrees["tensor"] > 1 and train.compile and parallel.recompute == "block":
+    if degrees["tensor"] > 1 and train.compile and parallel.activation_checkpointing == "block":
         # torch 2.13 cannot compile a recomputed block of DTensors
         refuse(
-            f"parallel.recompute=block does not go with train.compile and {degrees['tensor']} tensor ranks; "
-            "use parallel.recompute=selective or --train.no-compile"
+            f"parallel.activation_checkpointing=block does not go with train.compile and {degrees['tensor']} tensor ranks; "
+            "use parallel.activation_checkpointing=selective or --train.no-compile"
         )
     if degrees["pipeline"] > 1:
         if options.model.tie:
@@ -208,16 +212,16 @@ def _refuse_combinations(options, degrees):
         if train.compile:
             refuse("train.compile does not run with a pipeline; use --train.no-compile")
         if parallel.schedule in SPLIT_BACKWARD:
-            # the weights' gradients come after FSDP has let go of the weights (torch 2.13: missing or wrong gradients)
+            # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
             if strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
                 refuse(
                     f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, "
                     f"not parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
                 )
-            if parallel.recompute == "selective":
+            if parallel.activation_checkpointing == "selective":
                 refuse(
                     f"parallel.schedule={parallel.schedule} goes through a block's backward twice and "
-                    "parallel.recompute=selective allows one; use parallel.recompute=block"
+                    "parallel.activation_checkpointing=selective allows one; use parallel.activation_checkpointing=block"
                 )
     if train.precision == "fp16" and degrees["pipeline"] > 1:
         refuse("fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32")

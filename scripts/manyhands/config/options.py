@@ -100,9 +100,10 @@ class ParallelOptions:
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"  # fsdp: what is sharded, and for how long
     wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
     # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)
-    copies: Literal["auto", "ddp", "flat"] = "auto"
+    all_reduce: Literal["auto", "buckets", "flat"] = "auto"
     offload: bool = False  # fsdp: parameters, gradients and optimizer rest in the CPU's memory
-    recompute: Literal["none", "block", "selective"] = "none"  # activation checkpointing
+    # keep less of the forward and compute it again in the backward
+    activation_checkpointing: Literal["none", "block", "selective"] = "none"
     sequence_parallel: bool = False  # tp: norms and dropout work on a share of the positions
     loss_parallel: bool = False  # tp: the logits stay split over the vocabulary
     schedule: Schedule = "1F1B"  # pp: in which order a rank goes through its micro-batches

@@ -40,7 +40,7 @@ PRESETS = {
     "olmo-7b": {
         "model": {"n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 2048, "vocab_size": 32100},
         "train": {"steps": 10000, "global_batch": 512, "micro_batch": 4, "precision": "bf16"},
-        "parallel": {"strategy": "fsdp", "recompute": "block"},
+        "parallel": {"strategy": "fsdp", "activation_checkpointing": "block"},
         "optimizer": {"lr": 3e-4, "beta2": 0.95},
     },
 }

@@ -6,13 +6,13 @@
         loss = replicas(ids, targets, last=last)[1] / len(shares)
         replicas.backward(loss, last)               # the last one also averages over the ranks
 
-`flat_ddp` has the same interface for ranks on CPUs, `fsdp` for shards, and `Alone` for a model that has no copies.
+`flat_ddp` has the same interface for ranks on CPUs, `fsdp` for shards, and `NoParallel` for a model that has no copies.
 """
 
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Alone:
+class NoParallel:
     """The only copy of a model: nothing is averaged."""
 
     def __init__(self, model):
@@ -25,7 +25,7 @@ class Alone:
         loss.backward()
 
 
-class Replicas(Alone):
+class Replicas(NoParallel):
     """torch's DistributedDataParallel (Li et al. 2020): buckets of gradients are sent while the backward goes on."""
 
     def __init__(self, model):

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
-from manyhands.parallel.ddp import Alone
+from manyhands.parallel.ddp import NoParallel
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,7 +40,7 @@ def shard(model, mesh, options):
     """Turn `model`, a GPT or a stage of one, into FSDP units, in place. Every rank holds the same full weights before.
 
     `mesh` has the axes replicate and shard. The weights may be on the CPU: each unit is moved to the ranks' device, cut
-    and let go before the next. Tied weights are in one unit. With mixed precision, what is gathered and multiplied is
+    and resharded before the next. Tied weights are in one unit. With mixed precision, what is gathered and multiplied is
     low; the shards, the gradients' sums and the optimizer stay float32.
     """
     parallel, low = options.parallel, LOW_PRECISION.get(options.train.precision)
@@ -116,7 +116,7 @@ def _collect_by_size(module, least, found):
     return 0
 
 
-class Sharded(Alone):
+class Sharded(NoParallel):
     """A model that `shard` has spread: the last backward of a step, and only that one, sums gradients over the ranks.
 
     Between micro-batches a rank adds up gradients of whole units, and where units stay gathered after the forward they
@@ -131,21 +131,21 @@ class Sharded(Alone):
         return self.model(*args)
 
 
-def let_go(model):
+def reshard(model):
     """Give back what a forward without backward has gathered; then parameters are shards again. Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def hold(model, held):
+def keep_unsharded(model, held):
     """Whether units stay gathered after the forwards that follow, as under grad_op (False: as `shard` left them). Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model and not model.keeps_gathered:
             module.set_reshard_after_forward(not held, recurse=False)
 
 
-def whole(tensor):
+def full_tensor(tensor):
     """A DTensor made whole, one mesh axis after the other: all at once, torch warns of several messages."""
     if not isinstance(tensor, DTensor):
         return tensor

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from manyhands.config.layout import AXES
-from manyhands.gpt.recompute import recompute
+from manyhands.gpt.activation_checkpointing import checkpoint_activations
 from manyhands.parallel import gradient_norm
-from manyhands.parallel.ddp import Alone, Replicas
+from manyhands.parallel.ddp import NoParallel, Replicas
 from manyhands.parallel.flat_ddp import FlatReplicas
-from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, hold, let_go, shard, whole
+from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
 from manyhands.parallel.full_model import full_model
 from manyhands.parallel.strategy import Strategy, evaluating
 
@@ -37,9 +37,9 @@ class MeshStrategy(Strategy):
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
         low = LOW_PRECISION.get(options.train.precision)
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
-        self.sharded = layout.data_by(options) == "fsdp"
+        self.sharded = layout.dp_mode(options) == "fsdp"
         self.stages = self.replicas = self.flat = self.pipeline_group = None
-        self._holds = False
+        self._keeps_unsharded = False
         model = start(config, options)
         if layout.pipeline > 1:
             from manyhands.parallel.pipeline import Stages
@@ -61,7 +61,7 @@ class MeshStrategy(Strategy):
             from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
-        recompute(model, parallel.recompute)
+        checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
             # FSDP's hooks stand around each block: a graph across them would be cut there anyway
             for part in model.blocks if self.sharded or layout.tensor > 1 else [model]:
@@ -76,8 +76,8 @@ class MeshStrategy(Strategy):
         if self.sharded:
             return Sharded(model)
         if self.layout.tensor > 1:
-            return Alone(model)  # DDP refuses DTensors; there is one data rank
-        copies = self.options.parallel.copies
+            return NoParallel(model)  # DDP refuses DTensors; there is one data rank
+        copies = self.options.parallel.all_reduce
         if copies == "flat" or (copies == "auto" and self.ranks.device.type == "cpu"):
             self.flat = FlatReplicas(model)  # where ranks compute on the cores that would send
             return self.flat
@@ -148,16 +148,16 @@ class MeshStrategy(Strategy):
     @contextlib.contextmanager
     def gathered(self):
         """Inside, what FSDP has gathered for `logits` stays for the next call, if the whole model is small. Local."""
-        self._holds = self.config.num_params() * 4 <= HELD_BYTES
+        self._keeps_unsharded = self.config.num_params() * 4 <= HELD_BYTES
         for module in self.modules:
-            hold(module, self._holds)
+            keep_unsharded(module, self._keeps_unsharded)
         try:
             yield
         finally:
-            self._holds = False
+            self._keeps_unsharded = False
             for module in self.modules:
-                hold(module, False)
-                let_go(module)
+                keep_unsharded(module, False)
+                reshard(module)
 
     # --- what it holds
 
@@ -178,7 +178,7 @@ class MeshStrategy(Strategy):
 
     def _whole(self, tensors):
         # a copy: gradients are views of DDP's buckets, which the next step fills again
-        own = {name: whole(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+        own = {name: full_tensor(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
         if self.pipeline_group is None:
             return own
         parts = [None] * self.layout.pipeline
@@ -210,8 +210,8 @@ class MeshStrategy(Strategy):
             try:
                 yield
             finally:
-                for module in [] if self._holds else self.modules:
-                    let_go(module)
+                for module in [] if self._keeps_unsharded else self.modules:
+                    reshard(module)
 
 
 def _own_loss(model, ids_bT, targets_bT):

@@ -13,7 +13,7 @@ from manyhands.parallel.mesh_strategy import MeshStrategy
 from manyhands.parallel.zero1 import Zero1
 
 # by how the layout says that data ranks are served
-STRATEGIES = {"copies": MeshStrategy, "fsdp": MeshStrategy, "zero1": Zero1, "deepspeed": DeepSpeedParallel}
+STRATEGIES = {"replicas": MeshStrategy, "fsdp": MeshStrategy, "zero1": Zero1, "deepspeed": DeepSpeedParallel}
 
 
 def parallelize(config, layout, options, ranks, start=full_model):
@@ -22,4 +22,4 @@ def parallelize(config, layout, options, ranks, start=full_model):
     `start(config, options)` makes the whole GPT that every rank cuts its share from: drawn from the seed, or one's own.
     `layout` comes from `resolve_layout`, which has refused what does not go together.
     """
-    return STRATEGIES[layout.data_by(options)](config, layout, options, ranks, start)
+    return STRATEGIES[layout.dp_mode(options)](config, layout, options, ranks, start)

@@ -180,7 +180,7 @@ def _terms(config, sequences, low_bytes, full_bytes, tensor, sequence_parallel, 
 
 def _kept(config, layout, options, a_layer):
     """(what a layer keeps, what is there again while a layer's backward runs), in bytes."""
-    kind = options.parallel.recompute
+    kind = options.parallel.activation_checkpointing
     if kind == "none":
         return a_layer, 0
     tokens = sequences_at_once(layout, options) * config.block_size

@@ -50,7 +50,7 @@ def divisors(n):
 def _sharings(question, context, tensor, pipeline, group):
     """What makes sense for so many data ranks; zero1 goes with nothing else, and the trainer says so itself."""
     within = question.per_node // tensor
-    names = ["copies"]
+    names = ["replicas"]
     if group > 1:
         names += ["zero2", "zero3"] + (["zero1"] if tensor == pipeline == 1 else [])
         if 1 < within < group and group % within == 0 and within % context == 0:

@@ -26,12 +26,12 @@ LONG, SHORTEST = (
     8192,
     4096,
 )  # positions of a sequence that is worth a context axis, and of a rank's share of it
-RECOMPUTE = ("none", "selective", "block")
+CHECKPOINTING = ("none", "selective", "block")
 # {schedule: stages per rank}, the simplest first
 SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 # {how data ranks share: (strategy, its options)}; the simplest first
 SHARINGS = {
-    "copies": ("ddp", {}),
+    "replicas": ("ddp", {}),
     "zero1": ("zero1", {}),
     "zero2": ("fsdp", {"sharding": "grad_op"}),
     "zero3": ("fsdp", {"sharding": "full"}),
@@ -124,7 +124,7 @@ def name_of(sharing, layout):
     """A layout for people: "zero3 8 x tensor 8"; 1 is left out."""
     context = layout.context
     data = f"{layout.replicate} x {layout.shard // context}" if sharing == "hybrid" else str(layout.data)
-    shown = layout.data > 1 or sharing == "offload" or (context > 1 and sharing != "copies")
+    shown = layout.data > 1 or sharing == "offload" or (context > 1 and sharing != "replicas")
     parts = [f"{sharing} {data}" if shown else ""]
     for axis in ("context", "tensor", "pipeline"):
         if (degree := getattr(layout, axis)) > 1:
@@ -133,11 +133,11 @@ def name_of(sharing, layout):
     return f"{name}, experts over {layout.expert}" if layout.expert > 1 else name
 
 
-def families(question, recompute=RECOMPUTE, most_micro_batch=LARGEST_MICRO_BATCH):
+def families(question, checkpointing=CHECKPOINTING, most_micro_batch=LARGEST_MICRO_BATCH):
     """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
     base = base_options(question.model)
     for axes in all_axes(question):
-        yield _family(question, base, axes, recompute, most_micro_batch)
+        yield _family(question, base, axes, checkpointing, most_micro_batch)
 
 
 def base_options(model):
@@ -148,10 +148,10 @@ def base_options(model):
     return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
 
 
-def _family(question, base, axes, recompute, most_micro_batch):
+def _family(question, base, axes, checkpointing, most_micro_batch):
     model, tensor, pipeline = question.model, axes.tensor, axes.pipeline
     shard = axes.shard(question.per_node)
-    over = "replicate" if axes.sharing in ("copies", "zero1") else "shard"
+    over = "replicate" if axes.sharing in ("replicas", "zero1") else "shard"
     whole = Layout(pipeline, axes.group // shard, shard // axes.context or 1, tensor)
     if over == "replicate":
         whole = Layout(pipeline, axes.data, 1, tensor)
@@ -175,12 +175,12 @@ def _family(question, base, axes, recompute, most_micro_batch):
                 refused = refused or str(error)
                 continue
             layout = planned_layout(layout, over, axes.context, axes.expert)
-            for kind in recompute:
+            for kind in checkpointing:
                 if kind == "selective" and pipeline > 1 and schedule in SPLIT_BACKWARD:
                     continue  # the trainer refuses it
                 changed = options
                 if kind != "none":
-                    changed = replace(options, parallel=replace(options.parallel, recompute=kind))
+                    changed = replace(options, parallel=replace(options.parallel, activation_checkpointing=kind))
                 variants.append(Candidate(axes.sharing, layout, changed))
     return Family(name, tuple(variants), "" if variants else refused)
 
@@ -205,12 +205,12 @@ def _options(base, question, axes, shard, micro_batch, schedule):
         "sharding": "full",
         "offload": False,
         "wrapping": "block",
-        "copies": "auto",
+        "all_reduce": "auto",
         "zero_stage": 3,
         "sequence_parallel": tensor > 1 and positions % tensor == 0,
         "loss_parallel": tensor > 1 and pipeline == 1,
         "schedule": schedule,
-        "recompute": "none",
+        "activation_checkpointing": "none",
         "stages_per_rank": None,
     }
     train = replace(

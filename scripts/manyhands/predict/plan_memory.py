@@ -63,12 +63,12 @@ def planned_bytes(model, layout, options):
 def bytes_at_rest(model, layout, options):
     """(parameters, gradients, optimizer, copies, gathered) of the fullest rank, as `rank_memory.bytes_per_rank` counts them.
 
-    For copies, zero1 and fsdp wrapped by block; DeepSpeed is not planned.
+    For replicas, zero1 and fsdp wrapped by block; DeepSpeed is not planned.
     """
     parallel = options.parallel
     keeps_gathered = parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
     return _at_rest(
-        model, layout.data_by(options), layout.pipeline, layout.stages_per_rank, layout.tensor, layout.shard,
+        model, layout.dp_mode(options), layout.pipeline, layout.stages_per_rank, layout.tensor, layout.shard,
         layout.replicate, layout.expert, keeps_gathered, weight_bytes(options), PRECISION_BYTES[options.train.precision],
         MOMENTS[options.optimizer.name],
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _sharded(shares, shard, expert):
 def accumulated_bytes(model, layout, options):
     """Gradients that FSDP holds whole until the last micro-batch, in the precision in which it sums them; 0 with one alone."""
     ranks = layout.replicate * layout.shard
-    if layout.data_by(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
+    if layout.dp_mode(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
         return 0
     numbers, experts = rank_parameters(model, layout.tensor, layout.pipeline, layout.stages_per_rank, layout.expert)
     if layout.expert == ranks:  # no other rank has these experts: nothing is to be summed
@@ -221,7 +221,7 @@ def momentary_bytes(model, layout, options):
         found += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
     if layout.expert > 1:
         found += ceil(2 * tokens * model.routed * model.n_embd * low)
-    if layout.data_by(options) != "fsdp":
+    if layout.dp_mode(options) != "fsdp":
         return found
     return found + _largest_unit(model, layout.tensor, layout.expert, layout.pipeline == 1) * (low + size)
 

@@ -58,7 +58,9 @@ def _table(plans):
     """A header and a line per plan, in columns."""
     names = [one.name + _scheduled(one.candidate) for one in plans]
     wide = max(len(name) for name in names) + 1
-    columns = f"{'micro':>7}{'recompute':>11}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
+    columns = (
+        f"{'micro':>7}{'checkpointing':>15}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
+    )
     return [f"{'':4}{'layout':{wide}}{columns}"] + [
         f"{i + 1:2}. {name:{wide}}{_columns(one)}" for i, (name, one) in enumerate(zip(names, plans, strict=True))
     ]
@@ -74,7 +76,7 @@ def _columns(one):
     sent, bubble = one.time.sent(), one.time.bubble_s / one.step_s
     micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
     return (
-        f"{micro:>7}{one.candidate.options.parallel.recompute:>11}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
+        f"{micro:>7}{one.candidate.options.parallel.activation_checkpointing:>15}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
         f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
     )
 
@@ -86,7 +88,7 @@ def _schedules(answer):
     lines = [f"Schedules of {answer.schedules[0].name}, each at its best:"]
     for one in answer.schedules:
         micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
-        again = f"recompute {one.candidate.options.parallel.recompute}"
+        again = f"checkpointing {one.candidate.options.parallel.activation_checkpointing}"
         lines.append(
             f"    {one.candidate.options.parallel.schedule:22}{one.step_s:8.3g} s, bubble {one.time.bubble_s / one.step_s:4.0%},"
             f" {one.held.on_gpu / GB:6.1f} GB, of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
@@ -237,7 +239,7 @@ def _plan_dict(question, one):
         "schedule": options.parallel.schedule if layout.pipeline > 1 else None,
         "micro_batches": layout.micro_batches,
         "micro_batch": one.candidate.micro_batch,
-        "recompute": options.parallel.recompute,
+        "activation_checkpointing": options.parallel.activation_checkpointing,
         "bytes": one.held.by_kind() | {"on_gpu": one.held.on_gpu, "on_host": one.held.on_host},
         "seconds": one.time.by_part() | {"total": one.step_s},
         "messages": [

@@ -31,14 +31,14 @@ def planned_work(model, layout, options, sharing):
     a_layer = sum(kept for term, kept in terms.items() if term not in AROUND) / model.n_layer
     cheap = sum(terms[term] for term in CHEAP) / model.n_layer
     flops = layers * tokens * model.computed_flops() / tensor
-    again = {"none": 0.0, "selective": cheap, "block": a_layer}[parallel.recompute]
+    again = {"none": 0.0, "selective": cheap, "block": a_layer}[parallel.activation_checkpointing]
     parameters, expert_parameters = rank_parameters(
         model, tensor, layout.pipeline, layout.stages_per_rank, layout.expert
     )
-    whole = sharing in ("copies", "zero1")
+    whole = sharing in ("replicas", "zero1")
     split = layout.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
     repeats = 2 if split else 1  # torch recomputes a layer for each of the two halves of its backward
-    forwards = 1 + repeats * (parallel.recompute == "block")
+    forwards = 1 + repeats * (parallel.activation_checkpointing == "block")
     routed = model.routed if layout.expert > 1 else 1.0  # summed over tensor ranks before or after tokens come back
     keys_values = sequences * model.block_size * 2 * model.kv_width / tensor  # numbers in one layer, of whole sequences
     return Work(
@@ -52,7 +52,7 @@ def planned_work(model, layout, options, sharing):
         layers=layers,
         layers_flops=flops,
         head_flops=tokens * model.head_flops() / tensor if has_head else 0.0,
-        again_flops=flops * repeats if parallel.recompute == "block" else 0.0,
+        again_flops=flops * repeats if parallel.activation_checkpointing == "block" else 0.0,
         layers_bytes=layers * a_layer,
         again_bytes=layers * again * repeats,
         around_bytes=sum(terms[term] for term in AROUND) if has_head else 0.0,
@@ -67,7 +67,7 @@ def planned_work(model, layout, options, sharing):
         gradient_bytes=size,
         # autocast reads the weights in fp32 and writes them in low precision, once per forward
         cast_bytes=parameters * (size + low) if whole else 0.0,
-        # gradients of a pipeline's copies are averaged when all micro-batches are done
+        # gradients of a pipeline's replicas are averaged when all micro-batches are done
         overlap=not (layout.pipeline > 1 and whole),
         idle_share=1 / 3 if split else 1.0,
         context=layout.context,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.predict.plan_command import not_trained
-from manyhands.predict.plan_layouts import RECOMPUTE, SCHEDULES, SHARINGS, Candidate, Question, families
+from manyhands.predict.plan_layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, families
 from manyhands.predict.plan_memory import AT_REST, PlannedBytes, bytes_at_rest, planned_bytes
 from manyhands.predict.plan_work import planned_work
 from manyhands.predict.step_time import Assumptions, StepTime, step_time
@@ -46,7 +46,7 @@ class Plan:
         layout, parallel = self.candidate.layout, self.candidate.options.parallel
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
         kind = list(SHARINGS).index(self.candidate.sharing)
-        again = RECOMPUTE.index(parallel.recompute)
+        again = CHECKPOINTING.index(parallel.activation_checkpointing)
         schedule = list(SCHEDULES).index(parallel.schedule)
         # a context axis comes last: train.py has none
         return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
@@ -142,7 +142,7 @@ def _does_not_fit(question, family):
     room = question.machine.memory_bytes
     return (
         f"needs {held.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"
-        f" {candidate.micro_batch} and recompute {candidate.options.parallel.recompute}"
+        f" {candidate.micro_batch} and activation checkpointing {candidate.options.parallel.activation_checkpointing}"
     )
 
 
@@ -168,7 +168,7 @@ def smallest_fit(question, start=1):
 def _something_fits(question):
     """Whether any layout fits: with micro-batches of one sequence and the most recomputation, which need the least."""
     model, room = question.model, question.machine.memory_bytes
-    for family in families(question, recompute=("block", "none"), most_micro_batch=1):
+    for family in families(question, checkpointing=("block", "none"), most_micro_batch=1):
         for candidate in family.variants:
             options = candidate.options
             if not options.parallel.offload and sum(bytes_at_rest(model, candidate.layout, options)) > room:

@@ -34,10 +34,10 @@ class PublishedRun:
     machine: Machine = MACHINES["a100-80"]
     micro_batch: int = 1
     stages_per_rank: int = 1
-    recompute: str = "block"  # block, attention (its core alone) or none
+    checkpointing: str = "block"  # block, attention (its core alone) or none
     sequence_parallel: bool = False
     flash: bool = False  # attention's scores are never kept
-    sharing: str = "copies"
+    sharing: str = "replicas"
     overlap: bool = False
     scattered: bool = True  # tensor ranks share what a stage sends
 
@@ -102,7 +102,7 @@ def _korthikanti(billions, n_layer, n_embd, n_head, pipeline, gpus, batch, micro
         f"GPT {billions}B, selective", KORTHIKANTI, model, gpus, 8, pipeline, batch, tflops, "model",
         "seconds per iteration, by arithmetic, against the table's MFU, and against calculon/llm/validation.py of"
         " github.com/calculon-ai/calculon, which quotes the table", "nothing", micro_batch=micro_batch,
-        stages_per_rank=v, recompute="attention", sequence_parallel=True,
+        stages_per_rank=v, checkpointing="attention", sequence_parallel=True,
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _llama(gpus, batch_per_data_rank, tflops, _):
         "TFLOP/s over the peak of 989.4: 43.5 and 40.4 %, where the table says 43 and 41 %; sizes are table 3's",
         "v = 8, the most that 8 layers per rank allow; micro-batch 1; FSDP gathers once per step; 50 GB/s per GPU between nodes"
         " (400 Gb/s, section 3.3.1); attention counted without the causal mask's half",
-        MACHINES["h100"], stages_per_rank=8, recompute="none", sequence_parallel=True, flash=True, sharing="zero2",
+        MACHINES["h100"], stages_per_rank=8, checkpointing="none", sequence_parallel=True, flash=True, sharing="zero2",
         overlap=True, scattered=False,
     )  # fmt: skip
 
@@ -172,12 +172,12 @@ def published_work(run):
         "none": (0.0, 0.0),
         "attention": (layers * tokens * model.attention_flops() / t, layers * tokens * scores / t),
         "block": (flops, layers * a_layer),
-    }[run.recompute]
+    }[run.checkpointing]
     return Work(
         tensor=t,
         pipeline=run.pipeline,
-        replicate=data if run.sharing in ("copies", "zero1") else 1,
-        shard=1 if run.sharing in ("copies", "zero1") else data,
+        replicate=data if run.sharing in ("replicas", "zero1") else 1,
+        shard=1 if run.sharing in ("replicas", "zero1") else data,
         micro_batches=run.global_batch // data // b,
         stages_per_rank=run.stages_per_rank,
         sharing=run.sharing,
@@ -188,7 +188,7 @@ def published_work(run):
         layers_bytes=layers * a_layer,
         again_bytes=again[1],
         around_bytes=4 * tokens * (D + model.vocab_size) / t,
-        tensor_calls=int(layers * (6 if run.recompute == "block" else 4)) if t > 1 else 0,
+        tensor_calls=int(layers * (6 if run.checkpointing == "block" else 4)) if t > 1 else 0,
         tensor_payload=tokens * D * 2,
         stream_bytes=tokens * D * 2 / (t if run.sequence_parallel else 1),
         stream_scattered=run.scattered and not run.sequence_parallel,

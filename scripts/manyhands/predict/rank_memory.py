@@ -67,7 +67,7 @@ def checkpoint_bytes(config, options):
 
 def accumulated_bytes(config, layout, options):
     """Gradients that FSDP holds whole from one micro-batch to the next, as it sums them over the ranks after the last; else 0."""
-    if layout.data_by(options) != "fsdp" or layout.micro_batches == 1 or layout.data == 1:
+    if layout.dp_mode(options) != "fsdp" or layout.micro_batches == 1 or layout.data == 1:
         return 0
     models = (_models(config, layout, options, i) for i in range(layout.pipeline))
     return max(_numel(_shapes(parts, layout)) for parts in models) * weight_bytes(options)
@@ -75,8 +75,8 @@ def accumulated_bytes(config, layout, options):
 
 def _of_rank(config, layout, options, pipeline_rank):
     models = _models(config, layout, options, pipeline_rank)
-    kinds = {"copies": _whole, "fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
-    return kinds[layout.data_by(options)](models, _shapes(models, layout), layout, options)
+    kinds = {"replicas": _whole, "fsdp": _fsdp, "zero1": _zero1, "deepspeed": _deepspeed}
+    return kinds[layout.dp_mode(options)](models, _shapes(models, layout), layout, options)
 
 
 def _shapes(models, layout):

@@ -6,7 +6,7 @@
 `torch.testing._internal.distributed.fake_pg` (torch 2.13) has a process group whose collectives return at once and move
 nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch cuts
 is real: DTensor's and fully_shard's shards, padding included, and Adam's state. Not simulated: anything of time, and what a
-forward keeps. Only layouts of strategy fsdp: copies of a model would have to be moved to a device.
+forward keeps. Only layouts of strategy fsdp: replicas would have to be moved to a device.
 
 It runs in a process of its own, because a process has one default process group, and ranks are in theirs.
 """
@@ -59,7 +59,7 @@ def simulate(gpus, flags):
     options = read_options(flags)
     config = model_config(options, SYMBOLS)
     layout = resolve_layout(options, config, gpus, min(PER_NODE, gpus))
-    if layout.data_by(options) != "fsdp":
+    if layout.dp_mode(options) != "fsdp":
         raise ValueError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")
     start = time.perf_counter()
     held = _held(config, layout, options)

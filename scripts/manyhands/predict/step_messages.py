@@ -107,24 +107,24 @@ def data_s(work, machine, a, messages, forward_s, backward_s):
         """What is left of messages in `pieces` behind compute: at least one piece, which nothing can hide."""
         return max(seconds - behind_s, seconds / pieces) if overlap else seconds
 
-    if work.sharing in ("copies", "zero1"):
+    if work.sharing in ("replicas", "zero1"):
         pieces = max(1, work.units)
-        summed = send("copies", "all_reduce", pieces)
+        summed = send("replicas", "all_reduce", pieces)
         # with zero1 each weight comes back from the rank that has updated it; nothing runs meanwhile
-        back = send("copies", "broadcast", pieces) if work.sharing == "zero1" else 0.0
+        back = send("replicas", "broadcast", pieces) if work.sharing == "zero1" else 0.0
         return waited(summed, backward_s, pieces) + back
     m = 1 if work.sharing == "zero2" else work.micro_batches  # how often weights are gathered
     there = send("shard", "all_gather", work.units * m, m) / m
     then = send("shard", "all_gather", work.units * m, m) / m if work.sharing != "zero2" else 0.0
     summed = send("shard", "reduce_scatter", work.units)
-    summed += send("copies", "all_reduce", work.units, 1 / work.shard)
+    summed += send("replicas", "all_reduce", work.units, 1 / work.shard)
     waits = m * waited(there, forward_s, work.units)
     waits += (m - 1) * waited(then, backward_s, work.units) if then else 0.0
     return waits + waited(then + summed, backward_s, work.units)
 
 
 def _shared(work, machine, link_share):
-    """[(Group that shares, Group that copies, parameters)]: of the dense part, and of the experts.
+    """[(Group that shares, Group that replicates, parameters)]: of the dense part, and of the experts.
 
     Ranks that the experts are spread over hold different ones: they share, or copy, that much less.
     """

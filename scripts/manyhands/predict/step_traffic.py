@@ -60,11 +60,11 @@ def per_step(config, layout, options):
 
 
 def _ddp(model, layout, options):
-    """Gradients, once per step: on CPUs in one flat vector (see `flat_ddp`), else in DDP's buckets; which, options.copies says.
+    """Gradients, once per step: on CPUs in one flat vector (see `flat_ddp`), else in DDP's buckets; which, options.all_reduce says.
 
     `auto` is taken as on CPUs. One rank alone has nothing to add up, but DDP does not look.
     """
-    if options.parallel.copies == "ddp":
+    if options.parallel.all_reduce == "ddp":
         return {"all_reduce": _buckets(model, weight_bytes(options))}
     whole = sum(p.numel() for p in model.parameters()) * weight_bytes(options)
     return {"all_reduce": [whole] if layout.world_size > 1 else []}
@@ -103,7 +103,7 @@ def _fsdp(model, layout, options):
 
     Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward and,
     as they are let go after it, again for the backward, in each micro-batch; the root stays, since the backward begins with
-    it. Under grad_op all stay to the end of the step. Gradients are summed in the last micro-batch alone. Between copies
+    it. Under grad_op all stay to the end of the step. Gradients are summed in the last micro-batch alone. Between replicas
     (axis replicate) the shards of the sums are added up once more.
 
     Not counted: with several micro-batches and a wrapping so fine that nothing is left to the root (size:1), torch 2.13

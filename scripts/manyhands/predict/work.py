@@ -13,7 +13,7 @@ class Work:
     shard: int
     micro_batches: int
     stages_per_rank: int
-    sharing: str  # copies, zero1, zero2, zero3, hybrid or offload
+    sharing: str  # replicas, zero1, zero2, zero3, hybrid or offload
     layers: int  # of this GPU
     # of one micro-batch, on this GPU: operations of the forward, of all its layers and of the head
     layers_flops: float
@@ -61,7 +61,7 @@ class Work:
     @property
     def owned(self):
         """Parameters that this GPU updates."""
-        if self.sharing == "copies":
+        if self.sharing == "replicas":
             return self.parameters
         ranks = self.shard if self.sharing == "hybrid" else self.data
         return (self.parameters - self.expert_parameters) / ranks + self.expert_parameters * self.expert / ranks

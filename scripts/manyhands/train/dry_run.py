@@ -89,7 +89,7 @@ def describe(options, world_size, per_node=None):
         f"  {'total':<11}{gib(held.total):>14}",
         "and within a step",
         f"  {'activations':<11}{gib(activations):>14}  of micro-batches of {at_once} sequence{'s' * (at_once > 1)},"
-        f" recompute {options.parallel.recompute}{', without the masks of dropout' * (config.dropout > 0)}",
+        f" activation checkpointing {options.parallel.activation_checkpointing}{', without the masks of dropout' * (config.dropout > 0)}",
         *(
             [
                 f"  {'gradients':<11}{gib(accumulated):>14}  whole, until the last of {layout.micro_batches} micro-batches"

@@ -140,7 +140,7 @@ def look(parallel, corpus, ranks, rows=1024, at_once=64):
     rows = min(rows, (len(corpus.val_ids) - 1) // T)
     x_BT, y_BT = (corpus.val_ids[i : i + rows * T].view(rows, T) for i in (0, 1))
     found = torch.zeros(5, dtype=torch.float64)
-    apart = parallel.layout.data_by(parallel.options) == "copies" and parallel.data_size == ranks.world_size
+    apart = parallel.layout.dp_mode(parallel.options) == "replicas" and parallel.data_size == ranks.world_size
     for first in range(0, rows, at_once):
         x_bT, y_bT = (ids_BT[first : first + at_once].to(ranks.device) for ids_BT in (x_BT, y_BT))
         if apart and (first // at_once) % ranks.world_size != ranks.rank:

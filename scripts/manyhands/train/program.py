@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from manyhands.train.stopping import exit_process, hold
+from manyhands.train.preemption import defer_signals, exit_process
 
 
 def run_program(prog, read, act):
@@ -37,7 +37,7 @@ def run_program(prog, read, act):
 
 
 def _status(prog, read, act):
-    hold()  # a scheduler's SIGUSR1 may come while torch is still being imported
+    defer_signals()  # a scheduler's SIGUSR1 may come while torch is still being imported
     from manyhands.config.options import OptionError
     from manyhands.launch.join import end
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from manyhands.checkpoint.manifest import CheckpointError, read_facts
+from manyhands.checkpoint.manifest import CheckpointError, read_metadata
 from manyhands.config.options import to_dict
 from manyhands.train.random_state import random_state, seed_dropout, set_random_state
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
 
-def facts_of(run):
+def metadata_of(run):
     """What stands beside the tensors of a checkpoint, as JSON holds it."""
     return {
         "step": run.step,
@@ -45,21 +45,21 @@ def resume(run):
     rank_state = random_state(run.ranks.device)
     tensors = run.tensors()
     # every rank reads what it needs of the shards that any layout has written
-    facts = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
+    metadata = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
     run.parallel.take_checkpoint(tensors)
-    if facts["rank_state_restored"]:
+    if metadata["rank_state_restored"]:
         set_random_state(rank_state, run.ranks.device)
     else:  # saved under another layout: draw on, but not what the first steps drew
-        seed_dropout(run.options.train.seed, run.layout, run.ranks, facts["step"])
-    if run.scale and facts.get("loss_scale"):
-        run.scale.restore(facts["loss_scale"])
-    run.step = run.saved = facts["step"]
-    run.owes_evaluation = facts.get("val_loss") is None
-    if facts.get("tokens") is not None:
-        run.report.resumed = (run.step, facts["tokens"])
-    several = "s" * (facts["world_size"] != 1)
-    run.report.note(f"resumed from {newest}, saved by {facts['world_size']} rank{several} ({facts['layout']})")
-    if changed := _changed(facts.get("options", {}), to_dict(run.options)):
+        seed_dropout(run.options.train.seed, run.layout, run.ranks, metadata["step"])
+    if run.scale and metadata.get("loss_scale"):
+        run.scale.restore(metadata["loss_scale"])
+    run.step = run.saved = metadata["step"]
+    run.eval_pending = metadata.get("val_loss") is None
+    if metadata.get("tokens") is not None:
+        run.report.resumed = (run.step, metadata["tokens"])
+    several = "s" * (metadata["world_size"] != 1)
+    run.report.note(f"resumed from {newest}, saved by {metadata['world_size']} rank{several} ({metadata['layout']})")
+    if changed := _changed(metadata.get("options", {}), to_dict(run.options)):
         run.report.note(f"it goes on with other options: {', '.join(changed)}")
     if run.step > run.options.train.steps:
         run.report.note(
@@ -69,14 +69,14 @@ def resume(run):
 
 def _refuse_foreign(run, path):
     """Another model or another text is another run. Raises CheckpointError with what differs."""
-    facts = read_facts(path)
+    metadata = read_metadata(path)
     own = dataclasses.asdict(run.config)
-    differing = [f"{k}={facts['config'].get(k)}" for k in own if facts["config"].get(k) != own[k]]
+    differing = [f"{k}={metadata['config'].get(k)}" for k in own if metadata["config"].get(k) != own[k]]
     if differing:
         here = ", ".join(f"{d.split('=')[0]}={own[d.split('=')[0]]}" for d in differing)
         raise CheckpointError(f"{path} holds another model ({', '.join(differing)}; here {here})")
-    if facts["corpus"]["sha256"] != run.corpus.sha256:
-        raise CheckpointError(f"{path} was trained on another text ({facts['corpus']['name']}); use that one")
+    if metadata["corpus"]["sha256"] != run.corpus.sha256:
+        raise CheckpointError(f"{path} was trained on another text ({metadata['corpus']['name']}); use that one")
 
 
 def _changed(before, now):

@@ -24,14 +24,14 @@ from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_ra
 from manyhands.parallel.parallelize import parallelize
 from manyhands.train.chosen_text import corpus_of
 from manyhands.train.finite import Diverged, refuse_broken_weights, refuse_nan
+from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.profiling import Profile
 from manyhands.train.random_state import random_state, seed_dropout
 from manyhands.train.refusals import refuse_size, refuse_text
 from manyhands.train.report import Report
 from manyhands.train.results import agreed_folder, write_metrics
-from manyhands.train.resume import facts_of, resume
+from manyhands.train.resume import metadata_of, resume
 from manyhands.train.stalls import StallWatch
-from manyhands.train.stopping import BY_HAND, Stopping, clear_requeue, write_requeue
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
 VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
@@ -43,7 +43,7 @@ class Run:
     def loop(self, watch, profile):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, None
-        if self.owes_evaluation and self.due(every.eval_every):
+        if self.eval_pending and self.due(every.eval_every):
             watch.at(self.step, "evaluation")
             stop = self.evaluate()
         first = self.step
@@ -149,7 +149,7 @@ class Run:
     def agreed(self):
         """The signal by which all ranks leave, or None. All ranks call it as often: after steps, between validation batches."""
         self.turns += 1
-        return self.stopping and self.stopping.agreed(self.turns)
+        return self.preemption and self.preemption.agreed(self.turns)
 
     # --- before the first step, and after the last
 
@@ -163,8 +163,8 @@ class Run:
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
-        self.owes_evaluation = True  # of the step it begins with: also where a signal came within that evaluation
-        self.turns, self.stopping = (
+        self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
+        self.turns, self.preemption = (
             0,
             None,
         )  # how often ranks could have agreed on a signal, and who hears them
@@ -182,9 +182,9 @@ class Run:
         """The model over the ranks: a `Strategy`. All ranks call it."""
         return parallelize(self.config, self.layout, self.options, self.ranks)
 
-    def facts(self):
+    def metadata(self):
         """What stands beside the tensors of a checkpoint."""
-        return facts_of(self)
+        return metadata_of(self)
 
     def tensors(self):
         """All that training changes, under names that no strategy changes."""
@@ -196,8 +196,10 @@ class Run:
             return
         tensors = self.tensors()
         refuse_broken_weights(self, tensors)
-        facts = self.facts()
-        self.checkpoints.save(self.step, tensors, facts, random_state(self.ranks.device), val_loss=facts["val_loss"])
+        metadata = self.metadata()
+        self.checkpoints.save(
+            self.step, tensors, metadata, random_state(self.ranks.device), val_loss=metadata["val_loss"]
+        )
         self.saved = self.step
 
     def go(self):
@@ -210,7 +212,7 @@ class Run:
         left = options.train.steps - self.step
         try:
             with (
-                Stopping(self.ranks) as self.stopping,
+                PreemptionHandler(self.ranks) as self.preemption,
                 StallWatch(self.ranks, options.train.stall_s) as watch,
                 Profile(self.ranks, options, self.folder, report.note, left) as profile,
             ):

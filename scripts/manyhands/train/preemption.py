@@ -1,9 +1,9 @@
 """A scheduler says "leave": all ranks save after the same step, and say beside the checkpoint that they were not done.
 
-    with Stopping(ranks) as stopping:
+    with PreemptionHandler(ranks) as preemption:
         while step < steps:
             ...
-            if stop := stopping.agreed(step):     # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
+            if stop := preemption.agreed(step):     # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
                 break
         save()
     if stop and stop != BY_HAND:
@@ -40,8 +40,8 @@ REQUEUE = "requeue.json"
 _held = []  # signals that came before there was anything to stop
 
 
-def hold():
-    """From now on SIGUSR1, which would end this process, waits for a `Stopping`, and a launcher that dies is a SIGTERM.
+def defer_signals():
+    """From now on SIGUSR1, which would end this process, waits for a `PreemptionHandler`, and a launcher that dies is a SIGTERM.
 
     Call it first: importing torch takes seconds. Whoever is started by hand may outlive the shell (nohup).
     """
@@ -51,7 +51,7 @@ def hold():
             end_with_parent()
 
 
-class Stopping:
+class PreemptionHandler:
     """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it only agrees.
 
     The first signal is kept for `agreed`; one that comes more than ECHO_S later does what it did before: SIGTERM ends
@@ -80,7 +80,7 @@ class Stopping:
 
     def agreed(self, step):
         """The signal by which all ranks stop after this step, or None. All ranks call it with the same steps, rising."""
-        import torch  # late, so that `hold` costs nothing
+        import torch  # late, so that `defer_signals` costs nothing
         import torch.distributed as dist
 
         if self._answer is None and step >= self._next:

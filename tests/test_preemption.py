@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from manyhands.launch.processes import MARK, Family
-from manyhands.train import stopping
-from manyhands.train.stopping import REQUEUE, Stopping, clear_requeue, write_requeue
+from manyhands.train import preemption
+from manyhands.train.preemption import REQUEUE, PreemptionHandler, clear_requeue, write_requeue
 from rank_pool import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -23,7 +23,7 @@ def stop_one_rank(ranks, name, who, when):
     """What each rank hears, and after which step, if rank `who` alone gets a signal at step `when`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started these tests ignores
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
-    with Stopping(ranks) as asked:
+    with PreemptionHandler(ranks) as asked:
         for step in range(1, 100_000):
             if ranks.rank == who and step == when:
                 os.kill(os.getpid(), getattr(signal, name))
@@ -40,9 +40,9 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(name, who):
 
 
 def count_agreements(ranks, steps, interval_s):
-    stopping.INTERVAL_S, asked_at, reduce = interval_s, [], dist.all_reduce
+    preemption.INTERVAL_S, asked_at, reduce = interval_s, [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (asked_at.append(step), reduce(*args, **kwargs))
-    with Stopping(ranks) as asked:
+    with PreemptionHandler(ranks) as asked:
         for step in range(1, steps + 1):
             assert asked.agreed(step) is None
     return asked_at
@@ -58,8 +58,8 @@ def test_ranks_whose_steps_are_longer_than_the_interval_ask_after_each_one():
 
 
 def hear_several(ranks, echo_s, *pauses_s):
-    stopping.ECHO_S = echo_s
-    with Stopping(ranks) as asked:
+    preemption.ECHO_S = echo_s
+    with PreemptionHandler(ranks) as asked:
         for pause_s in pauses_s:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(pause_s)
@@ -77,9 +77,9 @@ def test_a_second_signal_ends_the_process():
 
 
 def held_before(ranks):
-    stopping.hold()
+    preemption.hold()
     os.kill(os.getpid(), signal.SIGUSR1)
-    with Stopping(ranks) as asked:
+    with PreemptionHandler(ranks) as asked:
         return asked.agreed(1)
 
 
@@ -90,7 +90,7 @@ def test_a_signal_that_comes_while_a_rank_still_starts_is_not_lost():
 def hear_what_is_ignored(ranks):
     for one in (signal.SIGINT, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
-    with Stopping(ranks) as asked:
+    with PreemptionHandler(ranks) as asked:
         for one in (signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), one)
         return asked.agreed(1)
@@ -101,11 +101,11 @@ def test_neither_ctrl_c_in_a_shells_background_nor_a_hangup_under_nohup_is_heard
 
 
 def handlers_around(ranks, hear):
-    before = [signal.getsignal(one) for one in stopping.SIGNALS]
-    with Stopping(ranks):
+    before = [signal.getsignal(one) for one in preemption.SIGNALS]
+    with PreemptionHandler(ranks):
         if hear:
             os.kill(os.getpid(), signal.SIGTERM)
-    return before == [signal.getsignal(one) for one in stopping.SIGNALS]
+    return before == [signal.getsignal(one) for one in preemption.SIGNALS]
 
 
 def test_without_a_signal_the_handlers_of_before_come_back_and_after_one_they_stay_until_the_process_has_left():

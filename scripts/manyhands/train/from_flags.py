@@ -1,6 +1,6 @@
 """From the trainer's flags to a model spread over the ranks, as `scripts/train.py` makes it, and what the formulas say of it.
 
-spread = spread_model("--parallel.strategy fsdp --parallel.wrapping block", ranks, vocab_size=65)
+spread = model_from_flags("--parallel.strategy fsdp --parallel.wrapping block", ranks, vocab_size=65)
 loss = spread.parallel.forward_backward(ids_bT, targets_bT)
 spread.optimizer.step()
 spread.held_by_formula, spread.sent_by_formula
@@ -20,7 +20,7 @@ from manyhands.predict import rank_memory, step_traffic
 
 
 @dataclass(frozen=True)
-class SpreadModel:
+class ModelFromFlags:
     """A strategy that holds the model, its optimizer, and from what they were made."""
 
     parallel: Strategy
@@ -40,8 +40,8 @@ class SpreadModel:
         return step_traffic.per_step(self.config, self.layout, self.options)
 
 
-def spread_model(flags, ranks, vocab_size, start=full_model):
-    """A SpreadModel by the trainer's `flags`, a text as on a command line. All ranks must call it.
+def model_from_flags(flags, ranks, vocab_size, start=full_model):
+    """A ModelFromFlags by the trainer's `flags`, a text as on a command line. All ranks must call it.
 
     `start(config, options)` makes the whole GPT that is spread: see `parallelize`.
     Raises OptionError as the trainer does.
@@ -50,4 +50,4 @@ def spread_model(flags, ranks, vocab_size, start=full_model):
     config = model_config(options, vocab_size)
     layout = resolve_layout(options, config, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks, start)
-    return SpreadModel(parallel, build_optimizer(parallel, options), config, layout, options)
+    return ModelFromFlags(parallel, build_optimizer(parallel, options), config, layout, options)

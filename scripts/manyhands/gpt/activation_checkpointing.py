@@ -1,6 +1,6 @@
 """Activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016).
 
-    recompute(model, "block")         # in place; the names of parameters do not change
+    checkpoint_activations(model, "block")     # in place; the names of parameters do not change
 
 `block` keeps the input of each block alone, for a third more compute. `selective` also keeps the results of what is dear
 to compute (matrix products, attention, messages of tensor parallelism) and repeats what is cheap and large: norms, GELU,
@@ -16,14 +16,14 @@ from manyhands.gpt.model import Block
 DEAR = {"mm", "addmm", "bmm", "baddbmm", "linear"}
 
 
-def recompute(model, kind):
+def checkpoint_activations(model, kind):
     """Make each block of `model`, a GPT or a stage of one, recompute its forward; none, block or selective."""
     if kind == "none":
         return
     for block in model.blocks.values() if hasattr(model.blocks, "values") else model.blocks:
         # Another class for the same object, as fully_shard does it: a module around it would be part of each parameter's
         # name, and a function of its own per block would be compiled anew for each.
-        block.__class__ = Recomputing if kind == "block" else RecomputingCheap
+        block.__class__ = Checkpointed if kind == "block" else SelectivelyCheckpointed
 
 
 def _keep_what_is_dear(context, operator, *args, **kwargs):
@@ -32,7 +32,7 @@ def _keep_what_is_dear(context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Recomputing(Block):
+class Checkpointed(Block):
     """A block that keeps its input alone."""
 
     how = {"use_reentrant": False}
@@ -41,7 +41,7 @@ class Recomputing(Block):
         return checkpoint(super().forward, x_BTD, allowed_B1TT, **self.how)
 
 
-class RecomputingCheap(Recomputing):
+class SelectivelyCheckpointed(Checkpointed):
     """A block that keeps its input and what is dear to compute."""
 
     how = {
