@@ -3,7 +3,6 @@
     cache = KVCache(capacity=64)
     logits_BTV = cached_logits(model, prompt_BT, cache)     # prefill: T positions at once
     logits_B1V = cached_logits(model, next_B1, cache)       # decode: one position, and the cache behind it
-    cache.truncate(40)                                      # forget what lies beyond: a guess that was refused
 
 Bytes of a full cache: 2 N B T D times the size of a number. `paged_cache` has the one for a server.
 Shapes: B sequences, T new positions, S positions in all, H heads of size E, N layers.
@@ -40,10 +39,6 @@ class KVCache:
             positions_T1 = torch.arange(self.length, stop, device=k_BHTE.device)[:, None]
             mask_TS = torch.arange(stop, device=k_BHTE.device) <= positions_T1
         return F.scaled_dot_product_attention(q_BHTE, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask_TS)
-
-    def truncate(self, length):
-        """Forget all positions from `length` on."""
-        self.length = min(self.length, length)
 
     def num_bytes(self):
         """Bytes of the whole cache."""
