@@ -100,7 +100,7 @@ if sequences % 4:
 # You run one model, **ShakespeareGPT**, which reads 64 characters and guesses the next. You only calculate the three
 # others. They have the width and depth of OLMo 1B and 7B and of the 70B class.
 #
-# Letters are sizes: `B` sequences in a batch, `T` positions in each, `V` symbols in the vocabulary, `D` the width,
+# Letters are sizes: `B` sequences in a batch, `T` positions in each, `V` tokens in the vocabulary, `D` the width,
 # `H` heads, `N` layers, `P` parameters. At the end of a name they are its shape. Read past lines with `metrics`: they
 # keep numbers for tests.
 
@@ -110,7 +110,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
 corpus = load_corpus(ranks)
-shakespeare = GPTConfig(vocab_size=len(corpus.symbols))
+shakespeare = GPTConfig(vocab_size=len(corpus.vocab))
 olmo_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
 olmo_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 class_70b = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
@@ -222,7 +222,7 @@ say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8
 #
 # - A linear map from *a* to *b* numbers, *a → b*, has *a·b* weights, and *b* more if it has a bias.
 # - A LayerNorm has a scale and a shift, each a vector of width D.
-# - An embedding holds a vector of width D for each symbol, or for each position.
+# - An embedding holds a vector of width D for each token, or for each position.
 #
 # ### Build A: count the parameters
 #
@@ -233,7 +233,7 @@ say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8
 # %%
 # %%ranks
 def count_parameters(V, T, D, N):
-    """Parameters of a GPT with V symbols, T positions, width D and N layers."""
+    """Parameters of a GPT with V tokens, T positions, width D and N layers."""
     raise NotImplementedError  # your turn
 
 
@@ -244,7 +244,7 @@ checks.parameters(count_parameters, ranks)
 # %%ranks
 # solution A
 def count_parameters(V, T, D, N):
-    """Parameters of a GPT with V symbols, T positions, width D and N layers."""
+    """Parameters of a GPT with V tokens, T positions, width D and N layers."""
     attention, mlp = 3 * D**2 + D**2 + D, 4 * D**2 + 4 * D + 4 * D**2 + D
     layer = attention + mlp + 2 * 2 * D  # two LayerNorms
     embeddings, head = V * D + T * D, V * D + V
@@ -297,7 +297,7 @@ metrics.exact(num_params={name: config.num_params() for name, config in large_mo
 #
 # <details><summary>Answer</summary>
 #
-# It knows nothing, so it gives each of Shakespeare's 65 symbols about the same probability: the loss is close to ln 65
+# It knows nothing, so it gives each of Shakespeare's 65 characters about the same probability: the loss is close to ln 65
 # = 4.174. A first loss far above says that the initialisation is off. One far below says that the targets leak into
 # the input.
 #
@@ -309,7 +309,7 @@ import math
 
 x_BT, y_BT = batch()
 _, first_loss = new_model()(x_BT, y_BT)
-say(f"first loss {first_loss.item():.3f}, ln {len(corpus.symbols)} = {math.log(len(corpus.symbols)):.3f}")
+say(f"first loss {first_loss.item():.3f}, ln {len(corpus.vocab)} = {math.log(len(corpus.vocab)):.3f}")
 metrics.exact(first_loss=first_loss)
 metrics.close(first_loss_close=first_loss)
 
@@ -1198,7 +1198,7 @@ zeros = sum((p.grad == 0).sum().item() for p in model.parameters())
 say(f"all in float32: {100 * zeros / shakespeare.num_params():.1f} %")
 
 # %% [markdown]
-# Compare the line of 2¹⁶ with the last one: symbols that do not occur in this batch have no gradient in float32 either,
+# Compare the line of 2¹⁶ with the last one: tokens that do not occur in this batch have no gradient in float32 either,
 # so 2¹⁶ lost next to nothing. 2⁴⁰ was too much.
 #
 # Now ours against the library's `torch.amp.GradScaler`, on a small problem that begins with a scale that is too

@@ -118,7 +118,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
 corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.symbols))
+config = GPTConfig(vocab_size=len(corpus.vocab))
 gradient_bytes = 4 * config.num_params()  # one float32 for each parameter
 given = {"steps": steps, "global_batch": global_batch, "bucket_mib": bucket_mib, "ddp": ddp}
 metrics = Metrics(ranks, corpus, given)
@@ -995,8 +995,8 @@ def sample(model, seed, num):
 
 
 # %% [markdown]
-# **Predict.** Shakespeare has 65 symbols here. What is the loss of a model that has learnt nothing and gives each the same
-# probability? And after 300 steps: will the model write words, or only something that looks like lines of a play?
+# **Predict.** Shakespeare's vocabulary has 65 tokens here. What is the loss of a model that has learnt nothing and gives each
+# the same probability? And after 300 steps: will the model write words, or only something that looks like lines of a play?
 #
 # <details><summary>Answer</summary>
 #
@@ -1055,7 +1055,7 @@ losses /= world_size
 if rank == 0:
     from manyhands.plots.step_times import training
 
-    figure = training(losses.cpu(), looks, len(corpus.symbols), f"ShakespeareGPT on {these_ranks}")
+    figure = training(losses.cpu(), looks, len(corpus.vocab), f"ShakespeareGPT on {these_ranks}")
     show(figure, "training", "the loss falls from ln 65; beside it samples that turn from noise into words")
 
 # %% [markdown]

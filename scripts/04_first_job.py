@@ -404,7 +404,7 @@ from manyhands.data.corpus import get_batch
 from manyhands.gpt.model import GPT, GPTConfig
 
 torch.manual_seed(0)
-model = GPT(GPTConfig(vocab_size=len(corpus.symbols), n_layer=2, n_head=2, n_embd=32)).double().to(device)
+model = GPT(GPTConfig(vocab_size=len(corpus.vocab), n_layer=2, n_head=2, n_embd=32)).double().to(device)
 whole_batch = get_batch(corpus.train_ids, 0, global_batch, 64, 0, 1, seed=1)  # as in a world of one
 x_BT, y_BT = (ids_BT.to(device) for ids_BT in whole_batch)
 
@@ -586,7 +586,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 def train(num_steps):
     """Losses of `num_steps` steps, and after each the seconds since the start. All ranks call it."""
     torch.manual_seed(1337)
-    model = DDP(GPT(GPTConfig(vocab_size=len(corpus.symbols))).to(device))
+    model = DDP(GPT(GPTConfig(vocab_size=len(corpus.vocab))).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, seconds, begin = torch.zeros(num_steps), [], time.perf_counter()
     for step in range(num_steps):
@@ -844,7 +844,7 @@ if rank == 0:
 # MPICH's Hydra and HPE's PALS, and `--map-by ppr:4:node` for Open MPI.
 #
 # **What to look for.** As many ranks as nodes times GPUs, on as many hosts as you asked for. A first loss near ln 65 = 4.17, a guess
-# among 65 symbols. An end that says `completed`.
+# among 65 tokens. An end that says `completed`.
 
 # %% [markdown]
 # ## Recap

@@ -115,7 +115,7 @@ if global_batch % (micro_batch * world_size):
 # %%ranks
 corpus = load_corpus(ranks)
 T = 32
-config = GPTConfig(vocab_size=len(corpus.symbols), block_size=T, n_layer=2, n_head=2, n_embd=64)
+config = GPTConfig(vocab_size=len(corpus.vocab), block_size=T, n_layer=2, n_head=2, n_embd=64)
 given = {"micro_batch": micro_batch, "global_batch": global_batch, "steps": steps}
 metrics = Metrics(ranks, corpus, given | {"sweep_tokens": sweep_tokens})
 
@@ -709,7 +709,7 @@ def train(kind, batch, rate, seed):
     with torch.no_grad():
         x_BT, y_BT = get_batch(corpus.val_ids, 0, 256, T, 0, 1, seed=9)
         loss = model(x_BT.to(device), y_BT.to(device))[1].item()
-    knowing_nothing = math.log(len(corpus.symbols))
+    knowing_nothing = math.log(len(corpus.vocab))
     return loss if loss < knowing_nothing else knowing_nothing
 
 

@@ -119,7 +119,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
 corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.symbols), n_layer=layers)
+config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)
 given = {"layers": layers, "global_batch": global_batch, "wrapping": wrapping, "steps": steps}
 metrics = Metrics(ranks, corpus, given)
 P = config.num_params()
@@ -1022,7 +1022,7 @@ for title, sync, keep in (
 # | `size:N` | any module of N parameters or more outside units further inside | models without clear blocks |
 #
 # A GPT of 6.7 billion parameters has 32 blocks of 201 million each. Outside the blocks it has two matrices of 32,100
-# symbols x 4,096 numbers, 131 million each, the embedding and the head. Which wrapping leaves the least whole?
+# tokens x 4,096 numbers, 131 million each, the embedding and the head. Which wrapping leaves the least whole?
 
 
 # %%

@@ -113,8 +113,8 @@ say(f"I am number {group.rank()} of the {group.size()} in my tensor-parallel gro
 # The model is **ShakespeareGPT** again. **All tensor ranks read the same sequences**: they share the work of a layer,
 # not the batch. Biases start at zero, where a mistake with them would not show, so all weights are shaken a little.
 #
-# Letters at the end of a name are its shape: `B` sequences, `T` positions, `D` width, `M` hidden units, `V` symbols. A
-# small letter is this rank's share: `m` = M/t, `s` = T/t, `v` about V/t.
+# Letters at the end of a name are its shape: `B` sequences, `T` positions, `D` width, `M` hidden units, `V` tokens
+# in the vocabulary. A small letter is this rank's share: `m` = M/t, `s` = T/t, `v` about V/t.
 
 # %%
 # %%ranks
@@ -122,7 +122,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
 corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.symbols), n_layer=layers, n_head=HEADS)
+config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=HEADS)
 B, T, D, V = sequences, config.block_size, config.n_embd, config.vocab_size
 metrics = Metrics(ranks, corpus, {"layers": layers, "sequences": sequences, "steps": steps})
 
@@ -879,10 +879,10 @@ assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values
 # parallel](../assets/glossary.md#vocabulary-parallel). Our V of 65 does not divide evenly: pieces are as equal as `chunk`
 # makes them.
 #
-# ![The 65 rows of the embedding on four ranks: 17, 17, 17 and 14; a symbol is looked up where its row lies, the other ranks give
+# ![The 65 rows of the embedding on four ranks: 17, 17, 17 and 14; a token is looked up where its row lies, the other ranks give
 # zeros, and g adds up](../assets/07_vocabulary.svg)
 #
-# **Embedding**: a rank looks up the symbols whose rows it has, and zeros for the others. That is a term of a sum: g. **Head**:
+# **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a term of a sum: g. **Head**:
 # by columns; the logits stay cut.
 
 # %% jupyter={"source_hidden": true}
@@ -912,7 +912,7 @@ class VocabularyEmbedding(nn.Module):
 # ### Exercise 1: the loss of split logits
 #
 # Cross-entropy of one token is `log(sum of exp(logits)) - logit of its target`. Each rank has some of the logits:
-# `logits_Nv` holds the symbols `first`, `first` + 1, ... for N tokens. Write `split_loss`: the mean over the tokens, with
+# `logits_Nv` holds the columns `first`, `first` + 1, ... for N tokens. Write `split_loss`: the mean over the tokens, with
 # its backward, without gathering logits. Numbers can be large, so subtract the largest logit of each token first; it
 # changes nothing, so it needs no gradient (`dist.all_reduce(..., op=dist.ReduceOp.MAX, group=group)`). Use g for sums. The
 # check allows three all-reduces of N numbers.
@@ -921,7 +921,7 @@ class VocabularyEmbedding(nn.Module):
 # %%
 # %%ranks
 def split_loss(logits_Nv, targets_N, first, group):
-    """The mean cross-entropy; each rank has some symbols' logits. All ranks of the group call it."""
+    """The mean cross-entropy; each rank has some columns of the logits. All ranks of the group call it."""
     raise NotImplementedError  # your turn
 
 
@@ -979,7 +979,7 @@ for name, model, found in (("ours", ours, loss), ("loss_parallel", library, loss
     if rank == 0:
         say(f"{name} and one process: loss and all gradients equal to 1e-10")
 rows = len(ours.tokens.weight)
-say(f"{rows} of {V} symbols; the loss handed over {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
+say(f"{rows} of {V} tokens; the loss handed over {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
 
 # %% [markdown]
 # ## Exercises (MORE, 12 min)

@@ -116,7 +116,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages
 
 corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.symbols), n_layer=layers)
+config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)
 T, D = config.block_size, config.n_embd
 metrics = Metrics(ranks, corpus, {"layers": layers, "micro_batches": m, "rows": rows})
 
@@ -908,7 +908,7 @@ def run_any(parts, order, ids, targets):
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from manyhands.predict.pipeline_schedules import orders_of
 
-deep = GPTConfig(vocab_size=len(corpus.symbols), n_layer=max(layers, 2 * p))
+deep = GPTConfig(vocab_size=len(corpus.vocab), n_layer=max(layers, 2 * p))
 n = m - m % max(1, m // p)  # micro-batches
 ids, targets = (part[:n] for part in batch(0))
 

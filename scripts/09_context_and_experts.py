@@ -1230,7 +1230,7 @@ def balance_loss(probs_NE, share_E):
 
 # %%
 # %%ranks
-V = len(corpus.symbols)
+V = len(corpus.vocab)
 
 
 def parameters(seed):

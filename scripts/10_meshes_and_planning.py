@@ -425,7 +425,7 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.full_model import full_model
 from manyhands.parallel.parallelize import parallelize
 
-config = GPTConfig(vocab_size=len(corpus.symbols), n_layer=layers, n_head=4)
+config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=4)
 both = {"tensor": shape[2], "pipeline": shape[0]}
 PRODUCTS = {
     1: [{}],

@@ -485,7 +485,7 @@ say(f"0.0173 with bit 30 flipped: {weight.item():.2e}")
 def small_gpt(dropout=0.0):
     torch.manual_seed(1337)  # the same first weights on all ranks
     size = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 64, "dropout": dropout}
-    return GPT(GPTConfig(vocab_size=len(corpus.symbols), **size))
+    return GPT(GPTConfig(vocab_size=len(corpus.vocab), **size))
 
 
 def gradients(model, step):
@@ -580,8 +580,8 @@ if where:
 # ## Out of memory, read aloud (MORE, 3 min)
 #
 # **Why.** It is the error that everybody meets, and its message names a number of bytes. A large one says which
-# tensor. **Predict** it for the logits of a batch of 24 million sequences of 2,048 tokens and 50,280 symbols in
-# float32.
+# tensor. **Predict** it for the logits of a batch of 24 million sequences of 2,048 tokens and a vocabulary
+# of 50,280 in float32.
 #
 # <details><summary>Answer</summary>
 #
@@ -1682,7 +1682,7 @@ if path is not None:
     restore(path, fresh)
 after = train_step(fresh)
 if rank == 0:
-    guessing = math.log(len(corpus.symbols))
+    guessing = math.log(len(corpus.vocab))
     say(f"loss before the restart {before[-1]:.2f}, after it {after:.2f}; guessing gives {guessing:.2f}")
 
 # %% [markdown]

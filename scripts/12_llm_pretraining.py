@@ -514,14 +514,14 @@ say(f"{len(table)} merges, the same as the library's")
 
 # %% [markdown]
 # Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that training later maps into
-# memory. A special token, the **mark**, begins each document.
+# memory. A special token, the **separator**, begins each document.
 
 # %%
 # %%ranks
 from manyhands.data.token_file import write_tokens
 from manyhands.launch.run_folder import run_folder
 
-MARK = 256 + len(table)
+SEPARATOR = 256 + len(table)
 
 
 def encode(text):
@@ -531,7 +531,7 @@ def encode(text):
 
 
 def decode(ids):
-    parts = (bpe.id_to_token(i).encode("latin-1") for i in ids if i != MARK)
+    parts = (bpe.id_to_token(i).encode("latin-1") for i in ids if i != SEPARATOR)
     return b"".join(parts).decode("utf-8", "replace")
 
 
@@ -539,7 +539,7 @@ say(encode(" there, there"))
 
 # %%
 # %%ranks
-stream = [i for text in mine for i in (MARK, *encode(text))]
+stream = [i for text in mine for i in (SEPARATOR, *encode(text))]
 shard = write_tokens(run_folder(ranks) / f"train-{rank:05d}.bin", stream)
 assert decode(stream) == "".join(mine)
 text_bytes = sum(len(text.encode()) for text in mine)
@@ -624,18 +624,18 @@ def packed_logits(model, ids_BT, mask_BTT, positions_BT):
 
 # %% [markdown]
 # **The proof** is to run each document alone: its logits must be the same. Each rank tries two packed sequences of its
-# own documents (characters, and the mark):
+# own documents (characters, and the separator):
 
 # %%
 # %%ranks
 from manyhands.gpt.model import GPT, GPTConfig
 
-B, T, mark = 2, 256, len(corpus.symbols)
+B, T, separator = 2, 256, len(corpus.vocab)
 torch.manual_seed(1337)
-gpt = GPT(GPTConfig(vocab_size=mark + 1, block_size=T)).to(device, torch.float64)
-joined = [i for text in mine[:50] for i in (mark, *corpus.encode(text).tolist())]
+gpt = GPT(GPTConfig(vocab_size=separator + 1, block_size=T)).to(device, torch.float64)
+joined = [i for text in mine[:50] for i in (separator, *corpus.encode(text).tolist())]
 ids_BT = torch.tensor(joined[: B * T], device=device).view(B, T)
-documents_BT = (ids_BT == mark).cumsum(1)
+documents_BT = (ids_BT == separator).cumsum(1)
 mask_BTT = document_mask(documents_BT)
 packed_BTV, apart = packed_logits(gpt, ids_BT, mask_BTT, positions_of(documents_BT)), 0.0
 for row in range(B):
@@ -648,13 +648,13 @@ share = mask_BTT.sum().item() / (B * T * (T + 1) / 2)
 say(f"packed and alone differ by {apart:.0e}; the mask keeps {share:.0%} of the causal pairs")
 
 # %% [markdown]
-# **The library's way**: the course's GPT builds the mask itself if its configuration names the mark, and so does
+# **The library's way**: the course's GPT builds the mask itself if its configuration names the separator, and so does
 # `train.py` under every strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose
 # true positions nobody knows.
 
 # %%
 # %%ranks
-library = GPT(GPTConfig(vocab_size=mark + 1, block_size=T, document_mark=mark)).to(device, torch.float64)
+library = GPT(GPTConfig(vocab_size=separator + 1, block_size=T, separator=separator)).to(device, torch.float64)
 library.load_state_dict(gpt.state_dict())
 counting_T = torch.arange(T, device=device)
 apart = packed_logits(gpt, ids_BT, mask_BTT, counting_T) - library(ids_BT)[0]
@@ -668,7 +668,7 @@ say(f"ours and the package's differ by {apart.abs().max().item():.0e}")
 # %%
 # %%ranks
 other_BT = ids_BT.clone()
-other_BT[:, 1] = (other_BT[:, 1] + 1) % mark
+other_BT[:, 1] = (other_BT[:, 1] + 1) % separator
 later_BT = documents_BT != documents_BT[:, :1]
 causal_BTT = torch.ones_like(mask_BTT).tril()
 for name, *how in (
@@ -693,7 +693,7 @@ for name, *how in (
 # <details><summary>For the instructor: packing</summary>
 #
 # Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal
-# half, or one that leaves the mark to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by
+# half, or one that leaves the separator to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by
 # itself.)
 #
 # </details>
@@ -752,7 +752,7 @@ if "bpe" not in globals():
 
     WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
     bpe = by_library(word_counts(documents), merges)
-    MARK = 256 + merges
+    SEPARATOR = 256 + merges
 
 
 # %%
@@ -769,7 +769,7 @@ def by_frequency(mine_N, size):
 num_bytes = sum(len(text.encode()) for text in documents)
 characters = [i for text in mine for i in corpus.encode(text).tolist()]
 tokens = [i for text in mine for i in encode(text)]
-for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE tokens", tokens, MARK)):
+for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tokens", tokens, SEPARATOR)):
     nats, count = by_frequency(ids, size)
     bits = bits_per_byte(nats, count, num_bytes)
     if rank == 0:
@@ -787,7 +787,7 @@ for name, ids, size in (("characters", characters, len(corpus.symbols)), ("BPE t
 
 # %%
 # %%ranks --timeout 120
-from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.data.text_preparation import PrepareConfig, prepare_text
 from manyhands.data.text_report import shown_report
 from manyhands.launch.run_folder import run_folder
 
@@ -798,7 +798,7 @@ speeches = [text for text in documents if len(text) >= 200][:1200]
 bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy it now!\n" * 20]
 if rank == 0:
     (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
-report = prepare_text([folder / "pages.txt"], folder / "text", Wishes(vocab_size=512), ranks, replace=True)
+report = prepare_text([folder / "pages.txt"], folder / "text", PrepareConfig(vocab_size=512), ranks, replace=True)
 if rank == 0:
     say(shown_report(report))
 metrics.exact(prepared=report["documents"])
@@ -814,7 +814,7 @@ metrics.exact(prepared=report["documents"])
 #
 # Expect half a minute on two cores: 300 steps, in which the validation loss falls from ln 512 = 6.2 to about 3.8 nats
 # per token. At 2.03 bytes each that is 2.7 bits per byte. The samples begin as noise and end as words, many of them
-# real; `<|document|>` is the mark. For files of your own, run this first:
+# real; `<|document|>` is the separator. For files of your own, run this first:
 #
 # ```bash
 # python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine
@@ -1009,7 +1009,7 @@ checks.encode_word(encode_word, ranks, solution=True)
 # %% [markdown]
 # ### Exercise 2: what does a packed sequence teach?
 #
-# With a mark between documents, the last token of one learns to guess "the end". Without a mark it would have to guess
+# With a separator between documents, the last token of one learns to guess "the end". Without a separator it would have to guess
 # how another document begins, which nobody can. Write `packed_targets(ids_BT, documents_BT)`: for each position the next
 # token of the *same document*, and -100 where there is none (`F.cross_entropy` ignores -100). The last position of a
 # sequence has none either. Do not change `ids_BT`.
@@ -1119,7 +1119,7 @@ from manyhands.parallel.flat_ddp import FlatReplicas
 def train(loss_of):
     """A small GPT after `zoo_steps` steps on all ranks, and its last loss."""
     torch.manual_seed(1337)
-    model = GPT(GPTConfig(len(corpus.symbols), block_size=32, n_layer=2, n_head=2, n_embd=48)).to(device)
+    model = GPT(GPTConfig(len(corpus.vocab), block_size=32, n_layer=2, n_head=2, n_embd=48)).to(device)
     replicas = FlatReplicas(model)
     optimizer = torch.optim.AdamW([part for part, _ in replicas.parts], lr=5e-3)
     for step in range(zoo_steps):
@@ -1136,7 +1136,7 @@ def train(loss_of):
 # %%ranks --timeout 120
 wrong, loss = train(shifted_loss)
 if rank == 0:
-    say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.symbols)):.2f}")
+    say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
 
 # %% [markdown]
 # Now measure: how well do the logits at t guess the character at t, t + 1, t + 2, t + 3?

@@ -19,7 +19,7 @@
 # **45 minutes** for the sections marked CORE, 78 with those marked MORE.
 #
 # After this lesson **you can**
-# - write a conversation as one sequence of symbols, and mask the loss so that only answers are learned;
+# - write a conversation as one sequence of tokens, and mask the loss so that only answers are learned;
 # - fine-tune on demonstrations on many ranks, and measure what that brings on questions the model has not seen;
 # - write the DPO loss, and keep its reference model sharded;
 # - draw answers on all ranks, judge them by a program, and learn from their rewards (GRPO);
@@ -52,7 +52,7 @@
 # *Say:* three stages, three kinds of teacher. SFT has somebody who writes the answer. DPO has somebody who says which of two
 # is better. GRPO has a program that says right or wrong. Each knows less, and each can therefore be asked more often.
 #
-# *Three usual mistakes:* a loss on the user's symbols too; dividing by this rank's symbols; believing a reward curve.
+# *Three usual mistakes:* a loss on the user's tokens too; dividing by this rank's tokens; believing a reward curve.
 #
 # *When late:* give solution C, and show the stored figure of the experiment. Keep builds A and B, and the zoo.
 #
@@ -97,7 +97,7 @@ from manyhands.checks import alignment as checks
 from manyhands.measure import wire
 
 # %% [markdown]
-# The model is a small ShakespeareGPT: 2 layers, width 64. Its symbols are the characters of the corpus, followed by four **markers**
+# The model is a small ShakespeareGPT: 2 layers, width 64. Its tokens are the characters of the corpus, followed by four **markers**
 # that the text never contains. They will say who speaks, and where a message ends.
 
 # %%
@@ -108,12 +108,12 @@ from manyhands.gpt.model import GPT, GPTConfig
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 corpus = load_corpus(ranks)
-symbols = with_markers(corpus.symbols)
-config = GPTConfig(vocab_size=len(symbols), n_layer=2, n_embd=64)
+vocab = with_markers(corpus.vocab)
+config = GPTConfig(vocab_size=len(vocab), n_layer=2, n_embd=64)
 given = {"base_steps": base_steps, "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": rl_steps}
 metrics = Metrics(ranks, corpus, given | {"seeds": seeds})
 if rank == 0:
-    say(f"{len(symbols)} symbols, the last four: {' '.join(symbols[-4:])}")
+    say(f"{len(vocab)} tokens, the last four: {' '.join(vocab[-4:])}")
     say(f"{config.num_params():,} parameters")
 
 # %% [markdown]
@@ -182,14 +182,14 @@ metrics.close(base_loss=loss)
 # %% [markdown]
 # ## Warm-up: four losses on two ranks (CORE, 3 min)
 #
-# Rank 0 has one symbol to learn from, with a loss of 4. Rank 1 has three, with losses 1, 1 and 1.
+# Rank 0 has one token to learn from, with a loss of 4. Rank 1 has three, with losses 1, 1 and 1.
 #
-# **Predict.** What is the mean loss of a symbol? What comes out if each rank takes its own mean, and the ranks average
+# **Predict.** What is the mean loss of a token? What comes out if each rank takes its own mean, and the ranks average
 # those?
 #
 # <details><summary>Answer</summary>
 #
-# 7/4 = 1.75. The mean of means is (4 + 1)/2 = 2.5: the lone symbol counts three times as much as each of the others.
+# 7/4 = 1.75. The mean of means is (4 + 1)/2 = 2.5: the lone token counts three times as much as each of the others.
 #
 # </details>
 
@@ -201,7 +201,7 @@ dist.all_reduce(both)
 say(f"my sum {mine.sum():g} of {len(mine)}; all ranks: {both[0]:g} / {both[1]:g}")
 
 # %% [markdown]
-# Answers differ in length, so ranks hold different numbers of symbols that count. The cure is lesson 05's: **each rank divides
+# Answers differ in length, so ranks hold different numbers of tokens that count. The cure is lesson 05's: **each rank divides
 # its sum by the number on all ranks.** Every loss of this lesson is a sum of this rank's terms over a global number. (With one
 # rank, the three ones are missing. With more than two, the others add nothing.)
 
@@ -211,45 +211,45 @@ say(f"my sum {mine.sum():g} of {len(mine)}; all ranks: {both[0]:g} / {both[1]:g}
 # **Why.** The base model knows one thing: what comes next in a text. So write a conversation as a text, in which it is
 # clear who speaks and where an answer ends. A [**chat template**](../assets/glossary.md#chat-template) says how.
 #
-# ![A conversation as one row of symbols: the user's marker, the question, the end marker, the assistant's marker, the answer, the end
-# marker; below each symbol but the first a question mark: does its prediction count?](../assets/13_template.svg)
+# ![A conversation as one row of tokens: the user's marker, the question, the end marker, the assistant's marker, the answer, the end
+# marker; below each token but the first a question mark: does its prediction count?](../assets/13_template.svg)
 #
-# A marker such as `<|user|>` is **one symbol** with an id of its own. `render` shows the text, `encode` makes the ids:
+# A marker such as `<|user|>` is **one token** with an id of its own. `render` shows the text, `encode` makes the ids:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
 talk = [{"role": "user", "content": "sort jbcg"}, {"role": "assistant", "content": "bcgj"}]
-ids, answer = encode(talk, symbols)
+ids, answer = encode(talk, vocab)
 if rank == 0:
     say(render(talk))
-    say(f"{len(ids)} symbols; the assistant writes {sum(answer)} of them")
+    say(f"{len(ids)} tokens; the assistant writes {sum(answer)} of them")
     say(f"to ask: {render(talk[:1], reply=True)}")
 
 # %% [markdown]
 # The model should learn to *answer*. It should not learn to write questions, nor the marker `<|assistant|>`, which it is always
 # given. So only some positions count in the loss. A [**loss mask**](../assets/glossary.md#loss-mask) says which.
 #
-# **Predict.** The model reads symbols 0 to 15 of the 17 and predicts symbols 1 to 16. How many of the 16 predictions count?
+# **Predict.** The model reads tokens 0 to 15 of the 17 and predicts tokens 1 to 16. How many of the 16 predictions count?
 # Is the one made at `<|assistant|>` among them? And the one that predicts `<|end|>`?
 #
 # <details><summary>Answer</summary>
 #
 # Five: the four letters and the end marker. At `<|assistant|>` the model predicts the first letter, so that one counts. The
-# end marker counts too, because the assistant must learn to stop. At the last symbol nothing is predicted.
+# end marker counts too, because the assistant must learn to stop. At the last token nothing is predicted.
 #
 # </details>
 #
 # ### Build A: the loss mask
 #
 # `ids_BT` are conversations, one per row, perhaps of several turns, padded at the end. Write `loss_mask`: for each *target*,
-# that is for symbols 1 to T - 1, whether the assistant wrote it. (The folded cell below the stub holds a solution. If you skip
+# that is for tokens 1 to T - 1, whether the assistant wrote it. (The folded cell below the stub holds a solution. If you skip
 # a build, run that cell: the lesson goes on with it.)
 
 
 # %%
 # %%ranks
 def loss_mask(ids_BT, assistant, end):
-    """Whether target t, which is symbol t + 1, counts: bool [B, T - 1]. `assistant` and `end` are the markers' ids."""
+    """Whether target t, which is token t + 1, counts: bool [B, T - 1]. `assistant` and `end` are the markers' ids."""
     raise NotImplementedError  # your turn
 
 
@@ -261,8 +261,8 @@ checks.loss_mask(loss_mask, ranks)
 # solution A
 def loss_mask(ids_BT, assistant, end):
     speaks_B, counts = torch.zeros_like(ids_BT[:, 0], dtype=torch.bool), []
-    for symbol_B in ids_BT[:, :-1].T:
-        speaks_B = (speaks_B | (symbol_B == assistant)) & (symbol_B != end)
+    for token_B in ids_BT[:, :-1].T:
+        speaks_B = (speaks_B | (token_B == assistant)) & (token_B != end)
         counts.append(speaks_B)
     return torch.stack(counts, dim=1)
 
@@ -274,17 +274,17 @@ checks.loss_mask(loss_mask, ranks, solution=True)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 mask_T = loss_mask(torch.tensor([ids]), ASSISTANT, STOP)[0]
 assert mask_T.tolist() == answer[1:]
 if rank == 0:
-    say("".join(symbols[i] for i, counts in zip(ids[1:], mask_T, strict=True) if counts))
+    say("".join(vocab[i] for i, counts in zip(ids[1:], mask_T, strict=True) if counts))
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the mask</summary>
 #
-# Write the 17 symbols on the board, the 16 targets below them shifted by one, and let the room tick. *Usual mistake:* ticking
-# the symbols that the assistant *reads* instead of those it is to predict. Then the first letter is never learned, and what
+# Write the 17 tokens on the board, the 16 targets below them shifted by one, and let the room tick. *Usual mistake:* ticking
+# the tokens that the assistant *reads* instead of those it is to predict. Then the first letter is never learned, and what
 # comes after the answer is.
 #
 # </details>
@@ -302,7 +302,7 @@ if rank == 0:
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "loss_mask")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -323,18 +323,18 @@ def demonstrations(seed):
     words = task.draw(80, [seed, 1], held_out=False)
     spoken = [speech_messages(who, line) for who, line in speeches(corpus.text, longest=28, most_name=10)]
     talks = [task.messages(word, task.answer(word)) for word in words] + spoken[:1000]
-    return rows([encode(talk, symbols) for talk in talks], config.block_size + 1)[0]
+    return rows([encode(talk, vocab) for talk in talks], config.block_size + 1)[0]
 
 
 ids_NT = demonstrations(seed=0)
 counted_N = loss_mask(ids_NT, ASSISTANT, STOP).sum(1)
 if rank == 0:
-    say(f"{len(ids_NT)} conversations of up to {ids_NT.shape[1]} symbols")
-    say(f"in each, {counted_N.min()} to {counted_N.max()} symbols count")
+    say(f"{len(ids_NT)} conversations of up to {ids_NT.shape[1]} tokens")
+    say(f"in each, {counted_N.min()} to {counted_N.max()} tokens count")
 
 # %% [markdown]
 # A step takes 32 of the words and 8 of all conversations, mostly speeches. All ranks draw the same rows from `(seed, step)`,
-# and each keeps its own. So every rank knows how many symbols count *on all ranks* without a message.
+# and each keeps its own. So every rank knows how many tokens count *on all ranks* without a message.
 
 
 # %%
@@ -345,13 +345,13 @@ def own(rows_B):
 
 
 def log_probs(model, ids_bT):
-    """log p of each symbol after the first [b, T - 1]."""
+    """log p of each token after the first [b, T - 1]."""
     logits_bTV = model(ids_bT[:, :-1])[0]
     return -F.cross_entropy(logits_bTV.transpose(1, 2), ids_bT[:, 1:], reduction="none")
 
 
 # %% [markdown]
-# The loss is the sum over this rank's symbols that count, divided by the number on all ranks:
+# The loss is the sum over this rank's tokens that count, divided by the number on all ranks:
 
 
 # %%
@@ -371,7 +371,7 @@ def sft(seed, mask_of=loss_mask):
 
 
 # %% [markdown]
-# To measure, we ask the model. `complete` writes one symbol after another until the end marker, here always the likeliest one.
+# To measure, we ask the model. `complete` writes one token after another until the end marker, here always the likeliest one.
 # Each rank asks its share of the held-out words:
 
 
@@ -379,11 +379,11 @@ def sft(seed, mask_of=loss_mask):
 # %%ranks
 def asked(model, words, uniform_bn=None):
     """(ids, lengths of the prompts, texts) of one answer to each word; with uniform_bn drawn, else the likeliest."""
-    prompts_bT, _ = rows([encode(task.messages(word), symbols, reply=True) for word in words])
+    prompts_bT, _ = rows([encode(task.messages(word), vocab, reply=True) for word in words])
     lengths_b = torch.full((len(words),), prompts_bT.shape[1])
     logits = lambda ids: model(ids)[0]  # noqa: E731
     ids_bT, _ = complete(logits, prompts_bT.to(device), lengths_b.to(device), 6, STOP, uniform_bn)
-    return ids_bT, texts(ids_bT, lengths_b, symbols, answered)
+    return ids_bT, texts(ids_bT, lengths_b, vocab, answered)
 
 
 def accuracy(model):
@@ -445,7 +445,7 @@ metrics.exact(sft_accuracy=after)
 # - the *margin* of a pair is `(log p(chosen) - log p(rejected))` of the policy minus the same of the reference;
 # - its loss is `-log sigmoid(beta * margin)`; `beta` is a constant that you choose.
 #
-# Here log p is that of a whole answer: the *sum* over its symbols.
+# Here log p is that of a whole answer: the *sum* over its tokens.
 #
 # **Predict.** What is the loss at the start, when policy and reference are the same model? And in the picture, with beta = 1?
 #
@@ -458,7 +458,7 @@ metrics.exact(sft_accuracy=after)
 #
 # ### Build B: the DPO loss
 #
-# This rank has b of the `num_pairs` pairs. `log_p_b2T` holds the policy's log p of every symbol of both answers, chosen first;
+# This rank has b of the `num_pairs` pairs. `log_p_b2T` holds the policy's log p of every token of both answers, chosen first;
 # `mask_b2T` says which of them count; `reference_b2` is the reference's log p of the whole answers. Return this rank's part of
 # the mean over all pairs. For large margins `F.logsigmoid` stays finite; `log(sigmoid(x))` does not.
 
@@ -578,7 +578,7 @@ def rest_in_shares(unit):
 # %%ranks --timeout 300
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "dpo_loss", "own_share", "whole", "rest_in_shares")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 task = LetterTask("sort", letters=12, length=4)
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
@@ -622,7 +622,7 @@ def pairs_of(model, seed, questions=1024):
     everybodys = [None] * world_size
     dist.all_gather_object(everybodys, list(zip(mine, said, strict=True)))
     told = (pair for each in everybodys for pair in each)
-    return [(word, text) for word, text in told if not task.right(word, text) and set(text) <= set(symbols)]
+    return [(word, text) for word, text in told if not task.right(word, text) and set(text) <= set(vocab)]
 
 
 wrong = pairs_of(policy, seed=0)
@@ -643,7 +643,7 @@ def pair_rows(wrong):
     """Padded ids [N, 2, T] of the right answers and the wrong ones."""
     right = [task.messages(word, task.answer(word)) for word, _ in wrong]
     talks = right + [task.messages(word, text) for word, text in wrong]
-    return torch.stack(rows([encode(talk, symbols) for talk in talks])[0].chunk(2), dim=1)
+    return torch.stack(rows([encode(talk, vocab) for talk in talks])[0].chunk(2), dim=1)
 
 
 def pair_loss(model, reference, ids_b2T, num_pairs):
@@ -705,7 +705,7 @@ loss = loss.detach()
 dist.all_reduce(loss)
 
 flags = f"{sizes} --parallel.strategy fsdp --train.precision fp64"
-spread = model_from_flags(flags, ranks, len(symbols), start_from(exact))
+spread = model_from_flags(flags, ranks, len(vocab), start_from(exact))
 reference = sharded_by_torch(frozen, config, spread.options, ranks)
 
 
@@ -735,7 +735,7 @@ metrics.exact(dpo_loss=loss_1.detach())
 #
 # *Ask:* "both log p may fall, as long as the rejected one falls faster. Does that matter?" It does: with beta = 0.1 this very
 # recipe makes the model *worse*, as `scripts/align.py dpo --dpo.beta 0.1` shows. A small beta lets the policy go far for a
-# margin. *Usual mistake:* means instead of sums over an answer's symbols, which is another loss with another name.
+# margin. *Usual mistake:* means instead of sums over an answer's tokens, which is another loss with another name.
 #
 # </details>
 
@@ -752,7 +752,7 @@ metrics.exact(dpo_loss=loss_1.detach())
 # ![One question, eight answers on two ranks, three of them right; the mean of the group is a line at 3/8; right answers get arrows
 # up, wrong ones arrows down](../assets/13_grpo.svg)
 #
-# Training then raises or lowers log p of every symbol of an answer, in proportion to the answer's advantage. No second model
+# Training then raises or lowers log p of every token of an answer, in proportion to the answer's advantage. No second model
 # predicts rewards.
 #
 # **Predict.** A group has rewards 1, 1, 1, 1. What are the advantages? What does such a group teach?
@@ -800,7 +800,7 @@ checks.advantages(advantages, ranks, solution=True)
 # Answers must not depend on which rank draws them. So every rank draws the random numbers of all B answers from `(seed, step)` and
 # keeps its own rows (`own_draws`): 1, 2 and 4 ranks give the same answers.
 #
-# The loss of a symbol is minus the advantage times the ratio p/p_old, where p_old is the probability with which it was drawn. A
+# The loss of a token is minus the advantage times the ratio p/p_old, where p_old is the probability with which it was drawn. A
 # small multiple of the distance from the reference, the [KL divergence](../assets/glossary.md#kl-divergence), is added. There is one
 # update per draw, so the ratio is 1, but its *gradient* is that of log p:
 
@@ -808,7 +808,7 @@ checks.advantages(advantages, ranks, solution=True)
 # %%ranks --timeout 300
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "own_share", "whole", "rest_in_shares", "in_shares", "advantages")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 task = LetterTask("sort", letters=12, length=4)
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
@@ -828,14 +828,14 @@ def rl_loss(model, reference, ids_bT, rewards_b, num_answers):
     ratio_bT = (log_p_bT - log_p_bT.detach()).exp()  # 1, with the gradient of log p
     log_r_bT = reference_bT - log_p_bT
     kl_bT = log_r_bT.exp() - log_r_bT - 1  # never negative; its mean is the divergence (Schulman 2020)
-    num_symbols = mask_bT.sum()
-    dist.all_reduce(num_symbols)
+    num_tokens = mask_bT.sum()
+    dist.all_reduce(num_tokens)
     terms_bT = (KL * kl_bT - ratio_bT * advantages_b[:, None]) * mask_bT
-    return terms_bT.sum() / num_symbols, (kl_bT.detach() * mask_bT).sum() / num_answers
+    return terms_bT.sum() / num_tokens, (kl_bT.detach() * mask_bT).sum() / num_answers
 
 
 # %% [markdown]
-# The sum is divided by the symbols of *all* ranks' answers. A GRPO trainer that divided by those of the current minibatch
+# The sum is divided by the tokens of *all* ranks' answers. A GRPO trainer that divided by those of the current minibatch
 # alone was corrected in [open-instruct#1161](https://github.com/allenai/open-instruct/pull/1161).
 #
 # The whole training: questions, answers, rewards, an update. Nothing here knows how to *solve* the task; `reward` only judges.
@@ -902,7 +902,7 @@ if rank == 0:
 # %%ranks --timeout 400
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "own_share", "whole", "rest_in_shares", "in_shares", "advantages", "rl_loss", "grpo")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
@@ -1065,7 +1065,7 @@ if rank == 0:
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares")
 catch_up(globals(), "pairs_of", "pair_rows", "pair_loss", "dpo", "advantages", "rl_loss", "grpo")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
 held_out = task.draw(256, [7], held_out=True)
 
@@ -1105,7 +1105,7 @@ from manyhands.checkpoint.export import write_export
 from manyhands.launch.run_folder import run_folder
 
 if rank == 0:
-    about = {"config": asdict(config), "corpus": {"name": corpus.name, "alphabet": symbols}, "step": rl_steps}
+    about = {"config": asdict(config), "corpus": {"name": corpus.name, "alphabet": vocab}, "step": rl_steps}
     aligned = run_folder(ranks) / "aligned.safetensors"
     write_export(dict(models["grpo", 0][0].named_parameters()), about, aligned)
     say(f"{aligned.name}: {aligned.stat().st_size:,} bytes")
@@ -1121,13 +1121,13 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# A fine-tuning script needs a symbol for padding, and the model has none. So its author pads with the end marker, and leaves padding
+# A fine-tuning script needs a token for padding, and the model has none. So its author pads with the end marker, and leaves padding
 # out of the loss. The loss falls as it should. **What does the model do, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
-ASSISTANT, STOP = symbols.index("<|assistant|>"), symbols.index(END)
+ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
 task = LetterTask("sort", letters=12, length=4)
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
@@ -1137,12 +1137,12 @@ if ("sft", 0) not in models:
 # %%
 # %%ranks --timeout 300
 def without_padding(ids_BT, assistant, end):
-    """Their mask: what the assistant wrote, but no target that is the padding symbol, the end marker."""
+    """Their mask: what the assistant wrote, but no target that is the padding token, the end marker."""
     return loss_mask(ids_BT, assistant, end) & (ids_BT[:, 1:] != end)
 
 
 def ended(model):
-    """(share of 64 answers that come to an end within 6 symbols, some of them). All ranks get the same."""
+    """(share of 64 answers that come to an end within 6 tokens, some of them). All ranks get the same."""
     ids_bT, said = asked(model, held_out[:64])
     return (ids_bT[:, -6:] == STOP).any(1).double().mean().item(), said[:3]
 
@@ -1162,12 +1162,12 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # A user of a library found exactly this: its collator sets the labels of all pad tokens to -100, which the loss leaves out, and
 # the pad token was the end-of-sequence token, because the model had none of its own. "Rarely (if ever)" did the trained model
 # end: [trl#976](https://github.com/huggingface/trl/issues/976). The collator underneath, with an example of two sentences:
-# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The cure is a separate padding symbol, or a mask made
+# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The cure is a separate padding token, or a mask made
 # from *positions*, like yours.
 #
 # </details>
 #
-# The rule to take home: **look at what the model writes, its last symbol included.** And decode one batch with its mask before
+# The rule to take home: **look at what the model writes, its last token included.** And decode one batch with its mask before
 # you train.
 
 # %% [markdown] tags=["notes"]
@@ -1192,7 +1192,7 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # python scripts/sample.py outputs/sft --chat --prompt "sort jbcg"
 # ```
 #
-# **What changes on GPUs.** Most of the time goes into drawing answers, one symbol after another, with small matrix products. Large
+# **What changes on GPUs.** Most of the time goes into drawing answers, one token after another, with small matrix products. Large
 # systems may draw with a serving engine that caches keys and values (lesson 14), on GPUs of its own, and send it the new weights
 # after each step. If the engine's weights lag behind, the ratio is no longer 1 and its clipping begins to matter. Answers differ in
 # length, so all ranks wait for the one with the longest.
@@ -1204,7 +1204,7 @@ for name, model in (("theirs", theirs), ("ours", models["sft", 0])):
 # ## Recap
 #
 # 1. A conversation is one sequence; the loss counts what the assistant wrote, its end marker included.
-# 2. Each rank divides its sum by the global number of what counts: symbols, pairs, answers.
+# 2. Each rank divides its sum by the global number of what counts: tokens, pairs, answers.
 # 3. DPO compares two answers with a frozen reference, which rests in shares: 4 P/n bytes, one all-gather per unit.
 # 4. GRPO needs only a reward per answer; a group's mean is taken over all ranks, and draws depend on (seed, step) alone.
 # 5. A model learns the reward that you wrote, not the one you meant. Measure the goal by something that was no reward.

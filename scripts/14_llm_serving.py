@@ -19,7 +19,7 @@
 # **45 minutes** for the sections marked CORE, 81 with those marked MORE.
 #
 # After this lesson **you can**
-# - draw the next symbol by temperature, top-k and top-p, and say what each cuts off;
+# - draw the next token by temperature, top-k and top-p, and say what each cuts off;
 # - build a KV cache, prove that it changes nothing, and predict its bytes;
 # - say which part of the work waits for memory and which for arithmetic;
 # - speed up decoding by a small model's guesses, and prove that the text's distribution stays the same;
@@ -64,7 +64,7 @@
 n_ranks = 2  # processes; in a script the launcher decides
 steps = 200  # of training of the large model, and of the small one, 2 to 2000
 texts = 4  # texts that each rank writes with guesses, for each number of guesses, at least 2
-draws = 3000  # symbols that are drawn to compare distributions, 500 to 100000
+draws = 3000  # tokens that are drawn to compare distributions, 500 to 100000
 
 # %% [markdown]
 # ## Start (CORE, 3 min)
@@ -101,7 +101,7 @@ from manyhands.serve.sampler import Sampling, uniforms
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 corpus = load_corpus(ranks)
-V, T = len(corpus.symbols), 64
+V, T = len(corpus.vocab), 64
 metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
 
 # %% [markdown]
@@ -138,7 +138,7 @@ torch.set_grad_enabled(False)  # nothing is trained any more
 for name, model in (("large", target), ("small", draft)):
     loss = model(val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T))[1].item()
     if rank == 0:
-        say(f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per symbol")
+        say(f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per token")
     metrics.close(tolerance=0.05, **{f"{name}_loss": loss})
 prompt = corpus.encode(corpus.text[:20]).tolist()
 
@@ -148,23 +148,23 @@ prompt = corpus.encode(corpus.text[:20]).tolist()
 # %% [markdown]
 # ## Warm-up: four numbers, three knobs (CORE, 3 min)
 #
-# A model returns logits; softmax turns them into probabilities; the next symbol is drawn at random from those. That is
-# [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four symbols with 0.4, 0.3, 0.2, 0.1:
+# A model returns logits; softmax turns them into probabilities; the next token is drawn at random from those. That is
+# [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four tokens with 0.4, 0.3, 0.2, 0.1:
 #
-# - **temperature** divides the logits before softmax: below 1 likely symbols get likelier, and towards 0 only the likeliest is left;
-# - **top-k** keeps the k likeliest symbols;
-# - **top-p** keeps the *fewest* likeliest symbols whose probabilities together **reach** p (Holtzman et al. 2020).
+# - **temperature** divides the logits before softmax: below 1 likely tokens get likelier, and towards 0 only the likeliest is left;
+# - **top-k** keeps the k likeliest tokens;
+# - **top-p** keeps the *fewest* likeliest tokens whose probabilities together **reach** p (Holtzman et al. 2020).
 #
 # What is kept is divided by its sum.
 #
 # ![Four bars 0.4, 0.3, 0.2, 0.1: temperature 0.5 makes them steeper; top-k 2 keeps two; top-p 0.6 keeps two, the second of which
 # crosses the line](../assets/14_sampling.svg)
 #
-# **Predict.** Which symbols does top-p = 0.75 keep, and with which probabilities? And top-p = 0.7?
+# **Predict.** Which tokens does top-p = 0.75 keep, and with which probabilities? And top-p = 0.7?
 #
 # <details><summary>Answer</summary>
 #
-# The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the symbol that crosses the line is kept.
+# The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the token that crosses the line is kept.
 # So 4/9, 3/9 and 2/9. With p = 0.7 only two: 0.4 + 0.3 reach it exactly, which gives 4/7 and 3/7.
 #
 # </details>
@@ -179,23 +179,23 @@ for name, number in (("top-k 2, or top-p 0.7", 2), ("top-k 3, or top-p 0.75", 3)
     say(f"{name}: {[round(p, 3) for p in (kept_V / kept_V.sum()).tolist()]}")
 
 # %% [markdown]
-# ## From logits to a symbol (CORE, 7 min)
+# ## From logits to a token (CORE, 7 min)
 #
-# **Why cut?** Each unlikely symbol is rare, but there are many of them. 50,000 symbols with a probability of 0.000002 each add up
+# **Why cut?** Each unlikely token is rare, but there are many of them. 50,000 tokens with a probability of 0.000002 each add up
 # to 0.1: one draw in ten is one of them, and the rest of the text has to follow from it.
 #
 # ### Build A: what is kept
 #
-# Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the symbols, with sum 1. Apply top-k first (None keeps
-# all), then top-p to what is left: the kept symbols must reach `top_p` times *its* sum. `p_V.sort(descending=True)` gives the
-# sorted values and their places; `torch.zeros_like(p_V).scatter(0, places_V, sorted_V)` puts them back. Keep the symbol that crosses
+# Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the tokens, with sum 1. Apply top-k first (None keeps
+# all), then top-p to what is left: the kept tokens must reach `top_p` times *its* sum. `p_V.sort(descending=True)` gives the
+# sorted values and their places; `torch.zeros_like(p_V).scatter(0, places_V, sorted_V)` puts them back. Keep the token that crosses
 # the line.
 
 
 # %%
 # %%ranks
 def kept(p_V, top_k=None, top_p=1.0):
-    """Probabilities [V] of the symbols that are kept, zero elsewhere."""
+    """Probabilities [V] of the tokens that are kept, zero elsewhere."""
     raise NotImplementedError  # your turn
 
 
@@ -218,14 +218,14 @@ def kept(p_V, top_k=None, top_p=1.0):
 checks.kept(kept, ranks, solution=True)
 
 # %% [markdown]
-# To draw, take a random number u in [0, 1) and the first symbol at which the running sum of probabilities exceeds u. We draw one u
+# To draw, take a random number u in [0, 1) and the first token at which the running sum of probabilities exceeds u. We draw one u
 # per place in the text beforehand, so that a text does not depend on who else is being served.
 
 
 # %%
 # %%ranks
 def drawn(p_V, u):
-    """The first symbol at which the running sum of p exceeds u."""
+    """The first token at which the running sum of p exceeds u."""
     return int(torch.searchsorted(p_V.cumsum(0), u * p_V.sum(), right=True).clamp(max=len(p_V) - 1))
 
 
@@ -259,12 +259,12 @@ numbers = uniforms(seed=rank, n=30)
 ours = write(target, prompt, numbers, temperature=0.8, top_k=20, top_p=0.9)
 library = generate(target, torch.tensor([prompt], device=device), 30, Sampling(0.8, 20, 0.9), seed=rank)
 assert library[0].tolist() == ours
-say(f"{len(ours)} symbols, the same by our lines and by the package's")
+say(f"{len(ours)} tokens, the same by our lines and by the package's")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the sampler</summary>
 #
-# *Usual mistake:* `cumsum <= top_p`. It drops the symbol that crosses the line, and for a top symbol above p it would keep
+# *Usual mistake:* `cumsum <= top_p`. It drops the token that crosses the line, and for a top token above p it would keep
 # nothing: published code patches that by "at least one". Threads:
 # [reasoning-from-scratch#164](https://github.com/rasbt/reasoning-from-scratch/issues/164),
 # [esm#360](https://github.com/Biohub/esm/pull/360).
@@ -274,14 +274,14 @@ say(f"{len(ours)} symbols, the same by our lines and by the package's")
 # %% [markdown]
 # ## Do not compute it again: the KV cache (CORE, 9 min)
 #
-# **Why.** For each new symbol `write` computes all positions, and throws away all logits but the last. In a causal model a position
+# **Why.** For each new token `write` computes all positions, and throws away all logits but the last. In a causal model a position
 # never looks ahead, so its keys and values do not change, whatever is written later. Store them: this is the
 # [**KV cache**](../assets/glossary.md#kv-cache). Old queries are not needed: only the newest position attends.
 #
-# ![Without a cache each new symbol computes all positions, a triangle; with a cache each position is computed once, a
+# ![Without a cache each new token computes all positions, a triangle; with a cache each position is computed once, a
 # diagonal, and looks back at stored keys and values](../assets/14_cache.svg)
 #
-# **Predict.** From one symbol, the model writes 63 more. How many positions does it compute without a cache, and with one?
+# **Predict.** From one token, the model writes 63 more. How many positions does it compute without a cache, and with one?
 #
 # <details><summary>Answer</summary>
 #
@@ -413,12 +413,12 @@ say(f"equal to no cache to 1e-10; {num_bytes:,} bytes, as predicted")
 # ![FLOP/s that can be reached against FLOPs per byte on a log scale: a slope up to the corner at 295, then flat; decode of one
 # user at 1, 16 users at 16, a prefill of 2,048 positions beyond the corner](../assets/14_roofline.svg)
 #
-# **Predict.** An H100 computes 989 TFLOP/s in bf16 and reads 3.35 TB/s. How many symbols per second can a 7 B model write
+# **Predict.** An H100 computes 989 TFLOP/s in bf16 and reads 3.35 TB/s. How many tokens per second can a 7 B model write
 # at most, for one user? And if a weight took one byte instead of two, with arithmetic still in bf16: where would the corner be?
 #
 # <details><summary>Answer</summary>
 #
-# 14 GB of weights are read per symbol: 3,350/14 = **239** per second, with the GPU's arithmetic busy 0.3 % of the time. In bf16 a
+# 14 GB of weights are read per token: 3,350/14 = **239** per second, with the GPU's arithmetic busy 0.3 % of the time. In bf16 a
 # batch of B users has an intensity of 2 P B / 2 P = B, so the corner is at 989/3.35 = 295 users. With one byte per weight it is
 # 2 P B / P = 2 B, and the corner is at **148** users.
 #
@@ -441,8 +441,8 @@ if rank == 0:
 # (This leaves out reading the cache. Each user has a cache of their own, which a batch does not share, so long texts wait for memory
 # even in large batches.)
 #
-# Your machine's corner is elsewhere, and each call also pays once for Python. Both make larger batches cheaper per symbol: **expect the
-# microseconds per symbol to fall** as the batch grows.
+# Your machine's corner is elsewhere, and each call also pays once for Python. Both make larger batches cheaper per token: **expect the
+# microseconds per token to fall** as the batch grows.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -468,7 +468,7 @@ for _ in range(6):  # interleaved; the first round warms up
 if rank == 0:
     for batch, taken in samples.items():
         us = sorted(1e6 * s / batch for s in taken[1:])
-        say(f"batch {batch:2}: {us[2]:7,.0f} µs per symbol ({us[0]:,.0f} to {us[-1]:,.0f})")
+        say(f"batch {batch:2}: {us[2]:7,.0f} µs per token ({us[0]:,.0f} to {us[-1]:,.0f})")
 metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in samples.items()})
 
 # %% [markdown] tags=["notes"]
@@ -482,30 +482,30 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # %% [markdown]
 # ## Guess, then check: speculative decoding (CORE, 11 min)
 #
-# **Why.** For one user, decode reads all weights to write one symbol. A call on five positions takes hardly longer, but needs the
-# next four symbols in advance. So let a small model *guess* them, and let the large one judge all of them in one call:
+# **Why.** For one user, decode reads all weights to write one token. A call on five positions takes hardly longer, but needs the
+# next four tokens in advance. So let a small model *guess* them, and let the large one judge all of them in one call:
 # [**speculative decoding**](../assets/glossary.md#speculative-decoding) (Leviathan et al. 2023; Chen et al. 2023).
 #
-# ![A small model guesses four symbols; one call of the large model gives its probabilities at five places; the first two
+# ![A small model guesses four tokens; one call of the large model gives its probabilities at five places; the first two
 # guesses are kept, the third is replaced, the rest is thrown away](../assets/14_guesses.svg)
 #
 # The small model draws a guess x from its probabilities q. The large one would have drawn from its own, p. Keep x with probability
-# **min(1, p(x)/q(x))**. Otherwise draw a symbol from what q gives too little of: **max(0, p - q)**, divided by its sum.
+# **min(1, p(x)/q(x))**. Otherwise draw a token from what q gives too little of: **max(0, p - q)**, divided by its sum.
 #
-# **Predict.** Two symbols: p = (0.5, 0.5), q = (0.9, 0.1). How often is a guess kept? And what is written in the end?
+# **Predict.** Two tokens: p = (0.5, 0.5), q = (0.9, 0.1). How often is a guess kept? And what is written in the end?
 #
 # <details><summary>Answer</summary>
 #
 # Guess 0 comes with 0.9 and is kept with 5/9, together 0.5. Guess 1 comes with 0.1 and is always kept. In all **0.6** are kept, which
-# is the sum of min(p, q). In the other 0.4, max(0, p - q) = (0, 0.4) gives symbol 1. So symbol 0 is written with probability 0.5, and
-# symbol 1 with 0.1 + 0.4 = 0.5: exactly p. A bad guesser costs time, but never changes the distribution of the text.
+# is the sum of min(p, q). In the other 0.4, max(0, p - q) = (0, 0.4) gives token 1. So token 0 is written with probability 0.5, and
+# token 1 with 0.1 + 0.4 = 0.5: exactly p. A bad guesser costs time, but never changes the distribution of the text.
 #
 # </details>
 #
 # ### Build C: keep it, or draw another
 #
-# Write `judged`: it returns the symbol to write, and whether that is the guess. `u` and `v` are two random numbers in [0, 1), one for
-# each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the symbols must follow p,
+# Write `judged`: it returns the token to write, and whether that is the guess. `u` and `v` are two random numbers in [0, 1), one for
+# each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the tokens must follow p,
 # *and* as many guesses as possible must be kept.
 
 # %% jupyter={"source_hidden": true}
@@ -516,7 +516,7 @@ catch_up(globals(), "kept", "drawn", "to_draw_from", "forward", "attend")
 # %%
 # %%ranks
 def judged(guess, p_V, q_V, u, v):
-    """(symbol, was it the guess?) for a guess that was drawn from q, so that the symbol follows p."""
+    """(token, was it the guess?) for a guess that was drawn from q, so that the token follows p."""
     raise NotImplementedError  # your turn
 
 
@@ -536,24 +536,24 @@ checks.judged(judged, ranks, solution=True)
 
 # %% [markdown]
 # **Does it follow p?** "The text looks fine" proves nothing. Take one place in a text, with our models' own p and q over all
-# symbols. Draw many times, count each symbol, and compare with p by a **chi-square test**: add up (count - expected)²/expected. If the
-# symbols follow p, the sum is about the number of symbols (rare ones count as one), and rarely beyond the limit below. For comparison,
+# tokens. Draw many times, count each token, and compare with p by a **chi-square test**: add up (count - expected)²/expected. If the
+# tokens follow p, the sum is about the number of tokens (rare ones count as one), and rarely beyond the limit below. For comparison,
 # draw from p directly, and from q.
 
 
 # %%
 # %%ranks
-def chi_square(symbols, p_V):
-    """(chi-square of the counts against p, cells); symbols that p expects less than 5 times are one cell."""
-    counts_V = torch.bincount(torch.tensor(symbols), minlength=len(p_V)).double()
-    expected_V = len(symbols) * p_V
+def chi_square(tokens, p_V):
+    """(chi-square of the counts against p, cells); tokens that p expects less than 5 times are one cell."""
+    counts_V = torch.bincount(torch.tensor(tokens), minlength=len(p_V)).double()
+    expected_V = len(tokens) * p_V
     rare_V = expected_V < 5
     counts, expected = (torch.cat((x[~rare_V], x[rare_V].sum()[None])) for x in (counts_V, expected_V))
     return ((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum().item(), len(counts) - 1
 
 
 def limit(cells):
-    """Chi-square exceeds this once in 30,000 times if symbols follow p (4 sigma, after Wilson and Hilferty)."""
+    """Chi-square exceeds this once in 30,000 times if tokens follow p (4 sigma, after Wilson and Hilferty)."""
     return cells * (1 - 2 / (9 * cells) + 4 * math.sqrt(2 / (9 * cells))) ** 3
 
 
@@ -567,8 +567,8 @@ ways = {
     "guesses, judged": [judged(drawn(q_V, w), p_V, q_V, u, v)[0] for u, v, w in three],
     "q, unjudged": [drawn(q_V, w) for _, _, w in three],
 }
-for name, symbols in ways.items():
-    found, cells = chi_square(symbols, p_V)
+for name, tokens in ways.items():
+    found, cells = chi_square(tokens, p_V)
     verdict = "follows p" if found < limit(cells) else "does not follow p"
     if rank == 0:
         say(f"{name:16} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
@@ -601,13 +601,13 @@ def guesses_of(cache, ids, number, numbers, judged_to):
 
 # %% [markdown]
 # One round of `speculate`: k guesses, one call of the large model, and a verdict on each guess until the first is rejected. If all are
-# kept, the call has also given the probabilities for one more symbol.
+# kept, the call has also given the probabilities for one more token.
 
 
 # %%
 # %%ranks
 def speculate(prompt, n, k, seed):
-    """(n symbols after the prompt, calls of the large model, guesses made, guesses kept)"""
+    """(n tokens after the prompt, calls of the large model, guesses made, guesses kept)"""
     ids, caches, numbers = list(prompt), ({}, {}), iter(uniforms(seed, 4 * (k + 1) * n))
     calls = made = held = done = 0  # done: positions whose keys stay as they are
     while len(ids) < len(prompt) + n:
@@ -616,8 +616,8 @@ def speculate(prompt, n, k, seed):
         p = [to_draw_from(row_V) for row_V in cached(target, caches[0], ids + guessed, done)[-room - 1 :]]
         calls, made, done = calls + 1, made + room, len(ids)
         for guess, p_V, q_V in zip(guessed, p, q, strict=False):
-            symbol, right = judged(guess, p_V, q_V, next(numbers), next(numbers))
-            ids.append(symbol)
+            token, right = judged(guess, p_V, q_V, next(numbers), next(numbers))
+            ids.append(token)
             held, done = held + right, done + right
             if not right:
                 break
@@ -628,7 +628,7 @@ def speculate(prompt, n, k, seed):
 
 # %% [markdown]
 # **The experiment: what is a guesser worth?** If each guess is kept with probability α, a call writes (1 - α^(k+1))/(1 - α)
-# symbols on average (Leviathan et al., equation 1). You can measure α without speculating: it is the sum of min(p, q), averaged over
+# tokens on average (Leviathan et al., equation 1). You can measure α without speculating: it is the sum of min(p, q), averaged over
 # the places of a text. We take the *validation text* for that; then each rank writes texts of its own with k guesses. **Expect** points
 # near the dashed line, which flattens because the k-th guess counts only if all before it were kept.
 
@@ -646,10 +646,10 @@ metrics.exact(per_call=mine)
 
 # %%
 # %%ranks
-from manyhands.plots.guesses import symbols_per_call
+from manyhands.plots.guesses import tokens_per_call
 
 if rank == 0:
-    show(symbols_per_call(per_call, predicted, alpha), "symbols_per_call", "symbols per call against guesses")
+    show(tokens_per_call(per_call, predicted, alpha), "tokens_per_call", "tokens per call against guesses")
     ratios = {k: statistics.mean(rates) / predicted[k] for k, rates in per_call.items()}
     say(
         f"alpha {alpha:.2f} on the validation text; measured / predicted: "
@@ -657,7 +657,7 @@ if rank == 0:
     )
     odd = max(ratios, key=lambda k: abs(ratios[k] - 1))
     side = "more" if ratios[odd] > 1 else "fewer"
-    say(f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} symbols per call than the formula says")
+    say(f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} tokens per call than the formula says")
 
 # %% [markdown]
 # The formula gives every guess the same α. Real texts have easy stretches and hard places, and what our models write is not the
@@ -682,12 +682,12 @@ if rank == 0:
 # ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
 # text is finished](../assets/14_batching.svg)
 #
-# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 symbols, but *two* places. How many steps does each way take?
+# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 tokens, but *two* places. How many steps does each way take?
 #
 # <details><summary>Answer</summary>
 #
 # Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts pass beside the first
-# long one, and three beside the second: **14**, which is 28 symbols on 2 places, none of which is ever empty.
+# long one, and three beside the second: **14**, which is 28 tokens on 2 places, none of which is ever empty.
 #
 # </details>
 
@@ -714,7 +714,7 @@ for places in (4, 2):
 # Each text's cache grows at its own pace. So memory is cut into **blocks** of, say, 16 positions; a text takes blocks from one pool
 # as it grows, and a table lists which: a [paged cache](../assets/glossary.md#paged-cache) (Kwon et al. 2023, vLLM). Nothing is reserved
 # for text that is never written, and texts with the same beginning can share its blocks: [prefix
-# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. Eight texts with 40 symbols in common, four at a time, must
+# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. Eight texts with 40 tokens in common, four at a time, must
 # come out as if each were written alone:
 
 # %%
@@ -738,7 +738,7 @@ if rank == 0:
 # <details><summary>For the instructor: batching</summary>
 #
 # The first texts share nothing: what they have in common is not computed yet when they begin. *Ask:* "what must a block be
-# found by?" Its own symbols are not enough: keys depend on *everything* before, on the model, and on an adapter if there is one
+# found by?" Its own tokens are not enough: keys depend on *everything* before, on the model, and on an adapter if there is one
 # ([vllm#3264](https://github.com/vllm-project/vllm/issues/3264)). Exercise 2 is about this.
 #
 # </details>
@@ -746,7 +746,7 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A published script for speculative decoding guesses the small model's *likeliest* symbol, instead of drawing one, and judges it by
+# A published script for speculative decoding guesses the small model's *likeliest* token, instead of drawing one, and judges it by
 # the rule of Build C, with q from softmax. The text looks fine. **What is wrong?** The cell measures theirs, and a mended one.
 
 # %% jupyter={"source_hidden": true}
@@ -761,19 +761,19 @@ likeliest = int(q_V.argmax())
 pairs = torch.tensor(uniforms(seed=200 + rank, n=2 * draws)).view(draws, 2).tolist()
 certain_V = F.one_hot(torch.tensor(likeliest), V).double()
 for name, said_V in (("theirs", q_V), ("mended", certain_V)):
-    symbols = [judged(likeliest, p_V, said_V, u, v)[0] for u, v in pairs]
-    found, cells = chi_square(symbols, p_V)
+    tokens = [judged(likeliest, p_V, said_V, u, v)[0] for u, v in pairs]
+    found, cells = chi_square(tokens, p_V)
     if rank == 0:
-        share, wanted = symbols.count(likeliest) / draws, p_V[likeliest].item()
+        share, wanted = tokens.count(likeliest) / draws, p_V[likeliest].item()
         say(
             f"{name}: chi-square {found:,.1f}, limit {limit(cells):.1f}; "
-            f"{corpus.symbols[likeliest]!r} drawn with {share:.3f}, p has {wanted:.3f}"
+            f"{corpus.vocab[likeliest]!r} drawn with {share:.3f}, p has {wanted:.3f}"
         )
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The rule is exact for guesses that are *drawn from the q that it is given*. Here the likeliest symbol is guessed with certainty, so
+# The rule is exact for guesses that are *drawn from the q that it is given*. Here the likeliest token is guessed with certainty, so
 # its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the distribution that you draw from, after
 # temperature, top-k, top-p or argmax. The author confirmed it when a reader asked why greedy texts differed:
 # [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a guesser that ignores the temperature:
@@ -787,7 +787,7 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 # **Why.** A model that does not fit on one GPU, or is too slow there, is split as in [lesson 07](07_tensor_parallel.ipynb): each rank has
 # some heads, and **the cache of those heads only**.
 #
-# **Predict.** How many bytes does each of t ranks keep for a sequence? And how many all-reduces does one symbol cost?
+# **Predict.** How many bytes does each of t ranks keep for a sequence? And how many all-reduces does one token cost?
 #
 # <details><summary>Answer</summary>
 #
@@ -817,7 +817,7 @@ with wire.watch() as seen:
 assert together == alone, "the ranks write another text"
 num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
 assert num_bytes == 2 * 4 * 31 * 128 * 8 // t
-say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_reduce') / 12:g} all-reduces per symbol")
+say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_reduce') / 12:g} all-reduces per token")
 
 # %% [markdown]
 # ## Weights in 8 bits (MORE, 5 min)
@@ -876,7 +876,7 @@ from manyhands.serve.client import Client, ServerSaid
 from manyhands.serve.load_test import started
 
 if rank == 0:  # no other rank takes part
-    metadata = {"config": asdict(target.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
+    metadata = {"config": asdict(target.config), "corpus": {"alphabet": corpus.vocab}, "step": steps}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         write_export({name: p.float().cpu() for name, p in target.named_parameters()}, metadata, file)
@@ -904,7 +904,7 @@ from manyhands.serve import gate
 from manyhands.serve.quantized import quantize
 
 live = copy.deepcopy(target).cpu()  # the model that serves
-metadata = {"config": asdict(live.config), "corpus": {"alphabet": corpus.symbols}, "step": steps}
+metadata = {"config": asdict(live.config), "corpus": {"alphabet": corpus.vocab}, "step": steps}
 noisy = copy.deepcopy(live)
 torch.manual_seed(0)
 for p in noisy.parameters():
@@ -926,16 +926,16 @@ engine = Engine(target, "drift", num_blocks=24, block_size=8)
 expected = gate.loss_on(target, val_ids[:4096])
 for name, text in (
     ("Shakespeare", corpus.decode(val_ids[:480])),
-    ("the alphabet", "".join(corpus.symbols[-26:]) * 19),
+    ("the alphabet", "".join(corpus.vocab[-26:]) * 19),
 ):
-    before = engine.prompt_nats, engine.prompt_symbols
+    before = engine.prompt_nats, engine.prompt_tokens
     for i in range(0, 480, 48):
         engine.add(corpus.encode(text[i : i + 48]).tolist(), 1)
     while not engine.idle():
         engine.step()
-    nats = (engine.prompt_nats - before[0]) / (engine.prompt_symbols - before[1])
+    nats = (engine.prompt_nats - before[0]) / (engine.prompt_tokens - before[1])
     if rank == 0:
-        say(f"{name}: {nats:.2f} nats per symbol; the held-out text: {expected:.2f}")
+        say(f"{name}: {nats:.2f} nats per token; the held-out text: {expected:.2f}")
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)
@@ -973,7 +973,7 @@ if rank == 0:
 # `known` is a set of tuples, one for each block of `size` positions in the cache: `(salt, *ids)`, where the salt names the model and
 # ids are *all ids from the beginning of the text to the block's end*. Write `reusable(ids, known, size, salt)`: how many positions of a
 # new prompt need not be computed. Only whole blocks are shared, from position 0 on and without a gap. The last position is always
-# computed, because the next symbol is drawn from its logits.
+# computed, because the next token is drawn from its logits.
 
 
 # %%
@@ -1041,16 +1041,16 @@ checks.may_serve(may_serve, ranks, solution=True)
 #
 # **What changes on GPUs.** A production engine's attention kernel reads the blocks in place, instead of gathering them first. Weights and
 # cache are bf16 or smaller; then the batch's other texts can change yours, because sums in another order differ in the last digit, and
-# once in a while that draws another symbol. A load balancer should send a user to the same copy each time, where the beginning of the
+# once in a while that draws another token. A load balancer should send a user to the same copy each time, where the beginning of the
 # conversation is cached.
 #
-# **What to look for**: symbols per second *and* the 99th percentile of the time to the first symbol, since they pull in opposite
-# directions; blocks held, and how often a text had to give its blocks back; nats per symbol of prompts.
+# **What to look for**: tokens per second *and* the 99th percentile of the time to the first token, since they pull in opposite
+# directions; blocks held, and how often a text had to give its blocks back; nats per token of prompts.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Temperature, top-k and top-p change the probabilities; the symbol that crosses top-p is kept.
+# 1. Temperature, top-k and top-p change the probabilities; the token that crosses top-p is kept.
 # 2. Keys and values never change in a causal model: store 2 N B S D numbers, compute each position once.
 # 3. Prefill waits for arithmetic, decode for memory: in decode, more positions per call are nearly free.
 # 4. Guesses kept with min(1, p/q), else redrawn from max(0, p - q), leave p exact, if q is what they were drawn from.

@@ -8,7 +8,7 @@
     python scripts/align.py grpo --from SFT --grpo.reward in_order                 # a reward that can be hacked: watch accuracy
 
 `--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file. The
-first stage appends the chat template's four markers to the model's symbols. A stage's checkpoints are read by sample.py
+first stage appends the chat template's four markers to the model's tokens. A stage's checkpoints are read by sample.py
 (`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
 `align.py grpo --help` shows the defaults of that stage.
 

@@ -40,7 +40,7 @@ def arguments_of(argv, error=None):
     own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
     own.add_argument("--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte")
     own.add_argument("--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters")
-    own.add_argument("--vocab-size", type=int, help="symbols of bpe, 257 or more (4096)")
+    own.add_argument("--vocab-size", type=int, help="size of the BPE's vocabulary, 257 or more (4096)")
     own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
     own.add_argument(
         "--blank-lines",
@@ -59,7 +59,7 @@ def arguments_of(argv, error=None):
 
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
-    least, most = 257, 10**6  # symbols
+    least, most = 257, 10**6  # tokens in the vocabulary
     faults = [
         (given.verify and given.files, "--verify reads a prepared text and takes no files; leave them out"),
         (
@@ -69,11 +69,11 @@ def wrong_value(given):
         (given.to and not given.files, "--to needs files to prepare; name some"),
         (
             given.vocab_size is not None and given.tokenizer == "char",
-            "--vocab-size is for bpe; a tokenizer of characters has as many symbols as the text",
+            "--vocab-size is for bpe; a tokenizer of characters has a token for each character of the text",
         ),
         (
             given.vocab_size is not None and given.vocab_size < least,
-            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the mark between documents; use {least} or more",
+            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the separator of documents; use {least} or more",
         ),
         (
             not 0 < given.validation < 1,
@@ -105,19 +105,19 @@ def fetch_shakespeare(require):
 
 def prepare(given):
     """A text of one's own, on all ranks that were started."""
-    from manyhands.data.text_preparation import Wishes, prepare_text
+    from manyhands.data.text_preparation import PrepareConfig, prepare_text
     from manyhands.data.text_quality import Quality
     from manyhands.data.text_report import shown_report
     from manyhands.launch.join import join, leave, refuse
 
     ranks = join(name="prepare_data", device="cpu", timeout_s=24 * 3600.0)  # rank 0 learns while others wait
     limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
-    wishes = Wishes(
-        given.tokenizer, given.vocab_size or Wishes.vocab_size, given.validation, given.blank_lines,
+    config = PrepareConfig(
+        given.tokenizer, given.vocab_size or PrepareConfig.vocab_size, given.validation, given.blank_lines,
         given.text_field, given.near, limits,
     )  # fmt: skip
     try:
-        report = prepare_text(given.files, given.to, wishes, ranks, given.replace)
+        report = prepare_text(given.files, given.to, config, ranks, given.replace)
     except shakespeare.DataError as error:
         refuse(str(error))
     if ranks.rank == 0:

@@ -6,10 +6,10 @@
     python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
     python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoint.export wrote it
 
-On stdout you see the prompt and what the model makes of it, symbol by symbol (a model of documents marks the beginning of a
-new one by <|document|>); on stderr what was read: the file, its
-step and validation loss. The same seed writes the same text on the same machine. Status 2: there is nothing to read, or a
-value makes no sense, with the cure.
+On stdout you see the prompt and what the model makes of it, token by token (a model of documents
+writes <|document|> where a new one begins); on stderr what was read: the file, its step and validation loss. The same
+seed writes the same text on the same machine. Status 2: there is nothing to read, or a value makes no sense, with the
+cure.
 """
 
 import math
@@ -35,19 +35,19 @@ class Options:
     prompt: str = "\n"  # where the text starts
     chat: bool = False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
     system: str | None = None  # with --chat: the system's message before it
-    length: int = 300  # symbols to write, >= 0
-    temperature: float = 0.8  # 1: as the model has it; less: likelier symbols; 0: always the likeliest
+    length: int = 300  # tokens to write, >= 0
+    temperature: float = 0.8  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
     top_k: int | None = None  # draw among the so many likeliest only, >= 1; none: among all
     seed: int = 1  # of the draws
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
 
-def continued(model, ids, length, temperature, top_k, num_symbols, generator):
-    """Yield `length` ids below `num_symbols`, one at a time, that follow the list `ids` as the model sees it.
+def continued(model, ids, length, temperature, top_k, vocab_size, generator):
+    """Yield `length` ids below `vocab_size`, one at a time, that follow the list `ids` as the model sees it.
 
     It looks at the last block_size ids. All draws come from `generator`, on the CPU. A vocabulary may be wider than the
-    alphabet (`--model.vocab-size`): what has no symbol is not drawn.
+    alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn.
     """
     import torch
 
@@ -56,7 +56,7 @@ def continued(model, ids, length, temperature, top_k, num_symbols, generator):
     for _ in range(length):
         with torch.inference_mode():
             logits_1TV, _ = model(torch.tensor([ids[-block:]], device=device))
-        logits_V = logits_1TV[0, -1, :num_symbols].double().cpu()
+        logits_V = logits_1TV[0, -1, :vocab_size].double().cpu()
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:
@@ -71,7 +71,7 @@ def refuse_senseless(options):
     """Raises ValueError for a value that no model can make sense of."""
     faults = {
         f"--length {options.length} is negative; use 0 or more": options.length < 0,
-        f"--temperature {options.temperature} is negative; use 0 for the likeliest symbol": options.temperature < 0,
+        f"--temperature {options.temperature} is negative; use 0 for the likeliest token": options.temperature < 0,
         f"--top-k {options.top_k} leaves nothing to draw; use 1 or more": options.top_k is not None
         and options.top_k < 1,
         f"--temperature {options.temperature} is no number to divide by; use 0 or more": not math.isfinite(
@@ -79,7 +79,7 @@ def refuse_senseless(options):
         ),
         "--system is for --chat; add it, or leave the system's message out": options.system is not None
         and not options.chat,
-        "--prompt is empty; give the text at least one symbol to start from": not options.prompt,
+        "--prompt is empty; give the text at least one character to start from": not options.prompt,
     }
     for sentence, wrong in faults.items():
         if wrong:
@@ -87,28 +87,28 @@ def refuse_senseless(options):
 
 
 def encoded(prompt, tokenizer):
-    """The ids of a prompt. Raises ValueError for a symbol that the model was not trained on."""
+    """The ids of a prompt. Raises ValueError for a character that the model was not trained on."""
     if tokenizer.kind == "char":
-        known = set(tokenizer.symbols)
-        for symbol in prompt:
-            if symbol not in known:
+        known = set(tokenizer.vocab)
+        for character in prompt:
+            if character not in known:
                 raise ValueError(
-                    f"--prompt has {symbol!r}, which is none of the {len(known)} symbols that the model knows"
+                    f"--prompt has {character!r}, which is none of the {len(known)} tokens that the model knows"
                 )
     return tokenizer.encode(prompt).tolist()
 
 
-def asked(options, symbols):
+def asked(options, vocab):
     """The ids of the prompt as a user's message, and the assistant's marker. Raises ValueError for a model without markers."""
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
-    return encode(messages, symbols, reply=True)[0]
+    return encode(messages, vocab, reply=True)[0]
 
 
-def shown(symbol):
-    """A symbol as a terminal may have it: control characters, which could command it, as their codes."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in symbol)
+def shown(text):
+    """Text as a terminal may have it: control characters, which could command it, as their codes."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def write_text(options):
@@ -126,8 +126,8 @@ def write_text(options):
         raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
     model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
     tokenizer = tokenizer_of(metadata)
-    symbols = tokenizer.symbols
-    ids = asked(options, symbols) if options.chat else encoded(options.prompt, tokenizer)
+    vocab = tokenizer.vocab
+    ids = asked(options, vocab) if options.chat else encoded(options.prompt, tokenizer)
     loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
         f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters",
@@ -141,11 +141,11 @@ def write_text(options):
     if not options.chat:
         write(options.prompt)
     text_of = tokenizer.writer()
-    for i in continued(model, ids, options.length, options.temperature, options.top_k, len(symbols), generator):
-        if options.chat and symbols[i] == END:
+    for i in continued(model, ids, options.length, options.temperature, options.top_k, len(vocab), generator):
+        if options.chat and vocab[i] == END:
             break
         write(shown(text_of(i)))
-    write(f"{shown(text_of(None, final=True))}\n")  # what the last symbols began
+    write(f"{shown(text_of(None, final=True))}\n")  # what the last tokens began
 
 
 def main(argv=None):

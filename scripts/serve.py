@@ -57,7 +57,7 @@ class Options:
     host: str = "127.0.0.1"  # where to listen; 0.0.0.0: for everybody who reaches this machine
     port: int | None = None  # none: 8000, or another one where that is taken
     gate_text: Path | None = None  # the text that new checkpoints are judged on; none: the end of the course's corpus
-    gate_tolerance: float = 0.02  # nats per symbol by which a new one may be worse
+    gate_tolerance: float = 0.02  # nats per token by which a new one may be worse
     watch_s: float | None = None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
     drain_s: int = 30  # after SIGTERM, for what is being written
     cap: Cap = field(default_factory=Cap)

@@ -12,7 +12,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 SPEECH = "ROMEO:\nSpeak, you are the fair lock.\n\nBIG JULIET:\nI am, jovial.\n\n"
 TEXT = SPEECH * 30
 ALPHABET = sorted({*TEXT, *"You are. Speak. sort reverse abcdefghijkl"})
-SYMBOLS = with_markers(ALPHABET)
+VOCAB = with_markers(ALPHABET)
 BASE = GPTConfig(vocab_size=len(ALPHABET), block_size=72, n_layer=2, n_head=2, n_embd=8)
 PLAIN_SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "warmup": 0, "clip": 0.0}}
 SMALL = {
@@ -37,10 +37,10 @@ def base():
 @torch.no_grad()
 def chatty():
     """`base` with the markers' rows, which answers with a few of the task's letters and an end: some have a reward."""
-    model = widened(base(), replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
-    for symbol in "abcdefgh":
-        model.head.bias[SYMBOLS.index(symbol)] = 3.0
-    model.head.bias[SYMBOLS.index(END)] = 4.0
+    model = widened(base(), replace(BASE, vocab_size=len(VOCAB)), 0).double()
+    for token in "abcdefgh":
+        model.head.bias[VOCAB.index(token)] = 3.0
+    model.head.bias[VOCAB.index(END)] = 4.0
     return model
 
 
@@ -65,7 +65,7 @@ def begin(ranks, wanted, outputs):
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     model = chatty()
-    corpus, config = chat_corpus(Corpus.from_text("test", TEXT), SYMBOLS), model.config
+    corpus, config = chat_corpus(Corpus.from_text("test", TEXT), VOCAB), model.config
     layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
     return Alignment(wanted, model, config, layout, corpus, ranks)
 

@@ -19,8 +19,8 @@ from manyhands.serve.service import Cache, Gate, Service
 
 TOKEN = "a-token-that-only-the-tests-know"
 LETTERS = list("\n ABCDEFGHIJKLMNOPQRSTUVWXYZ!?:,.")
-SYMBOLS = with_markers(LETTERS)
-CONFIG = GPTConfig(vocab_size=len(SYMBOLS), block_size=96, n_layer=2, n_head=2, n_embd=16)
+VOCAB = with_markers(LETTERS)
+CONFIG = GPTConfig(vocab_size=len(VOCAB), block_size=96, n_layer=2, n_head=2, n_embd=16)
 
 
 def make_model(seed=1, config=CONFIG):
@@ -40,19 +40,19 @@ def quiet(model):
     return model
 
 
-def facts_of(step=10, config=CONFIG, symbols=SYMBOLS):
+def facts_of(step=10, config=CONFIG, vocab=VOCAB):
     return {
-        "config": asdict(config), "corpus": {"name": "test", "alphabet": symbols}, "step": step, "val_loss": 2.5,
+        "config": asdict(config), "corpus": {"name": "test", "alphabet": vocab}, "step": step, "val_loss": 2.5,
         "source": "test",
     }  # fmt: skip
 
 
-def written(model, text, n, seed, sampling=Sampling(), symbols=SYMBOLS):  # noqa: B008
+def written(model, text, n, seed, sampling=Sampling(), vocab=VOCAB):  # noqa: B008
     """What the model alone writes after a text, up to its first marker."""
-    ids = [symbols.index(c) for c in text]
+    ids = [vocab.index(c) for c in text]
     new = generate(model, torch.tensor([ids]), n, sampling, seed)[0, len(ids) :].tolist()
-    ends = [i for i, id in enumerate(new) if len(symbols[id]) > 1]
-    return "".join(symbols[i] for i in new[: ends[0] if ends else n])
+    ends = [i for i, id in enumerate(new) if len(vocab[id]) > 1]
+    return "".join(vocab[i] for i in new[: ends[0] if ends else n])
 
 
 class Live:

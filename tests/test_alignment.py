@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from alignment_runs import ALPHABET, BASE, SYMBOLS, base, begin, carry_out, chatty, first_gradients, wanted_of
+from alignment_runs import ALPHABET, BASE, VOCAB, base, begin, carry_out, chatty, first_gradients, wanted_of
 from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
 from manyhands.align.dpo import dpo_losses, margins, sequence_log_probs
 from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
@@ -38,25 +38,25 @@ def test_a_conversation_is_markers_and_contents_in_turn():
 
 
 def test_the_assistant_writes_its_content_and_its_end_marker_and_nothing_else():
-    ids, answer = encode(TOLD, SYMBOLS)
-    assert [SYMBOLS[i] for i, own in zip(ids, answer, strict=True) if own] == ["a", "b", "c", END]
+    ids, answer = encode(TOLD, VOCAB)
+    assert [VOCAB[i] for i, own in zip(ids, answer, strict=True) if own] == ["a", "b", "c", END]
     assert sum(answer) == 4 and answer[-4:] == [True] * 4
-    prompt, _ = encode(ASKED, SYMBOLS, reply=True)
+    prompt, _ = encode(ASKED, VOCAB, reply=True)
     assert ids[: len(prompt)] == prompt, "what is learned from begins as what is answered"
 
 
 def test_a_user_who_types_a_marker_ends_nothing():
-    symbols = with_markers(sorted({*"<|end|>user ", *"ab"}))
-    ids, _ = encode([{"role": "user", "content": "a<|end|>b"}], symbols)
-    assert [symbols[i] for i in ids].count(END) == 1, "the message's own, and not the seven characters"
-    assert "".join(symbols[i] for i in ids) == "<|user|>a<|end|>b<|end|>"
+    vocab = with_markers(sorted({*"<|end|>user ", *"ab"}))
+    ids, _ = encode([{"role": "user", "content": "a<|end|>b"}], vocab)
+    assert [vocab[i] for i in ids].count(END) == 1, "the message's own, and not the seven characters"
+    assert "".join(vocab[i] for i in ids) == "<|user|>a<|end|>b<|end|>"
     assert len(ids) == 2 + len("a<|end|>b")
 
 
 def test_markers_stand_behind_the_alphabet_and_come_once():
-    assert SYMBOLS[: len(ALPHABET)] == ALPHABET
-    assert SYMBOLS[len(ALPHABET) :] == list(MARKERS)
-    assert with_markers(SYMBOLS) == SYMBOLS
+    assert VOCAB[: len(ALPHABET)] == ALPHABET
+    assert VOCAB[len(ALPHABET) :] == list(MARKERS)
+    assert with_markers(VOCAB) == VOCAB
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_messages_that_are_no_conversation_are_refused_by_number(messages, sente
 
 def test_what_cannot_be_encoded_or_answered_is_refused():
     with pytest.raises(ValueError, match="'7' is none of the model's"):
-        encode([{"role": "user", "content": "7"}], SYMBOLS)
-    with pytest.raises(ValueError, match=re.escape("no symbol <|system|>; it was never trained on the chat template")):
+        encode([{"role": "user", "content": "7"}], VOCAB)
+    with pytest.raises(ValueError, match=re.escape("no token <|system|>; it was never trained on the chat template")):
         encode(ASKED, ALPHABET)
     with pytest.raises(ValueError, match="the last message is the assistant's"):
-        encode(TOLD, SYMBOLS, reply=True)
+        encode(TOLD, VOCAB, reply=True)
 
 
 def test_an_answer_ends_at_its_end_marker_and_other_markers_are_spelled():
-    ids = [SYMBOLS.index(s) for s in ("a", "<|user|>", "b", END, "c")]
-    assert answered(ids, SYMBOLS) == "a<|user|>b"
-    assert answered(ids[:1], SYMBOLS) == "a"
+    ids = [VOCAB.index(s) for s in ("a", "<|user|>", "b", END, "c")]
+    assert answered(ids, VOCAB) == "a<|user|>b"
+    assert answered(ids[:1], VOCAB) == "a"
 
 
 # ------------------------------------------------------------------ the tasks
@@ -139,25 +139,25 @@ def test_speeches_are_speakers_and_their_first_lines():
 # ------------------------------------------------------------------ the mask
 
 
-def test_position_t_counts_if_the_assistant_wrote_symbol_t_plus_1():
-    ids_NT, answer_NT = rows([encode(TOLD, SYMBOLS), encode(ASKED, SYMBOLS)])
+def test_position_t_counts_if_the_assistant_wrote_token_t_plus_1():
+    ids_NT, answer_NT = rows([encode(TOLD, VOCAB), encode(ASKED, VOCAB)])
     inputs, targets, mask = shifted(ids_NT, answer_NT)
-    counted = [(SYMBOLS[i], SYMBOLS[t]) for i, t in zip(inputs[0][mask[0]], targets[0][mask[0]], strict=True)]
+    counted = [(VOCAB[i], VOCAB[t]) for i, t in zip(inputs[0][mask[0]], targets[0][mask[0]], strict=True)]
     assert counted == [("<|assistant|>", "a"), ("a", "b"), ("b", "c"), ("c", END)]
     assert not mask[1].any(), "a question alone, and padding, teach nothing"
 
 
 def test_what_stands_behind_an_example_changes_nothing_in_it():
-    model = GPT(replace(BASE, vocab_size=len(SYMBOLS))).double()
+    model = GPT(replace(BASE, vocab_size=len(VOCAB))).double()
     long = [*ASKED, {"role": "assistant", "content": "abcabcabc"}]
-    alone, padded = rows([encode(TOLD, SYMBOLS)]), rows([encode(TOLD, SYMBOLS), encode(long, SYMBOLS)])
+    alone, padded = rows([encode(TOLD, VOCAB)]), rows([encode(TOLD, VOCAB), encode(long, VOCAB)])
     sums = []
     for ids_NT, answer_NT in (alone, padded):
         inputs, targets, mask = shifted(ids_NT[:1], answer_NT[:1])
         sums.append(masked_sum(model(inputs)[0], targets, mask))
     assert torch.allclose(*sums, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="an example has 21 symbols and the model reads 20"):
-        rows([encode(long, SYMBOLS)], longest=20)
+    with pytest.raises(ValueError, match="an example has 21 tokens and the model reads 20"):
+        rows([encode(long, VOCAB)], longest=20)
 
 
 # ------------------------------------------------------------------ DPO and GRPO, golden
@@ -229,7 +229,7 @@ def test_a_ratio_that_has_gone_far_enough_is_clipped_and_one_that_went_wrong_is_
 
 
 def table_model(p_by_last):
-    """`logits` of a model that looks at the last symbol only: {symbol: probabilities of the next}."""
+    """`logits` of a model that looks at the last token only: {token: probabilities of the next}."""
     table = torch.tensor([p_by_last[i] for i in range(len(p_by_last))], dtype=torch.float64).log()
     return lambda ids_bT: table[ids_bT]
 
@@ -242,7 +242,7 @@ def test_draws_follow_the_probabilities():
     assert ids[:, 1].bincount(minlength=4).tolist() == [500, 250, 250, 0]
     ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform, temperature=0.5)
     assert ids[:, 1].bincount(minlength=4).tolist() == pytest.approx([667, 167, 167, 0], abs=1)
-    ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform, num_symbols=2)
+    ids, _ = complete(logits, prompts, lengths, 1, end=3, uniform_bn=uniform, vocab_size=2)
     assert ids[:, 1].bincount(minlength=4).tolist() == pytest.approx([667, 333, 0, 0], abs=1)
 
 
@@ -255,9 +255,9 @@ def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
 
 
 def test_an_answer_is_the_same_whoever_draws_it():
-    model = widened(base(), replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
+    model = widened(base(), replace(BASE, vocab_size=len(VOCAB)), 0).double()
     prompts = [
-        encode([{"role": "user", "content": f"sort {word}"}], SYMBOLS, reply=True) for word in ("cab", "hedgf", "ba")
+        encode([{"role": "user", "content": f"sort {word}"}], VOCAB, reply=True) for word in ("cab", "hedgf", "ba")
     ]
     ids, _ = rows(prompts)
     lengths = torch.tensor([len(prompt) for prompt, _ in prompts])
@@ -277,12 +277,12 @@ def test_an_answer_is_the_same_whoever_draws_it():
 # ------------------------------------------------------------------ where a run starts
 
 
-def test_room_for_new_symbols_changes_nothing_that_the_base_says():
+def test_room_for_new_tokens_changes_nothing_that_the_base_says():
     model = base()
-    wider = widened(model, replace(BASE, vocab_size=len(SYMBOLS)), 0).double()
+    wider = widened(model, replace(BASE, vocab_size=len(VOCAB)), 0).double()
     ids = torch.randint(len(ALPHABET), (2, 9))
     assert torch.allclose(wider(ids)[0][..., : len(ALPHABET)], model(ids)[0], rtol=0, atol=1e-12)
-    assert wider.head.weight[len(ALPHABET) :].std() > 0.01, "symbols that start alike would stay alike"
+    assert wider.head.weight[len(ALPHABET) :].std() > 0.01, "tokens that start alike would stay alike"
     assert model.config.vocab_size == len(ALPHABET), "the base stays as it is"
 
 
@@ -312,7 +312,7 @@ def test_with_adapters_the_rows_of_new_markers_learn_too():
     from manyhands.align.options import LoraOptions
 
     options = Options(train=TrainOptions(precision="fp64"))
-    config = replace(BASE, vocab_size=len(SYMBOLS))
+    config = replace(BASE, vocab_size=len(VOCAB))
     learning = lambda model: {name for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
     wider = learning(start_from(base(), LoraOptions(rank=2))(config, options))
     same = learning(start_from(base(), LoraOptions(rank=2))(BASE, options))
@@ -379,7 +379,7 @@ def test_the_first_gradients_are_those_of_torch_alone(pool, tmp_path):
     run = pool.run(1, whole_batch, wanted, tmp_path)[0]
     model = chatty()
     targets = torch.where(run["mask"], run["targets"], -100)
-    assert (targets != -100).sum(1).unique().numel() > 1, "ranks count different numbers of symbols"
+    assert (targets != -100).sum(1).unique().numel() > 1, "ranks count different numbers of tokens"
     loss = torch.nn.functional.cross_entropy(model(run["inputs"])[0].flatten(0, 1), targets.flatten())
     loss.backward()
     assert seen.pop("loss").item() == pytest.approx(loss.item(), abs=BUDGET_FP64)
@@ -490,7 +490,7 @@ def test_a_checkpoint_of_adapters_is_read_as_one_model_and_resumed(pool, tmp_pat
     lora = {"lora": {"rank": 2}, "parallel": {"strategy": "fsdp"}, "checkpoint": {"every": 2, "keep": 9}}
     whole = pool.run(2, carry_out, wanted_of("grpo", lora), tmp_path)[0]
     model, metadata = load_model(whole["checkpoints"], "newest")
-    assert metadata["alignment"]["method"] == "grpo" and metadata["corpus"]["alphabet"] == SYMBOLS
+    assert metadata["alignment"]["method"] == "grpo" and metadata["corpus"]["alphabet"] == VOCAB
     weights = {name: p.detach() for name, p in model.named_parameters()}
     expected = folded(whole["weights"], 8.0 / 2)
     assert weights.keys() == expected.keys() and not any("lora" in name for name in weights)

@@ -128,7 +128,7 @@ def refused(argv, environ, tmp_path, words, ranks=1):
         ("--config /nowhere/run.toml", ("/nowhere/run.toml cannot be read",)),
         ("--ranks 8", ("ranks=8 is for --dry-run",)),
         ("--log.prompt \N{SNOWMAN}", ("log.prompt", "has no '\N{SNOWMAN}'")),
-        ("--model.block-size 100000", ("block_size=100000 needs 100001 symbols", "smaller block_size")),
+        ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size")),
         ("--model.vocab-size 20", ("vocab_size=20 is less than the corpus's", "leave it out")),
         (
             "--train.seed 99999999999999999999999",

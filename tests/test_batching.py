@@ -58,7 +58,7 @@ def test_blocks_of_a_common_beginning_are_shared_and_outlive_their_sequence():
     for block, digest in zip(table, digests, strict=False):
         pool.seal(block, digest)
     assert pool.match(chained_digests([*ids[:8], 99, 98, 97, 96], 4, "m")) == table[:2]
-    assert pool.match(chained_digests([99, *ids[1:]], 4, "m")) == [], "another first symbol, other keys"
+    assert pool.match(chained_digests([99, *ids[1:]], 4, "m")) == [], "another first token, other keys"
     assert pool.match(chained_digests(ids, 4, "other model")) == []
     pool.release(table)
     pool.release(table[:2])
@@ -123,7 +123,7 @@ def test_who_comes_first_is_admitted_first_and_the_youngest_gives_way():
     assert scheduler.running == [first, second] and list(scheduler.waiting) == [third]
     for work in scheduler.plan():
         scheduler.computed(work, 9)
-    scheduler.plan()  # five symbols each need a third block: there is none
+    scheduler.plan()  # five tokens each need a third block: there is none
     assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
     assert (second.preempted, second.table, second.drawn) == (1, [], [9, 9])
 
@@ -170,7 +170,7 @@ def test_reused_keys_and_values_are_those_that_would_have_been_computed():
     for _ in range(2):
         sequence = engine.add(prompt, 5, HOW, seed=1)
         finish(engine)
-    assert sequence.reused == 32, "eight full blocks of 33 symbols; the last one is computed"
+    assert sequence.reused == 32, "eight full blocks of 33 tokens; the last one is computed"
     kept = engine.pool.match(chained_digests(prompt, 4, "a"))
     fresh = Engine(MODEL, "a", 40, 4)
     fresh.add(prompt, 5, HOW, seed=1)
@@ -180,7 +180,7 @@ def test_reused_keys_and_values_are_those_that_would_have_been_computed():
         assert (ours[kept] - theirs[table]).abs().max() < 1e-10
 
 
-def test_a_prompt_of_full_blocks_still_computes_its_last_symbol():
+def test_a_prompt_of_full_blocks_still_computes_its_last_token():
     engine = Engine(MODEL, "a", 40, 4)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     for _ in range(2):
@@ -204,8 +204,8 @@ def test_a_cancelled_sequence_leaves_at_once_and_the_others_do_not_notice():
     assert served[2].finish == "cancelled" and engine.pool.held() == 0
 
 
-def test_an_end_symbol_ends_it_and_symbols_without_a_meaning_are_never_drawn():
-    engine = Engine(MODEL, "a", 60, 4, num_symbols=4)
+def test_an_end_token_ends_it_and_tokens_without_a_meaning_are_never_drawn():
+    engine = Engine(MODEL, "a", 60, 4, vocab_size=4)
     served = [engine.add([1, 2, 3], 30, Sampling(3.0), seed, stop_ids={2}) for seed in range(6)]
     finish(engine)
     for sequence in served:
@@ -245,7 +245,7 @@ def test_the_surprise_of_a_prompt_is_its_cross_entropy_under_the_model():
     for prompt in (p for p in prompts if len(p) > 1):
         ids = torch.tensor([prompt])
         expected += MODEL(ids[:, :-1], ids[:, 1:])[1].item() * (len(prompt) - 1)
-    assert engine.prompt_symbols == sum(len(p) - 1 for p in prompts)
+    assert engine.prompt_tokens == sum(len(p) - 1 for p in prompts)
     assert engine.prompt_nats == pytest.approx(expected, rel=1e-5)
 
 
@@ -253,7 +253,7 @@ def test_the_surprise_of_a_prompt_is_its_cross_entropy_under_the_model():
     ("prompt", "n", "sentence"),
     [
         ([], 5, "the prompt is empty"),
-        ([1] * 40, 9, "40 symbols of the prompt and 9 more do not fit .* context of 48; .* at most 8"),
+        ([1] * 40, 9, "40 tokens of the prompt and 9 more do not fit .* context of 48; .* at most 8"),
         ([1] * 60, 1, "at most 0"),
         ([1], 0, "max_tokens=0 asks for nothing"),
     ],
@@ -276,7 +276,7 @@ def test_too_few_blocks_for_one_sequence_are_refused_at_the_start():
 @settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(12, 40), st.integers(1, 30), st.integers(1, 5))
 def test_any_load_ends_and_gives_all_blocks_back(seed, num_blocks, prefill_tokens, max_running):
-    """The schedule alone, with made-up symbols: nobody starves, no block is lost, nothing is computed out of order."""
+    """The schedule alone, with made-up tokens: nobody starves, no block is lost, nothing is computed out of order."""
     scheduler = Scheduler(BlockPool(num_blocks, 4), max_running, prefill_tokens)
     draw = torch.Generator().manual_seed(seed)
     sequences = [Sequence(prompt, n) for prompt, n, _ in requests(seed, 12)]

@@ -80,7 +80,7 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     from playwright.sync_api import expect
 
     page.page.get_by_label("temperature").fill("0")
-    page.page.get_by_label("at most, symbols").fill("12")
+    page.page.get_by_label("at most, tokens").fill("12")
     page.say("HELLO")
     page.done()
     expect(page.messages("assistant")).to_have_count(1)
@@ -90,9 +90,9 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     from manyhands.serve.sampler import Sampling
 
     new = generate(live.model, torch.tensor([ids]), 12, Sampling(0))[0, len(ids) :].tolist()
-    expected = "".join(live.service.words.symbols[i] for i in new)
+    expected = "".join(live.service.words.vocab[i] for i in new)
     assert page.messages("assistant").first.evaluate("e => e.textContent") == expected
-    expect(page.told()).to_contain_text("12 symbols in")
+    expect(page.told()).to_contain_text("12 tokens in")
     page.say("AND THEN?")
     page.done()
     expect(page.messages("assistant")).to_have_count(2)
@@ -114,7 +114,7 @@ def test_what_is_refused_is_said_and_the_message_goes_back_to_the_field(page):
 
     page.say("hello")
     page.done()
-    expect(page.messages("error")).to_have_text("'h' is none of the model's 37 symbols; leave it out")
+    expect(page.messages("error")).to_have_text("'h' is none of the model's 37 tokens; leave it out")
     expect(page.page.get_by_label("message")).to_have_value("hello")
     page.say("HELLO")
     page.done()

@@ -23,8 +23,8 @@ def by_counting_markers(ids, assistant, end):  # right: an answer is open from i
     opened = torch.zeros(ids.shape, dtype=torch.long)
     for row in range(len(ids)):
         speaks = 0
-        for t, symbol in enumerate(ids[row].tolist()):
-            speaks = 1 if symbol == assistant else 0 if symbol == end else speaks
+        for t, token in enumerate(ids[row].tolist()):
+            speaks = 1 if token == assistant else 0 if token == end else speaks
             opened[row, t] = speaks
     return opened[:, :-1]  # ones and zeros
 
@@ -55,7 +55,7 @@ def after_the_first_marker(ids, assistant, end):
     return ((ids == assistant).cumsum(1) > 0)[:, :-1]
 
 
-def of_all_symbols(ids, assistant, end):
+def of_all_tokens(ids, assistant, end):
     return F.pad(by_last_marker(ids, assistant, end), (1, 0))
 
 
@@ -342,7 +342,7 @@ WRONG = {
         (everything, "target 0, the letter 1, counts in your mask, but nobody has to learn it"),
         (all_end_markers, "<|end|>, counts in your mask, but it ends no answer"),
         (after_the_first_marker, "counts in your mask, but nobody has to learn it"),
-        (of_all_symbols, "have targets of shape [1, 7], one fewer per row, and your mask is [1, 8]"),
+        (of_all_tokens, "have targets of shape [1, 7], one fewer per row, and your mask is [1, 8]"),
         (of_lists, "return a tensor, the mask of the targets"),
     ],
     "dpo_loss": [

@@ -264,13 +264,13 @@ RIGHT = {
 }
 WRONG = {
     "kept": [
-        (kept_without_crossing, "top_p=0.6: the symbol that crosses the line is missing"),
-        (kept_with_the_first_at_least, "the symbol that crosses the line is missing"),
-        (kept_not_divided, "the right symbols, but their sum is 0.7; divide by it"),
+        (kept_without_crossing, "top_p=0.6: the token that crosses the line is missing"),
+        (kept_with_the_first_at_least, "the token that crosses the line is missing"),
+        (kept_not_divided, "the right tokens, but their sum is 0.7; divide by it"),
         (kept_of_everything, "top-p is of what top-k has left"),
         (kept_sorted, "at other places, [0.625, 0.375, 0.0, 0.0]; put them back"),
         (kept_in_place, "p_V was changed"),
-        (kept_one_more, "4 symbols are kept, [0.4, 0.3, 0.2, 0.1]; it should be [0.4444, 0.3333, 0.2222, 0.0]"),
+        (kept_one_more, "4 tokens are kept, [0.4, 0.3, 0.2, 0.1]; it should be [0.4444, 0.3333, 0.2222, 0.0]"),
         (kept_as_list, "return the probabilities, a tensor [4], not the list"),
         (lambda p, k, q: kept_by_loop(p, k, q)[:2], "of shape [4], not [2]"),
         (lambda *_: None, "not None (is a `return` missing?)"),
@@ -288,15 +288,15 @@ WRONG = {
     ],
     "judged": [
         (judged_with(lambda p, q: 1, missing), "they follow q: every guess is kept"),
-        (judged_with(ratio, lambda p, q: p), "you draw from p again, so that symbols that q likes come too often"),
+        (judged_with(ratio, lambda p, q: p), "you draw from p again, so that tokens that q likes come too often"),
         (judged_with(ratio, lambda p, q: q), "you draw from q again"),
         (judged_with(lambda p, q: p, missing), "a guess is kept with probability p, not p/q"),
-        (judged_with(lambda p, q: 0, lambda p, q: p), "the symbols follow p, but 0.00 of the guesses are kept, and 0.40"),
+        (judged_with(lambda p, q: 0, lambda p, q: p), "the tokens follow p, but 0.00 of the guesses are kept, and 0.40"),
         (judged_with(lambda p, q: q / p if p else 0, missing), "kept with probability p/q, and not the other way round"),
         (judged_with(lambda p, q: 0.5, missing), ", which is not p"),
-        (lambda guess, *_: guess, "return the symbol and whether it is the guess, not the int"),
+        (lambda guess, *_: guess, "return the token and whether it is the guess, not the int"),
         (lambda guess, *_: (1 - guess, True), "it says that guess 0 was kept, and writes 1"),
-        (lambda guess, *_: (7, False), "return a symbol from 0 to 2, not 7"),
+        (lambda guess, *_: (7, False), "return a token from 0 to 2, not 7"),
     ],
     "users_that_fit": [
         (fits_with(halves=1), "keys *and* values are kept"),

@@ -357,7 +357,7 @@ def never_calls_backward(model, micro_batches):
 REJECTED = {
     "parameters": {
         "matrices alone": (lambda V, T, D, N: 12 * N * D**2, "that is the matrices of the layers alone"),
-        "no bias in the head": (lambda *s: exact(*s) - s[0], "the head has a bias: a number for each symbol"),
+        "no bias in the head": (lambda *s: exact(*s) - s[0], "the head has a bias: a number for each token"),
         "a tied head": (lambda *s: exact(*s) - s[0] * (s[2] + 1), "the head has a matrix and a bias of its own"),
         "no last norm": (lambda *s: exact(*s) - 2 * s[2], "there is a LayerNorm between the last layer and the head"),
         "no positions": (lambda *s: exact(*s) - s[1] * s[2], "positions have an embedding, too"),

@@ -88,13 +88,13 @@ def run(command, **options):
 # Shakespeare
 
 
-def test_shakespeare_has_1115394_characters_65_symbols_and_a_split_at_90_percent(real_file, monkeypatch):
+def test_shakespeare_has_1115394_characters_65_different_ones_and_a_split_at_90_percent(real_file, monkeypatch):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE", str(real_file))
     corpus = load_corpus()
     assert corpus.facts() == {
         "name": "shakespeare",
         "characters": 1_115_394,
-        "symbols": 65,
+        "vocab_size": 65,
         "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     }
     assert (len(corpus.train_ids), len(corpus.val_ids)) == (1_003_854, 111_540)
@@ -334,7 +334,7 @@ def test_prepare_data_copies_a_named_file_so_that_later_runs_need_no_variable(re
     assert hashlib.sha256((elsewhere / shakespeare.FILE_NAME).read_bytes()).hexdigest() == shakespeare.SHA256
 
 
-# Symbols and batches
+# Tokens and batches
 
 
 @given(st.text(min_size=1, max_size=80))
@@ -345,7 +345,7 @@ def test_decode_reverses_encode_for_any_text(text):
 
 
 def test_a_character_that_the_corpus_lacks_is_named():
-    with pytest.raises(ValueError, match=r"no 'é'; use its 3 symbols"):
+    with pytest.raises(ValueError, match=r"no 'é'; use its 3 characters"):
         Corpus.from_text("test", "abc").encode("abé")
     with pytest.raises(ValueError, match=r"no 'z'"):
         Corpus.from_text("test", "abc").encode("z")
@@ -361,7 +361,7 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(world_size, seed, 
         assert torch.equal(torch.cat(share_of_each), x)
 
 
-def test_targets_are_the_next_symbols():
+def test_targets_are_the_next_tokens():
     x_BT, y_BT = get_batch(torch.arange(50), 3, 8, 10, 0, 1, seed=1)
     assert torch.equal(y_BT, x_BT + 1)
     assert torch.equal(x_BT[:, 1:], y_BT[:, :-1])
@@ -394,5 +394,5 @@ def test_a_batch_that_does_not_split_is_refused_with_the_numbers(world_size):
 
 def test_a_text_too_short_for_one_window_is_refused_with_the_numbers():
     assert get_batch(torch.arange(11), 0, 1, 10, 0, 1, 0)[0].shape == (1, 10)
-    with pytest.raises(ValueError, match="block=10 needs 11 symbols and the text has 10"):
+    with pytest.raises(ValueError, match="block=10 needs 11 tokens and the text has 10"):
         get_batch(torch.arange(10), 0, 1, 10, 0, 1, 0)

@@ -38,7 +38,7 @@ def one(logits, **how):
     return probabilities(torch.tensor([logits], dtype=torch.float64), [Sampling(**how)])[0].tolist()
 
 
-def test_top_p_keeps_the_symbol_with_which_the_sum_reaches_it():
+def test_top_p_keeps_the_token_with_which_the_sum_reaches_it():
     logits = [math.log(p) for p in (0.1, 0.5, 0.4)]
     assert one(logits, top_p=0.5) == pytest.approx([0, 1, 0])
     assert one(logits, top_p=0.51) == pytest.approx([0, 0.5 / 0.9, 0.4 / 0.9])
@@ -132,7 +132,7 @@ def test_a_cache_takes_the_bytes_of_its_formula():
 
 def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
     model = gpt()
-    with pytest.raises(ValueError, match="40 symbols and 9 more do not fit into block_size=48; ask for at most 8"):
+    with pytest.raises(ValueError, match="40 tokens and 9 more do not fit into block_size=48; ask for at most 8"):
         generate(model, torch.zeros(1, 40, dtype=torch.long), 9)
     with pytest.raises(ValueError, match="49 positions do not fit"):
         cached_logits(model, torch.zeros(1, 49, dtype=torch.long), KVCache(99))

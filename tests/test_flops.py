@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 CONFIGS = {
     "the lessons' GPT": GPTConfig(vocab_size=65),
-    "an untied head over many symbols": GPTConfig(vocab_size=1000, block_size=32, n_layer=2, n_head=2, n_embd=64),
+    "an untied head over many tokens": GPTConfig(vocab_size=1000, block_size=32, n_layer=2, n_head=2, n_embd=64),
     "GPT-2's variant": GPTConfig(
         vocab_size=300, block_size=48, n_layer=3, n_head=4, n_embd=96, tie=True, qkv_bias=True
     ),

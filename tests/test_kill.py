@@ -57,7 +57,7 @@ def train(ranks, folder, asynchronous, most, tell):
     wanted = replace(OPTIONS.checkpoint, folder=str(folder), asynchronous=asynchronous)
     options = replace(OPTIONS, checkpoint=wanted)
     corpus = Corpus.from_text("test", "to be, or not to be " * 20)
-    config = model_config(options, len(corpus.symbols))
+    config = model_config(options, len(corpus.vocab))
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
     resume(run)
     tell("resumed", run.step)

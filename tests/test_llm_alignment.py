@@ -25,8 +25,8 @@ NAMES = (
     "rl_loss", "grpo", "without_padding",
 )  # fmt: skip
 EXACT = 1e-10
-SYMBOLS = with_markers(sorted({*TEXT, *"You are. Speak. sort abcdefghijkl"}))
-CONFIG = GPTConfig(vocab_size=len(SYMBOLS), block_size=64, n_layer=2, n_head=2, n_embd=8)
+VOCAB = with_markers(sorted({*TEXT, *"You are. Speak. sort abcdefghijkl"}))
+CONFIG = GPTConfig(vocab_size=len(VOCAB), block_size=64, n_layer=2, n_head=2, n_embd=8)
 
 
 @torch.no_grad()
@@ -34,17 +34,17 @@ def chatty():
     """A model that answers with a few letters and an end: some answers have a reward."""
     torch.manual_seed(5)
     model = GPT(CONFIG).double()
-    for symbol in "abcdefghijkl":
-        model.head.bias[SYMBOLS.index(symbol)] = 3.0
-    model.head.bias[SYMBOLS.index(END)] = 4.0
+    for token in "abcdefghijkl":
+        model.head.bias[VOCAB.index(token)] = 3.0
+    model.head.bias[VOCAB.index(END)] = 4.0
     return model
 
 
 def lesson_on(ranks):
     """The lesson's definitions, on this rank, with the names that they use."""
     here = {
-        "rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device, "config": CONFIG, "symbols": SYMBOLS,
-        "ASSISTANT": SYMBOLS.index("<|assistant|>"), "STOP": SYMBOLS.index(END), "corpus": Corpus.from_text("test", TEXT),
+        "rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device, "config": CONFIG, "vocab": VOCAB,
+        "ASSISTANT": VOCAB.index("<|assistant|>"), "STOP": VOCAB.index(END), "corpus": Corpus.from_text("test", TEXT),
         "task": LetterTask("sort", letters=12, length=4), "base": chatty(), "sft_steps": 2, "dpo_steps": 2, "rl_steps": 2,
         "ANSWERS": 24, "GROUP": 8, "KL": 0.05,
     }  # fmt: skip
@@ -96,10 +96,10 @@ def losses(ranks):
     ids = pairs[:, 1]
     rewards = torch.tensor([0.0, 1, 0, 1, 1, 0, 0, 0], dtype=torch.float64)
     rl, kl = ours.rl_loss(other, reference, ids, rewards, 8) if ranks.world_size == 1 else (None, None)
-    mask = ours.loss_mask(ids, SYMBOLS.index("<|assistant|>"), SYMBOLS.index(END))
+    mask = ours.loss_mask(ids, VOCAB.index("<|assistant|>"), VOCAB.index(END))
     log_p, frozen = ours.log_probs(other, ids), ours.log_probs(start, ids)
     both = ours.log_probs(other, pairs.flatten(0, 1)), ours.log_probs(start, pairs.flatten(0, 1))
-    mask_2 = ours.loss_mask(pairs.flatten(0, 1), SYMBOLS.index("<|assistant|>"), SYMBOLS.index(END))
+    mask_2 = ours.loss_mask(pairs.flatten(0, 1), VOCAB.index("<|assistant|>"), VOCAB.index(END))
     sums = [(part * mask_2).sum(-1).view(-1, 2) for part in both]
     wanted_dpo = dpo_losses(margins(*sums[0].unbind(1), *sums[1].unbind(1)), 1.0).mean()
     above = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
@@ -127,8 +127,8 @@ def test_the_lessons_losses_are_the_packages_and_its_reference_rests_in_shares(p
 def test_the_zoos_mask_never_counts_an_end():
     ours = taken_from(LESSON, "loss_mask", "without_padding")
     task = LetterTask("sort")
-    ids, answer = encode(task.messages("dbca", "abcd"), SYMBOLS)
-    markers = SYMBOLS.index("<|assistant|>"), SYMBOLS.index(END)
+    ids, answer = encode(task.messages("dbca", "abcd"), VOCAB)
+    markers = VOCAB.index("<|assistant|>"), VOCAB.index(END)
     right = ours.loss_mask(torch.tensor([ids]), *markers)[0]
     theirs = ours.without_padding(torch.tensor([ids]), *markers)[0]
     assert right.tolist() == answer[1:]

@@ -73,7 +73,7 @@ def test_ours_and_the_librarys_merges_are_the_same_for_any_unicode_ties_included
 TRAINED = lesson(*BPE)
 TABLE = TRAINED.train_bpe(TRAINED.word_counts(TEXTS), 40)
 LIBRARY = TRAINED.by_library(TRAINED.word_counts(TEXTS), 40)
-CODEC = lesson("encode", "decode", bpe=LIBRARY, MARK=256 + len(TABLE))
+CODEC = lesson("encode", "decode", bpe=LIBRARY, SEPARATOR=256 + len(TABLE))
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,7 +81,7 @@ CODEC = lesson("encode", "decode", bpe=LIBRARY, MARK=256 + len(TABLE))
 def test_any_unicode_comes_back_from_its_tokens(text):
     ids = CODEC.encode(text)
     assert CODEC.decode(ids) == text
-    assert CODEC.decode([256 + len(TABLE), *ids]) == text, "the mark is no text"
+    assert CODEC.decode([256 + len(TABLE), *ids]) == text, "the separator is no text"
 
 
 @settings(max_examples=150, deadline=None)
@@ -211,7 +211,7 @@ def test_the_lessons_mask_is_the_packages_and_its_model_too():
     ours, (gpt, ids_BT, documents_BT) = lesson(*PACKED), packed_model()
     mask_BTT = ours.document_mask(documents_BT)
     assert torch.equal(mask_BTT[:, None], within_documents(ids_BT, 11))
-    masked = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16, document_mark=11)).double()
+    masked = GPT(GPTConfig(vocab_size=12, block_size=16, n_layer=2, n_head=2, n_embd=16, separator=11)).double()
     masked.load_state_dict(gpt.state_dict())
     apart = ours.packed_logits(gpt, ids_BT, mask_BTT, torch.arange(16)) - masked(ids_BT)[0]
     assert apart.abs().max() < EXACT

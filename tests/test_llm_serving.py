@@ -55,7 +55,7 @@ def test_a_twin_guesses_everything(ours):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_is_written_with_guesses_follows_the_large_model(ours, k):
-    """The first two symbols after a prompt, against their exact probabilities."""
+    """The first two tokens after a prompt, against their exact probabilities."""
     first_V = torch.softmax(ours.target(torch.tensor([[1, 2]]))[0][0, -1], -1)
     after = ours.target(torch.tensor([[1, 2, a] for a in range(11)]))[0][:, -1]
     pairs_VV = first_V[:, None] * torch.softmax(after, -1)
@@ -64,7 +64,7 @@ def test_what_is_written_with_guesses_follows_the_large_model(ours, k):
     assert cells > 4 and chi < chi_square_limit(cells)
 
 
-def test_calls_guesses_and_symbols_add_up(ours):
+def test_calls_guesses_and_tokens_add_up(ours):
     for k in (1, 4):
         text, calls, made, held = ours.speculate([1, 2], 30, k, seed=1)
         assert len(text) == 30 == calls + held and calls >= 30 / (k + 1) and held <= made <= k * calls
@@ -78,7 +78,7 @@ def test_the_chi_square_tells_p_from_something_near_it(ours):
         assert (found < ours.limit(cells)) == follows
 
 
-def test_no_order_of_texts_takes_fewer_steps_than_its_symbols_need_or_more_than_static(ours):
+def test_no_order_of_texts_takes_fewer_steps_than_its_tokens_need_or_more_than_static(ours):
     for lengths in itertools.permutations([8, 5, 2, 2, 1, 1]):
         static = sum(max(lengths[i : i + 2]) for i in range(0, 6, 2))
         assert max(8, -(-sum(lengths) // 2)) <= ours.continuous_steps(lengths, 2) <= static

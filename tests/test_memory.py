@@ -144,7 +144,7 @@ def test_the_stages_of_zero_share_one_thing_more_each(stage, per_rank):
 
 def test_fsdp_gathers_the_root_and_one_unit_and_larger_units_take_more():
     """Root: V D + T D + 2 D + V (D + 1). A block: 12 D^2 + 10 D. Four bytes each; bf16 gathers two."""
-    V, T, D = 68, 64, 128  # 65 symbols, padded to split over 4 ranks
+    V, T, D = 68, 64, 128  # a vocabulary of 65, padded to split over 4 ranks
     root, block = V * D + T * D + 2 * D + V * (D + 1), 12 * D**2 + 10 * D
     flags = "--model.vocab-size 65 --parallel.strategy fsdp"
     assert held(flags, 4).gathered == 4 * (root + block)
@@ -163,7 +163,7 @@ def test_tensor_ranks_hold_norms_and_half_of_the_biases_whole():
     _V, T, D = 65, 64, 128
     split = 12 * D**2 + 4 * D  # qkv, out, up and down, and the bias of up
     whole = 6 * D  # two norms, the biases of out and down
-    ceil_v = 33  # of 65 symbols the first of 2 ranks has 33
+    ceil_v = 33  # of 65 rows the first of 2 ranks has 33
     outside = ceil_v * D + T * D + 2 * D + ceil_v * (D + 1)
     expected = 4 * (split // 2 + whole) + outside
     assert held("--model.vocab-size 65 --parallel.strategy tp", 2).parameters == 4 * expected

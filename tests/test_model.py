@@ -83,7 +83,7 @@ def test_the_loss_of_16_bit_logits_is_computed_in_32_bits(dtype, of_the_loss):
     assert loss.item() == expected.item()
 
 
-def test_future_symbols_do_not_change_past_logits():
+def test_future_tokens_do_not_change_past_logits():
     model, ids_BT = build().double(), ids_of((2, 8))
     before_BTV, _ = model(ids_BT)
     for t in range(1, 8):

@@ -254,9 +254,9 @@ def test_a_warm_up_that_does_not_end_before_the_run_is_refused_with_both_numbers
     assert read_options(["--train.steps", "515", "--optimizer.warmup", "514"]).optimizer.warmup == 514
 
 
-def test_a_corpus_with_more_symbols_than_the_vocabulary_is_refused_with_both():
+def test_a_corpus_with_more_tokens_than_the_vocabulary_is_refused_with_both():
     options = read_options(["--model.vocab-size", "64"])
-    with pytest.raises(OptionError, match="vocab_size=64.* 65 symbols"):
+    with pytest.raises(OptionError, match="vocab_size=64.* 65 tokens"):
         model_config(options, 65)
     assert model_config(options, 64).vocab_size == 64
     assert model_config(read_options([]), 65).vocab_size == 65

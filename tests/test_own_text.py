@@ -27,14 +27,14 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import get_batch
 from manyhands.data.own_text import open_text
-from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.data.text_preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import _server, ranks_of
 from test_strategies import BATCH, assert_equal, compiled_steps, one_process, options_of, sgd_steps
 
-MARK = 3
-# few symbols, so that most windows hold several documents
-CONFIG = GPTConfig(vocab_size=13, block_size=16, n_layer=4, n_head=4, n_embd=32, document_mark=MARK)
+SEPARATOR = 3
+# few tokens, so that most windows hold several documents
+CONFIG = GPTConfig(vocab_size=13, block_size=16, n_layer=4, n_head=4, n_embd=32, separator=SEPARATOR)
 
 
 # --- packing
@@ -50,13 +50,13 @@ def gpt():
     return model
 
 
-def test_no_symbol_sees_another_document_and_each_sees_its_own(gpt):
-    ids = torch.tensor([[5, 6, MARK, 7, 8, 9, MARK, MARK, 10, 11, 4, 5]])
+def test_no_token_sees_another_document_and_each_sees_its_own(gpt):
+    ids = torch.tensor([[5, 6, SEPARATOR, 7, 8, 9, SEPARATOR, SEPARATOR, 10, 11, 4, 5]])
     documents = [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3]
     with torch.no_grad():
         before, _ = gpt(ids)
         for place in range(ids.shape[1]):
-            if ids[0, place] == MARK:
+            if ids[0, place] == SEPARATOR:
                 continue
             other = ids.clone()
             other[0, place] = 12 if place else 0
@@ -65,15 +65,15 @@ def test_no_symbol_sees_another_document_and_each_sees_its_own(gpt):
             assert moved == expected, f"place {place}"
 
 
-def test_the_first_symbol_of_a_document_is_asked_from_its_mark_alone(gpt):
+def test_the_first_token_of_a_document_is_asked_from_its_separator_alone(gpt):
     with torch.no_grad():
-        after_mark = [gpt(torch.tensor([[*before, MARK]]))[0][0, -1] for before in ([1, 2], [9, 9])]
-    assert torch.equal(*after_mark)
+        after_separator = [gpt(torch.tensor([[*before, SEPARATOR]]))[0][0, -1] for before in ([1, 2], [9, 9])]
+    assert torch.equal(*after_separator)
 
 
 def test_without_a_mark_the_model_is_the_one_it_was(gpt):
     ids = torch.randint(CONFIG.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
-    plain = GPT(replace(CONFIG, document_mark=None)).double().eval()
+    plain = GPT(replace(CONFIG, separator=None)).double().eval()
     plain.load_state_dict(gpt.state_dict())
     seen = []
     plain.blocks[0].attention.register_forward_pre_hook(
@@ -81,14 +81,14 @@ def test_without_a_mark_the_model_is_the_one_it_was(gpt):
     )
     with torch.no_grad():
         assert not torch.equal(plain(ids)[0], gpt(ids)[0])
-        ids[ids == MARK] = 0
+        ids[ids == SEPARATOR] = 0
         torch.testing.assert_close(plain(ids)[0], gpt(ids)[0], rtol=0, atol=1e-12)
     assert seen[0] == {"allowed_B1TT": None}  # causal attention, by whichever kernel is best at that
 
 
-def test_a_mark_that_is_no_symbol_is_refused():
-    with pytest.raises(ValueError, match="document_mark=13 is none of 13 symbols"):
-        replace(CONFIG, document_mark=13)
+def test_a_separator_that_is_no_token_is_refused():
+    with pytest.raises(ValueError, match="separator=13 is none of 13 tokens"):
+        replace(CONFIG, separator=13)
 
 
 # --- strategies
@@ -162,8 +162,8 @@ def files(tmp_path_factory):
 
 
 def prepare(ranks, files, folder, tokenizer):
-    wishes = Wishes(tokenizer=tokenizer, vocab_size=300, shard_bytes=4000)
-    return prepare_text([files], folder, wishes, ranks, tell=lambda text: None)
+    config = PrepareConfig(tokenizer=tokenizer, vocab_size=300, shard_bytes=4000)
+    return prepare_text([files], folder, config, ranks, tell=lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def train(ranks, data, folder, killed_after=None):
 
     options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
     corpus = corpus_of(options, ranks)
-    config = model_config(options, len(corpus.symbols), corpus.mark)
+    config = model_config(options, len(corpus.vocab), corpus.separator)
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
     resume(run)
     began, batch, report, seen = run.step, run.batch, run.report.step, {}
@@ -294,7 +294,7 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
     capsys.readouterr()
     for source in (lives[-1] / "whole", tmp_path / "model.safetensors"):
         model, metadata = load_model(source, "best")
-        assert model.config.document_mark == 0
+        assert model.config.separator == 0
         tokenizer = tokenizer_of(metadata)
         assert program.main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
         text = capsys.readouterr().out
@@ -323,16 +323,16 @@ def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_pa
 # --- what the trainer says before it starts
 
 
-def test_a_dry_run_counts_the_symbols_of_the_folder(texts):
+def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     from manyhands.train.dry_run import describe
 
     flags = ["--data.folder", str(texts["bpe"]), "--dry-run", "--model.block-size", "32"]
     text = describe(read_options(flags), 2)
-    assert "300 symbols" in text
+    assert "vocabulary of 300," in text
     assert f'[data]\nfolder = "{texts["bpe"]}"\nmask_documents = true' in text
     wide = describe(read_options([*flags, "--model.vocab-size", "1000"]), 2)
-    assert "1,000 symbols" in wide
-    with pytest.raises(OptionError, match="vocab_size=100 is less than the corpus's 300 symbols"):
+    assert "vocabulary of 1,000," in wide
+    with pytest.raises(OptionError, match="vocab_size=100 is less than the corpus's 300 tokens"):
         describe(read_options([*flags, "--model.vocab-size", "100"]), 2)
 
 
@@ -358,6 +358,6 @@ def test_masks_can_be_switched_off_and_shakespeare_has_none(texts):
     masked, blind = (
         read_options(["--data.folder", str(texts["bpe"]), *flags]) for flags in ([], ["--data.no-mask-documents"])
     )
-    assert model_config(masked, 300, 0).document_mark == 0
-    assert model_config(blind, 300, 0).document_mark is None
-    assert model_config(read_options([]), 65).document_mark is None
+    assert model_config(masked, 300, 0).separator == 0
+    assert model_config(blind, 300, 0).separator is None
+    assert model_config(read_options([]), 65).separator is None

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from manyhands.data import text_files
-from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, normalised, similarity, sketch
+from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, minhash, normalised, similarity
 from manyhands.data.own_text import open_text, verify_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.text_files import find_files, raw_documents, text_of
-from manyhands.data.text_preparation import Wishes, prepare_text
+from manyhands.data.text_preparation import PrepareConfig, prepare_text
 from manyhands.data.text_quality import REASONS, Quality
 from manyhands.data.text_report import shown_report
-from manyhands.data.text_tokenizer import MARK, characters_of, tokenizer_from, train_bpe
+from manyhands.data.text_tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
@@ -45,8 +45,8 @@ def bpe():
 # --- reading
 
 
-def documents(path, **wishes):
-    return [(raw.line, text_of(raw)) for raw in raw_documents([path], **wishes)]
+def documents(path, **config):
+    return [(raw.line, text_of(raw)) for raw in raw_documents([path], **config)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -200,24 +200,24 @@ def test_planted_copies_are_found_and_everything_else_stays():
     texts += [planted[i][1] if i in planted else essay(i, 400) for i in range(60, 118)]
     texts += [texts[7].replace(" ", "  \n"), texts[9].upper()]
     clean = [normalised(text) for text in texts]
-    found = copies_among(list(map(content_hash, clean)), np.stack(list(map(sketch, clean))))
+    found = copies_among(list(map(content_hash, clean)), np.stack(list(map(minhash, clean))))
     expected = {place: (original, "near copy") for place, (original, _) in planted.items()}
     assert found == expected | {118: (7, "exact copy"), 119: (9, "near copy")}
 
 
 def test_a_band_in_common_makes_a_candidate_and_only_the_estimate_a_copy():
-    sketches = np.random.default_rng(2).integers(0, 2**32, (3, ORDERS), np.uint32)
-    sketches[1, : ORDERS * 3 // 4] = sketches[0, : ORDERS * 3 // 4]  # many bands, and a similarity of 0.75
-    sketches[2, : ORDERS * 7 // 8] = sketches[0, : ORDERS * 7 // 8]
+    signatures = np.random.default_rng(2).integers(0, 2**32, (3, ORDERS), np.uint32)
+    signatures[1, : ORDERS * 3 // 4] = signatures[0, : ORDERS * 3 // 4]  # many bands, and a similarity of 0.75
+    signatures[2, : ORDERS * 7 // 8] = signatures[0, : ORDERS * 7 // 8]
     hashes = [b"one", b"two", b"three"]
-    assert copies_among(hashes, sketches, 0.8) == {2: (0, "near copy")}
-    assert copies_among(hashes, sketches, 0.7) == {1: (0, "near copy"), 2: (0, "near copy")}
+    assert copies_among(hashes, signatures, 0.8) == {2: (0, "near copy")}
+    assert copies_among(hashes, signatures, 0.7) == {1: (0, "near copy"), 2: (0, "near copy")}
 
 
 def test_above_one_only_equal_documents_are_copies():
     texts = [essay(1), changed(essay(1), 1, 1), essay(1)]
-    sketches = np.stack([sketch(text) for text in texts])
-    assert copies_among([text.encode() for text in texts], sketches, 2.0) == {2: (0, "exact copy")}
+    signatures = np.stack([minhash(text) for text in texts])
+    assert copies_among([text.encode() for text in texts], signatures, 2.0) == {2: (0, "exact copy")}
 
 
 @pytest.mark.parametrize("shared", [1000, 1600, 1900])
@@ -230,17 +230,17 @@ def test_the_estimate_is_within_four_standard_errors_of_the_true_similarity(shar
 
     a, b = shingles(one), shingles(other)
     true = len(a & b) / len(a | b)
-    estimate = similarity(sketch(" ".join(one)), sketch(" ".join(other)))
+    estimate = similarity(minhash(" ".join(one)), minhash(" ".join(other)))
     assert abs(estimate - true) < 4 * (true * (1 - true) / ORDERS) ** 0.5
 
 
 def test_the_same_words_in_another_order_are_another_document():
     words = [f"w{i}" for i in range(300)]
-    assert similarity(sketch(" ".join(words)), sketch(" ".join(words[::-1]))) < 0.1
+    assert similarity(minhash(" ".join(words)), minhash(" ".join(words[::-1]))) < 0.1
 
 
-def test_a_sketch_is_the_same_on_every_machine():
-    assert sketch("to be or not to be that is the question")[:3].tolist() == [
+def test_a_signature_is_the_same_on_every_machine():
+    assert minhash("to be or not to be that is the question")[:3].tolist() == [
         312500760,
         146977432,
         1321509412,
@@ -248,8 +248,8 @@ def test_a_sketch_is_the_same_on_every_machine():
 
 
 @given(st.text(max_size=200))
-def test_any_text_has_a_sketch_that_agrees_with_itself(text):
-    assert similarity(sketch(normalised(text)), sketch(normalised(f" {text}\n"))) == 1
+def test_any_text_has_a_signature_that_agrees_with_itself(text):
+    assert similarity(minhash(normalised(text)), minhash(normalised(f" {text}\n"))) == 1
 
 
 # --- tokenizers
@@ -273,21 +273,21 @@ def test_characters_give_back_every_text_they_were_made_from(texts):
     tokenizer = characters_of([*texts, "ab"])
     for text in texts:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-        assert tokenizer.mark not in tokenizer.encode(text)
+        assert tokenizer.separator not in tokenizer.encode(text)
 
 
 @given(st.text())
-def test_symbols_that_come_one_at_a_time_make_the_same_text(bpe, text):
+def test_tokens_that_come_one_at_a_time_make_the_same_text(bpe, text):
     write = bpe.writer()
     assert "".join([*(write(i) for i in bpe.encode(text).tolist()), write(None, final=True)]) == text
 
 
 def test_a_text_that_spells_the_mark_is_no_mark(bpe):
-    for tokenizer in (bpe, characters_of([MARK])):
-        ids = tokenizer.encode(f"one{MARK}two" if tokenizer is bpe else MARK)
-        assert tokenizer.mark not in ids
-        assert MARK in tokenizer.decode(ids)
-        assert tokenizer.decode([tokenizer.mark]) == MARK
+    for tokenizer in (bpe, characters_of([SEPARATOR])):
+        ids = tokenizer.encode(f"one{SEPARATOR}two" if tokenizer is bpe else SEPARATOR)
+        assert tokenizer.separator not in ids
+        assert SEPARATOR in tokenizer.decode(ids)
+        assert tokenizer.decode([tokenizer.separator]) == SEPARATOR
 
 
 def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(bpe):
@@ -295,8 +295,8 @@ def test_the_same_texts_give_the_same_merges_and_a_tokenizer_survives_its_file(b
     assert again.content == bpe.content
     copy = tokenizer_from(json.loads(json.dumps(bpe.content)))
     assert copy.encode(essay(99)).tolist() == bpe.encode(essay(99)).tolist()
-    assert len(bpe.symbols) == 400
-    assert bpe.mark == 0
+    assert len(bpe.vocab) == 400
+    assert bpe.separator == 0
 
 
 def test_the_merges_are_the_golden_ones():
@@ -310,7 +310,7 @@ def test_what_is_no_tokenizer_is_refused():
     for content in ({"format": "manyhands characters 1"}, {"model": 3}, [], {}):
         with pytest.raises(DataError, match=r"; (use another|prepare the text again)$"):
             tokenizer_from(content)
-    with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the mark .* 257"):
+    with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the separator .* 257"):
         train_bpe(["text"], 256)
 
 
@@ -328,11 +328,11 @@ def files(tmp_path_factory):
     return folder
 
 
-WISHES = Wishes(vocab_size=300, shard_bytes=9000, validation=0.2)
+CONFIG = PrepareConfig(vocab_size=300, shard_bytes=9000, validation=0.2)
 
 
-def prepare(ranks, files, folder, wishes=WISHES, replace=False):
-    return prepare_text([files], folder, wishes, ranks, replace, tell=lambda text: None)
+def prepare(ranks, files, folder, config=CONFIG, replace=False):
+    return prepare_text([files], folder, config, ranks, replace, tell=lambda text: None)
 
 
 def all_bytes(folder):
@@ -370,7 +370,7 @@ def test_the_tokens_are_the_kept_documents_each_begun_by_the_mark(prepared, file
     text = open_text(folder)
     found = []
     for row in (text.train_ids, text.val_ids):
-        parts = text.decode(row[:]).split(MARK)
+        parts = text.decode(row[:]).split(SEPARATOR)
         assert parts[0] == ""
         found += parts[1:]
     raws = list(raw_documents(find_files([files])))
@@ -428,17 +428,17 @@ def test_a_folder_that_is_no_prepared_text_says_how_to_make_one(tmp_path):
 
 
 def refusals(ranks, files, tmp_path):
-    """What each of several wishes is answered, on this rank."""
+    """What each of several configurations is answered, on this rank."""
     full, said = tmp_path / "full", []
     full.mkdir(exist_ok=True)
     (full / "mine.txt").write_text("my own")
     tries = [
-        (files, full, WISHES), (files / "book.txt", tmp_path / "a", Wishes(blank_lines=0)),
-        (files, tmp_path / "b", Wishes(quality=Quality(min_characters=10**6))), (tmp_path / "bad.txt", tmp_path / "c", WISHES),
+        (files, full, CONFIG), (files / "book.txt", tmp_path / "a", PrepareConfig(blank_lines=0)),
+        (files, tmp_path / "b", PrepareConfig(quality=Quality(min_characters=10**6))), (tmp_path / "bad.txt", tmp_path / "c", CONFIG),
     ]  # fmt: skip
-    for names, folder, wishes in tries:
+    for names, folder, config in tries:
         with pytest.raises(DataError) as raised:
-            prepare(ranks, names, folder, wishes)
+            prepare(ranks, names, folder, config)
         said.append(str(raised.value))
     return said
 
@@ -463,7 +463,7 @@ def test_a_text_is_written_anew_only_where_that_is_asked_for(pool, files, tmp_pa
     (folder / "notes.txt").write_text("kept")
     with pytest.raises(AssertionError, match="--replace writes it anew"):
         pool.run(1, prepare, files, folder)
-    pool.run(1, prepare, files, folder, Wishes(tokenizer="char"), True)
+    pool.run(1, prepare, files, folder, PrepareConfig(tokenizer="char"), True)
     assert open_text(folder).tokenizer.kind == "char"
     assert len(list(folder.glob("train-*.bin"))) == 1
     assert (folder / "notes.txt").read_text() == "kept"

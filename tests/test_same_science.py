@@ -176,7 +176,7 @@ def test_the_rate_of_sgd_grows_with_the_batch_and_adams_with_its_root_after_a_te
 def test_a_training_that_diverges_counts_as_one_that_knows_nothing():
     import math
 
-    corpus = SimpleNamespace(train_ids=IDS, val_ids=IDS, symbols="abcdefghijk")
+    corpus = SimpleNamespace(train_ids=IDS, val_ids=IDS, vocab="abcdefghijk")
     train = lesson("learning_rate", "train", corpus=corpus, sweep_tokens=10 * 4 * T).train
     assert train("SGD", 4, 1e9, seed=0) == math.log(11) > train("SGD", 4, 0.5, seed=0)
 

@@ -219,7 +219,7 @@ def test_text_goes_to_stdout_and_what_was_read_to_stderr(written, trained):
     status, text, told = written("--prompt", "ABBA", "--length", 40, "--device", "cpu")
     assert status == 0
     assert text.startswith("ABBA") and text.endswith("\n") and len(text) == 4 + 40 + 1
-    assert set(text) <= set(ALPHABET), "symbols that the alphabet lacks are never drawn"
+    assert set(text) <= set(ALPHABET), "tokens that the alphabet lacks are never drawn"
     assert (
         told
         == f"{trained}/checkpoints/step-00000020: step 20, validation loss 1.5000, {gpt(20).num_params():,} parameters\n"
@@ -260,8 +260,8 @@ def test_an_export_writes_what_its_checkpoint_does(written, trained, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--prompt", "AZ"], "--prompt has 'Z', which is none of the 19 symbols that the model knows"),
-        (["--prompt", ""], "--prompt is empty; give the text at least one symbol"),
+        (["--prompt", "AZ"], "--prompt has 'Z', which is none of the 19 tokens that the model knows"),
+        (["--prompt", ""], "--prompt is empty; give the text at least one character"),
         (["--length", "-1"], "--length -1 is negative"),
         (["--temperature", "-0.1"], "--temperature -0.1 is negative"),
         (["--temperature", "nan"], "--temperature nan is no number to divide by"),
@@ -318,7 +318,7 @@ def test_forged_facts_are_refused_before_anything_of_their_size_is_built(trained
 def test_shapes_larger_than_their_files_are_refused_before_room_is_asked_for(trained, monkeypatch):
     described = tensor_files.read_tensor_index(trained / "checkpoints" / "step-00000020")
     described.state_dict_metadata["model.head.weight"].size = torch.Size([10**9, 10**9])
-    monkeypatch.setattr(tensor_files, "read_metadata", lambda folder: described)
+    monkeypatch.setattr(tensor_files, "read_tensor_index", lambda folder: described)
     with pytest.raises(CheckpointError, match="describes tensors of 4,000,000,000,000,.* bytes in files of"):
         load_model(trained)
 

@@ -140,7 +140,7 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
         (["MODEL", "--cap.running", "0"], {}, "limits.running=0 lets nothing through"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
         (["MODEL", "--host", "203.0.113.7"], {}, "203.0.113.7:8000 cannot be listened on"),
-        (["MODEL", "--gate-text", "TINY"], {}, "symbols of TINY are known to the model; name a text by --gate-text"),
+        (["MODEL", "--gate-text", "TINY"], {}, "tokens of TINY are known to the model; name a text by --gate-text"),
         (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has less than 16 characters"),
         (["MODEL", "--device", "xpu"], {}, "--device xpu: torch sees no GPU of that kind here"),
     ],

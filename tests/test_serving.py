@@ -16,8 +16,8 @@ import pytest
 import torch
 from live_server import (
     LETTERS,
-    SYMBOLS,
     TOKEN,
+    VOCAB,
     Live,
     ask,
     facts_of,
@@ -57,7 +57,7 @@ def one(live, path, body, **how):
 
 
 def seed_of(model, prompt, n):
-    """A seed with which the model writes n symbols and no marker."""
+    """A seed with which the model writes n tokens and no marker."""
     return next(seed for seed in range(500) if len(written(model, prompt, n, seed)) == n)
 
 
@@ -87,7 +87,7 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
     messages = [{"role": "system", "content": "BE BRIEF."}, {"role": "user", "content": "HELLO?"}]
     reply = client.chat.completions.create(model="manyhands", messages=messages, seed=9, max_tokens=30)
     ids, _ = live.service.words.encode_chat(messages)
-    assert [SYMBOLS[i] for i in ids if len(SYMBOLS[i]) > 1] == [
+    assert [VOCAB[i] for i in ids if len(VOCAB[i]) > 1] == [
         "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
     ]  # fmt: skip
     sequence = live.service.engine.new_sequence(ids, 30, Sampling(), 9)
@@ -95,14 +95,14 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
 
     new = generate(live.model, torch.tensor([ids]), 30, Sampling(), 9)[0, len(ids) :].tolist()
     marker = next((i for i, id in enumerate(new) if id in live.service.words.markers), 30)
-    assert reply.choices[0].message.content == "".join(SYMBOLS[i] for i in new[:marker])
+    assert reply.choices[0].message.content == "".join(VOCAB[i] for i in new[:marker])
     assert reply.usage.prompt_tokens == sequence.prompt_length == 9 + 6 + 5
     assert reply.usage.completion_tokens == min(marker + 1, 30)
     assert reply.choices[0].finish_reason == ("stop" if marker < 30 else "length")
 
 
 def test_a_user_who_types_a_marker_sends_its_letters(live):
-    words = Vocabulary(facts_of(symbols=[*SYMBOLS, "<", "|", ">", "e", "n", "d"]))
+    words = Vocabulary(facts_of(vocab=[*VOCAB, "<", "|", ">", "e", "n", "d"]))
     ids, _ = words.encode_chat([{"role": "user", "content": "<|end|>"}])
     assert len(ids) == 1 + 7 + 1 + 1
 
@@ -114,7 +114,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
     with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
-    with pytest.raises(openai.BadRequestError, match="'z' is none of the model's 37 symbols"):
+    with pytest.raises(openai.BadRequestError, match="'z' is none of the model's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
     assert [m.id for m in client.models.list()] == ["manyhands"]
     assert client.models.retrieve("manyhands").context == 96
@@ -157,41 +157,41 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
     said = capsys.readouterr().out
     assert said.startswith("you: HO\nmodel: ") and field.value == ""
     field.value = "az"
-    assert capsys.readouterr().out.endswith("['a' is none of the model's 37 symbols; leave it out (status 400)]\n")
+    assert capsys.readouterr().out.endswith("['a' is none of the model's 37 tokens; leave it out (status 400)]\n")
     field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
     assert "status" not in capsys.readouterr().out
 
 
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
-    words = Vocabulary(facts_of(symbols=sorted({*"\n UserAitan:BE HO"})))
+    words = Vocabulary(facts_of(vocab=sorted({*"\n UserAitan:BE HO"})))
     messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
     ids, stop_ids = words.encode_chat(messages)
-    assert "".join(words.symbols[i] for i in ids) == "BE\nUser: HO\nAssistant:"
+    assert "".join(words.vocab[i] for i in ids) == "BE\nUser: HO\nAssistant:"
     assert (stop_ids, words.chat_stops()) == (set(), ("\nUser:",))
 
 
 def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
-    from manyhands.data.text_tokenizer import MARK, train_bpe
+    from manyhands.data.text_tokenizer import SEPARATOR, train_bpe
 
     tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
     facts = facts_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
     words = Vocabulary(facts)
-    text = f"Rosalind ☃ {MARK} é"
+    text = f"Rosalind ☃ {SEPARATOR} é"
     ids = words.encode(text)
-    assert tokenizer.mark not in ids and words.known(text) == text
+    assert tokenizer.separator not in ids and words.known(text) == text
     so_far = TextSoFar(words)
-    shown = [so_far.add([i]) for i in [*ids, tokenizer.mark]]
+    shown = [so_far.add([i]) for i in [*ids, tokenizer.separator]]
     assert "".join(shown) + so_far.end() == text and "\ufffd" not in "".join(shown), "a character comes whole"
     asked, stop_ids = words.encode_chat([{"role": "user", "content": "☃"}])
-    assert stop_ids == {tokenizer.mark} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
+    assert stop_ids == {tokenizer.separator} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
     verdict = gate.judge(make_model(), facts, make_model(), facts_of(), None, 0.1)
-    assert not verdict.passed and "other symbols" in verdict.sentence
+    assert not verdict.passed and "its vocabulary differs" in verdict.sentence
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 50])
 def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
-    words = Vocabulary(facts_of(symbols=list("abcx")))
+    words = Vocabulary(facts_of(vocab=list("abcx")))
     for text, stops, shown in (
         ("aabcab", ["abc"], "a"),
         ("aabaab", ["abc"], "aabaab"),
@@ -223,9 +223,9 @@ USER = {"role": "user", "content": "HO"}
         (TEXT, {}, 400, "prompt is missing"),
         (TEXT, {"prompt": ""}, 400, "prompt is missing"),
         (TEXT, {"prompt": ["HO", "HO"]}, 400, "not one string"),
-        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the model's 37 symbols"),
-        (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the model's 37 symbols"),
-        (TEXT, {"prompt": "A" * 96}, 400, "96 symbols of the prompt, with room for one more, do not fit"),
+        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the model's 37 tokens"),
+        (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the model's 37 tokens"),
+        (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt, with room for one more, do not fit"),
         (TEXT, {"prompt": "A" * 40_000}, 400, "context of 96; shorten the prompt to 95 or fewer"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
         (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens is no integer from 1"),
@@ -329,7 +329,7 @@ def test_the_page_and_the_health_need_no_token_and_hold_no_secret(live):
 
 
 def mixed_requests(n, seed=0):
-    """[(prompt, symbols, seed)], many with a common beginning."""
+    """[(prompt, tokens, seed)], many with a common beginning."""
     source = random.Random(seed)
     common = "".join(source.choice(LETTERS[2:]) for _ in range(24))
     found = []
@@ -390,7 +390,7 @@ def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_wait
     with Live(quiet(make_model()), limits=Limits(running=16, queue=300)) as live:
         step, steps, go = live.service.engine.step, [], threading.Event()
 
-        def held():  # after three steps: some have read symbols, and most still wait
+        def held():  # after three steps: some have read tokens, and most still wait
             steps.append(None)
             if len(steps) > 3:
                 go.wait(60)
@@ -496,7 +496,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
     assert status == 200 and text_of(body) == written(live.model, "WHO IS", 80, 5)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 9])  # of one symbol the first piece is the last
+@pytest.mark.parametrize("max_tokens", [1, 9])  # of one token the first piece is the last
 def test_who_never_reads_is_cut_off_when_the_time_is_over(max_tokens):
     """The connection takes no more bytes: neither the text nor a last word can be sent."""
     with Live(limits=Limits(request_s=0.5)) as live:
@@ -581,7 +581,7 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
 
         answers, (status, verdict), late = asyncio.run(all_and_a_swap())
         verdict = json.loads(verdict)
-        assert status == 200 and verdict["passed"] and "nats per symbol: not worse" in verdict["sentence"]
+        assert status == 200 and verdict["passed"] and "nats per token: not worse" in verdict["sentence"]
         models = {live.service.live.version: other}
         models |= {
             json.loads(b)["system_fingerprint"]: live.model
@@ -604,12 +604,12 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
     broken = make_model()
     with torch.no_grad():
         broken.head.bias.fill_(math.nan)
-    short = GPTConfig(len(SYMBOLS), 48, 1, 1, 8)
+    short = GPTConfig(len(VOCAB), 48, 1, 1, 8)
     loads = {
         "1": (make_model(7), facts_of(1)),
         "2": (broken, facts_of(2)),
         "3": (make_model(1, short), facts_of(3, short)),
-        "4": (make_model(), facts_of(4, symbols=SYMBOLS[::-1])),
+        "4": (make_model(), facts_of(4, vocab=VOCAB[::-1])),
         "5": (good, facts_of(5)),
     }
     from manyhands.serve.decoder import generate
@@ -626,7 +626,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
             (1, "worse by more than 0.02"),
             (2, "nan against"),
             (3, "its context of 48 is not the 96 that this server was started for"),
-            (4, "it has other symbols"),
+            (4, "its vocabulary differs"),
         ):
             status, body = one(live, "/admin/checkpoint", {"step": step})
             verdict = json.loads(body)
@@ -675,12 +675,12 @@ def test_a_file_that_is_written_again_is_something_newer(tmp_path):
 
 
 def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
-    config = GPTConfig(len(load_test.SYMBOLS), 96, 1, 1, 8)
-    with Live(make_model(1, config), facts_of(1, config, load_test.SYMBOLS)) as live:
+    config = GPTConfig(len(load_test.VOCAB), 96, 1, 1, 8)
+    with Live(make_model(1, config), facts_of(1, config, load_test.VOCAB)) as live:
         rate, answers = asyncio.run(load_test.throughput(live.port, TOKEN, 5, 20))
         assert [answer.tokens for answer in answers] == [20] * 5 and rate > 0
         assert all(0 < answer.first_s <= answer.whole_s for answer in answers)
-        for reused in (0, 32):  # four full blocks of 8; the last of 40 symbols is computed
+        for reused in (0, 32):  # four full blocks of 8; the last of 40 tokens is computed
             assert asyncio.run(load_test.streamed(live.port, TOKEN, "A" * 40, 1)).reused == reused
         with pytest.raises(RuntimeError, match="401 Unauthorized"):
             asyncio.run(load_test.streamed(live.port, "no", "A", 1))
@@ -701,17 +701,17 @@ def test_sequences_that_were_put_back_are_counted():
 
 def test_prompts_unlike_the_training_text_raise_the_drift_gauge():
     class Engine:
-        prompt_nats, prompt_symbols = 0.0, 0
+        prompt_nats, prompt_tokens = 0.0, 0
 
     engine = Engine()
     drift = Drift(engine)
     assert math.isnan(drift.nats())
-    engine.prompt_nats, engine.prompt_symbols = 3000.0, 2000
+    engine.prompt_nats, engine.prompt_tokens = 3000.0, 2000
     assert drift.nats() == pytest.approx(1.5)
-    engine.prompt_nats, engine.prompt_symbols = 3000.0 + 4 * 700, 2700
+    engine.prompt_nats, engine.prompt_tokens = 3000.0 + 4 * 700, 2700
     now = drift.nats()
     assert 2.5 < now < 3.5 and drift.nats() == now, "reading it twice changes nothing"
-    engine.prompt_nats, engine.prompt_symbols = engine.prompt_nats + 40_000, 12_700
+    engine.prompt_nats, engine.prompt_tokens = engine.prompt_nats + 40_000, 12_700
     assert drift.nats() == pytest.approx(4.0, abs=0.01)
 
 

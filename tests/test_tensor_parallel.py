@@ -104,13 +104,13 @@ def vocabulary(ranks, V):
     torch.manual_seed(1)
     single, model = GPT(config).double(), GPT(config).double()
     model.load_state_dict(single.state_dict())
-    symbols, targets = (ids(seed) % V for seed in (1, 2))
-    wanted = single(symbols, targets)[1]
+    tokens, targets = (ids(seed) % V for seed in (1, 2))
+    wanted = single(tokens, targets)[1]
     wanted.backward()
     lesson.split_blocks(model, group, lesson.f, lesson.g)
     model.tokens = lesson.VocabularyEmbedding(model.tokens, group)
     model.head = lesson.Column(model.head, group, lesson.f)
-    logits = model(symbols)[0].flatten(0, 1)
+    logits = model(tokens)[0].flatten(0, 1)
     with wire.watch() as seen:
         loss = lesson.split_loss(logits, targets.flatten(), model.tokens.first, group)
     loss.backward()

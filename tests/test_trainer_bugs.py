@@ -310,7 +310,7 @@ def test_all_ranks_evaluate_each_its_share_and_stay_in_train_mode(pool, tmp_path
     found = pool.run(2, evaluate, environ={"MANYHANDS_OUTPUTS": str(tmp_path)})
     for (modes, randomness), batches, forwards, loss, expected in found:
         assert modes and randomness
-        assert len(batches) == 2 and forwards == 2 + 5, "two batches and five symbols"
+        assert len(batches) == 2 and forwards == 2 + 5, "two batches and five tokens"
         assert loss == pytest.approx(expected, abs=1e-6)
     assert found[0][3] == found[1][3]
     assert not any(torch.equal(a, b) for a in found[0][1] for b in found[1][1]), "ranks evaluate the same"

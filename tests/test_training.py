@@ -53,7 +53,7 @@ def begin(ranks, options, outputs):
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     corpus = Corpus.from_text("test", TEXT)
-    config = model_config(options, len(corpus.symbols))
+    config = model_config(options, len(corpus.vocab))
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
     notes, note = [], run.report.note
     run.report.note = lambda sentence: (notes.append(sentence), note(sentence))
@@ -385,7 +385,7 @@ def record_watch(ranks, options, outputs):
 
 
 @pytest.mark.parametrize("layout", [DDP, PP], ids=["ddp", "pp"])
-def test_each_micro_batch_each_validation_batch_and_each_symbol_is_progress(pool, tmp_path, layout):
+def test_each_micro_batch_each_validation_batch_and_each_token_is_progress(pool, tmp_path, layout):
     n_ranks, parallel = layout
     options = replace(
         BASE, train=replace(BASE.train, steps=1, micro_batch=2), log=replace(BASE.log, eval_batches=3, sample=5),

@@ -156,7 +156,7 @@ def sequence():
 
 
 def vocabulary():
-    figure, axes = card(92, 36, "65 symbols on four ranks: the embedding looks up symbol 40")
+    figure, axes = card(92, 36, "65 tokens on four ranks: the embedding looks up token 40")
     firsts, x0, unit = (0, 17, 34, 51, 65), 11.5, 76 / 65
     for rank in range(4):
         first, last = firsts[rank], firsts[rank + 1]
@@ -179,7 +179,7 @@ def vocabulary():
         )
     write(axes, 6, 13.1, "rows of")
     write(axes, 6, 22.6, "finds")
-    box(axes, x0, 27.2, 76, 3.4, "g: the sum is the row of symbol 40, on all ranks", hatch=HATCH)
+    box(axes, x0, 27.2, 76, 3.4, "g: the sum is the row of token 40, on all ranks", hatch=HATCH)
     write(axes, x0, 33.4, "pieces of 17, 17, 17 and 14 rows: the last one is shorter", ha="left", colour=QUIET)
     return figure
 

@@ -10,15 +10,15 @@ TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"
 def template():
     figure, axes = card(104, 26, "a conversation is one sequence")
     x = 3.0
-    for i, symbol in enumerate(TALK):
-        marker = len(symbol) > 1
-        width = 3.4 if not marker else 2.2 + 0.95 * len(symbol)
-        box(axes, x, 7, width, 4, {" ": "␣"}.get(symbol, symbol), face=GREY if marker else PAPER)
+    for i, token in enumerate(TALK):
+        marker = len(token) > 1
+        width = 3.4 if not marker else 2.2 + 0.95 * len(token)
+        box(axes, x, 7, width, 4, {" ": "␣"}.get(token, token), face=GREY if marker else PAPER)
         if i:
             box(axes, x, 15, width, 3.4, "?", face=PAPER, edge=QUIET)
         x += width + 0.4
-    write(axes, 3, 13.2, "does the prediction of this symbol count?", ha="left", colour=QUIET)
-    write(axes, 3, 22.4, "A grey box is a marker: one symbol, which no text contains.", ha="left", colour=QUIET)
+    write(axes, 3, 13.2, "does the prediction of this token count?", ha="left", colour=QUIET)
+    write(axes, 3, 22.4, "A grey box is a marker: one token, which no text contains.", ha="left", colour=QUIET)
     return figure
 
 

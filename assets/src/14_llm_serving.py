@@ -46,7 +46,7 @@ def sampling():
 
 
 def cache():
-    figure, axes = card(92, 40, "six symbols: what is computed for each")
+    figure, axes = card(92, 40, "six tokens: what is computed for each")
     for title, x0, cached in (("without a cache", 6, False), ("with a cache", 52, True)):
         write(axes, x0, 6.6, title, ha="left", weight="bold")
         for step in range(6):
@@ -140,12 +140,12 @@ def guesses():
             size=12,
         )
     write(axes, 55, 37.6, "drawn from max(0, p - q)", colour=QUIET)
-    write(axes, 62, 33, "three symbols for one call", ha="left")
+    write(axes, 62, 33, "three tokens for one call", ha="left")
     return figure
 
 
 def batching():
-    figure, axes = card(96, 46, "texts of 8, 2, 2, 2, 8, 2, 2, 2 symbols on four places")
+    figure, axes = card(96, 46, "texts of 8, 2, 2, 2, 8, 2, 2, 2 tokens on four places")
     lengths = (8, 2, 2, 2, 8, 2, 2, 2)
     static = [(i % 4, 8 * (i // 4), length, i) for i, length in enumerate(lengths)]
     flowing = [

@@ -3,7 +3,7 @@
 from manyhands.plots.cards import box, card, write
 from manyhands.plots.looks import EDGE, GREY, GROUND, PAPER, QUIET, tint
 
-WINDOW = ["ran", "off", "mark", "The", "sun", "is", "mark", "To", "be"]
+WINDOW = ["ran", "off", "sep", "The", "sun", "is", "sep", "To", "be"]
 DOCUMENT = [0, 0, 1, 1, 1, 1, 2, 2, 2]
 SHADES = (GREY, tint(EDGE, 0.75), tint(EDGE, 0.45))
 
@@ -18,7 +18,7 @@ def packing():
             top - 1.8,
             word,
             rotation=45,
-            weight="bold" if word == "mark" else "normal",
+            weight="bold" if word == "sep" else "normal",
         )
         write(
             axes,
@@ -26,7 +26,7 @@ def packing():
             top + (i + 0.5) * side,
             word,
             ha="right",
-            weight="bold" if word == "mark" else "normal",
+            weight="bold" if word == "sep" else "normal",
         )
         for j in range(len(WINDOW)):
             seen = j <= i and DOCUMENT[j] == document

@@ -1,4 +1,4 @@
-"""The corpus as a chat model sees it: symbols with the template's markers behind them, and speeches as messages."""
+"""The corpus as a chat model sees it: tokens with the template's markers behind them, and speeches as messages."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from manyhands.data.corpus import Corpus
 
 @dataclass(frozen=True)
 class ChatCorpus(Corpus):
-    """The text of a Corpus under the symbols of a model, markers included: its ids are not the corpus's own."""
+    """The text of a Corpus under the tokens of a model, markers included: its ids are not the corpus's own."""
 
     def encode(self, text):
-        place = {symbol: i for i, symbol in enumerate(self.symbols)}
-        return torch.tensor([place[symbol] for symbol in text])
+        place = {token: i for i, token in enumerate(self.vocab)}
+        return torch.tensor([place[token] for token in text])
 
 
 def chat_corpus(corpus, alphabet):
@@ -24,18 +24,18 @@ def chat_corpus(corpus, alphabet):
     return ChatCorpus(corpus.name, corpus.sha256, corpus.text, with_markers(alphabet), corpus.train_ids, corpus.val_ids)
 
 
-def encoded_words(task, words, symbols):
+def encoded_words(task, words, vocab):
     """[(ids, answer)] of questions with their right answers. Raises OptionError for letters that the model does not know."""
     try:
-        return [encode(task.messages(word, task.answer(word)), symbols) for word in words]
+        return [encode(task.messages(word, task.answer(word)), vocab) for word in words]
     except ValueError as error:
         raise OptionError(f"data.task={task.name}: {error}") from None
 
 
 def encoded_speeches(corpus, longest):
-    """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` symbols.
+    """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` tokens.
 
-    Held out are those of the text's last tenth, as in pre-training. Speeches with symbols that the model does not know are
+    Held out are those of the text's last tenth, as in pre-training. Speeches with tokens that the model does not know are
     left out.
     """
     cut = len(corpus.train_ids)
@@ -44,7 +44,7 @@ def encoded_speeches(corpus, longest):
         found = []
         for speaker, line in speeches(text):
             try:
-                ids, answer = encode(speech_messages(speaker, line), corpus.symbols)
+                ids, answer = encode(speech_messages(speaker, line), corpus.vocab)
             except ValueError:
                 continue
             if len(ids) <= longest:

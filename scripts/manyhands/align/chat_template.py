@@ -1,15 +1,15 @@
-"""The chat template: messages of a system, a user and an assistant as one sequence of symbols. Plain Python, no torch.
+"""The chat template: messages of a system, a user and an assistant as one sequence of tokens. Plain Python, no torch.
 
     render([{"role": "user", "content": "sort dbca"}], reply=True)     # '<|user|>sort dbca<|end|><|assistant|>'
-    symbols = with_markers(alphabet)                                    # the alphabet, and four markers behind it
-    ids, answer = encode(messages, symbols)                             # answer[i]: does the assistant write ids[i]?
+    vocab = with_markers(alphabet)                                      # the alphabet, and four markers behind it
+    ids, answer = encode(messages, vocab)                               # answer[i]: does the assistant write ids[i]?
 
 A message is its role's marker, its content, and the end marker:
 
     <|system|>You are ROMEO.<|end|><|user|>Speak.<|end|><|assistant|>Here's much to do with hate.<|end|>
 
-Each marker is **one** symbol of the vocabulary. A text never becomes a marker: a user who types `<|end|>` sends seven
-characters, and ends nothing. There is no symbol for the beginning; the first marker is the beginning.
+Each marker is **one** token of the vocabulary. A text never becomes a marker: a user who types `<|end|>` sends seven
+characters, and ends nothing. There is no token for the beginning; the first marker is the beginning.
 """
 
 ROLES = ("system", "user", "assistant")
@@ -18,7 +18,7 @@ MARKERS = (*(f"<|{role}|>" for role in ROLES), END)  # in the order of their ids
 
 
 def with_markers(alphabet):
-    """The symbols of a chat model: `alphabet`, a list of strings, and behind it the markers that it lacks."""
+    """The tokens of a chat model: `alphabet`, a list of strings, and behind it the markers that it lacks."""
     return [*alphabet, *(marker for marker in MARKERS if marker not in alphabet)]
 
 
@@ -71,35 +71,35 @@ def render(messages, reply=False):
     return "".join(text for text, _, _ in pieces(messages, reply))
 
 
-def encode(messages, symbols, reply=False):
-    """(ids, answer): a list of ids into `symbols`, and as many truth values: does the assistant write this one?
+def encode(messages, vocab, reply=False):
+    """(ids, answer): a list of ids into `vocab`, and as many truth values: does the assistant write this one?
 
-    Contents go character by character, markers as one symbol each. Raises ValueError for a character that is no symbol,
-    for symbols without the markers, and as `refuse_messages` does.
+    Contents go character by character, markers as one token each. Raises ValueError for a character that is no token,
+    for a vocabulary without the markers, and as `refuse_messages` does.
     """
-    place = {symbol: i for i, symbol in enumerate(symbols)}
+    place = {token: i for i, token in enumerate(vocab)}
     if missing := [marker for marker in MARKERS if marker not in place]:
         raise ValueError(
-            f"the model has no symbol {missing[0]}; it was never trained on the chat template (scripts/align.py sft)"
+            f"the model has no token {missing[0]}; it was never trained on the chat template (scripts/align.py sft)"
         )
     ids, answer = [], []
     for text, is_marker, own in pieces(messages, reply):
-        for symbol in [text] if is_marker else text:
-            if symbol not in place:
-                raise ValueError(f"{symbol!r} is none of the model's {len(symbols)} symbols; leave it out")
-            ids.append(place[symbol])
+        for token in [text] if is_marker else text:
+            if token not in place:
+                raise ValueError(f"{token!r} is none of the model's {len(vocab)} tokens; leave it out")
+            ids.append(place[token])
             answer.append(own)
     return ids, answer
 
 
-def answered(ids, symbols):
+def answered(ids, vocab):
     """The text of what a model has written after `encode(..., reply=True)`: up to the end marker, or all of it.
 
     Another marker, which the assistant has no business to write, is spelled out.
     """
     text = []
     for i in ids:
-        if symbols[i] == END:
+        if vocab[i] == END:
             break
-        text.append(symbols[i])
+        text.append(vocab[i])
     return "".join(text)

@@ -23,8 +23,8 @@ class Imitation(Stage):
             raise OptionError(
                 f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
             )
-        words = encoded_words(self.task, demos, self.symbols)
-        held_out_words = encoded_words(self.task, self.words, self.symbols)
+        words = encoded_words(self.task, demos, self.vocab)
+        held_out_words = encoded_words(self.task, self.words, self.vocab)
         self.num_words = len(words)
         self.ids_NT, self.answer_NT = self._rows(words + learned, longest)
         self.held_out = self._rows(held_out_words + held_out[:MOST_SPEECHES] * bool(self.num_speeches), longest)
@@ -59,7 +59,7 @@ class Imitation(Stage):
 
     @torch.no_grad()
     def held_out_loss(self):
-        """Nats per symbol of the assistant, over words and speeches that it has not learned from."""
+        """Nats per token of the assistant, over words and speeches that it has not learned from."""
         inputs_bT, targets_bT, mask_bT = shifted(*map(self.own, self.held_out))
         own = masked_sum(self.parallel.logits(inputs_bT), targets_bT, mask_bT)
         num_tokens = int(self.held_out[1][:, 1:].sum())

@@ -4,7 +4,7 @@
     policy = parallelize(config, layout, options, ranks, start)      # by any strategy with whole logits
     frozen = reference(base, config, options, ranks)                 # sharded over all ranks, whatever serves the policy
 
-Shapes: V symbols.
+Shapes: V tokens in the vocabulary.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from manyhands.parallel.parallelize import parallelize
 
 
 def start_from(base, lora=None):
-    """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size symbols, and adapters."""
+    """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters."""
 
     def start(config, options):
         model = widened(base, config, options.train.seed)
@@ -35,7 +35,7 @@ def start_from(base, lora=None):
 
 @torch.no_grad()
 def widened(base, config, seed):
-    """A GPT of `config` that is `base` on its symbols. What it has not (rows of new symbols) is drawn from `seed`."""
+    """A GPT of `config` that is `base` on its tokens. What it has not (rows of new tokens) is drawn from `seed`."""
     torch.manual_seed(seed)
     model = GPT(config)
     old, new = base.state_dict(), model.state_dict()

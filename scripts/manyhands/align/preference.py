@@ -32,15 +32,15 @@ class Preference(Stage):
         """(ids_N2T, answer_N2T), chosen first, the same on all ranks; the reference draws, so a resumed run finds the same."""
         said = self._said()
         # an answer with a marker in it cannot be written as a message
-        known = {word: text for word, text in said.items() if set(text) <= set(self.symbols)}
+        known = {word: text for word, text in said.items() if set(text) <= set(self.vocab)}
         wrong = {word: text for word, text in known.items() if not self.task.right(word, text)}
         if len(wrong) < 2:
             raise OptionError(
                 f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer; ask more"
                 " dpo.questions, or choose a harder data.length"
             )
-        chosen = encoded_words(self.task, wrong, self.symbols)
-        rejected = [encode(self.task.messages(word, text), self.symbols) for word, text in wrong.items()]
+        chosen = encoded_words(self.task, wrong, self.vocab)
+        rejected = [encode(self.task.messages(word, text), self.vocab) for word, text in wrong.items()]
         return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
 
     def _said(self):

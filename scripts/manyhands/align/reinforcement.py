@@ -34,7 +34,7 @@ class Reinforcement(Stage):
         own = words[rank * size // ranks : (rank + 1) * size // ranks]
         uniform_bn = own_draws(seed, step, size, self.most, rank, ranks).to(self.run.ranks.device)
         ids_bT, answer_bT, lengths_b = self.completions(self.parallel, own, uniform_bn, wanted.temperature)
-        said = texts(ids_bT, lengths_b, self.symbols, answered)
+        said = texts(ids_bT, lengths_b, self.vocab, answered)
         # an answer that has not come to its end is too long, and so worth nothing
         judged = [float(self.reward(word, text)) for word, text in zip(own, said, strict=True)]
         rewards_b = torch.tensor(judged, dtype=torch.float64)

@@ -3,9 +3,9 @@
     uniform_bn = own_draws(seed, step, B, n, data_rank, data_size)
     ids_bT, answer_bT = complete(parallel.logits, prompt_ids_bP, lengths_b, n, end, uniform_bn)
 
-A symbol is the first one at which the cumulated probability passes a number between 0 and 1. Those numbers are drawn for the
+A token is the first one at which the cumulated probability passes a number between 0 and 1. Those numbers are drawn for the
 whole batch from (seed, step), and a rank keeps its rows: which rank completes an answer does not change it.
-Shapes: B answers of all ranks, b of this one, P symbols of the longest prompt, n drawn at most, T = P + n, V symbols.
+Shapes: B answers of all ranks, b of this one, P tokens of the longest prompt, n drawn at most, T = P + n, V tokens in the vocabulary.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ def own_draws(seed, step, num_rows, n, rank, size):
 
 
 @torch.no_grad()
-def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature=1.0, num_symbols=None):
-    """(ids_bT, answer_bT): the prompts and n symbols behind each, and which the model has written: up to its end marker.
+def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature=1.0, vocab_size=None):
+    """(ids_bT, answer_bT): the prompts and n tokens behind each, and which the model has written: up to its end marker.
 
     `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
-    marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest symbol each time. Ids from
-    `num_symbols` on, which have no symbol, are never drawn. Every rank calls `logits` n times, so sharded weights are
+    marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time. Ids from
+    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times, so sharded weights are
     gathered by all alike.
     """
     b, P = prompts_bP.shape
@@ -37,8 +37,8 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     longest = int(lengths_b.max()) if b else P
     for i in range(n):
         at_b = lengths_b + i
-        # what stands behind a row's last symbol is not seen by it: attention is causal
-        logits_bV = logits(ids_bT[:, : longest + i])[rows_b, at_b - 1, :num_symbols].double()
+        # what stands behind a row's last token is not seen by it: attention is causal
+        logits_bV = logits(ids_bT[:, : longest + i])[rows_b, at_b - 1, :vocab_size].double()
         if uniform_bn is None:
             next_b = logits_bV.argmax(-1)
         else:
@@ -51,6 +51,6 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     return ids_bT, answer_bT
 
 
-def texts(ids_bT, lengths_b, symbols, read):
+def texts(ids_bT, lengths_b, vocab, read):
     """The answers as texts: `read` (`chat_template.answered`) of the ids behind each prompt."""
-    return [read(row[length:], symbols) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]
+    return [read(row[length:], vocab) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]

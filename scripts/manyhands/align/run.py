@@ -118,7 +118,7 @@ def align(wanted):
             lambda: load_model(wanted.source, wanted.step, tell)
         )
         corpus = chat_corpus(corpus, metadata["corpus"]["alphabet"])
-        vocabulary = max(base.config.vocab_size, len(corpus.symbols))
+        vocabulary = max(base.config.vocab_size, len(corpus.vocab))
         config = dataclasses.replace(base.config, vocab_size=vocabulary)
         options = trainer_options(wanted, config)
         layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)

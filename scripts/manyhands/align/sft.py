@@ -1,12 +1,12 @@
 """Supervised fine-tuning: examples as padded rows, the loss mask, and a loss whose mean is the global batch's.
 
-    ids_NT, answer_NT = rows([encode(messages, symbols) for messages in examples])
+    ids_NT, answer_NT = rows([encode(messages, vocab) for messages in examples])
     inputs_bT, targets_bT, mask_bT = shifted(ids_bT, answer_bT)
     loss = masked_sum(logits_bTV, targets_bT, mask_bT) / num_tokens      # num_tokens: of all ranks
 
 The mask says of each *target* whether the assistant wrote it. Between ranks the number of such tokens differs, so a rank
 divides by the global number, never by its own (transformers#34191).
-Shapes: N examples, b of this rank's share, T symbols (T - 1 once they are shifted), V symbols of the vocabulary.
+Shapes: N examples, b of this rank's share, T tokens (T - 1 once they are shifted), V in the vocabulary.
 """
 
 import torch
@@ -21,7 +21,7 @@ def rows(encoded, longest=None):
     """
     T = max(len(ids) for ids, _ in encoded)
     if longest is not None and longest < T:
-        raise ValueError(f"an example has {T} symbols and the model reads {longest}; use shorter ones")
+        raise ValueError(f"an example has {T} tokens and the model reads {longest}; use shorter ones")
     ids_NT = torch.zeros(len(encoded), T, dtype=torch.long)
     answer_NT = torch.zeros(len(encoded), T, dtype=torch.bool)
     for i, (ids, answer) in enumerate(encoded):
@@ -31,7 +31,7 @@ def rows(encoded, longest=None):
 
 
 def shifted(ids_bT, answer_bT):
-    """(inputs, targets, mask), each [b, T - 1]: position t predicts symbol t + 1, and counts if the assistant wrote *that*."""
+    """(inputs, targets, mask), each [b, T - 1]: position t predicts token t + 1, and counts if the assistant wrote *that*."""
     return ids_bT[:, :-1], ids_bT[:, 1:], answer_bT[:, 1:]
 
 

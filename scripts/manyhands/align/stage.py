@@ -6,7 +6,7 @@
 
 All draws come from (seed, step) for the whole global batch, and a data rank keeps its rows: nothing is sent for it, and any
 number of ranks learns from the same.
-Shapes: B rows of all ranks, b of this data rank, T symbols.
+Shapes: B rows of all ranks, b of this data rank, T tokens.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ class Stage:
 
     def __init__(self, run):
         self.run, self.wanted, self.task = run, run.wanted, run.wanted.letter_task
-        self.parallel, self.symbols = run.parallel, run.corpus.symbols
-        self.end = self.symbols.index(END)
+        self.parallel, self.vocab = run.parallel, run.corpus.vocab
+        self.end = self.vocab.index(END)
         self.numbers = {}  # {name: what this rank adds to the mean over data ranks}, of the last step
         self.words = self.task.draw(self.wanted.data.held_out, [HELD_OUT_SEED], held_out=True)
         if len(self.words) < self.parallel.data_size:
@@ -38,7 +38,7 @@ class Stage:
         longest = len(self._encoded_question(self.words[0])) + self.most
         if longest > run.config.block_size:
             raise OptionError(
-                f"data.length={self.task.length}: a question and its answer take {longest} symbols, and the model reads"
+                f"data.length={self.task.length}: a question and its answer take {longest} tokens, and the model reads"
                 f" {run.config.block_size}; use shorter words"
             )
 
@@ -75,7 +75,7 @@ class Stage:
         raise NotImplementedError
 
     def accuracy(self):
-        """(share of held-out words that the policy answers right, [(word, its answer)] of this rank): the likeliest symbols."""
+        """(share of held-out words that the policy answers right, [(word, its answer)] of this rank): the likeliest tokens."""
         words = np.array_split(self.words, self.parallel.data_size)[self.parallel.data_rank].tolist()
         answers = self.answers(self.parallel, words)
         right = sum(self.task.right(word, answer) for word, answer in zip(words, answers, strict=True))
@@ -85,17 +85,17 @@ class Stage:
     def answers(self, model, words, uniform_bn=None):
         """The texts with which `model`, a Strategy, answers each word."""
         ids_bT, _, lengths_b = self.completions(model, words, uniform_bn)
-        return texts(ids_bT, lengths_b, self.symbols, answered)
+        return texts(ids_bT, lengths_b, self.vocab, answered)
 
     def completions(self, model, words, uniform_bn=None, temperature=1.0):
         """(ids_bT, answer_bT, lengths_b) of one answer to each word."""
         device, prompts = self.run.ranks.device, [self._encoded_question(word) for word in words]
         prompts_bP, _ = rows([(ids, [False] * len(ids)) for ids in prompts])
         lengths_b = torch.tensor([len(ids) for ids in prompts], device=device)
-        rest = self.most, self.end, uniform_bn, temperature, len(self.symbols)
-        with model.gathered():  # what FSDP gathers for one symbol stays for the next
+        rest = self.most, self.end, uniform_bn, temperature, len(self.vocab)
+        with model.gathered():  # what FSDP gathers for one token stays for the next
             ids_bT, answer_bT = complete(model.logits, prompts_bP.to(device), lengths_b, *rest)
         return ids_bT, answer_bT, lengths_b
 
     def _encoded_question(self, word):
-        return encode(self.task.messages(word), self.symbols, reply=True)[0]
+        return encode(self.task.messages(word), self.vocab, reply=True)[0]

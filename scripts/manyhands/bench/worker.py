@@ -91,7 +91,7 @@ def run_trainer(ranks, job, each):
             return super().train_step()
 
     corpus = read_corpus(job)
-    config = model_config(job.options, len(corpus.symbols))
+    config = model_config(job.options, len(corpus.vocab))
     layout = resolve_layout(job.options, config, ranks.world_size, ranks.local_world_size)
     HeldRun(job.options, config, layout, corpus, ranks).go()
 
@@ -101,7 +101,7 @@ def plain(job, pipe):
     from manyhands.config.options import model_config
 
     corpus = read_corpus(job)
-    config = model_config(job.options, len(corpus.symbols))
+    config = model_config(job.options, len(corpus.vocab))
     train(config, corpus.train_ids, job.options.train.global_batch, turns(pipe), job.options.train.compile)
 
 

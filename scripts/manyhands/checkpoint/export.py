@@ -1,4 +1,4 @@
-"""A trained GPT without its run: the weights in one safetensors file, its sizes and symbols in a JSON file beside it.
+"""A trained GPT without its run: the weights in one safetensors file, its sizes and tokens in a JSON file beside it.
 
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300 # step 300; else the best
@@ -109,10 +109,10 @@ def load_model(source, step="best", tell=print):
 
 
 def believe(metadata, source):
-    """Raises CheckpointError unless symbols, step and loss are what a run writes down: whoever shows them trusts them."""
+    """Raises CheckpointError unless tokens, step and loss are what a run writes down: whoever shows them trusts them."""
     try:
         size = metadata["config"]["vocab_size"]
-        if not 0 < len(tokenizer_of(metadata).symbols) <= size:
+        if not 0 < len(tokenizer_of(metadata).vocab) <= size:
             raise ValueError(f"its alphabet does not fit vocab_size={size}")
         if type(metadata["step"]) is not int or not isinstance(metadata.get("val_loss"), float | int | None):
             raise ValueError(f"step={metadata['step']!r} or val_loss={metadata.get('val_loss')!r} is no number")
@@ -136,7 +136,10 @@ def tokenizer_of(metadata):
 def build(weights, metadata, source):
     """A GPT with {name: tensor}, as sized by metadata["config"]. Raises CheckpointError with the names that do not fit."""
     try:
-        config = GPTConfig(**metadata["config"])
+        sizes = metadata["config"] | {}
+        if "document_mark" in sizes:  # its name in checkpoints of older runs
+            sizes["separator"] = sizes.pop("document_mark")
+        config = GPTConfig(**sizes)
         if config.n_layer > len(weights):  # before they are built, on no matter what
             raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
         with torch.device("meta"):  # shapes only: the weights are already here

@@ -17,7 +17,7 @@ USER, ASSISTANT, END = 90, 91, 92  # ids of markers
 
 @exercise("A", "the loss mask")
 def loss_mask(answer, ranks=None):
-    """`answer(ids_BT, assistant, end)` says of each symbol after the first whether the assistant wrote it."""
+    """`answer(ids_BT, assistant, end)` says of each token after the first whether the assistant wrote it."""
     for talks, what in (
         ([[USER, 1, 2, END, ASSISTANT, 3, 4, END]], "of one question with its answer"),
         ([[USER, 1, END, ASSISTANT, 3, END, USER, 4, 5, END, ASSISTANT, 6, 7, END]], "of two turns"),
@@ -44,14 +44,14 @@ def loss_mask(answer, ranks=None):
 
 
 def _written(row):
-    """What the rule says, symbol by symbol: a plain copy of it, kept apart from the lesson's solution."""
+    """What the rule says, token by token: a plain copy of it, kept apart from the lesson's solution."""
     found, speaks = [], False
-    for i, symbol in enumerate(row):
+    for i, token in enumerate(row):
         if i:
             found.append(speaks)
-        if symbol == ASSISTANT:
+        if token == ASSISTANT:
             speaks = True
-        elif symbol == END:
+        elif token == END:
             speaks = False
     return found
 
@@ -60,17 +60,17 @@ def _judge_mask(given, wanted, ids_BT, what):
     if torch.equal(given, wanted):
         return
     shifted = torch.zeros_like(wanted)
-    shifted[:, 1:] = wanted[:, :-1]  # True where the assistant's symbol is read
+    shifted[:, 1:] = wanted[:, :-1]  # True where the assistant's token is read
     if torch.equal(given, shifted):
         raise Wrong(
-            "your mask is one position too late: target t is symbol t + 1, so the first letter counts at the assistant's marker"
+            "your mask is one position too late: target t is token t + 1, so the first letter counts at the assistant's marker"
         )
     names = {USER: "<|user|>", ASSISTANT: "<|assistant|>", END: "<|end|>", 0: "padding"}
     row, t = (given != wanted).nonzero()[0].tolist()
-    symbol = ids_BT[row, t + 1].item()
-    name = names.get(symbol, f"the letter {symbol}")
+    token = ids_BT[row, t + 1].item()
+    name = names.get(token, f"the letter {token}")
     why = "the assistant wrote it" if wanted[row, t] else "nobody has to learn it"
-    if symbol == END:
+    if token == END:
         why = "it ends an answer: without it the model never learns to stop" if wanted[row, t] else "it ends no answer"
     verb = "does not count" if wanted[row, t] else "counts"
     raise Wrong(f"in the conversation {what}, target {t}, {name}, {verb} in your mask, but {why}")
@@ -131,7 +131,7 @@ def _dpo_fault(found, log_p, mask, reference, beta, num_pairs, wanted):
         "beta is missing": value(beta=1.0),
         "the reference is missing: compare with it": value(reference=torch.zeros_like(reference)),
         "the mask is missing: only what the assistant wrote counts": value(mask=torch.ones_like(mask)),
-        "that takes the mean over an answer's symbols; log p of an answer is their sum": value(log_p=log_p / lengths),
+        "that takes the mean over an answer's tokens; log p of an answer is their sum": value(log_p=log_p / lengths),
         "beta multiplies the policy's part only, not the whole margin": value(reference=reference / beta),
         "the reference's part has the wrong sign": value(reference=-reference),
     }  # fmt: skip

@@ -40,7 +40,7 @@ DICE = (  # probabilities, top_k, top_p
 
 
 def _kept(p, top_k, top_p, crossing=True, of_rest=True):
-    """The right answer, and wrong ones: without the symbol that crosses the line, or top-p of everything."""
+    """The right answer, and wrong ones: without the token that crosses the line, or top-p of everything."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
     whole = sum(p[i] for i in order) if of_rest else 1.0
     found, before = torch.zeros(len(p), dtype=torch.float64), 0.0
@@ -53,7 +53,7 @@ def _kept(p, top_k, top_p, crossing=True, of_rest=True):
 
 @exercise("A", "what is kept")
 def kept(answer, ranks=None):
-    """`answer(p_V, top_k, top_p)` is top-k, then top-p of the rest, with sum 1, in the order of the symbols."""
+    """`answer(p_V, top_k, top_p)` is top-k, then top-p of the rest, with sum 1, in the order of the tokens."""
     for p, top_k, top_p in DICE:
         given = torch.tensor(p, dtype=torch.float64)
         right = _kept(p, top_k, top_p)
@@ -70,14 +70,14 @@ def _kept_fault(found, right, p, top_k, top_p):
     if not torch.isfinite(found).all():
         return "some of them are not finite; was everything cut off, and the rest divided by its sum, 0?"
     if _near(found, _kept(p, top_k, top_p, crossing=False)):
-        return "the symbol that crosses the line is missing: keep a symbol if those before it do not reach top_p yet"
+        return "the token that crosses the line is missing: keep a token if those before it do not reach top_p yet"
     if found.sum() < 1 - CLOSE and _near(found / found.sum().clamp(min=CLOSE), right):
-        return f"the right symbols, but their sum is {found.sum():.4g}; divide by it"
+        return f"the right tokens, but their sum is {found.sum():.4g}; divide by it"
     if _near(found, _kept(p, top_k, top_p, of_rest=False)):
         return "top-p is of what top-k has left, so of its sum, which is less than 1"
     if _near(found.sort().values, right.sort().values):
-        return f"the right probabilities at other places, {rounded}; put them back to where their symbols were"
-    return f"{int((found > 0).sum())} symbols are kept, {rounded}; it should be {[round(v, 4) for v in right.tolist()]}"
+        return f"the right probabilities at other places, {rounded}; put them back to where their tokens were"
+    return f"{int((found > 0).sum())} tokens are kept, {rounded}; it should be {[round(v, 4) for v in right.tolist()]}"
 
 
 # ---- build B ----
@@ -161,13 +161,13 @@ GRID = 20
 
 @exercise("C", "keep it, or draw another")
 def judged(answer, ranks=None):
-    """`answer(guess, p_V, q_V, u, v)` -> (symbol, was it the guess?): symbols follow p, most guesses are kept."""
+    """`answer(guess, p_V, q_V, u, v)` -> (token, was it the guess?): tokens follow p, most guesses are kept."""
     for p, q in PAIRS:
         p_V, q_V = (torch.tensor(x, dtype=torch.float64) for x in (p, q))
         written, held = torch.zeros(len(p), dtype=torch.float64), 0.0
         for guess in [i for i, x in enumerate(q) if x > 0]:
-            for symbol, right in _grid(answer, guess, p_V, q_V):
-                written[symbol] += q[guess] / GRID**2
+            for token, right in _grid(answer, guess, p_V, q_V):
+                written[token] += q[guess] / GRID**2
                 held += q[guess] * right / GRID**2
         if p_V.tolist() != list(p) or q_V.tolist() != list(q):
             raise Wrong("p_V or q_V was changed; make new tensors")
@@ -182,13 +182,13 @@ def _grid(answer, guess, p_V, q_V):
             if found is ...:
                 raise NotImplementedError
             if not isinstance(found, tuple | list) or len(found) != 2:
-                raise Wrong(f"return the symbol and whether it is the guess, not {shown(found)}")
-            symbol = int(number(found[0], "a symbol"))
-            if not 0 <= symbol < len(p_V):
-                raise Wrong(f"return a symbol from 0 to {len(p_V) - 1}, not {symbol}")
-            if found[1] and symbol != guess:
-                raise Wrong(f"it says that guess {guess} was kept, and writes {symbol}")
-            yield symbol, bool(found[1])
+                raise Wrong(f"return the token and whether it is the guess, not {shown(found)}")
+            token = int(number(found[0], "a token"))
+            if not 0 <= token < len(p_V):
+                raise Wrong(f"return a token from 0 to {len(p_V) - 1}, not {token}")
+            if found[1] and token != guess:
+                raise Wrong(f"it says that guess {guess} was kept, and writes {token}")
+            yield token, bool(found[1])
 
 
 def _judge_distribution(written, held, p_V, q_V):
@@ -198,7 +198,7 @@ def _judge_distribution(written, held, p_V, q_V):
     if ((written - p_V).abs() <= near).all():
         if held < most - near:
             raise Wrong(
-                f"{case}: the symbols follow p, but {held:.2f} of the guesses are kept, and {most:.2f} could be: keep one "
+                f"{case}: the tokens follow p, but {held:.2f} of the guesses are kept, and {most:.2f} could be: keep one "
                 "with probability min(1, p/q)"
             )
         return
@@ -209,7 +209,7 @@ def _judge_distribution(written, held, p_V, q_V):
         follows_q = "they follow q; a guess is kept with probability p/q, and not the other way round"
     hints = {
         follows_q: q_V,
-        "after a refusal you draw from p again, so that symbols that q likes come too often; draw from max(0, p - q)": (
+        "after a refusal you draw from p again, so that tokens that q likes come too often; draw from max(0, p - q)": (
             accepted + refused * p_V
         ),
         "after a refusal you draw from q again; draw from max(0, p - q)": accepted + refused * q_V,
@@ -218,7 +218,7 @@ def _judge_distribution(written, held, p_V, q_V):
     distance = {sentence: (written - wrong).abs().max().item() for sentence, wrong in hints.items()}
     closest = min(distance, key=distance.get)
     because = f"; {closest}" if distance[closest] <= near else ", which is not p"
-    raise Wrong(f"{case}: the symbols come with {text}{because}")
+    raise Wrong(f"{case}: the tokens come with {text}{because}")
 
 
 def _kept_with_p(p_V, q_V):
@@ -272,7 +272,7 @@ def reusable(answer, ranks=None):
         (IDS[:8], ends(4, 8), 4, "all 8 positions are known, and the last one must be computed all the same"),
         (IDS[:4], ends(4), 0, "all 4 positions are known, and the last one must be computed all the same"),
         (IDS, ends(4, 8, salt="b"), 0, "the blocks belong to another model"),
-        ([99, *IDS[1:]], ends(4, 8), 0, "the first symbol differs, and every key behind it, too"),
+        ([99, *IDS[1:]], ends(4, 8), 0, "the first token differs, and every key behind it, too"),
         (
             IDS,
             {("a", *IDS[:4]), ("a", *IDS[4:8])},

@@ -37,7 +37,7 @@ SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16
 
 @exercise("A", "count the parameters")
 def parameters(answer, ranks=None):
-    """`answer(V, T, D, N)` -> the parameters of a GPT with V symbols, T positions, width D and N layers."""
+    """`answer(V, T, D, N)` -> the parameters of a GPT with V tokens, T positions, width D and N layers."""
     for V, T, D, N in SIZES:
         given = number(answer(V, T, D, N), "the number of parameters")
         right = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
@@ -49,7 +49,7 @@ def parameters(answer, ranks=None):
 def _parameters_hint(off, V, T, D, N):
     """`off`: by how much the answer is too large; the smallest of the sizes tells all of these apart."""
     missing = {
-        V: "the head has a bias: a number for each symbol",
+        V: "the head has a bias: a number for each token",
         V * D: "embedding and head are two matrices here",
         V * (D + 1): "the head has a matrix and a bias of its own",
         T * D: "positions have an embedding, too",
@@ -69,7 +69,7 @@ def _parameters_hint(off, V, T, D, N):
     }
     extra = {
         3 * N * D: "query, key and value have no bias here",
-        T * V: "positions do not depend on the symbols",
+        T * V: "positions do not depend on the tokens",
         (N - 1) * 2 * D: "the LayerNorm before the head comes once, not in each layer",
         (N - 1) * T * D: "positions are embedded once, not in each layer",
     }
@@ -453,7 +453,7 @@ class _Graph:
 
 
 class _Watched(nn.Module):
-    """A model of 7 symbols, in float64, that watches what it is given and what it keeps for backward.
+    """A model with a vocabulary of 7, in float64, that watches what it is given and what it keeps for backward.
 
     With `pairs`, model(ids, targets) returns (logits, mean loss) as the lesson's GPT does; else model(ids) the logits.
     """

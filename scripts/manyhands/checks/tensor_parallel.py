@@ -139,7 +139,7 @@ def add_up(answer, ranks):
 def split_loss(answer, ranks):
     """`answer(logits_Nv, targets_N, first, group)` is the mean cross-entropy, for three all-reduces of N numbers."""
     n, rank = ranks.world_size, ranks.rank
-    N, V = 6, 5 * n - 1  # the last rank has one symbol less
+    N, V = 6, 5 * n - 1  # the last rank has one token less
     for scale in (1.0, 400.0):  # exp(710) is more than a float64 holds
         logits = (scale * normal(80, N, V)).requires_grad_()
         targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(81))

@@ -237,10 +237,10 @@ def _refuse_sizes(parallel, config, degrees, stages_per_rank):
                 f"model.{name}={getattr(config, name)} does not split over {tensor} tensor ranks; "
                 f"use a divisor of {getattr(config, name)}"
             )
-    symbols = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
-    if symbols * (tensor - 1) >= config.vocab_size:
+    tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
+    if tokens * (tensor - 1) >= config.vocab_size:
         raise LayoutError(
-            f"model.vocab_size={config.vocab_size} symbols, {symbols} for each of {tensor} tensor ranks, leave none for the"
+            f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks, leave none for the"
             " last one; use fewer tensor ranks or a larger vocabulary"
         )
     if parallel.sequence_parallel and config.block_size % tensor:

@@ -44,7 +44,7 @@ class ModelOptions:
     n_head: int = 4  # attention heads per layer
     n_embd: int = 128  # width
     block_size: int = 64  # positions: the longest sequence
-    vocab_size: int | None = None  # symbols; none: as many as the corpus has
+    vocab_size: int | None = None  # none: as the corpus has
     dropout: float = 0.0  # share of the numbers that training sets to zero
     tie: bool = False  # one matrix for token embedding and head, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
@@ -129,8 +129,8 @@ class LogOptions:
     every: int = 10  # steps per line
     eval_every: int = 100  # steps between evaluations; 0: only at the end
     eval_batches: int = 8  # validation batches (of the global batch's size) per evaluation
-    sample: int = 200  # symbols generated at each evaluation; 0: none
-    prompt: str = "\n"  # what the sample goes on from, in the corpus's symbols
+    sample: int = 200  # tokens generated at each evaluation; 0: none
+    prompt: str = "\n"  # what the sample goes on from, in the corpus's characters
     plots: bool = True  # curves at the end, in the terminal and as PNG
     progress: bool = True  # a bar, where the output is a terminal
     tensorboard: bool = False  # write for TensorBoard too
@@ -358,7 +358,7 @@ def validate(options):
             f" rate would never reach its peak; use less than {train.steps}, or leave it out"
         )
     if log.sample and not log.prompt:
-        raise OptionError("log.prompt is empty; name at least one symbol to go on from, or use log.sample=0")
+        raise OptionError("log.prompt is empty; name at least one character to go on from, or use log.sample=0")
     if options.ranks is not None and not options.dry_run:
         raise OptionError(f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train")
     if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
@@ -371,20 +371,20 @@ def validate(options):
         raise OptionError(f"model.{error}") from None
 
 
-def model_config(options, num_symbols, mark=None):
-    """The GPTConfig of a run on a corpus of `num_symbols` symbols. Raises OptionError if it does not fit.
+def model_config(options, vocab_size, separator=None):
+    """The GPTConfig of a run on a corpus with `vocab_size` different tokens. Raises OptionError if it does not fit.
 
-    `mark`: the symbol that begins each of its documents, if it has several.
+    `separator`: the token that begins each of its documents, if it has several.
     """
     from manyhands.gpt.model import GPTConfig  # late: see `validate`
 
     wanted = options.model.vocab_size
-    if wanted is not None and wanted < num_symbols:
+    if wanted is not None and wanted < vocab_size:
         raise OptionError(
-            f"model.vocab_size={wanted} is less than the corpus's {num_symbols} symbols; use {num_symbols} or leave it out"
+            f"model.vocab_size={wanted} is less than the corpus's {vocab_size} tokens; use {vocab_size} or leave it out"
         )
-    sizes = {**dataclasses.asdict(options.model), "vocab_size": wanted or num_symbols}
-    return GPTConfig(**sizes, document_mark=mark if options.data.mask_documents else None)
+    sizes = {**dataclasses.asdict(options.model), "vocab_size": wanted or vocab_size}
+    return GPTConfig(**sizes, separator=separator if options.data.mask_documents else None)
 
 
 def to_dict(options):

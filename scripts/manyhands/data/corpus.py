@@ -34,50 +34,50 @@ _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did no
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as numbers: id i is the i-th symbol of its alphabet. 90 % train, the rest validates."""
+    """A text as numbers: id i is the i-th character of its alphabet. 90 % train, the rest validates."""
 
     name: str  # "shakespeare" or "offline"
     sha256: str
     text: str = field(repr=False)
-    symbols: list = field(repr=False)
+    vocab: list = field(repr=False)
     train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU
     val_ids: torch.Tensor = field(repr=False)
-    mark = None  # the symbol that begins a document: this is one text
+    separator = None  # the token that begins a document: this is one text
 
     @classmethod
     def from_text(cls, name, text):
-        symbols = sorted(set(text))
-        ids = torch.from_numpy(encode_characters(text, symbols))
+        vocab = sorted(set(text))
+        ids = torch.from_numpy(encode_characters(text, vocab))
         num_train = len(ids) * 9 // 10
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return cls(name, sha256, text, symbols, ids[:num_train], ids[num_train:])
+        return cls(name, sha256, text, vocab, ids[:num_train], ids[num_train:])
 
     def encode(self, text):
         """The ids of `text`, torch.long [T]. Raises ValueError for a character that the corpus lacks."""
-        return torch.from_numpy(encode_characters(text, self.symbols))
+        return torch.from_numpy(encode_characters(text, self.vocab))
 
     def decode(self, ids):
         """The text of `ids`, a tensor [T] or a list."""
-        return "".join(self.symbols[i] for i in (ids.tolist() if isinstance(ids, torch.Tensor) else ids))
+        return "".join(self.vocab[i] for i in (ids.tolist() if isinstance(ids, torch.Tensor) else ids))
 
     def facts(self):
         """What metrics.json records of it."""
         return {
             "name": self.name,
             "characters": len(self.text),
-            "symbols": len(self.symbols),
+            "vocab_size": len(self.vocab),
             "sha256": self.sha256,
         }
 
     def vocabulary(self):
         """What a checkpoint keeps beside `facts`, so that its model can write."""
-        return {"alphabet": self.symbols}
+        return {"alphabet": self.vocab}
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):
     """This rank's share of global batch number `step`: inputs and targets, torch.long [b, T].
 
-    Targets are one symbol further. The same (seed, step) draws the same global batch for any number of ranks:
+    Targets are one token further. The same (seed, step) draws the same global batch for any number of ranks:
     rank r takes the r-th of `world_size` equal cuts. Windows start anywhere and may overlap, as in nanoGPT.
     Raises ValueError if the batch does not split, or if the text is too short for one window.
     """
@@ -86,7 +86,7 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
             f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
         )
     if len(ids) <= block:
-        raise ValueError(f"block={block} needs {block + 1} symbols and the text has {len(ids)}; use a smaller block")
+        raise ValueError(f"block={block} needs {block + 1} tokens and the text has {len(ids)}; use a smaller block")
     # not torch.Generator: on a CPU it keeps only 32 bits of its seed, while this mixes both numbers in full
     draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step,)))
     start_B = draw.integers(0, len(ids) - block, size=global_batch)

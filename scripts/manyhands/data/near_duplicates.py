@@ -2,8 +2,8 @@
 
     clean = normalised(text)
     exact = content_hash(clean)                    # 16 bytes
-    sketch_K = sketch(clean)                       # K = 128 numbers; equal places / 128 estimates the similarity
-    copies = copies_among(hashes, sketches)        # {place: (the earlier one, "exact copy" or "near copy")}
+    signature_K = minhash(clean)                       # K = 128 numbers; equal places / 128 estimates the similarity
+    copies = copies_among(hashes, signatures)        # {place: (the earlier one, "exact copy" or "near copy")}
 
 The similarity of two documents is that of their sets of shingles (all runs of five words): common ones over all (Jaccard).
 For a random order of all shingles, two sets have the same first one with just this probability (Broder 1997), so the share
@@ -41,8 +41,8 @@ def content_hash(text):
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def sketch(text):
-    """The MinHash sketch of a text: uint32 [128], the same on every machine. Capitals make no difference."""
+def minhash(text):
+    """The MinHash signature of a text: uint32 [128], the same on every machine. Capitals make no difference."""
     words = _words(text.lower()) or [text]
     h_S = np.fromiter(map(_hashes.__getitem__, words), np.uint64, len(words))
     size = min(SHINGLE, len(words))
@@ -73,14 +73,14 @@ _hashes = _Hashes()
 
 
 def similarity(one_K, other_K):
-    """The estimated similarity of two sketches, 0 to 1; of arrays [N, K] and [K]: [N]."""
+    """The estimated similarity of two signatures, 0 to 1; of arrays [N, K] and [K]: [N]."""
     return (one_K == other_K).mean(axis=-1)
 
 
-def copies_among(hashes, sketches, threshold=0.8):
+def copies_among(hashes, signatures, threshold=0.8):
     """{place: (place of the earlier document, "exact copy" or "near copy")}, for documents in order.
 
-    `hashes`: their `content_hash`; `sketches`: uint32 [N, 128]. A document goes if one that stays, before it, is as
+    `hashes`: their `content_hash`; `signatures`: uint32 [N, 128]. A document goes if one that stays, before it, is as
     similar as `threshold` by the estimate; above 1, only equal ones go.
     """
     found, first_with = {}, {}
@@ -92,10 +92,10 @@ def copies_among(hashes, sketches, threshold=0.8):
         first_with[content] = place
         if threshold > 1:
             continue
-        keys = [sketches[place, i * ROWS : (i + 1) * ROWS].tobytes() for i in range(BANDS)]
+        keys = [signatures[place, i * ROWS : (i + 1) * ROWS].tobytes() for i in range(BANDS)]
         maybe = sorted({c for b, key in zip(buckets, keys, strict=True) for c in b.get(key, ())})
         if maybe:
-            near = similarity(sketches[maybe], sketches[place])
+            near = similarity(signatures[maybe], signatures[place])
             if near.max() >= threshold:
                 found[place] = (maybe[int(near.argmax())], "near copy")
                 continue

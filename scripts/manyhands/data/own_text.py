@@ -6,7 +6,7 @@
 
     data/mine/manifest.json            what is here, with the sha256 of every file
               tokenizer.json           of `tokenizers`, or the characters; see `text_tokenizer`
-              train-00000.bin(.json)   one document after the other, each begun by the mark; see `token_file`
+              train-00000.bin(.json)   one document after the other, each begun by the separator; see `token_file`
               validation-00000.bin(.json)
               report.json, report.png  what was dropped, and why
 
@@ -78,14 +78,14 @@ class OwnText:
     counts: dict = field(repr=False)  # {split: {"tokens", "documents", "characters"}}
 
     @property
-    def symbols(self):
+    def vocab(self):
         """What each id stands for, as text."""
-        return self.tokenizer.symbols
+        return self.tokenizer.vocab
 
     @property
-    def mark(self):
+    def separator(self):
         """The id that begins each document."""
-        return self.tokenizer.mark
+        return self.tokenizer.separator
 
     def encode(self, text):
         """The ids of `text`, torch.long [T]. Raises ValueError for a character that a tokenizer of characters lacks."""
@@ -103,7 +103,7 @@ class OwnText:
             "characters": train["characters"] + validation["characters"],
             "documents": train["documents"] + validation["documents"],
             "tokens": train["tokens"] + validation["tokens"],
-            "symbols": len(self.symbols),
+            "vocab_size": len(self.vocab),
             "tokenizer": self.tokenizer.kind,
             "sha256": self.sha256,
         }
@@ -135,7 +135,7 @@ def _open(folder):
     if hashlib.sha256(content).hexdigest() != described["sha256"]:
         raise DataError(f"{folder / TOKENIZER} has changed since it was written; prepare the text again")
     tokenizer = tokenizer_from(json.loads(content))
-    if len(tokenizer.symbols) != described["symbols"] or tokenizer.mark is None:
+    if len(tokenizer.vocab) != described["symbols"] or tokenizer.separator is None:
         raise DataError(f"{folder / TOKENIZER} does not fit {MANIFEST}; prepare the text again")
     rows = {}
     for split in SPLITS:
@@ -146,7 +146,7 @@ def _open(folder):
                 raise DataError(f"{tokens.path} is not the file that {MANIFEST} names; copy the folder again")
             if tokens.largest >= described["symbols"]:
                 raise DataError(
-                    f"{tokens.path} has token {tokens.largest} of {described['symbols']} symbols; prepare the text again"
+                    f"{tokens.path} has token {tokens.largest}, and the vocabulary has {described['symbols']}; prepare the text again"
                 )
             shards.append(memory_map(tokens.path))
         rows[split] = ShardedTokens(shards)

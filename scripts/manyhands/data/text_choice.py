@@ -27,7 +27,7 @@ class Seen:
     characters: list = field(default_factory=list)
     verdicts: list = field(default_factory=list)  # one of REASONS, or None
     hashes: list = field(default_factory=list)  # see `near_duplicates`
-    sketches: list = field(default_factory=list)
+    signatures: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def in_order(gathered):
 def choose(seen, near):
     """The Choice among all documents; `near`: see `copies_among`. Raises DataError if none stays."""
     good = [number for number in seen.numbers if seen.verdicts[number] is None]
-    sketches = np.stack([seen.sketches[n] for n in good]) if good else np.zeros((0, ORDERS), np.uint32)
-    copies = copies_among([seen.hashes[n] for n in good], sketches, near)
+    signatures = np.stack([seen.signatures[n] for n in good]) if good else np.zeros((0, ORDERS), np.uint32)
+    copies = copies_among([seen.hashes[n] for n in good], signatures, near)
     fate = list(seen.verdicts)
     for place, (_, why) in copies.items():
         fate[good[place]] = why

@@ -1,10 +1,10 @@
 """From files of text to a folder that `train.py --data.folder` reads; on any number of ranks, with the same bytes.
 
-    report = prepare_text(["essays/"], "data/mine", Wishes(tokenizer="bpe", vocab_size=4096), ranks)     # all ranks
+    report = prepare_text(["essays/"], "data/mine", PrepareConfig(tokenizer="bpe", vocab_size=4096), ranks)  # all ranks
 
 Every rank cuts all files into documents, which is cheap, and works on its own ones: document i is looked at by rank
-i mod n (decoded, judged, sketched), shard s is encoded and written by rank s mod n. Hashes and sketches go to rank 0, which
-decides what stays and learns the tokenizer: one place, so that the answer does not depend on n. (A sketch takes 512 bytes: a
+i mod n (decoded, judged, hashed), shard s is encoded and written by rank s mod n. Hashes and MinHash signatures go to rank 0, which
+decides what stays and learns the tokenizer: one place, so that the answer does not depend on n. (A signature takes 512 bytes: a
 million documents need half a gigabyte there.)
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from manyhands.course.folders import write_whole
 from manyhands.data import text_tokenizer
-from manyhands.data.near_duplicates import ORDERS, content_hash, normalised, sketch
+from manyhands.data.near_duplicates import ORDERS, content_hash, minhash, normalised
 from manyhands.data.own_text import FORMAT, MANIFEST, SPLITS, TOKENIZER, identity
 from manyhands.data.shakespeare import DataError
 from manyhands.data.text_choice import Seen, choose, counted, dealt, in_order
@@ -36,7 +36,7 @@ SAMPLE_BYTES = 100 * 10**6  # of text that BPE learns from; more changes hardly 
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PrepareConfig:
     """How a text is to be prepared."""
 
     tokenizer: str = "bpe"  # or "char"
@@ -50,7 +50,7 @@ class Wishes:
     sample_bytes: int = SAMPLE_BYTES
 
 
-def prepare_text(names, folder, wishes, ranks, replace=False, tell=print):
+def prepare_text(names, folder, config, ranks, replace=False, tell=print):
     """Write the folder, and return what report.json holds. All ranks call it; `tell` hears of the progress on rank 0.
 
     Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is no prepared text.
@@ -62,13 +62,13 @@ def prepare_text(names, folder, wishes, ranks, replace=False, tell=print):
     paths = agreement.on_rank_0(lambda: _begin(names, folder, replace))
     say = tell if ranks.rank == 0 else lambda text: None
     say(f"reading {len(paths)} file{'s' * (len(paths) != 1)}")
-    seen = agreement.all(lambda: _look(paths, wishes, ranks))
+    seen = agreement.all(lambda: _look(paths, config, ranks))
     gathered = [None] * ranks.world_size if ranks.rank == 0 else None
     dist.gather_object(seen, gathered, dst=0)
-    plan, report, content = agreement.on_rank_0(lambda: _decide(gathered, paths, wishes, say))
-    own = agreement.all(lambda: _write_shards(paths, folder, wishes, plan, content, ranks))
+    plan, report, content = agreement.on_rank_0(lambda: _decide(gathered, paths, config, say))
+    own = agreement.all(lambda: _write_shards(paths, folder, config, plan, content, ranks))
     shards = [shard for one in agreement.gather(own) for shard in one]
-    return agreement.on_rank_0(lambda: _finish(folder, wishes, shards, report, content))
+    return agreement.on_rank_0(lambda: _finish(folder, config, shards, report, content))
 
 
 def _begin(names, folder, replace):
@@ -95,37 +95,37 @@ def _is_ours(name):
     return name in (MANIFEST, TOKENIZER, *REPORT) or bool(re.fullmatch(SHARD, name))
 
 
-def _look(paths, wishes, ranks):
+def _look(paths, config, ranks):
     """Judge this rank's documents."""
     seen = Seen()
-    for raw in raw_documents(paths, wishes.blank_lines, wishes.text_field):
+    for raw in raw_documents(paths, config.blank_lines, config.text_field):
         if raw.number % ranks.world_size != ranks.rank:
             continue
         text = text_of(raw)
-        verdict = wishes.quality.why_dropped(text)
+        verdict = config.quality.why_dropped(text)
         clean = normalised(text) if verdict is None else ""
         seen.numbers.append(raw.number)
         seen.num_bytes.append(len(text.encode()))
         seen.characters.append(len(text))
         seen.verdicts.append(verdict)
         seen.hashes.append(content_hash(clean))
-        wanted = verdict is None and wishes.near <= 1
-        seen.sketches.append(sketch(clean) if wanted else np.zeros(ORDERS, np.uint32))
+        wanted = verdict is None and config.near <= 1
+        seen.signatures.append(minhash(clean) if wanted else np.zeros(ORDERS, np.uint32))
     return seen
 
 
-def _decide(gathered, paths, wishes, say):
+def _decide(gathered, paths, config, say):
     """(plan, report, the tokenizer's content), on rank 0; see `text_choice`."""
     seen = in_order(gathered)
-    choice = choose(seen, wishes.near)
+    choice = choose(seen, config.near)
     say(f"{len(choice.fate):,} documents, {len(choice.kept):,} of them kept")
-    plan = dealt(seen, choice.kept, wishes.validation, wishes.shard_bytes)
+    plan = dealt(seen, choice.kept, config.validation, config.shard_bytes)
     examples, original = choice.examples, choice.original
     shown = {*examples.values(), *(original[n] for n in examples.values() if n in original)}
-    found, content = _learn(paths, wishes, seen, choice.kept, shown)
+    found, content = _learn(paths, config, seen, choice.kept, shown)
     report = {
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
-        "wishes": asdict(wishes),
+        "wishes": asdict(config),
         "examples": {
             why: found[n] | ({"like": found[original[n]]} if n in original else {}) for why, n in examples.items()
         },
@@ -133,20 +133,20 @@ def _decide(gathered, paths, wishes, say):
     return plan, counted(seen, choice, plan) | report, content
 
 
-def _learn(paths, wishes, seen, kept, examples):
+def _learn(paths, config, seen, kept, examples):
     """({number: excerpt} of the examples, the tokenizer's content), in one pass over the files."""
     found, wanted = {}, set(kept)
-    if wishes.tokenizer == "bpe":  # those with the lowest hashes: a sample that leans to no file
+    if config.tokenizer == "bpe":  # those with the lowest hashes: a sample that leans to no file
         total = 0
         wanted = set()
         for n in sorted(kept, key=lambda n: seen.hashes[n]):
-            if wanted and total + seen.num_bytes[n] > wishes.sample_bytes:
+            if wanted and total + seen.num_bytes[n] > config.sample_bytes:
                 break
             wanted.add(n)
             total += seen.num_bytes[n]
 
     def texts():
-        for raw in raw_documents(paths, wishes.blank_lines, wishes.text_field):
+        for raw in raw_documents(paths, config.blank_lines, config.text_field):
             if raw.number in examples or raw.number in wanted:
                 text = text_of(raw)
                 if raw.number in examples:
@@ -154,22 +154,22 @@ def _learn(paths, wishes, seen, kept, examples):
                 if raw.number in wanted:
                     yield text
 
-    if wishes.tokenizer == "char":
+    if config.tokenizer == "char":
         return found, text_tokenizer.characters_of(texts()).content
-    return found, text_tokenizer.train_bpe(texts(), wishes.vocab_size).content
+    return found, text_tokenizer.train_bpe(texts(), config.vocab_size).content
 
 
-def _write_shards(paths, folder, wishes, plan, content, ranks):
+def _write_shards(paths, folder, config, plan, content, ranks):
     """Encode this rank's shards and write them: [{"split", "file", "tokens", "dtype", "sha256"}]."""
     tokenizer = text_tokenizer.tokenizer_from(content)
     mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
     last = {where: n for n, where in plan.items() if where in mine}
-    held, written, mark = {where: [] for where in mine}, [], np.array([tokenizer.mark], np.uint32)
-    for raw in raw_documents(paths, wishes.blank_lines, wishes.text_field) if mine else ():
+    held, written, separator = {where: [] for where in mine}, [], np.array([tokenizer.separator], np.uint32)
+    for raw in raw_documents(paths, config.blank_lines, config.text_field) if mine else ():
         where = plan.get(raw.number)
         if where not in mine:
             continue
-        held[where] += [mark, tokenizer.encode(text_of(raw))]
+        held[where] += [separator, tokenizer.encode(text_of(raw))]
         if raw.number == last[where]:
             split, shard = where
             name = f"{split}-{shard:05d}.bin"
@@ -182,14 +182,14 @@ def _write_shards(paths, folder, wishes, plan, content, ranks):
     return written
 
 
-def _finish(folder, wishes, shards, report, content):
+def _finish(folder, config, shards, report, content):
     """tokenizer.json, report.*, and last manifest.json."""
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     try:
         write_whole(folder / TOKENIZER, text)
         tokenizer = text_tokenizer.tokenizer_from(content)
         described = {
-            "kind": tokenizer.kind, "symbols": len(tokenizer.symbols), "mark": tokenizer.mark,
+            "kind": tokenizer.kind, "symbols": len(tokenizer.vocab), "mark": tokenizer.separator,
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
         }  # fmt: skip
         splits = {}

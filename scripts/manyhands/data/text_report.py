@@ -36,7 +36,7 @@ def shown_report(report):
             if name in report["examples"]:
                 lines += _example(report["examples"][name])
     tokenizer, splits = report["tokenizer"], report["splits"]
-    lines += ["", f"tokenizer: {tokenizer['kind']}, {tokenizer['symbols']:,} symbols"]
+    lines += ["", f"tokenizer: {tokenizer['kind']}, a vocabulary of {tokenizer['symbols']:,}"]
     for split, about in splits.items():
         each = about["bytes"] / max(1, about["tokens"])
         lines.append(

@@ -1,13 +1,13 @@
-"""From text to numbers and back: by characters, or by byte-pair encoding (BPE). One document follows another by a mark.
+"""From text to numbers and back: by characters, or by byte-pair encoding (BPE). One document follows another by a separator.
 
     tokenizer = characters_of(texts)  or  train_bpe(texts, vocab_size=4096)
-    ids = tokenizer.encode("any text")                   # numpy uint32 [N]; the mark is in no text
+    ids = tokenizer.encode("any text")                   # numpy uint32 [N]; the separator is in no text
     tokenizer.decode(ids), tokenizer.content             # the text again; what tokenizer.json holds
     tokenizer = tokenizer_from(content)
 
-A document is [mark, its tokens]: the mark is what its first token is predicted from, and what its last one predicts.
+A document is [separator, its tokens]: the separator is what its first token is predicted from, and what its last one predicts.
 
-BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 symbols spell every text there is, and each merge adds one.
+BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds one.
 Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that every
 regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a piece that is known
 costs a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
@@ -23,9 +23,9 @@ import torch
 
 from manyhands.data.shakespeare import DataError
 
-MARK = "<|document|>"
+SEPARATOR = "<|document|>"
 CHARACTERS = "manyhands characters 1"
-LEAST_BPE = 257  # the mark and 256 bytes
+LEAST_BPE = 257  # the separator and 256 bytes
 MOST_PIECES = 1_000_000  # of which ids are kept
 # contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, but for the space before a word
 PIECES = (
@@ -40,29 +40,29 @@ _cut = re.compile(PIECES).findall
 
 
 class CharTokenizer:
-    """Each character is a symbol; `symbols[0]` may be the mark."""
+    """Each character is a token; `vocab[0]` may be the separator."""
 
     kind = "char"
 
-    def __init__(self, symbols):
-        self.symbols = list(symbols)
-        self.mark = 0 if self.symbols and self.symbols[0] == MARK else None
-        self._first = 0 if self.mark is None else 1
+    def __init__(self, vocab):
+        self.vocab = list(vocab)
+        self.separator = 0 if self.vocab and self.vocab[0] == SEPARATOR else None
+        self._first = 0 if self.separator is None else 1
 
     @property
     def content(self):
-        return {"format": CHARACTERS, "symbols": self.symbols}
+        return {"format": CHARACTERS, "symbols": self.vocab}
 
     def encode(self, text):
-        """The ids of `text`, uint32 [N]. Raises ValueError for a character that is none of the symbols."""
-        return encode_characters(text, self.symbols[self._first :]).astype(np.uint32) + np.uint32(self._first)
+        """The ids of `text`, uint32 [N]. Raises ValueError for a character that is none of the tokens."""
+        return encode_characters(text, self.vocab[self._first :]).astype(np.uint32) + np.uint32(self._first)
 
     def decode(self, ids):
-        return "".join(self.symbols[i] for i in _list(ids))
+        return "".join(self.vocab[i] for i in _list(ids))
 
     def writer(self):
         """A function id -> text, for ids that come one at a time."""
-        return lambda i, final=False: "" if i is None else self.symbols[i]
+        return lambda i, final=False: "" if i is None else self.vocab[i]
 
 
 class BpeTokenizer:
@@ -76,19 +76,19 @@ class BpeTokenizer:
 
         try:
             self.inner = Tokenizer.from_str(json.dumps(content))
-            self.mark = self.inner.token_to_id(MARK)
+            self.separator = self.inner.token_to_id(SEPARATOR)
             by_id = {i: token for token, i in self.inner.get_vocab().items()}
             byte = {sign: value for value, sign in _signs().items()}
-            self.symbols = [by_id[i] for i in range(len(by_id))]
+            self.vocab = [by_id[i] for i in range(len(by_id))]
             self._bytes = [
-                MARK.encode() if i == self.mark else bytes(byte[sign] for sign in token)
-                for i, token in enumerate(self.symbols)
+                SEPARATOR.encode() if i == self.separator else bytes(byte[sign] for sign in token)
+                for i, token in enumerate(self.vocab)
             ]
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
             raise DataError(
                 f"this is no byte-level BPE that prepare_data.py wrote ({str(error).splitlines()[0][:200]}); use another"
             ) from None
-        self.inner.encode_special_tokens = True  # a text that spells the mark is text, and no mark
+        self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content
         self._ids = _Pieces(self.inner)
 
@@ -135,30 +135,30 @@ def _signs():
     return {v: chr(v) for v in seen} | {v: chr(256 + i) for i, v in enumerate(moved)}
 
 
-def encode_characters(text, symbols):
-    """The places of the characters of `text` in the sorted list `symbols`, int64 [N]. Raises ValueError for a foreign one."""
+def encode_characters(text, vocab):
+    """The places of the characters of `text` in the sorted list `vocab`, int64 [N]. Raises ValueError for a foreign one."""
     # as code points, numpy looks a million of them up in the sorted alphabet at once
-    alphabet, points = (np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in ("".join(symbols), text))
+    alphabet, points = (np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in ("".join(vocab), text))
     ids = np.searchsorted(alphabet, points).clip(max=len(alphabet) - 1)
     foreign = points[alphabet[ids] != points]
     if len(foreign):
-        raise ValueError(f"the corpus has no {chr(foreign[0])!r}; use its {len(symbols)} symbols only")
+        raise ValueError(f"the corpus has no {chr(foreign[0])!r}; use its {len(vocab)} characters only")
     return ids.astype(np.int64)
 
 
 def characters_of(texts):
-    """A CharTokenizer of all characters in `texts`, with the mark as symbol 0."""
-    return CharTokenizer([MARK, *sorted(set().union(*map(set, texts)))])
+    """A CharTokenizer of all characters in `texts`, with the separator as token 0."""
+    return CharTokenizer([SEPARATOR, *sorted(set().union(*map(set, texts)))])
 
 
 def train_bpe(texts, vocab_size):
-    """A BpeTokenizer of at most `vocab_size` symbols, learned from `texts`; fewer where no pair occurs twice any more.
+    """A BpeTokenizer of at most `vocab_size` tokens, learned from `texts`; fewer where no pair occurs twice any more.
 
-    The same texts give the same merges. Raises ValueError for a size that has no room for the mark and 256 bytes.
+    The same texts give the same merges. Raises ValueError for a size that has no room for the separator and 256 bytes.
     """
     if vocab_size < LEAST_BPE:
         raise ValueError(
-            f"vocab_size={vocab_size} has no room for 256 bytes and the mark between documents; use {LEAST_BPE} or more"
+            f"vocab_size={vocab_size} has no room for 256 bytes and the separator of documents; use {LEAST_BPE} or more"
         )
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -167,7 +167,7 @@ def train_bpe(texts, vocab_size):
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), as_bytes])
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[MARK], show_progress=False,
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[SEPARATOR], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     inner.train_from_iterator(texts, trainer)
@@ -177,8 +177,8 @@ def train_bpe(texts, vocab_size):
 def tokenizer_from(content):
     """The tokenizer that `content`, of its `.content`, describes. Raises DataError."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:
-        symbols = content.get("symbols")
-        if isinstance(symbols, list) and symbols and all(isinstance(one, str) for one in symbols):
-            return CharTokenizer(symbols)
-        raise DataError("the symbols of this tokenizer are no list of characters; prepare the text again")
+        vocab = content.get("symbols")
+        if isinstance(vocab, list) and vocab and all(isinstance(one, str) for one in vocab):
+            return CharTokenizer(vocab)
+        raise DataError("the tokens of this tokenizer are no list of characters; prepare the text again")
     return BpeTokenizer(content)

@@ -8,10 +8,11 @@ The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D
 LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned
 positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
 
-Where documents are packed into one sequence, `document_mark` keeps attention within them. Positions count on: a position is
-where a symbol stands in the sequence.
+Where documents are packed into one sequence, `separator` keeps attention within them. Positions count on: a position
+is where a token stands in the sequence.
 
-Shapes: B sequences, T positions, V symbols, D = n_embd, H heads of size E = D / H, M = 4 D hidden, N layers.
+Shapes: B sequences, T positions, V tokens in the vocabulary, D = n_embd, H heads of size E = D / H, M = 4 D hidden,
+N layers.
 """
 
 import math
@@ -36,8 +37,8 @@ class GPTConfig:
     dropout: float = 0.0
     tie: bool = False  # the head *is* the token embedding, and has no bias, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
-    # the symbol that begins a document, where attention is to stay within documents; None: all is one text
-    document_mark: int | None = None
+    # the token that begins a document, where attention is to stay within documents; None: all is one text
+    separator: int | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -49,10 +50,8 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
-        if self.document_mark is not None and not 0 <= self.document_mark < self.vocab_size:
-            raise ValueError(
-                f"document_mark={self.document_mark} is none of {self.vocab_size} symbols; use one of them or None"
-            )
+        if self.separator is not None and not 0 <= self.separator < self.vocab_size:
+            raise ValueError(f"separator={self.separator} is none of {self.vocab_size} tokens; use one of them or None")
 
     def num_params(self):
         """Parameters of the model, by formula; lesson 01 says where each term comes from."""
@@ -62,16 +61,16 @@ class GPTConfig:
         return N * layer + D * (V + T) + 2 * D + head
 
 
-def within_documents(ids_BT, mark):
+def within_documents(ids_BT, separator):
     """Which positions each position attends to, bool [B, 1, T, T]: those of its own document up to itself.
 
-    A document begins at each `mark`, and goes on with the symbols behind it; what stands before the first mark is the end of
-    another one. All of it follows from the ids, so that whoever runs the model, in training or to write, masks alike.
-    None without a mark: then attention is causal, and nothing else.
+    A document begins at each `separator`, and goes on with the tokens behind it; what stands before the first separator is the
+    end of another one. All of it follows from the ids, so that whoever runs the model, in training or to write, masks alike.
+    None without a separator: then attention is causal, and nothing else.
     """
-    if mark is None:
+    if separator is None:
         return None
-    document_BT = (ids_BT == mark).cumsum(1)
+    document_BT = (ids_BT == separator).cumsum(1)
     same_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     return same_BTT.tril()[:, None]
 
@@ -168,7 +167,7 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
         x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
-        allowed_B1TT = within_documents(ids_BT, self.config.document_mark)
+        allowed_B1TT = within_documents(ids_BT, self.config.separator)
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
         logits_BTV = self.head(self.norm(x_BTD))
@@ -181,10 +180,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids_BT, n, temperature=1.0, generator=None):
-        """`ids_BT` followed by n sampled symbols: [B, T + n].
+        """`ids_BT` followed by n sampled tokens: [B, T + n].
 
         Draws from `generator` (None: a fresh one with seed 0) and never from torch's global one, and leaves
-        train mode as it was: sampling does not change a training run. Temperature 0: the likeliest symbol.
+        train mode as it was: sampling does not change a training run. Temperature 0: the likeliest token.
         """
         training = {module: module.training for module in self.modules()}
         self.eval()

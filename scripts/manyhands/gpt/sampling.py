@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 def generate(parallel, ids_B1, n, temperature=1.0, generator=None):
-    """`ids_B1` [B, any length] and n sampled symbols after it, the same on all ranks. All ranks must call it.
+    """`ids_B1` [B, any length] and n sampled tokens after it, the same on all ranks. All ranks must call it.
 
     Every rank draws the same from its own `generator`: equal states on all ranks.
     """
@@ -17,13 +17,13 @@ def generate(parallel, ids_B1, n, temperature=1.0, generator=None):
 
 
 def continued(logits, ids_BT, n, block_size, temperature=1.0, generator=None):
-    """`ids_BT` followed by n sampled symbols: [B, T + n]. `logits`: of ids, [B, T <= block_size, V].
+    """`ids_BT` followed by n sampled tokens: [B, T + n]. `logits`: of ids, [B, T <= block_size, V].
 
     Draws from `generator` (None: a fresh one with seed 0), never from torch's global one. Temperature 0: the likeliest
-    symbol. Raises ValueError for a negative one.
+    token. Raises ValueError for a negative one.
     """
     if temperature < 0:
-        raise ValueError(f"temperature={temperature} is negative; use 0 for the most likely symbol, 1 to sample")
+        raise ValueError(f"temperature={temperature} is negative; use 0 for the most likely token, 1 to sample")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     for _ in range(n):
         logits_BV = logits(ids_BT[:, -block_size:])[:, -1]

@@ -10,7 +10,7 @@ too (Rajbhandari et al. 2020, ZeRO, section 5). DeepSpeed uses the process group
 its launcher and its compiled kernels are not needed. Gradients of stages 2 and 3 are reduced after each micro-batch, because
 no rank has room for all of them.
 
-Shapes: b sequences of this data rank, B that all ranks hold alike, T positions, V symbols.
+Shapes: b sequences of this data rank, B that all ranks hold alike, T positions, V tokens in the vocabulary.
 """
 
 import logging

@@ -5,7 +5,7 @@ each keeps its own share and moves only that to its device. A rank's share of a 
 says, but while it starts it needs room for all 4 P bytes in the host's memory.
 
 Order on a model: tensor parallel, recomputation, compilation, then FSDP or DDP: each wraps what the ones before made.
-Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V symbols.
+Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_un
 from manyhands.parallel.full_model import full_model
 from manyhands.parallel.strategy import Strategy, evaluating
 
-HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each symbol
+HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each token
 
 
 class MeshStrategy(Strategy):
@@ -215,5 +215,5 @@ class MeshStrategy(Strategy):
 
 
 def _own_loss(model, ids_bT, targets_bT):
-    """The GPT's: mean cross-entropy of the next symbol."""
+    """The GPT's: mean cross-entropy of the next token."""
     return model(ids_bT, targets_bT)[1]

@@ -8,7 +8,7 @@ The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `pipeli
 micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019;
 interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi et al. 2024).
 
-Shapes: b sequences of this data rank, T positions, D width, V symbols; B sequences that all ranks hold alike.
+Shapes: b sequences of this data rank, T positions, D width, V tokens in the vocabulary; B sequences that all ranks hold alike.
 """
 
 import torch
@@ -139,7 +139,7 @@ class Stages:
 
     def _about(self, ids):
         """What a stage needs of the ids beyond the stream: every rank of the pipeline has the batch, so nothing is sent."""
-        return {} if self.config.document_mark is None else {"ids": ids}
+        return {} if self.config.separator is None else {"ids": ids}
 
     def _receive(self, ids, source):
         """The stream [rows, T, D] that belongs to ids [rows, T], from a rank of the pipeline axis."""

@@ -51,7 +51,7 @@ class Stage(nn.Module):
 
     def forward(self, x, ids=None):
         """`ids` [b, T] for every stage, where attention stays within documents."""
-        allowed = None if ids is None else within_documents(ids, self.config.document_mark)
+        allowed = None if ids is None else within_documents(ids, self.config.separator)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
             if self.is_first:
                 x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))

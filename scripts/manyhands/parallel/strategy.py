@@ -4,7 +4,7 @@
         def forward_backward(self, ids_bT, targets_bT, timer=None): ...
 
 `parallelize` knows them all. Nobody asks which one it has got.
-Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V symbols.
+Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Strategy:
 
     loss_scale = 1.0  # fp16: the loss is multiplied by it, and `clip` divides it out of the gradients
     optimizer = None  # of a strategy that has its own; see `optimizer.build_optimizer`
-    # called before each micro-batch, except a pipeline's, and each symbol of a sample: see `stalls`
+    # called before each micro-batch, except a pipeline's, and each token of a sample: see `stalls`
     moved = staticmethod(lambda: None)
 
     def __init__(self, config, layout, options, ranks, start=full_model):

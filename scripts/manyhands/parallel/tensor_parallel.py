@@ -12,7 +12,7 @@ head are split over the vocabulary. With `sequence_parallel` each all-reduce bec
 norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
 
 Works on a whole `manyhands.gpt.model.GPT` and on a stage of a pipeline, which has only some of its parts.
-Shapes: B sequences, T positions, D width, V symbols, t tensor ranks.
+Shapes: B sequences, T positions, D width, V tokens in the vocabulary, t tensor ranks.
 """
 
 import contextlib

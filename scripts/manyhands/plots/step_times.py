@@ -34,10 +34,10 @@ def compared(samples, title, unit="ms per step, slowest rank"):
     return figure
 
 
-def training(losses, looks, symbols, title):
+def training(losses, looks, vocab_size, title):
     """Left the loss of each step and the validation loss at the looks, right what the model wrote then.
 
-    losses: [steps]; looks: [(step, validation loss, text)]; symbols: how many there are to guess from.
+    losses: [steps]; looks: [(step, validation loss, text)]; vocab_size: how many tokens there are to guess from.
     """
     from matplotlib.figure import Figure
 
@@ -45,10 +45,10 @@ def training(losses, looks, symbols, title):
     axes, beside = figure.subplots(1, 2, width_ratios=[1, 1.1])
     axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation")
     axes.plot(range(len(losses)), losses, **TRAINING, label="training, mean over the ranks")
-    guess = math.log(symbols)
+    guess = math.log(vocab_size)
     axes.axhline(guess, **PREDICTED)
     axes.annotate(
-        f"knowing nothing: ln {symbols} = {guess:.2f}",
+        f"knowing nothing: ln {vocab_size} = {guess:.2f}",
         (len(losses), guess),
         (0, 3),
         textcoords="offset points",

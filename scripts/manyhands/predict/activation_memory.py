@@ -9,7 +9,7 @@
 `activation_bytes` is `saved_bytes` for the precision, the recomputation, the tensor ranks and the pipeline of a run. Not
 counted: masks of dropout, and what one operation needs for the moment, of which the gradient of the logits is the largest.
 
-Shapes: B sequences, T positions, V symbols, D width, H heads, N layers.
+Shapes: B sequences, T positions, V tokens in the vocabulary, D width, H heads, N layers.
 """
 
 from dataclasses import replace

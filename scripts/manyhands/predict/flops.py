@@ -4,7 +4,7 @@
 
 MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is flops_per_token x tokens/s / peak.
 
-Shapes: T positions, V symbols, D width, N layers, H heads of size E = D / H.
+Shapes: T positions, V tokens in the vocabulary, D width, N layers, H heads of size E = D / H.
 """
 
 

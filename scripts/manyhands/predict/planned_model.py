@@ -8,7 +8,7 @@
 2024): it can be planned, and `train.py` does not train it. Nor does it train a mixture of experts: with `n_expert` above 1 a
 router sends each token to `top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538).
 
-Shapes: V symbols, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
+Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from math import prod
 
 from manyhands.config.presets import PRESETS
 
-SHAKESPEARE_SYMBOLS = 65  # what a preset without a vocabulary gets from the corpus
+SHAKESPEARE_VOCAB_SIZE = 65  # what a preset without a vocabulary gets from the corpus
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,6 @@ def preset_model(name):
 
     sizes = from_preset(name).model
     return PlannedModel(
-        name, sizes.vocab_size or SHAKESPEARE_SYMBOLS, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,
+        name, sizes.vocab_size or SHAKESPEARE_VOCAB_SIZE, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,
         tie=sizes.tie, qkv_bias=sizes.qkv_bias, dropout=sizes.dropout,
     )  # fmt: skip

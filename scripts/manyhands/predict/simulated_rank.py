@@ -31,7 +31,7 @@ from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_own
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.predict.rank_memory import bytes_per_rank
 
-SYMBOLS = 65  # of a preset without a vocabulary: the corpus's
+VOCAB_SIZE = 65  # of a preset without a vocabulary: the corpus's
 PER_NODE = 8
 
 
@@ -57,7 +57,7 @@ def simulate(gpus, flags):
     Raises OptionError or LayoutError for flags that do not go together, ValueError for a strategy other than fsdp.
     """
     options = read_options(flags)
-    config = model_config(options, SYMBOLS)
+    config = model_config(options, VOCAB_SIZE)
     layout = resolve_layout(options, config, gpus, min(PER_NODE, gpus))
     if layout.dp_mode(options) != "fsdp":
         raise ValueError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")

@@ -46,7 +46,7 @@ class Answer:
         self.until_s = self.ticket.submitted_s + service.limits.request_s
 
     async def response(self):
-        """The Response. A stream begins with its first symbol: until then a refusal still has a status."""
+        """The Response. A stream begins with its first token: until then a refusal still has a status."""
         try:
             first = await unless_gone(self.receive, self.in_time(self._more()))
             if self.asked.stream:

@@ -93,7 +93,7 @@ def _asked(body, ids, stop_ids, more_stops, limits, context):
         room = context - len(ids)
         cure = f", or ask for at most {room}" if room > 0 else f" to {context - 1} or fewer"
         raise invalid(
-            f"{len(ids)} symbols of the prompt{asked_for} do not fit into the model's context of {context}; "
+            f"{len(ids)} tokens of the prompt{asked_for} do not fit into the model's context of {context}; "
             f"shorten the prompt{cure}",
             "max_tokens" if max_tokens and len(ids) < context else "messages" if "messages" in body else "prompt",
             "context_length_exceeded",

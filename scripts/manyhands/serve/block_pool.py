@@ -6,7 +6,7 @@
     pool.seal(table[0], digest)                  # full and computed: others may share it from now on
     pool.release(table)                          # a sealed block stays findable until its room is needed
 
-A block is found by a digest of *everything before its end*: its own symbols, all earlier ones, and a salt (which model,
+A block is found by a digest of *everything before its end*: its own tokens, all earlier ones, and a salt (which model,
 and whatever else its contents depend on). Paging: Kwon et al. 2023, PagedAttention.
 """
 

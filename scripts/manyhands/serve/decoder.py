@@ -7,8 +7,8 @@
 `model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. It may be split by
 `parallel.tensor_parallel`: then a rank's layers make its own heads, and its cache holds those. The model's own
 forward has no option for this, so that lessons 01 to 11 read it without a word about caches. What is written is one
-document: attention has no mask between documents here, and a server ends a text at the mark that would begin another.
-Shapes: B sequences, T new positions, D width, V symbols, H heads (of this rank) of size E.
+document: attention has no mask between documents here, and a server ends a text at the separator that would begin another.
+Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads (of this rank) of size E.
 """
 
 import torch
@@ -18,7 +18,7 @@ from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
 
 
 def run(model, ids_BT, positions_BT, attend):
-    """Logits [B, T, V] of symbols at given positions; what lies before them is `attend`'s to know."""
+    """Logits [B, T, V] of tokens at given positions; what lies before them is `attend`'s to know."""
     x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
@@ -30,15 +30,13 @@ def run(model, ids_BT, positions_BT, attend):
 
 
 def cached_logits(model, ids_BT, cache):
-    """Logits [B, T, V] of symbols that follow what the cache holds, and are in it afterwards.
+    """Logits [B, T, V] of tokens that follow what the cache holds, and are in it afterwards.
 
     Raises ValueError if the positions do not fit into the model's block_size.
     """
     stop = cache.length + ids_BT.shape[1]
     if stop > model.config.block_size:
-        raise ValueError(
-            f"{stop} positions do not fit into block_size={model.config.block_size}; ask for fewer symbols"
-        )
+        raise ValueError(f"{stop} positions do not fit into block_size={model.config.block_size}; ask for fewer tokens")
     positions_T = torch.arange(cache.length, stop, device=ids_BT.device)
     logits_BTV = run(model, ids_BT, positions_T, cache.attend)
     cache.length = stop
@@ -47,15 +45,15 @@ def cached_logits(model, ids_BT, cache):
 
 @torch.inference_mode()
 def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # noqa: B008 - it is frozen
-    """`ids_BT` and n symbols after it: [B, T + n], all B drawn with numbers of their own from one seed.
+    """`ids_BT` and n tokens after it: [B, T + n], all B drawn with numbers of their own from one seed.
 
-    `use_cache=False` computes all positions again for each symbol, and draws the same.
+    `use_cache=False` computes all positions again for each token, and draws the same.
     Raises ValueError if T + n is more than block_size: positions are learned, there are no others.
     """
     B, T = ids_BT.shape
     if T + n > model.config.block_size:
         raise ValueError(
-            f"{T} symbols and {n} more do not fit into block_size={model.config.block_size}; ask for at most "
+            f"{T} tokens and {n} more do not fit into block_size={model.config.block_size}; ask for at most "
             f"{model.config.block_size - T}"
         )
     cache = KVCache(T + n)

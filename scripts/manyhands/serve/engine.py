@@ -1,4 +1,4 @@
-"""The model, the paged cache and the scheduler together: each step computes a batch and draws a symbol for each sequence.
+"""The model, the paged cache and the scheduler together: each step computes a batch and draws a token for each sequence.
 
     engine = Engine(model, "step 300", num_blocks=256)
     sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
@@ -23,7 +23,7 @@ from manyhands.serve.scheduler import Scheduler, Sequence
 
 @dataclass(frozen=True)
 class Drawn:
-    """A symbol of a sequence; finish says why it is the last one ("stop" or "length"), None if it is not."""
+    """A token of a sequence; finish says why it is the last one ("stop" or "length"), None if it is not."""
 
     sequence: Sequence
     id: int
@@ -31,7 +31,7 @@ class Drawn:
 
 
 class Engine:
-    """Serves one model at a time. `num_symbols`: ids from there on have no symbol and are never drawn.
+    """Serves one model at a time. `vocab_size`: ids from there on stand for nothing and are never drawn.
     `num_heads`: those of this rank, where the model is split over tensor ranks; all of them then add and cancel alike.
 
     Raises ValueError if the blocks cannot hold one sequence of full length.
@@ -45,7 +45,7 @@ class Engine:
         block_size=16,
         max_running=32,
         prefill_tokens=256,
-        num_symbols=None,
+        vocab_size=None,
         num_heads=None,
     ):
         if num_blocks * block_size < model.config.block_size:
@@ -56,10 +56,10 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.num_heads = num_heads
-        self.prompt_nats, self.prompt_symbols = 0.0, 0  # how surprised the model was by prompts: see `drift`
-        self._install(model, version, num_symbols)
+        self.prompt_nats, self.prompt_tokens = 0.0, 0  # how surprised the model was by prompts: see `drift`
+        self._install(model, version, vocab_size)
 
-    def _install(self, model, version, num_symbols):
+    def _install(self, model, version, vocab_size):
         weight = next(model.parameters())
         # first what may fail: then nothing has changed
         cache = PagedCache(
@@ -72,18 +72,18 @@ class Engine:
         )
         self.scheduler.change_model(version)
         self.cache, self.model, self.version = cache, model.eval(), version
-        self.num_symbols = num_symbols or model.config.vocab_size
+        self.vocab_size = vocab_size or model.config.vocab_size
 
     def new_sequence(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
         """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
         block_size = self.model.config.block_size
         if not prompt:
-            raise ValueError("the prompt is empty; send at least one symbol")
+            raise ValueError("the prompt is empty; send at least one token")
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} asks for nothing; use 1 or more")
         if len(prompt) + max_tokens > block_size:
             raise ValueError(
-                f"{len(prompt)} symbols of the prompt and {max_tokens} more do not fit into the model's context "
+                f"{len(prompt)} tokens of the prompt and {max_tokens} more do not fit into the model's context "
                 f"of {block_size}; shorten the prompt, or ask for at most {max(block_size - len(prompt), 0)}"
             )
         return Sequence(
@@ -100,14 +100,14 @@ class Engine:
         """Its place and blocks are free from the next step on; one that has finished stays as it is."""
         self.scheduler.remove(sequence)
 
-    def change_model(self, model, version, num_symbols=None):
+    def change_model(self, model, version, vocab_size=None):
         """Serve another model from the next step on. Nothing of the old one may be unfinished: see `hold_new`."""
-        self._install(model, version, num_symbols)
+        self._install(model, version, vocab_size)
         self.scheduler.hold_new = False
 
     @torch.inference_mode()
     def step(self):
-        """One step for all that run; the symbols that were drawn, as a list of Drawn."""
+        """One step for all that run; the tokens that were drawn, as a list of Drawn."""
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
         rows, drawing = [], []
         for work, logits_TV in zip(works, self._logits(works), strict=True):
@@ -136,16 +136,16 @@ class Engine:
         return run(self.model, ids_1N, positions_1N, attend)[0].split(lengths)
 
     def _draw(self, rows, works):
-        logits_BV = torch.stack(rows)[:, : self.num_symbols]
+        logits_BV = torch.stack(rows)[:, : self.vocab_size]
         numbers = [work.sequence.uniforms[len(work.sequence.drawn)] for work in works]
         return draw(probabilities(logits_BV, [work.sequence.sampling for work in works]), numbers).tolist()
 
     def _note_surprise(self, work, logits_TV):
-        """Add -log p of the prompt's symbols that this work has predicted: the logits are there anyway."""
+        """Add -log p of the prompt's tokens that this work has predicted: the logits are there anyway."""
         stop = min(work.stop, work.sequence.prompt_length - 1)
         if stop <= work.start:
             return
         targets_T = torch.tensor(work.sequence.ids[work.start + 1 : stop + 1], device=logits_TV.device)
         nats = F.cross_entropy(logits_TV[: stop - work.start].float(), targets_T, reduction="sum")
         self.prompt_nats += nats.item()
-        self.prompt_symbols += stop - work.start
+        self.prompt_tokens += stop - work.start

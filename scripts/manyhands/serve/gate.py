@@ -1,8 +1,8 @@
-"""A new checkpoint goes live only if it is not worse than the one that serves. Same text, same symbols, one number.
+"""A new checkpoint goes live only if it is not worse than the one that serves. Same text, same tokens, one number.
 
     text_ids = held_out(words, file)                        # what both are judged on
     verdict = judge(candidate, facts, live, live_facts, text_ids, tolerance=0.02)
-    verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per symbol of 8,192: not worse"
+    verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per token of 8,192: not worse"
 
 A lower training loss is no argument here, and a later step neither: a run may have diverged, or trained on another text.
 """
@@ -16,7 +16,7 @@ import torch
 from manyhands.checkpoint.export import tokenizer_of
 from manyhands.data import shakespeare
 
-SYMBOLS = 8192  # of the held-out text, in windows of the model's context
+TOKENS = 8192  # of the held-out text, in windows of the model's context
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Verdict:
 def held_out(words, file=None):
     """Ids of the text on which candidates are judged: of `file`, else of the last tenth of the course's corpus.
 
-    Characters that the model has no symbol for are left out. Raises ValueError if less than 256 symbols remain.
+    Characters that the model has no token for are left out. Raises ValueError if less than 256 tokens remain.
     """
     if file is not None:
         text = file.read_text(encoding="utf-8")
     else:
         text = _corpus()
         text = text[len(text) * 9 // 10 :]
-    ids = words.encode(words.known(text[: 16 * SYMBOLS]))[:SYMBOLS]
+    ids = words.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
     if len(ids) < 256:
         raise ValueError(
-            f"{len(ids)} symbols of {file or 'the corpus'} are known to the model; name a text by --gate-text"
+            f"{len(ids)} tokens of {file or 'the corpus'} are known to the model; name a text by --gate-text"
         )
     return torch.tensor(ids)
 
@@ -57,7 +57,7 @@ def _corpus():
 
 @torch.inference_mode()
 def loss_on(model, ids):
-    """Mean cross-entropy in nats per symbol of `ids` [n], in windows that do not overlap."""
+    """Mean cross-entropy in nats per token of `ids` [n], in windows that do not overlap."""
     ids = ids.to(next(model.parameters()).device)
     block = min(model.config.block_size, len(ids) - 1)
     count = (len(ids) - 1) // block
@@ -70,7 +70,7 @@ def loss_on(model, ids):
 def judge(candidate, facts, live, live_facts, ids, tolerance):
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(facts).content != tokenizer_of(live_facts).content:
-        return Verdict(False, "it has other symbols than the model that serves: requests could not be read")
+        return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")
     if candidate.config.block_size != live.config.block_size:
         return Verdict(
             False,
@@ -78,7 +78,7 @@ def judge(candidate, facts, live, live_facts, ids, tolerance):
             f"was started for; start another",
         )
     loss, live_loss = loss_on(candidate, ids), loss_on(live, ids)
-    numbers = f"{loss:.4f} against {live_loss:.4f} nats per symbol"
+    numbers = f"{loss:.4f} against {live_loss:.4f} nats per token"
     if not math.isfinite(loss) or loss > live_loss + tolerance:
         return Verdict(False, f"{numbers}: worse by more than {tolerance}", loss, live_loss)
     return Verdict(True, f"{numbers}: not worse", loss, live_loss)

@@ -48,7 +48,7 @@ def invalid(sentence, param=None, code="invalid_value"):
 
 
 def too_late(seconds):
-    return Refusal(504, f"not finished within {seconds:g} s; ask for fewer symbols", "timeout")
+    return Refusal(504, f"not finished within {seconds:g} s; ask for fewer tokens", "timeout")
 
 
 def queue_full(running, waiting):

@@ -4,7 +4,7 @@
     python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
 
 Without a server named, one is started with random weights (speed does not depend on them), and you should see: tokens/s of
-16 clients against one; generating 256 symbols with a KV cache and without; the time to the first symbol of a prompt whose
+16 clients against one; generating 256 tokens with a KV cache and without; the time to the first token of a prompt whose
 beginning is cached, against a new one. With a server named: tokens/s and times of its answers under so many clients at once.
 What is compared is interleaved, five samples each; medians, with the least and the most. Status 1: an answer was missing.
 """
@@ -26,14 +26,14 @@ import tyro
 
 from manyhands.serve.access import VARIABLE, read_address
 
-SYMBOLS = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
+VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
 
 
 @dataclass(frozen=True)
 class Options:
     address_file: Path | None = None  # of a running server; none: start one
     clients: int = 16  # at once
-    tokens: int = 64  # symbols that each asks for
+    tokens: int = 64  # tokens that each asks for
     samples: int = 5  # of each measurement
     n_layer: int = 6  # of the model that is started
     n_embd: int = 192
@@ -93,7 +93,7 @@ async def throughput(port, token, clients, tokens):
 
 
 def made_up(length, source):
-    return "".join(source.choice(SYMBOLS) for _ in range(length))
+    return "".join(source.choice(VOCAB) for _ in range(length))
 
 
 def spread(values, unit, digits=0):
@@ -110,14 +110,14 @@ async def compare_clients(port, token, options):
         many.append(rate)
         firsts += [a.first_s * 1e3 for a in answers]
     print(f"1 client:   {spread(one, 'tokens/s')}")
-    print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first symbol after {spread(firsts, 'ms', 1)}")
+    print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first token after {spread(firsts, 'ms', 1)}")
     ratio = statistics.median(many) / statistics.median(one)
     print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
     return ratio
 
 
 async def compare_prefixes(port, token, options):
-    """Time to the first symbol of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
+    """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
     length = options.block_size - 32
     new, seen, source = [], [], random.Random()
     for _ in range(options.samples):
@@ -129,15 +129,15 @@ async def compare_prefixes(port, token, options):
         assert answer.reused > length - 17, "the beginning was not found"
         seen.append(answer.first_s * 1e3)
     print(
-        f"first symbol after {length + 8} new ones: {spread(new, 'ms', 1)}; {length} of them cached: {spread(seen, 'ms', 1)}"
+        f"first token after {length + 8} new ones: {spread(new, 'ms', 1)}; {length} of them cached: {spread(seen, 'ms', 1)}"
     )
     ratio = statistics.median(seen) / statistics.median(new)
-    print(f"prefix reuse: the first symbol comes after {ratio:.2f} of the time", flush=True)
+    print(f"prefix reuse: the first token comes after {ratio:.2f} of the time", flush=True)
     return ratio
 
 
 def compare_cache(model, samples, n=256):
-    """Seconds to generate n symbols with a KV cache and without, in turn; prints the ratio."""
+    """Seconds to generate n tokens with a KV cache and without, in turn; prints the ratio."""
     import torch
 
     from manyhands.serve.decoder import generate
@@ -149,7 +149,7 @@ def compare_cache(model, samples, n=256):
             began_s = time.perf_counter()
             generate(model, prompt, n, use_cache=cached)
             times[cached].append(time.perf_counter() - began_s)
-    print(f"{n} symbols with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
+    print(f"{n} tokens with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
     ratio = statistics.median(times[False]) / statistics.median(times[True])
     print(f"KV cache: {ratio:.1f} times as fast", flush=True)
     return ratio
@@ -164,10 +164,10 @@ def random_model(options, folder):
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(len(SYMBOLS), options.block_size, options.n_layer, 4, options.n_embd)).eval()
+    model = GPT(GPTConfig(len(VOCAB), options.block_size, options.n_layer, 4, options.n_embd)).eval()
     facts = {
         "config": asdict(model.config),
-        "corpus": {"name": "none", "alphabet": SYMBOLS},
+        "corpus": {"name": "none", "alphabet": VOCAB},
         "step": 0,
         "val_loss": None,
     }

@@ -1,14 +1,14 @@
-"""What a server counts, for Prometheus: requests, symbols, times, room, and how far prompts are from the training text.
+"""What a server counts, for Prometheus: requests, tokens, times, room, and how far prompts are from the training text.
 
 Labels are routes, statuses and reasons, never anything that a client has sent. Drift: `prompt_nats` is how surprised the
-model is by a symbol of a prompt, on average over the last ones; `held_out_nats` is the same on the gate's held-out text. If
+model is by a token of a prompt, on average over the last ones; `held_out_nats` is the same on the gate's held-out text. If
 the first leaves the second behind, people write what the model was not trained on.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
-FADING = 0.999  # the weight of a symbol of a prompt after each further one: about the last 1,000 count
+FADING = 0.999  # the weight of a token of a prompt after each further one: about the last 1,000 count
 
 
 class ServerMetrics:
@@ -19,13 +19,13 @@ class ServerMetrics:
         self.worker = worker
         self.requests = self._make(Counter, "requests", "answers", ["route", "status"])
         self.ended = self._make(Counter, "generations", "texts, by why they ended", ["reason"])
-        self.tokens = self._make(Counter, "tokens", "symbols: of prompts, found in the cache, drawn", ["kind"])
+        self.tokens = self._make(Counter, "tokens", "tokens: of prompts, found in the cache, drawn", ["kind"])
         self.put_back = self._make(Counter, "put_back", "sequences that gave their blocks back to an older one", [])
-        self.first_s = self._make(Histogram, "first_token_seconds", "from the request to its first symbol", [], SECONDS)
-        self.whole_s = self._make(Histogram, "request_seconds", "from the request to its last symbol", [], SECONDS)
+        self.first_s = self._make(Histogram, "first_token_seconds", "from the request to its first token", [], SECONDS)
+        self.whole_s = self._make(Histogram, "request_seconds", "from the request to its last token", [], SECONDS)
         self.candidates = self._make(Counter, "candidates", "checkpoints at the gate", ["verdict"])
         self.live_step = self._make(Gauge, "model_step", "the training step of the model that serves")
-        self.held_out_nats = self._make(Gauge, "held_out_nats", "its loss on the gate's text, nats per symbol")
+        self.held_out_nats = self._make(Gauge, "held_out_nats", "its loss on the gate's text, nats per token")
         self.drift = Drift(worker.engine)
         engine, scheduler = worker.engine, worker.engine.scheduler
         for name, words, function in (
@@ -34,7 +34,7 @@ class ServerMetrics:
             ("blocks_held", "blocks of the cache that somebody holds", engine.pool.held),
             ("blocks", "blocks of the cache", lambda: engine.pool.num_blocks),
             ("cache_bytes", "memory of the cache", lambda: engine.cache.num_bytes()),
-            ("prompt_nats", "surprise of recent prompts, nats per symbol", self.drift.nats),
+            ("prompt_nats", "surprise of recent prompts, nats per token", self.drift.nats),
         ):
             self._make(Gauge, name, words).set_function(function)
 
@@ -64,7 +64,7 @@ class ServerMetrics:
 
 
 class Drift:
-    """A mean over the prompts' symbols in which older ones count less, out of the engine's two running sums."""
+    """A mean over the prompts' tokens in which older ones count less, out of the engine's two running sums."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -72,10 +72,10 @@ class Drift:
         self.sum = self.weight = 0.0
 
     def nats(self):
-        """Nats per symbol of recent prompts; NaN before the first one."""
-        nats, symbols = self.engine.prompt_nats, self.engine.prompt_symbols
-        new_nats, new = nats - self.seen[0], symbols - self.seen[1]
-        self.seen = nats, symbols
+        """Nats per token of recent prompts; NaN before the first one."""
+        nats, tokens = self.engine.prompt_nats, self.engine.prompt_tokens
+        new_nats, new = nats - self.seen[0], tokens - self.seen[1]
+        self.seen = nats, tokens
         if new > 0:
             fade = FADING**new
             share = (1 - fade) / (1 - FADING) / new  # what is new counts as if it had come evenly

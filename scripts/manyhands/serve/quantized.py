@@ -1,7 +1,7 @@
 """Weights in 8 bits: a linear layer reads a quarter of the bytes of float32, and is off by at most half a step per weight.
 
     quantize(model)                       # in place: every linear layer of the blocks
-    weight_bytes(model)                   # what decoding reads from memory for each symbol
+    weight_bytes(model)                   # what decoding reads from memory for each token
 
 One scale per output (the largest weight of its row / 127), weights rounded to the nearest step, activations as they are.
 On a GPU a kernel multiplies the 8-bit weights as it reads them; here they are made float again first, so that this saves

@@ -1,10 +1,10 @@
-"""From logits to the next symbol: temperature, top-k, top-p, and a draw that no neighbour in the batch changes.
+"""From logits to the next token: temperature, top-k, top-p, and a draw that no neighbour in the batch changes.
 
     p_BV = probabilities(logits_BV, [Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=0)])
     ids_B = draw(p_BV, uniform_B)                  # uniform_B in [0, 1): one number per sequence
-    numbers = uniforms(seed=7, n=100)              # number i belongs to symbol i, whatever is computed beside it
+    numbers = uniforms(seed=7, n=100)              # number i belongs to token i, whatever is computed beside it
 
-Everything in float64: the model's own rounding is enough. Shapes: B sequences, V symbols.
+Everything in float64: the model's own rounding is enough. Shapes: B sequences, V tokens in the vocabulary.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 class Sampling:
     """How to draw. Raises ValueError, with the cure, for a value that makes no sense."""
 
-    temperature: float = 1.0  # 1: as the model has it; less: likelier symbols; 0: always the likeliest
+    temperature: float = 1.0  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
     top_k: int | None = None  # among the so many likeliest; None: all
     top_p: float = 1.0  # among the fewest likeliest whose probabilities reach top_p together
 
@@ -28,13 +28,13 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} leaves nothing to draw; use 1 or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to keep all symbols")
+            raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to keep all tokens")
 
 
 def probabilities(logits_BV, samplings):
     """float64 [B, V] on the CPU: row b as samplings[b] asks for.
 
-    Top-k comes first, then top-p among what it left (Holtzman et al. 2020, section 3.1): the symbol with which the sum
+    Top-k comes first, then top-p among what it left (Holtzman et al. 2020, section 3.1): the token with which the sum
     reaches top_p is kept. With temperature 0 the whole row is on the first of the likeliest.
     """
     logits_BV = logits_BV.detach().to("cpu", torch.float64)
@@ -63,7 +63,7 @@ def _cut(p_BV, samplings):
 
 
 def draw(p_BV, uniform_B):
-    """Ids [B]: the first symbol at which the running sum of row b exceeds uniform_B[b]. None of probability 0 is drawn."""
+    """Ids [B]: the first token at which the running sum of row b exceeds uniform_B[b]. None of probability 0 is drawn."""
     sums_BV = p_BV.cumsum(-1)
     uniform_B1 = torch.as_tensor(uniform_B, dtype=torch.float64)[:, None]
     ids_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)

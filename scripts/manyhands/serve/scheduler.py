@@ -21,12 +21,12 @@ from manyhands.serve.sampler import Sampling
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's symbols. `ids` starts as the prompt and grows by what is drawn."""
+    """One request's tokens. `ids` starts as the prompt and grows by what is drawn."""
 
     ids: list
-    max_tokens: int  # symbols to draw, at least 1
+    max_tokens: int  # tokens to draw, at least 1
     sampling: Sampling = field(default_factory=Sampling)
-    uniforms: list = ()  # one number for each symbol that is drawn
+    uniforms: list = ()  # one number for each token that is drawn
     stop_ids: frozenset = frozenset()  # a drawn one of these ends it
     prompt_length: int = field(init=False)
     computed: int = field(default=0, init=False)  # positions whose keys and values lie in `table`
@@ -41,18 +41,18 @@ class Sequence:
 
     @property
     def drawn(self):
-        """The symbols after the prompt."""
+        """The tokens after the prompt."""
         return self.ids[self.prompt_length :]
 
     @property
     def started(self):
-        """Whether a symbol has been drawn: what follows must come from the same weights."""
+        """Whether a token has been drawn: what follows must come from the same weights."""
         return len(self.ids) > self.prompt_length
 
 
 @dataclass(frozen=True)
 class Work:
-    """Positions start to stop - 1 of a sequence. With stop == len(ids) the next symbol is drawn from them."""
+    """Positions start to stop - 1 of a sequence. With stop == len(ids) the next token is drawn from them."""
 
     sequence: Sequence
     start: int
@@ -77,7 +77,7 @@ class Scheduler:
         if most > self.pool.num_blocks:
             raise ValueError(
                 f"{sequence.prompt_length} + {sequence.max_tokens} positions need {most} blocks of "
-                f"{self.pool.block_size}, and there are {self.pool.num_blocks}; ask for fewer symbols"
+                f"{self.pool.block_size}, and there are {self.pool.num_blocks}; ask for fewer tokens"
             )
         self.waiting.append(sequence)
 
@@ -142,7 +142,7 @@ class Scheduler:
         return Work(sequence, sequence.computed, min(len(sequence.ids), sequence.computed + budget))
 
     def _admit(self):
-        """The next sequence in the queue, with blocks for all its symbols and one more; None: not now."""
+        """The next sequence in the queue, with blocks for all its tokens and one more; None: not now."""
         if not self.waiting or len(self.running) >= self.max_running:
             return None
         sequence = self.waiting[0]
@@ -150,7 +150,7 @@ class Scheduler:
             return None
         size = self.pool.block_size
         sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
-        # at least the last symbol is computed: the next one is drawn from its logits
+        # at least the last token is computed: the next one is drawn from its logits
         table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
         more = self.pool.take(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
         if more is None:

@@ -100,7 +100,7 @@ class Service:
             self.metrics.note_model(live.facts, nats)
 
     async def stop(self):
-        """End the engine's thread. Requests that are still open get no more symbols."""
+        """End the engine's thread. Requests that are still open get no more tokens."""
         self.worker.stop()
         await asyncio.to_thread(self.worker.join, 30)
 

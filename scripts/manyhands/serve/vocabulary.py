@@ -1,9 +1,9 @@
 """Text to ids and back, for a model that is served; and messages to ids, where it was trained on the chat template.
 
     words = Vocabulary(facts)                      # of a checkpoint
-    ids = words.encode("Who goes there?")          # ValueError for a character that the model has no symbol for
+    ids = words.encode("Who goes there?")          # ValueError for a character that the model has no token for
     ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
-    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as symbols come
+    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as tokens come
 
 Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
 """
@@ -15,35 +15,35 @@ ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
 
 
 class Vocabulary:
-    """The symbols of a checkpoint: characters, or pieces of a tokenizer. `markers` are those that no text becomes.
+    """The tokens of a checkpoint: characters, or pieces of words. `markers` are those that no text becomes.
 
     They are the chat template's, and the one between documents; to draw one of them ends a text.
     """
 
     def __init__(self, facts):
         self.tokenizer = tokenizer_of(facts)
-        self.symbols, by_character = list(self.tokenizer.symbols), self.tokenizer.kind == "char"
-        place = {symbol: i for i, symbol in enumerate(self.symbols)}
+        self.vocab, by_character = list(self.tokenizer.vocab), self.tokenizer.kind == "char"
+        place = {token: i for i, token in enumerate(self.vocab)}
         # None: the tokenizer has an id for every text
-        self.place = {symbol: i for symbol, i in place.items() if len(symbol) == 1} if by_character else None
+        self.place = {token: i for token, i in place.items() if len(token) == 1} if by_character else None
         self.speaks_template = by_character and all(marker in place for marker in chat_template.MARKERS)
         self.markers = {place[m] for m in chat_template.MARKERS} if self.speaks_template else set()
-        self.markers |= {self.tokenizer.mark} - {None}
+        self.markers |= {self.tokenizer.separator} - {None}
 
     def __len__(self):
-        return len(self.symbols)
+        return len(self.vocab)
 
     def encode(self, text):
-        """The ids of a text. Raises ValueError for a character that is no symbol."""
+        """The ids of a text. Raises ValueError for a character that is no token."""
         if self.place is None:
             return self.tokenizer.encode(text.encode("utf-8", "replace").decode()).tolist()
         ids = [self.place.get(character, -1) for character in text]
         if -1 in ids:
-            raise ValueError(f"{text[ids.index(-1)]!r} is none of the model's {len(self)} symbols; leave it out")
+            raise ValueError(f"{text[ids.index(-1)]!r} is none of the model's {len(self)} tokens; leave it out")
         return ids
 
     def known(self, text):
-        """The text without the characters that are no symbols."""
+        """The text without the characters that are no tokens."""
         return text if self.place is None else "".join(c for c in text if c in self.place)
 
     def encode_chat(self, messages):
@@ -52,7 +52,7 @@ class Vocabulary:
         A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what they say.
         """
         if self.speaks_template:
-            ids, _ = chat_template.encode(messages, self.symbols, reply=True)
+            ids, _ = chat_template.encode(messages, self.vocab, reply=True)
             return ids, self.markers
         chat_template.pieces(messages, reply=True)  # the same order of roles, and the same sentences
         lines = [ROLE_NAMES[m["role"]] + m["content"] for m in messages]

@@ -6,7 +6,7 @@
         ids, finish = await ticket.more()          # whatever has been drawn since, at once
     worker.cancel(ticket)                          # always, at the end: it costs nothing if it is over
 
-The thread alone touches the engine. It tells the loop once per step what was drawn. A reader who is slow finds more symbols
+The thread alone touches the engine. It tells the loop once per step what was drawn. A reader who is slow finds more tokens
 at a time; none waits for another, and a ticket never holds more than the model's context.
 """
 
@@ -28,7 +28,7 @@ class Ticket:
         self.sequence, self.version = (
             sequence,
             None,
-        )  # version: of the model that writes, known with the first symbol
+        )  # version: of the model that writes, known with the first token
         self.submitted_s, self.first_s = time.monotonic(), None
         self.ids, self.finish, self.error = [], None, None
         self.news = asyncio.Event()

@@ -56,7 +56,7 @@ def describe(options, world_size, per_node=None):
 
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
         corpus = _corpus_at_hand(options)
-    config = model_config(options, len(corpus.symbols) if corpus else 0, corpus and corpus.mark)
+    config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
     per_node = per_node or _usual_per_node(world_size)
     layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
@@ -70,7 +70,7 @@ def describe(options, world_size, per_node=None):
     peak = held.total + activations + accumulated
     facts = [
         f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
-        f" {config.n_head} heads; {config.vocab_size:,} symbols, {config.block_size:,} positions",
+        f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
         f"{f'{world_size} ranks' if world_size > 1 else 'one rank'}, strategy {options.parallel.strategy}"
         + (f": {layout}" if world_size > 1 else "")
         + (f" (on nodes of {per_node} ranks)" if several_nodes else ""),

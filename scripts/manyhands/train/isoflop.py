@@ -80,9 +80,9 @@ def train_point(point, corpus, ranks, strategy="ddp", sample=0):
     `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same under
     each of them on any number of ranks. `sample`: so many characters that the model writes are the row's "sample".
     """
-    options = point.options(len(corpus.symbols))
+    options = point.options(len(corpus.vocab))
     options = dataclasses.replace(options, parallel=ParallelOptions(strategy=strategy))
-    config = model_config(options, len(corpus.symbols))
+    config = model_config(options, len(corpus.vocab))
     layout = resolve_layout(options, config, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks)
     optimizer = build_optimizer(parallel, options)

@@ -8,11 +8,11 @@ from manyhands.launch.limits import available_memory_bytes
 
 
 def refuse_text(options, config, corpus):
-    """Raises OptionError where the corpus has no window of block_size, or not the prompt's symbols."""
+    """Raises OptionError where the corpus has no window of block_size, or not the prompt's characters."""
     least = min(len(corpus.train_ids), len(corpus.val_ids))
     if least <= config.block_size:
         raise OptionError(
-            f"model.block_size={config.block_size} needs {config.block_size + 1} symbols and the corpus's smaller part has"
+            f"model.block_size={config.block_size} needs {config.block_size + 1} tokens and the corpus's smaller part has"
             f" {least}; use a smaller block_size"
         )
     try:

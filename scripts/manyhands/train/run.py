@@ -127,12 +127,12 @@ class Run:
         return None
 
     def sample(self):
-        """Show what the model writes. All ranks call it: each draws the same symbols."""
+        """Show what the model writes. All ranks call it: each draws the same tokens."""
         log, prompt = self.options.log, self.corpus.encode(self.options.log.prompt)
         drawn = torch.Generator().manual_seed(self.options.train.seed)
         ids = generate(self.parallel, prompt.to(self.ranks.device)[None], log.sample, 1.0, drawn)
         # a vocabulary may be wider than the corpus's alphabet
-        known = [i for i in ids[0].tolist() if i < len(self.corpus.symbols)]
+        known = [i for i in ids[0].tolist() if i < len(self.corpus.vocab)]
         self.report.sample(self.step, self.corpus.decode(known))
 
     def batch(self, ids, step, seed):
@@ -247,7 +247,7 @@ def train(options):
     ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
     try:
         corpus = corpus_of(options, ranks)
-        config = model_config(options, len(corpus.symbols), corpus.mark)
+        config = model_config(options, len(corpus.vocab), corpus.separator)
         layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
         refuse_text(options, config, corpus)
         refuse_size(config, ranks)

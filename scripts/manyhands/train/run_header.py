@@ -26,10 +26,10 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
     facts = {
         "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
         "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
-        f"block {block}, {config.vocab_size} symbols",
+        f"block {block}, a vocabulary of {config.vocab_size}",
         "ranks": f"{size} on {device}, {options.parallel.strategy}: {layout}",
         "batch": f"{train.global_batch} sequences = {tokens:,} tokens per step; {share} per data rank{micro}",
-        "corpus": f"{corpus.name}, {len(corpus.train_ids):,} symbols to train on: {epochs:.2g} epochs in this run",
+        "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
         "arithmetic": f"{train.precision}{', compiled' if train.compile else ''}; "
         f"{flops.flops_per_token(config) / 1e6:,.1f} MFLOP per token",
     }
