@@ -26,7 +26,7 @@ AT_ONCE = -n $(PROCESSES)
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve test check bench doctor environment
+.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -100,6 +100,12 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 serve: environment  ## chat with a model of yours (MODEL=outputs/mine; none: the aligned one of lesson 13; ARGS="--port 8123")
 	@$(RUN) scripts/serve.py $(if $(MODEL),"$(MODEL)") $(ARGS)
 
+lint: environment  ## format, habits, import rules, types: ruff, import-linter, mypy
+	@$(RUN) -m ruff check scripts tests assets
+	@$(RUN) -m ruff format --check scripts tests assets
+	@PYTHONPATH=scripts "$(BIN)/lint-imports"
+	@$(RUN) -m mypy
+
 test check: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
@@ -110,6 +116,6 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
 
-check: environment  ## in minutes: the tests that start no scheduler, browser, lesson or rank
+check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.launch.login_node "make check"
 	@$(RUN) -m pytest $(AT_ONCE) -m "not lesson and not slurm and not browser and not ranks" $(ARGS)

@@ -102,6 +102,26 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """Seconds per file of tests, the longest first, in outputs/tests/durations.tsv: what to look at when the suite grows."""
+    seconds = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                file = report.nodeid.split("::")[0]
+                seconds[file] = seconds.get(file, 0.0) + report.duration
+    if len(seconds) > 20:  # not after the tests of one thing
+        table = ROOT / "outputs" / "tests" / "durations.tsv"
+        table.parent.mkdir(parents=True, exist_ok=True)
+        rows = sorted(seconds.items(), key=lambda row: -row[1])
+        table.write_text("".join(f"{duration:.1f}\t{file}\n" for file, duration in rows))
+        terminalreporter.write_line(
+            f"{sum(seconds.values()):.0f} s of tests, by file in {table.relative_to(ROOT)}; the longest:"
+        )
+        for file, duration in rows[:12]:
+            terminalreporter.write_line(f"{duration:8.1f} s  {file}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
