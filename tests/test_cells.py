@@ -49,7 +49,7 @@ def test_a_rank_that_waits_for_its_device_says_so(a_rank_on, monkeypatch):
     assert magic._place(seen[0]) == "waiting in synchronize"
 
 
-class Hands:
+class Pool:
     """Two ranks that did what they are told to have done; they note how they were treated."""
 
     def __init__(self):
@@ -75,27 +75,27 @@ class Hands:
     ],
 )
 def test_ranks_that_lost_their_device_are_restarted_and_those_that_lost_a_peer_meet_again(name, value, cure):
-    hands = Hands()
-    hands.world_size = 2
-    ended = cell.Cell(hands)
+    pool = Pool()
+    pool.world_size = 2
+    ended = cell.Cell(pool)
     ended.done = {r: {"items": [], "error": {"name": name, "value": value, "traceback": []}} for r in range(2)}
     ended.errors = [1, 0]
     ended._recover()
-    assert hands.treated == cure
+    assert pool.treated == cure
     assert ("variables are gone" in magic._outlook(ended)) == (cure == ["restart"])
 
 
 def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(monkeypatch):
     given = []
 
-    class Started(Hands):
+    class Started(Pool):
         def run(self, source, timeout_s, **_):
             given.append(timeout_s)
             raise KeyboardInterrupt
 
-    hands = Started()
-    monkeypatch.setattr(magic, "current_ranks", lambda: hands)
-    for hands.joined, line in ((False, ""), (True, ""), (False, "--timeout 7")):
+    pool = Started()
+    monkeypatch.setattr(magic, "current_ranks", lambda: pool)
+    for pool.joined, line in ((False, ""), (True, ""), (False, "--timeout 7")):
         with pytest.raises(KeyboardInterrupt):
             magic.ranks(line, "pass")
     assert given == [300, 60, 7]
@@ -110,6 +110,6 @@ def test_the_group_of_a_notebook_is_more_patient_than_any_cell(monkeypatch):
     seen = {"host": "n1", "local_rank": 0, "cpus": [0], "quota": 1.0, "omp_threads": ""}
     monkeypatch.setattr(join, "_agree", lambda *_: ([seen], {"kind": "cpu", "indices": [0], "reason": ""}))
     for launcher in ("notebook", "alone"):
-        monkeypatch.setattr(join, "resolve", lambda _, launcher=launcher: launchers.Place(launcher, 0, 1, 0, 1))
+        monkeypatch.setattr(join, "resolve", lambda launcher=launcher: launchers.RankInfo(launcher, 0, 1, 0, 1))
         join._enter("02_collectives", "auto", 60, quiet=True)
     assert [patience.total_seconds() for patience in given] == [3600, 60]

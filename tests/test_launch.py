@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from manyhands.launch import allocation, commands, cores, devices, join, rendezvous
-from manyhands.launch.launchers import LaunchError, expand_hosts, resolve, without_foreign_mpi
+from manyhands.launch.launchers import LAUNCHERS, Launcher, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -39,8 +40,48 @@ def test_half_an_environment_is_an_error_with_its_cure(name):
 
 
 def test_every_launcher_has_a_record():
-    launchers = {record["place"]["launcher"] for record in RECORDS.values() if "place" in record}
-    assert launchers >= {"torchrun", "mpich", "openmpi", "pals", "srun", "notebook", "alone"}
+    recorded = {record["place"]["launcher"] for record in RECORDS.values() if "place" in record}
+    assert recorded == {row.name for row in LAUNCHERS} | {"alone"}
+
+
+NEW_LAUNCHER = """
+from manyhands.launch.launchers import LAUNCHERS, Launcher
+LAUNCHERS.insert(0, Launcher(
+    "jsrun", marks=("JSM_RANK",), needs={"rank": "JSM_RANK", "world_size": "JSM_SIZE", "master_addr": "JSM_HEAD", "master_port": "JSM_PORT"},
+    sets=("JSM_",), command="jsrun -n {n} python {script}",
+))
+from manyhands import join
+from manyhands.launch.conditions import command
+ranks = join(name="test")
+print(ranks.rank, ranks.world_size, ranks.local_rank, ranks.launcher, command(ranks, ["own.py"]))
+"""
+
+
+def test_a_launcher_is_one_row_of_the_table_and_its_ranks_meet():
+    """The environment of two ranks of a launcher that there is not: nothing else need know it."""
+    environ = without_launchers(os.environ) | {"JSM_SIZE": "2", "JSM_HEAD": "127.0.0.1", "JSM_PORT": str(free_port())}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", NEW_LAUNCHER],
+            env=environ | {"JSM_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    lines = [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in both]
+    assert lines == [f"{rank} 2 {rank} jsrun jsrun -n 2 python own.py" for rank in range(2)]
+
+
+def test_a_row_of_the_table_says_what_is_missing_and_how_to_start(monkeypatch):
+    row = Launcher(
+        "jsrun", ("JSM_RANK",), {"rank": "JSM_RANK", "world_size": "JSM_SIZE"}, command="jsrun -n {n} {script}"
+    )
+    monkeypatch.setattr("manyhands.launch.launchers.LAUNCHERS", [row, *LAUNCHERS])
+    with pytest.raises(
+        LaunchError, match="jsrun set JSM_RANK but not JSM_SIZE; start the script with `jsrun -n 4 script.py`"
+    ):
+        resolve({"JSM_RANK": "0"})
 
 
 def test_two_steps_of_a_job_meet_at_two_ports_and_every_rank_at_the_same():
@@ -66,7 +107,7 @@ def test_a_node_list_is_expanded_in_order():
 
 def test_an_outer_mpiexec_is_forgotten_and_nothing_else():
     environ = RECORDS["torchrun_inside_mpiexec"]["environ"]
-    left = without_foreign_mpi(environ | {"HYDRA_BOOTSTRAP": "ssh", "PATH": "/bin"})
+    left = without_launchers(environ | {"HYDRA_BOOTSTRAP": "ssh", "PATH": "/bin"}, only="mpich")
     gone = set(environ) - set(left)
     assert gone == {"PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_HOSTNAME", "HYDI_CONTROL_FD"} | {
         "MPI_LOCALRANKID",
@@ -242,7 +283,7 @@ def test_who_is_here_takes_a_line_for_each_host():
     ]
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
-    assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0, 1 on cuda 0, 1;" in text and "because" not in text
+    assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0-1 on cuda 0, 1;" in text and "because" not in text
 
 
 def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
@@ -254,7 +295,7 @@ def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
     monkeypatch.setattr(join, "_agree", lambda *_: ([offer(0)], plan))
     monkeypatch.setattr(torch, "cuda", type("Cuda", (), {"set_device": staticmethod(sent.append)}))
     monkeypatch.setattr(torch, "ones", lambda size, device: torch.empty(size, device="meta"))
-    monkeypatch.setattr(join, "resolve", lambda _: resolve({}))
+    monkeypatch.setattr(join, "resolve", lambda: resolve({}))
     join._enter("07_sum", "auto", 60, quiet=True)
     assert given[0].get("device_id") is None and "nccl" in join.devices.BACKENDS["cuda"]
     assert sent == [torch.device("cuda", 3), torch.device("meta")], "the device is set, then used"
@@ -349,6 +390,12 @@ def run(*command, timeout_s=250, **environ):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return process.returncode, output, errors
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 STARTS = {
@@ -450,7 +497,7 @@ def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
 
 
 def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):
-    monkeypatch.setattr(join, "resolve", lambda environ: (_ for _ in ()).throw(LaunchError("RANK=5 of 2")))
+    monkeypatch.setattr(join, "resolve", lambda: (_ for _ in ()).throw(LaunchError("RANK=5 of 2")))
     monkeypatch.setattr(join.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, said in (("5", "train.py: it cannot be\n"), ("1", "")):

@@ -148,13 +148,6 @@ def srun(allocation, n_ranks, *flags):
     return ["srun", *inside, *counts, *flags]
 
 
-# what a launcher around preflight has set would be taken for the run's own
-LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC",
-    "PMI", "HYDI", "HYDRA", "MPI_LOCAL", "OMPI_COMM_", "PALS_RANK", "PALS_LOCAL", "MANYHANDS_RANK", "MANYHANDS_NOTEBOOK",
-)  # fmt: skip
-
-
 def mpi_launcher(n_ranks, folder=None, environ=os.environ):
     """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
 

@@ -15,15 +15,7 @@ import torch
 
 from manyhands.course.folders import ROOT
 from manyhands.launch.cores import cores_here
-
-LAUNCH = {  # how a script is started on `n` ranks, `local` of them per node
-    "torchrun": "python -m torch.distributed.run --nnodes {nodes} --nproc-per-node {local} {script}",
-    "mpich": "mpiexec -n {n} python {script}",
-    "openmpi": "mpiexec -n {n} python {script}",
-    "pals": "mpiexec -n {n} --ppn {local} python {script}",
-    "srun": "srun --nodes {nodes} --ntasks {n} python {script}",
-    "alone": "python {script}",
-}
+from manyhands.launch.launchers import launcher_named
 
 
 def conditions(ranks):
@@ -80,7 +72,7 @@ def command(ranks, argv=None):
         return f"notebooks/{ranks.lesson}.ipynb with n_ranks = {ranks.world_size}"
     script = " ".join([_from_root(argv[0]), *argv[1:]]).strip()
     nodes = -(-ranks.world_size // ranks.local_world_size)
-    form = LAUNCH.get(ranks.launcher, "{script}, {n} ranks")
+    form = launcher_named(ranks.launcher).command
     return form.format(n=ranks.world_size, local=ranks.local_world_size, nodes=nodes, script=script)
 
 

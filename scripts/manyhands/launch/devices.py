@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from manyhands.launch.cores import cpus, quota_cores
 from manyhands.launch.launchers import LaunchError
+from manyhands.launch.ranks import name_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 # what a launcher binds a task's GPUs with
@@ -138,11 +139,9 @@ def describe(launcher: str, offers: list[dict], plan: dict) -> str:
     for host, here in _by_host(offers).items():
         neighbours = [offers[r] for r in here]
         thread_count, core_count = threads(kind, neighbours[0], neighbours), cores(neighbours[0])
-        consecutive = len(here) > 2 and here == list(range(here[0], here[-1] + 1))
-        names = f"{here[0]}-{here[-1]}" if consecutive else ", ".join(map(str, here))
         own = "" if kind == "cpu" else " " + ", ".join(str(plan["indices"][r]) for r in here)
         lines.append(
-            f"  {host}: rank{'s' * (len(here) > 1)} {names} on {kind}{own};"
+            f"  {host}: {name_ranks(here)} on {kind}{own};"
             f" {core_count} core{'s' * (core_count > 1)}, {thread_count} thread{'s' * (thread_count > 1)} per rank"
         )
     return "\n".join(lines + [f"  on cpu because {plan['reason']}"] * bool(plan["reason"]))

@@ -1,4 +1,4 @@
-"""`join()`: enter the process group, whoever started this process. What a launcher has set is read here and nowhere else.
+"""`join()`: enter the process group, whoever started this process.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/02_collectives.py --repeats 3
     .venv/bin/mpiexec -n 4 python scripts/02_collectives.py --repeats 3
@@ -29,7 +29,7 @@ from manyhands.course import lesson_parameters
 from manyhands.course.stale_script import stale_script
 from manyhands.launch import devices
 from manyhands.launch.exit_status import say_nothing_yet, say_status
-from manyhands.launch.launchers import LaunchError, resolve, without_foreign_mpi
+from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
 from manyhands.launch.screen import write
@@ -118,8 +118,8 @@ def refuse(sentence: str) -> None:
 
 def mpi_world():
     """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
-    place = resolve(os.environ)
-    return import_mpi(place).COMM_WORLD if place.mpi else None
+    info = resolve()
+    return import_mpi(info).COMM_WORLD if info.mpi else None
 
 
 def _take_flags(lesson, script):
@@ -138,41 +138,34 @@ def end(text, status, stream, everybody=False):
     """
     launcher = ""
     try:
-        place = resolve(os.environ)
-        rank, launcher = place.rank, place.launcher
+        info = resolve()
+        rank, launcher = info.rank, info.launcher
     except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
-        names = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
-        rank = next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
-        everybody = everybody or rank >= _claimed_size()  # RANK=5 of 2: there may be no rank 0 to say it
+        rank = claimed("rank", 0)
+        everybody = everybody or rank >= claimed("world_size", 1 << 62)  # RANK=5 of 2: there may be no rank 0 to say it
     if rank == 0 or everybody:
         say_status(status, text)
         if text:
             print(text, file=stream, flush=True)
-    elif status and launcher != "mpich":  # Hydra waits for all by itself
+    elif status and not launcher_named(launcher).waits_for_all:
         time.sleep(PATIENCE_S)
     raise SystemExit(status)
 
 
-def _claimed_size():
-    """How many ranks there are, by the one variable that says so; 1 << 62 if none does."""
-    names = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 1 << 62)
-
-
 def _enter(name, wanted, timeout_s, quiet):
-    place = resolve(os.environ)
-    if place.launcher == "torchrun":
-        for variable in os.environ.keys() - without_foreign_mpi(os.environ).keys():
+    info = resolve()
+    if info.launcher == "torchrun":
+        for variable in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
             del os.environ[variable]
-    if place.mpi and place.launcher != "notebook":
-        place = ask_mpi(place)
-    if place.single_node:
+    if info.mpi and info.launcher != "notebook":
+        info = ask_mpi(info)
+    if info.single_node:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    store = store_for(place, timeout_s)
-    offers, plan = _agree(store, place, wanted)
+    store = store_for(info, timeout_s)
+    offers, plan = _agree(store, info, wanted)
     if "error" in plan:
         raise LaunchError(plan["error"])
-    kind, rank, own = plan["kind"], place.rank, offers[place.rank]
+    kind, rank, own = plan["kind"], info.rank, offers[info.rank]
     neighbours = [offer for offer in offers if offer["host"] == own["host"]]
     torch.set_num_threads(devices.threads(kind, own, neighbours))
     device = torch.device("cpu")
@@ -181,30 +174,30 @@ def _enter(name, wanted, timeout_s, quiet):
         getattr(torch, kind).set_device(device)
     # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits longer
     # than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
-    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if place.launcher == "notebook" else timeout_s)
+    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if info.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
     dist.init_process_group(
-        devices.BACKENDS[kind], store=store, rank=rank, world_size=place.world_size, timeout=patience
+        devices.BACKENDS[kind], store=store, rank=rank, world_size=info.world_size, timeout=patience
     )
     dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect says so here
     if rank == 0 and not quiet:
-        write(devices.describe(place.launcher, offers, plan) + "\n")
+        write(devices.describe(info.launcher, offers, plan) + "\n")
     return Ranks(
-        rank, place.world_size, own["local_rank"], len(neighbours), device, devices.BACKENDS[kind],
-        place.launcher, platform.node(), name,
+        rank, info.world_size, own["local_rank"], len(neighbours), device, devices.BACKENDS[kind],
+        info.launcher, platform.node(), name,
     )  # fmt: skip
 
 
-def _agree(store, place, wanted):
+def _agree(store, info, wanted):
     """Everybody says what it sees, rank 0 chooses a device for all: (offers in rank order, plan) on every rank.
 
     Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
     """
-    offer = devices.look(os.environ) | {"local_rank": place.local_rank}
-    store.set(f"offer{place.rank}", json.dumps(offer))
-    if place.rank == 0:
-        offers = [json.loads(store.get(f"offer{r}")) for r in range(place.world_size)]
+    offer = devices.look(os.environ) | {"local_rank": info.local_rank}
+    store.set(f"offer{info.rank}", json.dumps(offer))
+    if info.rank == 0:
+        offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]
         for r, offer in enumerate(offers):
             if offer["local_rank"] is None:  # the launcher does not say: count those before it on its host
                 offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])

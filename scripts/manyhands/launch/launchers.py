@@ -1,15 +1,18 @@
-"""Who am I? What each launcher writes into the environment, read into a Place.
+"""Who am I? The table of launchers, and what this process's environment says by it: a RankInfo.
 
-`resolve(environ)` is pure: it looks at a mapping and at nothing else, so that recorded environments test it.
-Order matters, because launchers nest: torchrun may have been started by mpiexec, mpiexec by srun. The innermost
-one started *this* process and is asked first.
+A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is pure: it looks at a mapping and at nothing
+else, so that recorded environments test it. Rows are in order, because launchers nest: torchrun may have been started by
+mpiexec, mpiexec by srun. The innermost one started *this* process and is asked first.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+Environ = Mapping[str, str]
 
 
 class LaunchError(ValueError):
@@ -17,10 +20,10 @@ class LaunchError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """What the environment says about this process. None: the launcher does not tell, MPI has to be asked."""
 
-    launcher: str  # torchrun, mpich, openmpi, pals, srun, notebook, by hand, alone
+    launcher: str  # a name in LAUNCHERS, or "alone"
     rank: int
     world_size: int | None = None
     local_rank: int | None = None
@@ -37,118 +40,202 @@ class Place:
         return self.world_size is not None and self.world_size == self.local_world_size
 
 
-# launcher, the variable that gives it away, those it must set with it, the cure for half of them
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OPENMPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-NOTEBOOK = tuple(f"MANYHANDS_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MPI"))
-NO_RANK_STEPS = 4294967280  # Slurm's step ids from here on are batch scripts, interactive shells and their like
+@dataclass(frozen=True)
+class Launcher:
+    """By what a launcher is known, and under which names it tells a process who it is."""
+
+    name: str
+    marks: tuple[str, ...]  # one of these variables is there: it started this process ...
+    needs: dict[str, str]  # field of RankInfo -> the variable that holds it; half of them is an error
+    may: dict[str, str] = field(
+        default_factory=dict
+    )  # the same where it does not always tell; of several names the first
+    unless: Callable[[Environ], bool] = lambda environ: False  # ... unless this says that another one did
+    details: Callable[[dict, Environ], dict] = lambda told, environ: told  # what was told -> the fields of RankInfo
+    sets: tuple[str, ...] = ()  # how the names of its variables begin
+    mpi: str = ""  # it makes an MPI world: "any" MPI's, or maybe that of the "wheel" from PyPI
+    waits_for_all: bool = False  # a rank that fails does not end the others at once
+    command: str = "{script}, {n} ranks"  # how a script is started on `n` ranks, `local` of them on each of `nodes`
+    title: str = ""  # as sentences call it, if not by its name
+    cure: str = ""  # if not its command
+
+    def told(self, environ: Environ) -> dict:
+        """{field: number} for what the launcher says. Raises LaunchError that names what is missing or malformed."""
+        title = self.title or self.name
+        start = self.command.format(n=4, local=4, nodes=1, script="script.py")
+        cure = self.cure or f"start the script with `{start}`"
+        if missing := [name for name in self.needs.values() if not environ.get(name)]:
+            there = [name for name in self.needs.values() if environ.get(name)]
+            found = f"set {', '.join(there)} but not" if there else "left its mark but did not set"
+            raise LaunchError(f"{title} {found} {', '.join(missing)}; {cure}")
+        told: dict = {}
+        for what, name in self.needs.items():
+            if what not in TEXTS and not environ[name].isdecimal():
+                raise LaunchError(f"{title} set {name}={environ[name]!r}, which is not a number; {cure}")
+            told[what] = environ[name] if what in TEXTS else int(environ[name])
+        for what, names in self.may.items():
+            told[what] = next((int(environ[name]) for name in names.split() if environ.get(name, "").isdecimal()), None)
+        return told
 
 
-def resolve(environ: Mapping[str, str]) -> Place:
-    """The Place of the process that has this environment.
-
-    Raises LaunchError where half of a launcher's variables are set, or where they contradict each other.
-    """
-    for asked in (_notebook, _torchrun, _openmpi, _pals, _mpich, _srun, _by_hand):
-        place = asked(environ)
-        if place is not None:
-            return _checked(place)
-    return Place("alone", 0, 1, 0, 1)
+TEXTS = ("master_addr", "nodes")  # all else that is told is a number
+BATCH_STEP = 4294967280  # Slurm's step ids from here on are batch scripts, interactive shells and their like
 
 
-def without_foreign_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what an outer mpiexec left in it: MPI started by a child of torchrun dies of it."""
-    foreign = re.compile(r"PMI|HYDI|HYDRA|MPI_LOCAL")
-    return {name: value for name, value in environ.items() if not foreign.match(name)}
-
-
-def _notebook(environ):
-    if environ.get("MANYHANDS_NOTEBOOK") != "1":
-        return None
-    rank, size, local_rank, local_size, mpi = _numbers(
-        environ, "the notebook's engine", NOTEBOOK, "restart the ranks with hands.restart()"
-    )
-    return Place("notebook", rank, size, local_rank, local_size, mpi=bool(mpi))
-
-
-def _torchrun(environ):
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    cure = "start the script itself with `python -m torch.distributed.run --standalone --nproc-per-node 4 script.py`"
-    rank, size, local_rank, local_size, port = _numbers(
-        environ, "torchrun", [name for name in TORCHRUN if name != "MASTER_ADDR"], cure
-    )
-    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+def _of_agent(told, environ):
+    """torchrun's agent may serve the store itself, anew after each restart."""
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     key = f"{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Place("torchrun", rank, size, local_rank, local_size, _address(environ, cure), port, False, agent, key)
+    return told | {"agent_store": agent, "key": key}
 
 
-def _openmpi(environ):
-    if not any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
-        return None
-    return Place("openmpi", *_numbers(environ, "Open MPI", OPENMPI, "start the script with `mpiexec -n 4`"), mpi=True)
-
-
-def _pals(environ):
-    if "PALS_RANKID" not in environ or _in_srun(environ):
-        return None  # Slurm's MPI plugin "cray_shasta" sets PALS_RANKID for Cray MPICH; srun started this one
-    rank, local_rank = _numbers(
-        environ, "PALS", ("PALS_RANKID", "PALS_LOCAL_RANKID"), "start the script with `mpiexec -n 4 --ppn 4`"
-    )
-    size, local_size = _optional(environ, "PMI_SIZE"), _optional(environ, "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
-    return Place("pals", rank, size, local_rank, local_size, mpi=True)
-
-
-def _mpich(environ):
-    if "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ:
-        return None  # srun --mpi=pmi2 sets PMI_RANK too, but no MPI_LOCALRANKID: srun started this one
-    if not any(name in environ for name in ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALRANKID")):
-        return None
-    cure = "start the script with the mpiexec of this environment, `.venv/bin/mpiexec -n 4 python script.py`"
-    rank, size = _numbers(environ, "mpiexec (MPICH)", ("PMI_RANK", "PMI_SIZE"), cure)
-    local_rank, local_size = _optional(environ, "MPI_LOCALRANKID"), _optional(environ, "MPI_LOCALNRANKS")
-    return Place("mpich", rank, size, local_rank, local_size, mpi=True)
-
-
-def _srun(environ):
-    # The batch script of a job has SLURM_PROCID=0 and SLURM_NTASKS=4 as well; only a task of a step is a rank.
-    if not _in_srun(environ):
-        return None
-    cure = "start the script with `srun --ntasks 4 python script.py`"
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    job, step, rank, size, local_rank = _numbers(environ, "srun", names, cure)
-    if "SLURM_STEP_NODELIST" not in environ:
-        raise LaunchError(f"srun set SLURM_STEP_ID but not SLURM_STEP_NODELIST; {cure}")
-    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
-    local_size = size if len(hosts) == 1 else _tasks_here(environ, size)
-    # The PMI of "cray_shasta" serves Cray's own MPICH alone: there the ranks meet without MPI.
-    of_cray = "PALS_RANKID" in environ or environ.get("SLURM_MPI_TYPE") == "cray_shasta"
-    with_pmi = not of_cray and ("PMI_RANK" in environ or "PMIX_RANK" in environ)
-    address = None if with_pmi else ("127.0.0.1" if len(hosts) == 1 else hosts[0])
-    port = None if with_pmi else 20000 + (job * 37 + step) % 10000
-    key = f"slurm-{job}-{step}"
-    return Place("srun", rank, size, local_rank, local_size, address, port, mpi=with_pmi, key=key)
+def _of_engine(told, environ):
+    return told | {"mpi": bool(told["mpi"])}
 
 
 def _in_srun(environ):
-    """Whether this process is a task of an srun, not a batch script or an interactive shell."""
+    """Whether this process is a task of an srun. The batch script of a job has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
     step = environ.get("SLURM_STEP_ID")
-    return step is not None and not (step.isdigit() and int(step) >= NO_RANK_STEPS)
+    return step is not None and not (step.isdecimal() and int(step) >= BATCH_STEP)
 
 
-def _by_hand(environ):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT exported by a job script: torch's own convention."""
-    if "RANK" not in environ and "LOCAL_RANK" not in environ:
-        return None  # a WORLD_SIZE or MASTER_ADDR alone is somebody's setting, not a launcher
-    cure = "set all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or none of them and use a launcher"
-    rank, size, port = _numbers(environ, "your environment", ("RANK", "WORLD_SIZE", "MASTER_PORT"), cure)
-    local_rank, local_size = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
-    return Place("by hand", rank, size, local_rank, local_size, _address(environ, cure), port, key="by-hand")
+def _of_step(told, environ):
+    """Without PMI the ranks of a step meet on its first host, at a port made of the job's number and the step's."""
+    job, step, hosts = told.pop("job"), told.pop("step"), expand_hosts(told.pop("nodes"))
+    told["local_world_size"] = told["world_size"] if len(hosts) == 1 else _tasks_here(environ, told["world_size"])
+    # The PMI of "cray_shasta" serves Cray's own MPICH alone: there the ranks meet without MPI.
+    of_cray = "PALS_RANKID" in environ or environ.get("SLURM_MPI_TYPE") == "cray_shasta"
+    if not of_cray and ("PMI_RANK" in environ or "PMIX_RANK" in environ):
+        return told | {"mpi": True}
+    port = 20000 + (job * 37 + step) % 10000
+    address = "127.0.0.1" if len(hosts) == 1 else hosts[0]
+    return told | {"mpi": False, "master_addr": address, "master_port": port, "key": f"slurm-{job}-{step}"}
+
+
+LAUNCHERS = [
+    Launcher(
+        "notebook",
+        title="the notebook's engine",
+        marks=("MANYHANDS_NOTEBOOK",),
+        needs={
+            "rank": "MANYHANDS_RANK", "world_size": "MANYHANDS_WORLD_SIZE", "local_rank": "MANYHANDS_LOCAL_RANK",
+            "local_world_size": "MANYHANDS_LOCAL_WORLD_SIZE", "mpi": "MANYHANDS_MPI",
+        },
+        details=_of_engine,
+        sets=("MANYHANDS_RANK", "MANYHANDS_NOTEBOOK"),
+        mpi="wheel",
+        cure="restart the ranks with hands.restart()",
+    ),
+    Launcher(
+        "torchrun",
+        marks=("TORCHELASTIC_RUN_ID",),
+        needs={
+            "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE",
+            "master_port": "MASTER_PORT", "master_addr": "MASTER_ADDR",
+        },
+        details=_of_agent,
+        sets=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
+        command="python -m torch.distributed.run --nnodes {nodes} --nproc-per-node {local} {script}",
+    ),
+    Launcher(
+        "openmpi",
+        title="Open MPI",
+        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        needs={
+            "rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE",
+            "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+        },
+        sets=("OMPI_COMM_",),
+        mpi="any",
+        command="mpiexec -n {n} python {script}",
+    ),
+    Launcher(
+        "pals",
+        title="PALS",
+        marks=("PALS_RANKID",),
+        unless=_in_srun,  # Slurm's MPI plugin "cray_shasta" sets PALS_RANKID for Cray MPICH
+        needs={"rank": "PALS_RANKID", "local_rank": "PALS_LOCAL_RANKID"},
+        may={"world_size": "PMI_SIZE", "local_world_size": "PALS_LOCAL_SIZE PMI_LOCAL_SIZE"},
+        sets=("PALS_RANK", "PALS_LOCAL"),
+        mpi="any",
+        command="mpiexec -n {n} --ppn {local} python {script}",
+    ),
+    Launcher(
+        "mpich",
+        title="mpiexec (MPICH)",
+        marks=("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALRANKID"),
+        # srun --mpi=pmi2 sets PMI_RANK too, but no MPI_LOCALRANKID
+        unless=lambda environ: "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ,
+        needs={"rank": "PMI_RANK", "world_size": "PMI_SIZE"},
+        may={"local_rank": "MPI_LOCALRANKID", "local_world_size": "MPI_LOCALNRANKS"},
+        sets=("PMI", "HYDI", "HYDRA", "MPI_LOCAL"),
+        mpi="wheel",
+        waits_for_all=True,
+        command="mpiexec -n {n} python {script}",
+        cure="start the script with the mpiexec of this environment, `.venv/bin/mpiexec -n 4 python script.py`",
+    ),
+    Launcher(
+        "srun",
+        marks=("SLURM_STEP_ID",),
+        unless=lambda environ: not _in_srun(environ),
+        needs={
+            "job": "SLURM_JOB_ID", "step": "SLURM_STEP_ID", "rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS",
+            "local_rank": "SLURM_LOCALID", "nodes": "SLURM_STEP_NODELIST",
+        },
+        details=_of_step,
+        mpi="wheel",
+        command="srun --nodes {nodes} --ntasks {n} python {script}",
+    ),
+    Launcher(  # exported by a job script: torch's own convention
+        "by hand",
+        title="your environment",
+        marks=("RANK", "LOCAL_RANK"),  # a WORLD_SIZE or MASTER_ADDR alone is somebody's setting, not a launcher
+        needs={"rank": "RANK", "world_size": "WORLD_SIZE", "master_port": "MASTER_PORT", "master_addr": "MASTER_ADDR"},
+        may={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"},
+        details=lambda told, environ: told | {"key": "by-hand"},
+        cure="set all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, or none of them and use a launcher",
+    ),
+]  # fmt: skip
+ALONE = Launcher("alone", marks=(), needs={}, command="python {script}")
+
+
+def launcher_named(name: str) -> Launcher:
+    """The row of a launcher; ALONE for a process that nobody launched."""
+    return next((row for row in LAUNCHERS if row.name == name), ALONE)
+
+
+def resolve(environ: Environ | None = None) -> RankInfo:
+    """Who the process is that has this environment (None: this process).
+
+    Raises LaunchError where half of a launcher's variables are set, or where they contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    for row in LAUNCHERS:
+        if any(name in environ for name in row.marks) and not row.unless(environ):
+            told = row.details(row.told(environ), environ)
+            return _checked(RankInfo(row.name, **{"mpi": bool(row.mpi), **told}))
+    return RankInfo("alone", 0, 1, 0, 1)
+
+
+def claimed(what: str, default: int, environ: Environ | None = None) -> int:
+    """The first number that any launcher's variable gives to "rank" or "world_size": for where `resolve` finds no sense."""
+    environ = os.environ if environ is None else environ
+    names = [row.needs.get(what, "") for row in LAUNCHERS] + ["PMIX_RANK"] * (what == "rank")
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default)
+
+
+def is_a_rank(environ: Environ) -> bool:
+    """Whether any launcher's variable names this process's rank, also where they contradict each other."""
+    return claimed("rank", -1, environ) >= 0
+
+
+def without_launchers(environ: Environ, *others: str, only: str = "") -> dict[str, str]:
+    """The environment without what launchers (or one of them) have set, and without names that begin with `others`.
+
+    For a child that is no rank of theirs. An MPI that is started by a child of torchrun dies of an outer mpiexec's.
+    """
+    foreign = (*others, *(start for row in LAUNCHERS if only in ("", row.name) for start in row.sets))
+    return {name: value for name, value in environ.items() if not name.startswith(foreign)}
 
 
 def expand_hosts(nodelist: str) -> list[str]:
@@ -174,43 +261,17 @@ def _tasks_here(environ, size):
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
             counts += [int(found[1])] * int(found[2] or 1)
-    node = _optional(environ, "SLURM_NODEID")
-    return counts[node] if node is not None and node < len(counts) and sum(counts) == size else None
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) and sum(counts) == size else None
 
 
-def _numbers(environ, who, names, cure):
-    """The integers of these variables; LaunchError that names what is missing or malformed."""
-    missing = [name for name in names if name not in environ]
-    if missing:
-        there = [name for name in names if name in environ]
-        found = f"set {', '.join(there)} but not" if there else "left its mark but did not set"
-        raise LaunchError(f"{who} {found} {', '.join(missing)}; {cure}")
-    for name in names:
-        if not re.fullmatch(r"\d+", environ[name]):
-            raise LaunchError(f"{who} set {name}={environ[name]!r}, which is not a number; {cure}")
-    return [int(environ[name]) for name in names]
-
-
-def _optional(environ, *names):
-    for name in names:
-        if re.fullmatch(r"\d+", environ.get(name, "")):
-            return int(environ[name])
-    return None
-
-
-def _address(environ, cure):
-    if not environ.get("MASTER_ADDR"):
-        raise LaunchError(f"MASTER_ADDR is not set, so the ranks cannot find rank 0; {cure}")
-    return environ["MASTER_ADDR"]
-
-
-def _checked(place):
-    who, rank, size = place.launcher, place.rank, place.world_size
+def _checked(info):
+    who, rank, size = info.launcher, info.rank, info.world_size
     if size is not None and rank >= size:
         raise LaunchError(f"{who} says rank {rank} of {size}, but ranks run from 0 to {size - 1}; unset its variables")
-    if place.local_rank is None and size == 1:
-        return replace(place, local_rank=0, local_world_size=1)
-    local = place.local_world_size
-    if local is not None and place.local_rank is not None and place.local_rank >= local:
-        raise LaunchError(f"{who} says local rank {place.local_rank} of {local}; unset its variables")
-    return place
+    if info.local_rank is None and size == 1:
+        return replace(info, local_rank=0, local_world_size=1)
+    local = info.local_world_size
+    if local is not None and info.local_rank is not None and info.local_rank >= local:
+        raise LaunchError(f"{who} says local rank {info.local_rank} of {local}; unset its variables")
+    return info

@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 
 from manyhands.launch.end_with_parent import with_us
+from manyhands.launch.launchers import is_a_rank
 
 MARK = "MANYHANDS_RUN"
 LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
 SAMPLE_S = 0.5  # between samples of the memory; more often at the start
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "PALS_RANKID", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Family:
         ranks, others = [], []
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
-                is_rank = any(name in process.environ() for name in RANK_VARIABLES)
-                (ranks if is_rank and program in process.cmdline() else others).append(process)
+                here = is_a_rank(process.environ()) and program in process.cmdline()
+                (ranks if here else others).append(process)
         for process in others if ranks else []:  # a launcher kills its ranks as soon as one has ended
             _quietly(process.suspend)
         for process in ranks:

@@ -1,4 +1,4 @@
-"""Who takes part in a run: `Ranks`, a value that a lesson passes on.
+"""Who takes part in a run: `Ranks`, a value that a lesson passes on; and how several ranks are named in a sentence.
 
 `join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else is
 handed `ranks`.
@@ -6,6 +6,7 @@ handed `ranks`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,3 +45,18 @@ def remember(ranks: Ranks | None) -> None:
 def joined() -> Ranks | None:
     """What the last `join` returned, also after `leave`."""
     return _joined
+
+
+def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"; [1] -> "rank 1"; all of several in a world of `world_size` -> "all ranks"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) == world_size:
+        return "all ranks"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return "ranks " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from manyhands.launch import notebook_store
 from manyhands.launch.addresses import LOOPBACK, own_address
 from manyhands.launch.allocation import loopback_mpi
-from manyhands.launch.launchers import LaunchError, Place
+from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 
 _joins = count()  # a store at a known address outlives a join: each join has a corner of its own in it
 _stores: dict[tuple[str, int], dist.Store] = {}  # those: rank 0 must not close one while others come back to it
@@ -31,77 +31,77 @@ class Unreachable(LaunchError):
     """This one rank cannot meet the others. They do not know of it, so that it must say so itself."""
 
 
-def store_for(place: Place, timeout_s: float) -> dist.Store:
-    """A store shared by the ranks of `place`. All ranks call it.
+def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
+    """A store shared by the ranks of `info`. All ranks call it.
 
     Raises Unreachable where rank 0 cannot listen, or where this rank does not reach it within `timeout_s`.
     """
-    if place.launcher == "notebook":
+    if info.launcher == "notebook":
         return notebook_store.store(timeout_s)
-    if place.world_size == 1:
+    if info.world_size == 1:
         return dist.HashStore()  # nobody else to reach: nothing listens
-    if place.mpi:
-        world = import_mpi(place).COMM_WORLD
-        listener = _listen(LOOPBACK if place.single_node else own_address(), 0) if place.rank == 0 else None
+    if info.mpi:
+        world = import_mpi(info).COMM_WORLD
+        listener = _listen(LOOPBACK if info.single_node else own_address(), 0) if info.rank == 0 else None
         # A random corner, so that a stranger on the same node does not write into it by accident.
         found = (*listener.getsockname(), f"manyhands/{secrets.token_hex(8)}") if listener else None
         address, port, corner = world.bcast(found)
-        return dist.PrefixStore(corner, _tcp_store(place, address, port, listener, timeout_s))
-    hosted = not place.agent_store  # else torchrun's agent listens already
-    address = LOOPBACK if hosted and place.single_node else place.master_addr
-    port = place.master_port
+        return dist.PrefixStore(corner, _tcp_store(info, address, port, listener, timeout_s))
+    hosted = not info.agent_store  # else torchrun's agent listens already
+    address = LOOPBACK if hosted and info.single_node else info.master_addr
+    port = info.master_port
     if (address, port) not in _stores:
-        listener = _listen(address, port) if hosted and place.rank == 0 else None
-        _stores[address, port] = _tcp_store(place, address, port, listener, timeout_s)
-    return dist.PrefixStore(f"manyhands/{place.key}/join{next(_joins)}", _stores[address, port])
+        listener = _listen(address, port) if hosted and info.rank == 0 else None
+        _stores[address, port] = _tcp_store(info, address, port, listener, timeout_s)
+    return dist.PrefixStore(f"manyhands/{info.key}/join{next(_joins)}", _stores[address, port])
 
 
-def _tcp_store(place, address, port, listener, timeout_s):
+def _tcp_store(info, address, port, listener, timeout_s):
     """A store that rank 0 serves on `listener`, and to which the others connect."""
     served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
     patience = timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(address, port, place.world_size, timeout=patience, wait_for_workers=False, **served)
+        return dist.TCPStore(address, port, info.world_size, timeout=patience, wait_for_workers=False, **served)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
         raise Unreachable(
-            f"rank {place.rank} did not reach rank 0 at {address}:{port} within {timeout_s:g} s;"
+            f"rank {info.rank} did not reach rank 0 at {address}:{port} within {timeout_s:g} s;"
             " is rank 0 still alive, and may the nodes talk to each other on this port?"
         ) from error
 
 
-def ask_mpi(place: Place) -> Place:
-    """`place` completed by MPI's own world. Raises LaunchError where the two contradict each other.
+def ask_mpi(info: RankInfo) -> RankInfo:
+    """`info` completed by MPI's own world. Raises LaunchError where the two contradict each other.
 
     N processes that each see "rank 0 of 1" come from the mpiexec of one MPI and the mpi4py of another.
     """
-    mpi = import_mpi(place)
+    mpi = import_mpi(info)
     world = mpi.COMM_WORLD
-    if place.world_size is None and world.size == 1:  # each process is alone, and the others do not know of it
+    if info.world_size is None and world.size == 1:  # each process is alone, and the others do not know of it
         raise Unreachable(
-            f"{place.launcher} started this process as rank {place.rank} and does not say of how many, and MPI says rank 0"
+            f"{info.launcher} started this process as rank {info.rank} and does not say of how many, and MPI says rank 0"
             f" of 1: the launcher and mpi4py ({mpi.get_vendor()[0]}) belong to different MPIs;"
             " start with `python scripts/launch.py --starter torchrun`"
         )
-    if world.rank != place.rank or world.size != (place.world_size or world.size):
-        size = f" of {place.world_size}" if place.world_size else ""
+    if world.rank != info.rank or world.size != (info.world_size or world.size):
+        size = f" of {info.world_size}" if info.world_size else ""
         library = mpi.get_vendor()[0]
         raise LaunchError(
-            f"{place.launcher} started this process as rank {place.rank}{size}, but MPI says rank {world.rank} of"
+            f"{info.launcher} started this process as rank {info.rank}{size}, but MPI says rank {world.rank} of"
             f" {world.size}: the launcher and mpi4py ({library}) belong to different MPIs;"
             f" use {Path(sys.prefix) / 'bin' / 'mpiexec'}, or under Slurm `srun --mpi=pmi2`"
         )
     here = world.Split_type(mpi.COMM_TYPE_SHARED)
     local_rank, local_size = here.rank, here.size
     here.Free()
-    return replace(place, world_size=world.size, local_rank=local_rank, local_world_size=local_size)
+    return replace(info, world_size=world.size, local_rank=local_rank, local_world_size=local_size)
 
 
-def import_mpi(place: Place):
+def import_mpi(info: RankInfo):
     """mpi4py's MPI. On one node the MPICH of the PyPI wheel is told to stay on loopback before it starts.
 
     Raises LaunchError where mpi4py or its MPI library is missing.
     """
-    if place.single_node and place.launcher in ("mpich", "srun", "notebook"):
+    if info.single_node and launcher_named(info.launcher).mpi == "wheel":
         for name, value in loopback_mpi().items():
             os.environ.setdefault(name, value)
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; ours carries what lies on the host alone.
@@ -112,7 +112,7 @@ def import_mpi(place: Place):
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"{place.launcher} started this process but MPI does not load ({error}); `pip install mpi4py mpich`,"
+            f"{info.launcher} started this process but MPI does not load ({error}); `pip install mpi4py mpich`,"
             " or start with `python -m torch.distributed.run --standalone --nproc-per-node 4`"
         ) from error
     return MPI

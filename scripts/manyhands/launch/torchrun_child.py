@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from manyhands.launch.allocation import LAUNCHER_VARIABLES
 from manyhands.launch.end_with_parent import with_us
+from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import MARK, Family
 
 POLL_S = 0.01
@@ -81,6 +81,5 @@ class Torchrun:
 
 
 def _environment():
-    foreign = (*LAUNCHER_VARIABLES, "PET_")  # PET_*: flags of torchrun, as a job file sets them
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    kept = without_launchers(os.environ, "PET_")  # flags of torchrun, as a job file sets them
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -23,8 +23,8 @@ class Cell:
     where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks.
     """
 
-    def __init__(self, hands):
-        self.hands, self.world_size = hands, hands.world_size
+    def __init__(self, pool):
+        self.pool, self.world_size = pool, pool.world_size
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out_s, self.interrupted, self.rejoined, self.restarted = None, False, False, False
@@ -32,11 +32,11 @@ class Cell:
 
     def run(self, source, timeout_s, on_wait=None):
         """Run `source` on every rank; returns once all are done, freed or given up."""
-        live = self.hands.control.on_output is not None
-        number = self.hands.next_cell()
+        live = self.pool.control.on_output is not None
+        number = self.pool.next_cell()
         self._pending = {
             rank: view.apply_async(engine.run_cell, source, number, live and rank == 0)
-            for rank, view in enumerate(self.hands.views)
+            for rank, view in enumerate(self.pool.views)
         }
         began = time.monotonic()
         deadline, failed_s = began + timeout_s, None
@@ -66,20 +66,20 @@ class Cell:
             into[rank] = _get(self._pending.pop(rank))
             if into is self.done and into[rank]["error"]:
                 self.errors.append(rank)
-        for rank in [r for r in self._pending if r in self.hands.control.dead]:
+        for rank in [r for r in self._pending if r in self.pool.control.dead]:
             self.dead.append(rank)
             del self._pending[rank]
 
     def _some_are_telling(self):
         """Whether a rank is outside of the cell's lines: it makes its traceback, or its answer is on its way."""
-        places = self.hands.control.where(list(self._pending)).values()
+        places = self.pool.control.where(list(self._pending)).values()
         return any(place is None or (place != "silent" and not place["line"]) for place in places)
 
     def _free(self):
         """Ask the silent ranks where they are, then wake them: out of a collective, or out of Python."""
-        self.where = self.hands.control.where(list(self._pending))
+        self.where = self.pool.control.where(list(self._pending))
         for do, patience_s in (("free", 2.0), ("interrupt", 4.0)):
-            self.hands.control.tell(list(self._pending), do)
+            self.pool.control.tell(list(self._pending), do)
             deadline = time.monotonic() + patience_s
             while self._pending and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -90,15 +90,15 @@ class Cell:
     def _recover(self):
         """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
         if self.dead:
-            self.hands.stop(f"rank {min(self.dead)} died")
+            self.pool.stop(f"rank {min(self.dead)} died")
         elif self.stuck or any(LOST_DEVICE.search(_said(self.done[r]["error"])) for r in self.errors):
-            self.hands.restart(quiet=True)
+            self.pool.restart(quiet=True)
             self.restarted = True
         elif self.freed or any(LOST_PEER.search(self.done[r]["error"]["value"]) for r in self.errors):
             try:
-                self.rejoined = self.hands.rejoin()
+                self.rejoined = self.pool.rejoin()
             except Exception:  # whatever state the ranks are in: fresh ones have none
-                self.hands.restart(quiet=True)
+                self.pool.restart(quiet=True)
                 self.restarted = True
 
     def items(self, rank):

@@ -15,8 +15,9 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
+from manyhands.launch.ranks import name_ranks
 from manyhands.notebook.cell import LOST_PEER
-from manyhands.notebook.hands import current_ranks
+from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
 LIVE_AFTER_S = 2.0
@@ -44,10 +45,10 @@ def register():
 
 def ranks(line, cell):
     """%%ranks [--timeout SECONDS]: run this cell on every rank."""
-    hands = current_ranks()
-    timeout_s = _timeout(line, CELL_S if hands.joined else START_CELL_S)
+    pool = current_ranks()
+    timeout_s = _timeout(line, CELL_S if pool.joined else START_CELL_S)
     live = _Live() if os.environ.get("MANYHANDS_LIVE", "1") != "0" else None
-    result = hands.run(
+    result = pool.run(
         "#\n" + cell,  # so that line numbers are the cell's, %%ranks being line 1
         timeout_s,
         on_wait=live.update if live else None,
@@ -78,21 +79,6 @@ def _timeout(line, default_s):
 # ------------------------------------------------------------------ output
 
 
-def ranks_label(group, world_size):
-    """[0, 1, 2] -> "ranks 0-2"; all of several -> "all ranks"; [1] -> "rank 1"."""
-    if len(group) == 1:
-        return f"rank {group[0]}"
-    if len(group) == world_size:
-        return "all ranks"
-    runs = []
-    for rank in group:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return "ranks " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
 def groups(result):
     """Ranks with the same output, in the order of their lowest rank: [(ranks, items)]; silent ranks are left out."""
     found = []
@@ -119,7 +105,7 @@ def sections(result):
             rows.clear()
 
     for group, items in groups(result):
-        label = ranks_label(group, result.world_size)
+        label = name_ranks(group, result.world_size)
         colour = RANK_COLOURS[group[0] % len(RANK_COLOURS)] if len(group) == 1 else SHARED_COLOUR
         for item in items:
             if item[0] == "text":
@@ -192,7 +178,7 @@ def report(result):
     """A failed cell as (one sentence, lines): the first traceback, a line per rank, and what state they are in."""
     lines = []
     if result.dead:
-        message = f"{ranks_label(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
+        message = f"{name_ranks(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
     elif result.errors:
         first = result.first_error
         error = result.done[first]["error"]
@@ -240,7 +226,7 @@ def _outlook(result):
     if result.dead:
         return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
     if result.restarted:
-        held = f" ({ranks_label(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
+        held = f" ({name_ranks(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
         return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."
     if result.rejoined:
         return (

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launch.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
+from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+from manyhands.launch.launchers import without_launchers
 from manyhands.launch.login_node import login_node
 
 LAUNCHERS = ("torchrun", "mpiexec", "python")
@@ -66,8 +67,7 @@ def _logs(folder, stream):
 def _environment():
     """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
     # PYTHONUNBUFFERED: a process that writes all of its lines at once does not run into another
-    foreign = (*LAUNCHER_VARIABLES, "PYTHONUNBUFFERED")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    kept = without_launchers(os.environ, "PYTHONUNBUFFERED")
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     path = os.pathsep.join(filter(None, (str(SCRIPTS), kept.get("PYTHONPATH"))))
     return {"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback, **kept, "PYTHONPATH": path}

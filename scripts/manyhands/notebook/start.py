@@ -10,7 +10,7 @@ from manyhands.course import lesson_parameters
 from manyhands.course.folders import ROOT, script_of
 from manyhands.launch.allocation import RanksError
 from manyhands.notebook import magic
-from manyhands.notebook.hands import Hands, replace_ranks
+from manyhands.notebook.rank_pool import RankPool, replace_ranks
 
 
 def start_ranks(lesson, namespace, mpi=None):
@@ -29,13 +29,13 @@ def start_ranks(lesson, namespace, mpi=None):
     lesson_parameters.validate(known, values)
     if notice := other_course():
         print(notice)
-    hands = Hands(lesson, values, mpi)
-    if notice := parameters_not_run(known, namespace, hands.world_size):
+    pool = RankPool(lesson, values, mpi)
+    if notice := parameters_not_run(known, namespace, pool.world_size):
         print(notice)
-    replace_ranks(hands)
-    hands.start()
+    replace_ranks(pool)
+    pool.start()
     magic.register()
-    return hands
+    return pool
 
 
 def other_course(root=ROOT):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.course.pairs import LANGUAGE
-from manyhands.launch.allocation import LAUNCHER_VARIABLES, loopback_mpi, mpi_launcher
+from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
 from manyhands.preflight.errors import (
     FirstError,
@@ -81,8 +82,9 @@ class Run:
         return [*mpi_launcher(self.n_ranks, self.folder / "ranks"), sys.executable, *script]
 
     def environ(self, base=None):
-        base = os.environ if base is None else base
-        environ = {name: value for name, value in base.items() if not name.startswith(LAUNCHER_VARIABLES)}
+        environ = without_launchers(
+            os.environ if base is None else base
+        )  # it would take an outer launcher's for its own
         environ |= {
             "MANYHANDS_OUTPUTS": str(self.folder / "outputs"),
             "MANYHANDS_LIVE": "0",  # papermill keeps what was shown in between, too

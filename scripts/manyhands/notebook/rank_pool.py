@@ -22,12 +22,12 @@ from manyhands.notebook.engine_processes import START_TIMEOUT_S, Processes, engi
 _current = None  # one set of ranks per kernel: starting again replaces it
 
 
-def replace_ranks(hands):
+def replace_ranks(pool):
     """From now on these are the ranks of this kernel; those before end."""
     global _current
     if _current is not None:
         _current.stop()
-    _current = hands
+    _current = pool
 
 
 def current_ranks():
@@ -51,7 +51,7 @@ class RankView:
         self._view.push({name: value}, block=True)
 
 
-class Hands:
+class RankPool:
     """A notebook's ranks. `world_size` is their number, `client` ipyparallel's client (None when stopped)."""
 
     def __init__(self, lesson, values, mpi=None):
