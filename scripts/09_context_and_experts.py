@@ -92,8 +92,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, refuse, say, show
-from manyhands.checks import context_parallel as context_checks
-from manyhands.checks import experts as expert_checks
+from manyhands.checks import context_and_experts as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.measure import wire
 from torch.distributed.device_mesh import init_device_mesh
@@ -226,7 +225,7 @@ def absorb(state, s_BHsu, v_BHuK):
     raise NotImplementedError  # your turn
 
 
-context_checks.absorb(absorb, ranks)
+checks.absorb(absorb, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -239,7 +238,7 @@ def absorb(state, s_BHsu, v_BHuK):
     return new, total * shrink + p_BHsu.sum(-1, keepdim=True), weighted * shrink + p_BHsu @ v_BHuK
 
 
-context_checks.absorb(absorb, ranks, solution=True)
+checks.absorb(absorb, ranks, solution=True)
 
 # %% [markdown]
 # At the end `weighted / total` is the attention. One process, three blocks of unequal size, against the library's
@@ -380,7 +379,7 @@ def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
     raise NotImplementedError  # your turn
 
 
-context_checks.block_gradients(block_gradients, ranks)
+checks.block_gradients(block_gradients, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -392,7 +391,7 @@ def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
     return d_s @ k, d_s.mT @ q, p_BHsu.mT @ d_out
 
 
-context_checks.block_gradients(block_gradients, ranks, solution=True)
+checks.block_gradients(block_gradients, ranks, solution=True)
 
 # %% [markdown]
 # Gradients of queries add up where the queries are. Those of keys and values belong to the block that is visiting. So
@@ -525,7 +524,7 @@ def zig_zag(T, n, rank):
     raise NotImplementedError  # your turn
 
 
-context_checks.zig_zag(zig_zag, ranks)
+checks.zig_zag(zig_zag, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -538,7 +537,7 @@ def zig_zag(T, n, rank):
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
 
 
-context_checks.zig_zag(zig_zag, ranks, solution=True)
+checks.zig_zag(zig_zag, ranks, solution=True)
 
 # %% [markdown]
 # Nothing else changes: `scores` masks by position. Now count. A pair is needed if its key is not in the query's
@@ -680,7 +679,7 @@ def to_heads(x_BHsK, group):
     raise NotImplementedError  # your turn
 
 
-context_checks.to_heads(to_heads, ranks)
+checks.to_heads(to_heads, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -693,7 +692,7 @@ def to_heads(x_BHsK, group):
     return torch.cat(received.unbind(), dim=2)
 
 
-context_checks.to_heads(to_heads, ranks, solution=True)
+checks.to_heads(to_heads, ranks, solution=True)
 
 
 # %% [markdown]
@@ -824,7 +823,7 @@ def split_sizes(experts_Nk, E, group):
     raise NotImplementedError  # your turn
 
 
-expert_checks.split_sizes(split_sizes, ranks)
+checks.split_sizes(split_sizes, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -837,7 +836,7 @@ def split_sizes(experts_Nk, E, group):
     return leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist(), arriving_ne
 
 
-expert_checks.split_sizes(split_sizes, ranks, solution=True)
+checks.split_sizes(split_sizes, ranks, solution=True)
 
 # %% [markdown]
 # `.tolist()` makes the host wait for a GPU: it must know the sizes before it can start the exchange. Now the exchange
@@ -922,7 +921,7 @@ def combine(rows_RD, order_R, gates_Nk):
     raise NotImplementedError  # your turn
 
 
-expert_checks.combine(combine, ranks)
+checks.combine(combine, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -933,7 +932,7 @@ def combine(rows_RD, order_R, gates_Nk):
     return (back_RD.view(*gates_Nk.shape, -1) * gates_Nk[..., None]).sum(1)
 
 
-expert_checks.combine(combine, ranks, solution=True)
+checks.combine(combine, ranks, solution=True)
 
 
 # %% [markdown]
@@ -1075,7 +1074,7 @@ def finish(copies, experts, group):
     raise NotImplementedError  # your turn
 
 
-expert_checks.finish(finish, ranks)
+checks.finish(finish, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -1088,7 +1087,7 @@ def finish(copies, experts, group):
         p.grad /= group.size()
 
 
-expert_checks.finish(finish, ranks, solution=True)
+checks.finish(finish, ranks, solution=True)
 
 # %%
 # %%ranks
@@ -1315,7 +1314,7 @@ def global_balance(probs_NE, experts_Nk, group):
     raise NotImplementedError  # your turn
 
 
-expert_checks.global_balance(global_balance, ranks)
+checks.global_balance(global_balance, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -1331,7 +1330,7 @@ def global_balance(probs_NE, experts_Nk, group):
     return E * (f_E * (P_E + own_E - own_E.detach())).sum()  # P's value, own P's gradient
 
 
-expert_checks.global_balance(global_balance, ranks, solution=True)
+checks.global_balance(global_balance, ranks, solution=True)
 
 # %% [markdown]
 # ### Exercise 3: capacity
@@ -1350,7 +1349,7 @@ def kept(experts_Nk, E, capacity):
     raise NotImplementedError  # your turn
 
 
-expert_checks.kept(kept, ranks)
+checks.kept(kept, ranks)
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -1362,7 +1361,7 @@ def kept(experts_Nk, E, capacity):
     return (place <= capacity).view_as(experts_Nk)
 
 
-expert_checks.kept(kept, ranks, solution=True)
+checks.kept(kept, ranks, solution=True)
 
 # %% [markdown]
 # How much is dropped, at a capacity of `factor` times the mean?

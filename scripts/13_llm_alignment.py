@@ -93,7 +93,7 @@ from manyhands.align.chat_template import END, MARKERS, answered, encode, render
 from manyhands.align.rollouts import complete, own_draws, texts
 from manyhands.align.sft import rows
 from manyhands.align.tasks import LetterTask, speech_messages, speeches
-from manyhands.checks import alignment as checks
+from manyhands.checks import llm_alignment as checks
 from manyhands.measure import wire
 
 # %% [markdown]

@@ -1,8 +1,16 @@
-"""The exercises of a lesson's checks, so that none is without wrong answers."""
+"""What the tests of all lessons' checks share: their answers are judged once, and each is looked at in a test of its own.
 
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, world = "07_tensor_parallel", tensor_parallel, 3
+    rejected, right, solutions = REJECTED, RIGHT, SOLUTIONS
+"""
+
+import functools
 import importlib
 import inspect
+import sys
 
+import pytest
 from manyhands.course.catch_up import taken_from
 
 
@@ -22,8 +30,126 @@ def heard_alike(results):
     return results[0]
 
 
-def judge_solutions(ranks, checks, lesson, solutions):
-    """The verdict on each of the lesson's own solutions, {check: name in the lesson}, by this world."""
-    taken = {name: taken_from(lesson, name, world_size=ranks.world_size) for name in solutions.values()}
-    module = importlib.import_module(checks)
-    return {n: getattr(module, check)(getattr(taken[n], n), ranks, solution=True) for check, n in solutions.items()}
+def judge_solutions(ranks, checks, lesson, solutions, around=(), **given):
+    """The verdict on each of the lesson's own solutions, {check: name or names in the lesson}, by this world.
+
+    around: further names of the lesson, which the solutions use; `given`: further globals.
+    """
+    names = [name for named in solutions.values() for name in ([named] if isinstance(named, str) else named)]
+    given = {"rank": ranks.rank, "world_size": ranks.world_size} | given
+    ours = taken_from(lesson, *dict.fromkeys((*around, *names)), **given)
+    module, verdicts = importlib.import_module(checks), {}
+    for check, named in solutions.items():
+        answer = getattr(ours, named) if isinstance(named, str) else tuple(getattr(ours, name) for name in named)
+        verdicts[check] = getattr(module, check)(answer, ranks, solution=True)
+    return verdicts
+
+
+class FromLesson:
+    """The lesson's own functions, taken out of it when one of them is called: `ours.culprit(records, members)`.
+
+    given: {name: function of this process} for the globals that they use.
+    """
+
+    def __init__(self, lesson, *names, **given):
+        self._found = functools.cache(lambda: taken_from(lesson, *names, **{k: make() for k, make in given.items()}))
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: getattr(self._found(), name)(*args, **kwargs)
+
+
+class Answers:
+    """Tests of a lesson's checks, for a subclass that holds answers; judged in this process, without ranks.
+
+    rejected: {check: [(wrong answer, part of its sentence)]}, or for the inner list {answer: part}, or {name: (answer, part)}.
+    right: {check: [answers in other styles]}. solutions: {check: name or names in the lesson}, where it is not the check's own
+    name; `around`, `given`: names and {global: value} that they use. elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
+    """
+
+    lesson = checks = None
+    rejected, right, solutions, around, given, elsewhere, worlds = {}, {}, {}, (), {}, (), (1, 2)
+
+    @classmethod
+    def wrong_answers(cls):
+        """{(check, name): (answer, part of the sentence)}"""
+        found = {}
+        for check, answers in cls.rejected.items():
+            for i, (first, case) in enumerate(answers.items() if isinstance(answers, dict) else answers):
+                answer, sentence = case if isinstance(case, tuple) else (first, case)
+                found[check, first if isinstance(first, str) else f"{i}-{getattr(first, '__name__', '')}"] = (
+                    answer,
+                    sentence,
+                )
+        return found
+
+    @classmethod
+    def named_solutions(cls):
+        return {check: cls.solutions.get(check, check) for check in sorted(exercises_of(cls.checks) - {*cls.elsewhere})}
+
+    @classmethod
+    def judge(cls, ranks=None):
+        """Every wrong answer, then every right one, in the same processes: none poisons the next."""
+        verdicts = {}
+        for (check, name), (answer, _) in cls.wrong_answers().items():
+            verdicts[check, name] = getattr(cls.checks, check)(answer, ranks)
+        for check, answers in cls.right.items():
+            for i, answer in enumerate(answers):
+                verdicts[check, i] = getattr(cls.checks, check)(answer, ranks)
+        for check, named in cls.named_solutions().items():
+            stub = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
+            verdicts[check, "stub"] = getattr(cls.checks, check)(stub, ranks)
+        return verdicts
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def verdicts(cls):
+        return cls.judge()
+
+    def pytest_generate_tests(self, metafunc):
+        cases = {
+            "wrong": list(self.wrong_answers()),
+            "right": [(check, i) for check, answers in self.right.items() for i in range(len(answers))],
+            "check": sorted(self.rejected),
+            "world": self.worlds,
+        }
+        for name in cases.keys() & set(metafunc.fixturenames):
+            metafunc.parametrize(
+                name, cases[name], ids=lambda case: "-".join(map(str, case)) if type(case) is tuple else None
+            )
+
+    def test_a_wrong_answer_is_rejected_with_the_sentence_that_names_its_fault(self, verdicts, wrong):
+        _, sentence = self.wrong_answers()[wrong]
+        assert sentence.lower() in verdicts[wrong].lower() and verdicts[wrong] != "correct"
+
+    def test_a_right_answer_in_another_style_is_accepted(self, verdicts, right):
+        assert verdicts[right] == "correct"
+
+    def test_what_is_not_attempted_is_no_fault(self, verdicts, check):
+        assert verdicts[check, "stub"] == "not attempted"
+
+    def test_every_check_has_four_wrong_answers_or_more_and_a_right_one(self):
+        assert exercises_of(self.checks) - {*self.elsewhere} == set(self.rejected) == set(self.right)
+        assert all(len(answers) >= 4 for answers in self.rejected.values()) and all(self.right.values())
+
+    def test_the_lessons_solutions_are_accepted(self, pool, world):
+        solutions = self.named_solutions()
+        of_lesson = self.checks.__name__, self.lesson, solutions, self.around
+        for found in pool.run(world, functools.partial(judge_solutions, **self.given), *of_lesson):
+            assert found == dict.fromkeys(solutions, "correct")
+
+
+class AnswersOfRanks(Answers):
+    """The same, judged by `world` ranks of the pool."""
+
+    world, worlds = 3, (1, 2, 3)  # three: not a power of two, nothing splits evenly
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def verdicts(cls, pool):
+        return heard_alike(pool.run(cls.world, _judge_there, cls.__module__, cls.__name__, timeout_s=280))
+
+
+def _judge_there(ranks, module, name):
+    """The same class, as the process of a rank imports it."""
+    importlib.import_module(module)
+    return getattr(sys.modules[module], name).judge(ranks)

@@ -2,17 +2,11 @@
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
-from manyhands.checks import context_parallel as context_checks
-from manyhands.checks import experts as expert_checks
-
-LESSON = "09_context_and_experts"
-N_RANKS = 3  # not a power of two
-
+from exercises import AnswersOfRanks
+from manyhands.checks import context_and_experts as checks
 
 # ---- build A ----
 
@@ -401,71 +395,18 @@ REJECTED = {
     },
 }  # fmt: skip
 RIGHT = {
-    "absorb": {"joined": absorb_by_joining, "where": absorb_by_where},
-    "block_gradients": {"einsum": terms_by_einsum, "scaled late": terms_scaled_late},
-    "zig_zag": {"arithmetic": _zig_zag(by_arithmetic), "view": _zig_zag(by_view)},
-    "to_heads": {"stacked": _to_heads(), "permuted": heads_by_permute},
-    "split_sizes": {"bincount": _sizes(), "one hot": sizes_by_one_hot},
-    "combine": {"index_add": combine_by_index_add, "index_copy": combine_by_index_copy},
-    "finish": {"each": _finish(), "in one": finish_in_one},
-    "global_balance": {"stacked": _balance(), "a Function": balance_by_function},
-    "kept": {"cumsum": kept_by_cumsum, "sorting": kept_by_sorting},
+    "absorb": [absorb_by_joining, absorb_by_where],
+    "block_gradients": [terms_by_einsum, terms_scaled_late],
+    "zig_zag": [_zig_zag(by_arithmetic), _zig_zag(by_view)],
+    "to_heads": [_to_heads(), heads_by_permute],
+    "split_sizes": [_sizes(), sizes_by_one_hot],
+    "combine": [combine_by_index_add, combine_by_index_copy],
+    "finish": [_finish(), finish_in_one],
+    "global_balance": [_balance(), balance_by_function],
+    "kept": [kept_by_cumsum, kept_by_sorting],
 }
-CONTEXT = ("absorb", "block_gradients", "zig_zag", "to_heads")
-CASES = [(check, name) for check, mutants in REJECTED.items() for name in mutants]
-GOOD = [(check, name) for check, answers in RIGHT.items() for name in answers]
 
 
-def check_of(name):
-    return getattr(context_checks if name in CONTEXT else expert_checks, name)
-
-
-def judge_all(ranks):
-    """Every mutant and every right answer, one after the other in the same processes: none poisons the next."""
-    verdicts = {}
-    for check, mutants in REJECTED.items():
-        for name, (answer, _) in mutants.items():
-            verdicts[check, name] = check_of(check)(answer, ranks)
-        for name, answer in RIGHT[check].items():
-            verdicts[check, name] = check_of(check)(answer, ranks)
-        verdicts["stub", check] = check_of(check)(not_attempted, ranks)
-    return verdicts
-
-
-def judge_the_lessons(ranks):
-    found = judge_solutions(ranks, context_checks.__name__, LESSON, {name: name for name in CONTEXT})
-    rest = {name: name for name in RIGHT if name not in CONTEXT}
-    return found | judge_solutions(ranks, expert_checks.__name__, LESSON, rest)
-
-
-@pytest.fixture(scope="module")
-def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=200))
-
-
-@pytest.mark.parametrize(("check", "name"), CASES, ids=lambda value: value.replace(" ", "_"))
-def test_a_wrong_answer_is_rejected_with_the_right_sentence(verdicts, check, name):
-    assert REJECTED[check][name][1].lower() in verdicts[check, name].lower()
-
-
-@pytest.mark.parametrize(("check", "name"), GOOD, ids=lambda value: value.replace(" ", "_"))
-def test_a_right_answer_in_another_style_is_accepted(verdicts, check, name):
-    assert verdicts[check, name] == "correct"
-
-
-@pytest.mark.parametrize("check", RIGHT)
-def test_what_is_not_attempted_is_no_fault(verdicts, check):
-    assert verdicts["stub", check] == "not attempted"
-
-
-def test_every_check_of_the_lesson_has_four_mutants_or_more_and_two_right_answers():
-    of_lesson = exercises_of(context_checks) | exercises_of(expert_checks)
-    assert of_lesson == set(REJECTED) == set(RIGHT)
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
-    assert all(len(answers) >= 2 for answers in RIGHT.values())
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_lessons_solutions_are_accepted_by_every_world(pool, n):
-    for found in pool.run(n, judge_the_lessons):
-        assert set(found.values()) == {"correct"}
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, rejected, right = "09_context_and_experts", checks, REJECTED, RIGHT
+    worlds = (1, 2, 4)

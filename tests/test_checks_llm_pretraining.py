@@ -8,33 +8,11 @@ import math
 import operator
 
 import numpy as np
-import pytest
 import torch
-from exercises import exercises_of, heard_alike
-from manyhands.checks import CORRECT, NOT_ATTEMPTED
+from exercises import Answers, heard_alike
 from manyhands.checks import llm_pretraining as checks
-from manyhands.course.catch_up import taken_from
 
-LESSON = "12_llm_pretraining"
 PRIME = 2**31 - 1
-SOLUTIONS = {
-    "minhash": ("signature", "similarity"),
-    "one_merge": ("most_frequent", "merge"),
-    "document_mask": ("document_mask",),
-    "bits_per_byte": ("bits_per_byte",),
-    "encode_word": ("encode_word",),
-    "packed_targets": ("packed_targets",),
-    "next_best": ("next_best",),
-}
-NAMES = [name for names in SOLUTIONS.values() for name in names]
-
-
-def solutions():
-    """{check: the lesson's own answer}"""
-    ours = taken_from(LESSON, *NAMES, PRIME=PRIME)
-    found = {check: tuple(getattr(ours, name) for name in names) for check, names in SOLUTIONS.items()}
-    return {check: answer if len(answer) > 1 else answer[0] for check, answer in found.items()}
-
 
 # ---- build A ----
 
@@ -382,49 +360,21 @@ REJECTED = {  # {check: {mutant: (answer, sentence)}}
     "packed_targets": TARGETS,
     "next_best": NEXT,
 }
-MUTANTS = [(check, name) for check, mutants in REJECTED.items() for name in mutants]
-RIGHT = [
-    ("minhash", (by_loop, alike_by_count)), ("minhash", (by_reduce, alike)), ("one_merge", (by_sorting, by_text)),
-    ("one_merge", (frequent, join_pairs)), ("document_mask", by_positions), ("document_mask", by_blocks),
-    ("bits_per_byte", by_log2), ("bits_per_byte", by_perplexity), ("encode_word", in_order), ("encode_word", one_at_a_time),
-    ("packed_targets", targets_by_loop), ("packed_targets", targets_by_roll), ("next_best", by_least_squares),
-    ("next_best", in_decades),
-]  # fmt: skip
+RIGHT = {
+    "minhash": [(by_loop, alike_by_count), (by_reduce, alike)],
+    "one_merge": [(by_sorting, by_text), (frequent, join_pairs)],
+    "document_mask": [by_positions, by_blocks],
+    "bits_per_byte": [by_log2, by_perplexity],
+    "encode_word": [in_order, one_at_a_time],
+    "packed_targets": [targets_by_loop, targets_by_roll],
+    "next_best": [by_least_squares, in_decades],
+}
 
 
-@pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[f"{c}-{m}" for c, m in MUTANTS])
-def test_check_rejects_mutant_with_the_right_sentence(check, mutant):
-    answer, sentence = REJECTED[check][mutant]
-    verdict = getattr(checks, check)(answer)
-    assert verdict != CORRECT and sentence.lower() in verdict.lower(), verdict
-
-
-@pytest.mark.parametrize(("check", "right"), RIGHT, ids=[f"{check}-{i}" for i, (check, _) in enumerate(RIGHT)])
-def test_check_accepts_other_right_answers(check, right):
-    assert getattr(checks, check)(right) == CORRECT
-
-
-@pytest.mark.parametrize("check", SOLUTIONS)
-def test_an_unattempted_exercise_is_no_fault(check):
-    def blank(*_):
-        raise NotImplementedError
-
-    answer = (blank,) * len(SOLUTIONS[check])
-    assert getattr(checks, check)(answer if len(answer) > 1 else blank) == NOT_ATTEMPTED
-
-
-def test_every_check_of_the_lesson_has_four_mutants_or_more_and_other_right_answers():
-    assert exercises_of(checks) == set(REJECTED) == set(SOLUTIONS) == {check for check, _ in RIGHT}
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
-
-
-def judged(ranks):
-    return {name: getattr(checks, name)(answer, ranks, solution=True) for name, answer in solutions().items()}
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_lessons_solutions_are_accepted_on_ranks(pool, n):
-    assert set(heard_alike(pool.run(n, judged)).values()) == {CORRECT}
+class TestAnswers(Answers):
+    lesson, checks, rejected, right = "12_llm_pretraining", checks, REJECTED, RIGHT
+    solutions = {"minhash": ("signature", "similarity"), "one_merge": ("most_frequent", "merge")}
+    given = {"PRIME": PRIME}
 
 
 def hears_of_rank_1(ranks):

@@ -4,16 +4,10 @@ import math
 import statistics
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from exercises import exercises_of, not_attempted
+from exercises import Answers
 from manyhands.checks import llm_serving as checks
-from manyhands.course.catch_up import taken_from
-
-LESSON = "14_llm_serving"
-SOLUTIONS = {name: name for name in ("kept", "attend", "judged", "users_that_fit", "reusable", "may_serve")}
-
 
 # ---- build A ----
 
@@ -327,36 +321,5 @@ WRONG = {
 }  # fmt: skip
 
 
-def test_every_check_has_right_and_wrong_answers():
-    assert exercises_of(checks) == set(RIGHT) == set(WRONG) == set(SOLUTIONS)
-
-
-@pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers])
-def test_a_right_answer_in_another_style_is_accepted(name, answer):
-    assert getattr(checks, name)(answer) == "correct"
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_lessons_own_solution_is_accepted(name):
-    assert getattr(checks, name)(getattr(taken_from(LESSON, "drawn", name), name), solution=True) == "correct"
-
-
-@pytest.mark.parametrize(
-    ("name", "answer", "sentence"), [(name, *pair) for name, pairs in WRONG.items() for pair in pairs]
-)
-def test_a_wrong_answer_hears_its_fault(name, answer, sentence):
-    verdict = getattr(checks, name)(answer)
-    assert verdict != "correct" and sentence.lower() in verdict.lower(), verdict
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_an_answer_that_is_not_there_is_not_attempted_and_one_that_raises_is_quoted(name):
-    assert getattr(checks, name)(not_attempted) == "not attempted"
-    assert getattr(checks, name)(lambda *_: ...) == "not attempted"
-
-    def raises(*_):
-        raise ValueError("the stars are wrong")
-
-    assert "your code raised ValueError: the stars are wrong" in getattr(checks, name)(raises).lower().replace(
-        "valueerror", "ValueError"
-    )
+class TestAnswers(Answers):
+    lesson, checks, around, rejected, right = "14_llm_serving", checks, ("drawn",), WRONG, RIGHT

@@ -5,17 +5,12 @@ import random
 import time
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
+from exercises import AnswersOfRanks
 from manyhands.checks import same_science as checks
 from torch.utils.data.distributed import DistributedSampler
-
-LESSON = "05_same_science"
-N_RANKS = 3  # does not divide 13, and means over it round
-
 
 # ---- exercise 1: answers say what is wrong with a recorded run ----
 
@@ -194,14 +189,11 @@ def asks_rank_0(length, epoch, done, rank, n):  # right, but one message for eac
     return deck.tolist()[done:][rank::n]
 
 
-def with_a_seed_of_this_process():
-    """An answer whose seed was drawn when it was defined, so that each process has another."""
-    own = random.SystemRandom().randrange(2**62)
+_own_seed = random.SystemRandom().randrange(2**62)  # drawn when it is imported, so that each process has another
 
-    def seed_drawn_by_the_process(length, epoch, done, rank, n):
-        return np.random.default_rng((own, epoch)).permutation(length)[done:][rank::n]
 
-    return seed_drawn_by_the_process
+def seed_drawn_by_the_process(length, epoch, done, rank, n):
+    return np.random.default_rng((_own_seed, epoch)).permutation(length)[done:][rank::n]
 
 
 def seeds_with_the_process_number(length, epoch, done, rank, n):
@@ -678,6 +670,7 @@ REJECTED = {
         shuffles_after_dealing: "after the stop all 64 are read again",
         counts_from_one: "is no sequence; they are 0 to",
         leaves_the_rest_to_the_last_rank: "sizes may differ by one",
+        seed_drawn_by_the_process: "take nothing into the seed that differs between processes",
         seeds_with_the_process_number: "all ranks must cut one and the same order",
         seeds_with_the_clock: "all ranks must cut one and the same order",
         frozen_from_epoch_3: "epochs 3 and 4 have the same order",
@@ -758,94 +751,25 @@ REJECTED = {
         says_that_it_betrays: "return the number of an update, or None, not the bool False",
     },
 }
-SOLUTIONS = {
-    "sharded_order": "remaining",
-    "token_mean": "token_mean",
-    "rate_rule": "learning_rate",
-    "diagnose": "diagnose",
-    "token_weighted": "weighted_backward",
-    "betrays": "betrays",
+RIGHT = {
+    "diagnose": [compares_neighbouring_epochs],
+    "sharded_order": [tensor_of_indices, goes_round_from_where_it_stood, as_a_generator],
+    "token_mean": [adds_up_losses_too, gathers_small_counts],
+    "rate_rule": [in_numpy],
+    "token_weighted": [gathers_the_counts, scales_means_by_counts, divides_in_float32],
+    "betrays": [in_arrays, to_the_right],
 }
-MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
 
 
-def judge_all(ranks):
-    """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
-    verdicts = {mutant.__name__: getattr(checks, check)(mutant, ranks) for check, mutant in MUTANTS}
-    verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
-    for check, name in SOLUTIONS.items():
-        verdicts[f"stub of {name}"] = getattr(checks, check)(not_attempted, ranks)
-    own = with_a_seed_of_this_process()
-    verdicts["a seed of this process"] = checks.sharded_order(own, ranks)
-    for check, right in RIGHT:
-        verdicts[right.__name__] = getattr(checks, check)(right, ranks)
-    verdicts["weighted means"] = checks.token_weighted(scales_means_by_counts, ranks)
-    verdicts["a weight in float32"] = checks.token_weighted(divides_in_float32, ranks)
-    return verdicts
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, rejected, right = "05_same_science", checks, REJECTED, RIGHT
+    world = 3  # does not divide 13, and means over it round
+    solutions = {"sharded_order": "remaining", "rate_rule": "learning_rate", "token_weighted": "weighted_backward"}
 
 
-RIGHT = [
-    ("diagnose", compares_neighbouring_epochs),
-    ("sharded_order", tensor_of_indices),
-    ("sharded_order", goes_round_from_where_it_stood),
-    ("sharded_order", as_a_generator),
-    ("token_mean", adds_up_losses_too),
-    ("token_mean", gathers_small_counts),
-    ("rate_rule", in_numpy),
-    ("token_weighted", gathers_the_counts),
-    ("betrays", in_arrays),
-    ("betrays", to_the_right),
-]
-
-
-@pytest.fixture(scope="module")
-def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
-
-
-@pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
-    # case aside: what is said begins with a capital
-    assert REJECTED[check][mutant].lower() in verdicts[mutant.__name__].lower()
-
-
-@pytest.mark.parametrize("name", SOLUTIONS.values())
-def test_check_accepts_the_lessons_solution(verdicts, name):
-    assert verdicts[name] == "correct"
-
-
-@pytest.mark.parametrize("name", SOLUTIONS.values())
-def test_unattempted_exercise_is_no_fault(verdicts, name):
-    assert verdicts[f"stub of {name}"] == "not attempted"
-
-
-@pytest.mark.parametrize("right", [right.__name__ for _, right in RIGHT])
-def test_check_accepts_other_right_answers(verdicts, right):
-    assert verdicts[right] == "correct"
-
-
-def test_an_order_that_differs_between_processes_is_told_from_one_that_does_not(verdicts):
-    assert "take nothing into the seed that differs between processes" in verdicts["a seed of this process"]
-
-
-def test_every_run_that_disagrees_lacks_a_sequence_and_the_lucky_one_none(verdicts):
+def test_every_run_that_disagrees_lacks_a_sequence_and_the_lucky_one_none():
     lucky = checks.recorded(checks.FINE, 4, 4, seed=checks.LUCKY)
     assert len({epoch[0][0] for epoch in lucky}) == 1 and len({str(epoch) for epoch in lucky}) == 4
     for more in ({"seed": 2, "odd": 0}, {"seed": 3, "odd": 1}, {"seed": 4, "odd": 2, "since": 1, "until": 2}):
         lacking = [len(set(sum(epoch, []))) < 40 for epoch in checks.recorded(checks.DISAGREE, 4, 40, **more)]
         assert lacking == ([False, True, False, False] if "until" in more else [True] * 4)
-
-
-@pytest.mark.parametrize("answer", ["weighted means", "a weight in float32"])
-def test_check_welcomes_other_ways_to_weigh_by_counts(verdicts, answer):
-    assert verdicts[answer] == "correct"
-
-
-def test_every_check_of_the_lesson_has_four_mutants_or_more():
-    assert exercises_of(checks) == set(REJECTED)
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
-
-
-def test_solutions_are_accepted_by_a_world_of_one(pool):
-    (verdicts,) = pool.run(1, judge_solutions, checks.__name__, LESSON, SOLUTIONS, timeout_s=120)
-    assert set(verdicts.values()) == {"correct"}

@@ -1,16 +1,11 @@
 """Each check of lesson 07 accepts right answers in another style and rejects mutants, several from published code, by name."""
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike, not_attempted
+from exercises import AnswersOfRanks
 from manyhands.checks import tensor_parallel as checks
-from manyhands.course.catch_up import taken_from
-
-LESSON = "07_tensor_parallel"
-N_RANKS = 3  # not a power of two
 
 
 class Pair(torch.autograd.Function):
@@ -390,89 +385,21 @@ REJECTED = {
     },
 }  # fmt: skip
 RIGHT = {
-    "f_and_g": {"Functions": (F_RIGHT, G_RIGHT), "hooks": (f_by_hook, g_by_detaching)},
-    "linears": {"linear": (column, row), "matmul": (column_by_matmul, row_by_matmul)},
-    "gathered_and_scattered": {"Functions": (IN_RIGHT, OUT_RIGHT)},
-    "add_up": {"in place": adds_up_in_place},
-    "split_loss": {"one hot": _loss(), "two in one call": _loss(together=True)},
-    "agree": {"own generator": _agrees(), "vjp and objects": by_objects},
-    "my_heads": {"lists": _heads(), "arrays": as_arrays},
+    "f_and_g": [(F_RIGHT, G_RIGHT), (f_by_hook, g_by_detaching)],
+    "linears": [(column, row), (column_by_matmul, row_by_matmul)],
+    "gathered_and_scattered": [(IN_RIGHT, OUT_RIGHT)],
+    "add_up": [adds_up_in_place],
+    "split_loss": [_loss(), _loss(together=True)],
+    "agree": [_agrees(), by_objects],
+    "my_heads": [_heads(), as_arrays],
 }
-SOLUTIONS = {
-    "f_and_g": ("f", "g"), "linears": ("column_linear", "row_linear"), "gathered_and_scattered": ("gathered", "scattered"),
-    "add_up": "add_up", "split_loss": "split_loss", "agree": "agree", "my_heads": "my_heads",
-}  # fmt: skip
-CASES = [(check, name) for check, mutants in REJECTED.items() for name in mutants]
-GOOD = [(check, name) for check, answers in RIGHT.items() for name in answers]
 
 
-def judge_all(ranks):
-    """Every mutant and every right answer, one after the other in the same processes: none poisons the next."""
-    verdicts = {}
-    for check, mutants in REJECTED.items():
-        for name, (answer, _) in mutants.items():
-            verdicts[check, name] = getattr(checks, check)(answer, ranks)
-        for name, answer in RIGHT[check].items():
-            verdicts[check, name] = getattr(checks, check)(answer, ranks)
-    stubs = not_attempted, not_attempted
-    verdicts["stub"] = {
-        checks.add_up(not_attempted, ranks),
-        checks.f_and_g(stubs, ranks),
-        checks.linears(stubs, ranks),
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, rejected, right = "07_tensor_parallel", checks, REJECTED, RIGHT
+    around = ("Move", "all_reduced", "all_gathered", "reduce_scattered", "own_part")
+    solutions = {
+        "f_and_g": ("f", "g"),
+        "linears": ("column_linear", "row_linear"),
+        "gathered_and_scattered": ("gathered", "scattered"),
     }
-    return verdicts | judge_solutions(ranks)
-
-
-def judge_solutions(ranks):
-    around = (
-        "Move",
-        "all_reduced",
-        "all_gathered",
-        "reduce_scattered",
-        "own_part",
-        "f",
-        "g",
-        "column_linear",
-        "row_linear",
-    )
-    given = taken_from(LESSON, *around, "gathered", "scattered", "add_up", "split_loss", "agree", "my_heads")
-    verdicts = {}
-    for check, names in SOLUTIONS.items():
-        answer = getattr(given, names) if isinstance(names, str) else tuple(getattr(given, n) for n in names)
-        verdicts["solution", check] = getattr(checks, check)(answer, ranks, solution=True)
-    return verdicts
-
-
-@pytest.fixture(scope="module")
-def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
-
-
-@pytest.mark.parametrize(("check", "name"), CASES, ids=lambda value: value.replace(" ", "_"))
-def test_a_wrong_answer_is_rejected_with_the_right_sentence(verdicts, check, name):
-    assert REJECTED[check][name][1].lower() in verdicts[check, name].lower()
-
-
-@pytest.mark.parametrize(("check", "name"), GOOD, ids=lambda value: value.replace(" ", "_"))
-def test_a_right_answer_in_another_style_is_accepted(verdicts, check, name):
-    assert verdicts[check, name] == "correct"
-
-
-@pytest.mark.parametrize("check", SOLUTIONS)
-def test_the_lessons_solution_is_accepted(verdicts, check):
-    assert verdicts["solution", check] == "correct"
-
-
-def test_what_is_not_attempted_is_no_fault(verdicts):
-    assert verdicts["stub"] == {"not attempted"}
-
-
-def test_every_check_of_the_lesson_has_four_mutants_or_more_and_a_right_answer_in_another_style():
-    assert exercises_of(checks) == set(REJECTED) == set(RIGHT) == set(SOLUTIONS)
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
-
-
-def test_solutions_are_accepted_by_worlds_of_one_and_two(pool):
-    for n in (1, 2):
-        for found in pool.run(n, judge_solutions):
-            assert set(found.values()) == {"correct"}

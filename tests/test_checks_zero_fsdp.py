@@ -1,23 +1,20 @@
 """Each check of lesson 06 accepts right answers and rejects mutants, several of them from published code, by name."""
 
-import functools
 import math
 from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike
+from exercises import AnswersOfRanks, FromLesson, judge_solutions
 from manyhands.checks import zero_fsdp as checks
-from manyhands.course.catch_up import taken_from
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 LESSON = "06_zero_fsdp"
-N_RANKS = 3  # not a power of two: nothing splits evenly
+AROUND = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build C call
 
 
 # ---- build A: answers cut a row ----
@@ -185,21 +182,14 @@ def divides_first(unit):  # right
 # ---- build C: answers hook a unit to its modules ----
 
 
-@functools.cache
-def _lessons(rank, world_size):
-    names = ("reduce_scatter", "all_gather", "gather", "free", "reduce_in_backward")
-    return taken_from(LESSON, *names, rank=rank, world_size=world_size)
-
-
-def _ours():
-    return _lessons(dist.get_rank(), dist.get_world_size())
+ours = FromLesson(LESSON, "reduce_scatter", *AROUND, rank=dist.get_rank, world_size=dist.get_world_size)
 
 
 def hooked(gather_at=0, free_at=-1, again_at=-1, stays_count=True, reduces=True, then=True):
     """The right answer, but for the module that each hook is on (None: no hook)."""
 
     def answer(unit, modules, stays=False):
-        ours, stays = _ours(), stays and stays_count
+        stays = stays and stays_count
         modules[gather_at].register_forward_pre_hook(lambda *_: ours.gather(unit))
         if not stays and free_at is not None:
             modules[free_at].register_forward_hook(lambda *_: ours.free(unit))
@@ -212,35 +202,35 @@ def hooked(gather_at=0, free_at=-1, again_at=-1, stays_count=True, reduces=True,
 
 
 def gathers_at_once(unit, modules, stays=False):
-    _ours().gather(unit)
+    ours.gather(unit)
     hooked()(unit, modules, stays)
 
 
 def calls_instead_of_hooking(unit, modules, stays=False):
-    modules[0].register_forward_pre_hook(_ours().gather(unit))
+    modules[0].register_forward_pre_hook(ours.gather(unit))
 
 
 def fills_without_memory(unit, modules, stays=False):
-    modules[0].register_forward_pre_hook(lambda *_: _ours().all_gather(unit))
+    modules[0].register_forward_pre_hook(lambda *_: ours.all_gather(unit))
 
 
 def forgets_the_arguments(unit, modules, stays=False):
-    modules[0].register_forward_pre_hook(lambda: _ours().gather(unit))
+    modules[0].register_forward_pre_hook(lambda: ours.gather(unit))
 
 
 def on_all_modules(unit, modules, stays=False):  # right: what is whole is not gathered again
     def come(*_):
-        _ours().gather(unit)
+        ours.gather(unit)
 
     def go(*_):
-        _ours().free(unit)
+        ours.free(unit)
 
     for module in modules:
         module.register_forward_pre_hook(come)
         module.register_full_backward_pre_hook(come)
     if not stays:
         modules[-1].register_forward_hook(go)
-    _ours().reduce_in_backward(unit, go)
+    ours.reduce_in_backward(unit, go)
 
 
 HOOKS = {
@@ -736,7 +726,7 @@ REJECTED = {
         a_call_for_each_parameter: "you handed over 1.41 P by all_reduce",
         sums_in_float32: "right to float32's accuracy only",
     },
-    "gather_when_needed": {name: sentence for name, (_, sentence) in HOOKS.items()},
+    "gather_when_needed": HOOKS,
     "clip_by_global_norm": {
         norm_of_the_share: "the norm of this rank's shares alone",
         norms_added_up: "the sum of the ranks' norms; their squares add up",
@@ -763,7 +753,7 @@ REJECTED = {
         returns(as_nan): ", not nan",
         returns(never_zero): "the norm of gradients of zeros is 0, not 1",
     },
-    "predict": {name: sentence for name, (_, sentence) in PREDICTIONS.items()},
+    "predict": PREDICTIONS,
     "sharded_from_meta": {
         whole_then_cut: "the numbers are right, but at one moment you held",
         all_weights_drawn_first: "the numbers are right, but at one moment you held",
@@ -788,116 +778,32 @@ REJECTED = {
         only_groups: "return three things",
         flat_lists: "no lists of lists of ranks",
     }
-    | {name: sentence for name, (_, sentence) in HYBRIDS.items()},
+    | HYBRIDS,
 }
-SOLUTIONS = {
-    "my_share": "my_share",
-    "reduce_scatter": "reduce_scatter",
-    "gather_when_needed": "gather_when_needed",
-    "clip_by_global_norm": "clip_by_global_norm",
-    "predict": "predict",
-    "sharded_from_meta": "sharded_from_meta",
-    "hybrid": "hybrid",
+RIGHT = {
+    "my_share": [by_reshape, copied_into_zeros],
+    "reduce_scatter": [divides_first],
+    "gather_when_needed": [on_all_modules],
+    "sharded_from_meta": [meta_by_default, by_distribute_tensor],
+    "clip_by_global_norm": [returns(float), returns(as_array), returns(as_fraction)],
+    "predict": [every_kind_of_number, an_array_of_numbers],
+    "hybrid": [hybrid_of_arrays],
 }
-MUTANTS = [
-    (check, mutant if isinstance(mutant, str) else mutant.__name__)
-    for check, mutants in REJECTED.items()
-    for mutant in mutants
-]
 
 
-def judge_all(ranks):
-    """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
-    verdicts = {}
-    for check, mutants in REJECTED.items():
-        for mutant in mutants:
-            answer = (PREDICTIONS | HYBRIDS | HOOKS)[mutant][0] if isinstance(mutant, str) else mutant
-            name = mutant if isinstance(mutant, str) else mutant.__name__
-            verdicts[name] = getattr(checks, check)(answer, ranks)
-    verdicts |= judge_solutions(ranks)
-    for check, right in RIGHT:
-        verdicts[right.__name__] = getattr(checks, check)(right, ranks)
-    verdicts["by distribute_tensor"] = checks.sharded_from_meta(by_distribute_tensor, ranks)
-    verdicts["stub"] = checks.clip_by_global_norm(_stub, ranks)
-    return verdicts
-
-
-RIGHT = [
-    ("my_share", by_reshape),
-    ("my_share", copied_into_zeros),
-    ("reduce_scatter", divides_first),
-    ("gather_when_needed", on_all_modules),
-    ("sharded_from_meta", meta_by_default),
-    ("clip_by_global_norm", returns(float)),
-    ("clip_by_global_norm", returns(as_array)),
-    ("clip_by_global_norm", returns(as_fraction)),
-    ("predict", every_kind_of_number),
-    ("predict", an_array_of_numbers),
-    ("hybrid", hybrid_of_arrays),
-]
-
-
-def judge_solutions(ranks):
-    around = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build C call
-    here = {"rank": ranks.rank, "world_size": ranks.world_size}
-    given = taken_from(LESSON, *around, *SOLUTIONS.values(), **here)
-    return {
-        name: getattr(checks, check)(getattr(given, name), ranks, solution=True) for check, name in SOLUTIONS.items()
-    }
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, rejected, right, around = LESSON, checks, REJECTED, RIGHT, AROUND
 
 
 def shard_after_the_check(ranks):
     """The lesson goes on with a mesh of its own: what the check's has left behind must not be taken for it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    judge_solutions(ranks)
+    judge_solutions(ranks, checks.__name__, LESSON, {"sharded_from_meta": "sharded_from_meta"})
     model = nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks.world_size,)))
     model(torch.ones(2, 8)).sum().backward()
     return nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
-
-
-def _stub(shares, max_norm):
-    raise NotImplementedError
-
-
-@pytest.fixture(scope="module")
-def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
-
-
-@pytest.mark.parametrize(("check", "mutant"), MUTANTS, ids=[name for _, name in MUTANTS])
-def test_check_rejects_mutant_with_the_right_sentence(verdicts, check, mutant):
-    sentences = {m if isinstance(m, str) else m.__name__: sentence for m, sentence in REJECTED[check].items()}
-    assert sentences[mutant].lower() in verdicts[mutant].lower()
-
-
-@pytest.mark.parametrize("name", SOLUTIONS.values())
-def test_check_accepts_the_lessons_solution(verdicts, name):
-    assert verdicts[name] == "correct"
-
-
-@pytest.mark.parametrize("right", [right.__name__ for _, right in RIGHT])
-def test_check_accepts_other_right_answers(verdicts, right):
-    assert verdicts[right] == "correct"
-
-
-def test_check_accepts_a_solution_by_the_librarys_own_cutting(verdicts):
-    assert verdicts["by distribute_tensor"] == "correct"
-
-
-def test_unattempted_exercise_is_no_fault(verdicts):
-    assert verdicts["stub"] == "not attempted"
-
-
-def test_every_check_of_the_lesson_has_four_mutants_or_more():
-    assert exercises_of(checks) == set(REJECTED)
-    assert all(len(mutants) >= 4 for mutants in REJECTED.values())
-
-
-def test_solutions_are_accepted_by_a_world_of_one(pool):
-    (verdicts,) = pool.run(1, judge_solutions)
-    assert set(verdicts.values()) == {"correct"}
 
 
 def test_the_check_leaves_nothing_behind_that_the_lessons_own_mesh_would_take(pool):

@@ -12,18 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.orders import (
-    capped,
-    first_forwards,
-    judge_bubble,
-    judge_held,
-    judge_needs,
-    judge_own_order,
-    listed,
-    read_order,
-)
-from manyhands.checks.values import shown
-from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, simulate
+from manyhands.checks.values import plain, shown
+from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, named, orders_of, simulate
+from manyhands.predict.pipeline_schedules import needs as needs_of
 
 CLOSE = 1e-10
 
@@ -43,7 +34,7 @@ def needs(answer, ranks=None):
         for s in range(p):
             for kind in "FB":
                 for i in (0, 2):
-                    judge_needs(answer((kind, s, i), p), (kind, s, i), p)
+                    _judge_needs(answer((kind, s, i), p), (kind, s, i), p)
 
 
 @exercise("C", "forward of one micro-batch")
@@ -68,11 +59,11 @@ def one_f_one_b(answer, ranks=None):
     """`answer(s, p, m)` is the order of stage s: as little in flight as 1F1B, and no more idle time."""
     for p, m in ((4, 8), (4, 2), (3, 7), (2, 4), (1, 3), (5, 5)):
         case = f"with p = {p} and m = {m}"
-        orders = [read_order(answer(s, p, m), s, p, m, case) for s in range(p)]
+        orders = [_read_order(answer(s, p, m), s, p, m, case) for s in range(p)]
         for s, order in enumerate(orders):
-            judge_own_order(order, s, case)
-            judge_held(in_flight(order), min(m, p - s), s, case, first_forwards(order))
-        judge_bubble(orders, p, m, bubble_formula("1F1B", p, m), case)
+            _judge_own_order(order, s, case)
+            _judge_held(in_flight(order), min(m, p - s), s, case, _first_forwards(order))
+        _judge_bubble(orders, p, m, bubble_formula("1F1B", p, m), case)
 
 
 @exercise(1, "a schedule for less memory")
@@ -80,17 +71,17 @@ def fitting(answer, ranks=None):
     """`answer(p, m, room)` is the orders of all stages: at most `room` in flight, idle as little as that allows."""
     for p, m, room in ((4, 8, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (4, 6, 3), (2, 5, 8)):
         case = f"with p = {p}, m = {m} and room for {room}"
-        given = listed(answer(p, m, room))
+        given = _listed(answer(p, m, room))
         if not isinstance(given, (list, tuple)) or len(given) != p:
             raise Wrong(f"{case}: return a list of {p} orders, one for each stage, not {shown(given)}")
-        orders = [read_order(order, s, p, m, case) for s, order in enumerate(given)]
+        orders = [_read_order(order, s, p, m, case) for s, order in enumerate(given)]
         for s, order in enumerate(orders):
             if in_flight(order) > room:
                 raise Wrong(
                     f"{case}: stage {s} holds {in_flight(order)} micro-batches at most, and there is room for {room}"
                 )
-        best = simulate([capped(s, p, m, room) for s in range(p)]).bubble
-        judge_bubble(orders, p, m, best, case)
+        best = simulate([_capped(s, p, m, room) for s in range(p)]).bubble
+        _judge_bubble(orders, p, m, best, case)
 
 
 @exercise(2, "a share of the loss")
@@ -334,7 +325,7 @@ def _judge_shares(found, wanted, total, expected, all_targets):
 
 
 def _counts(given, costs, p):
-    given = listed(given)
+    given = _listed(given)
     try:
         found = [operator.index(count) for count in given]
     except TypeError:
@@ -362,3 +353,117 @@ def _fastest(costs, p):
     inner = combinations(range(1, len(costs)), p - 1)
     ends = ((0, *cuts, len(costs)) for cuts in inner)
     return min(max(sum(costs[a:b]) for a, b in zip(cut, cut[1:], strict=False)) for cut in ends)
+
+
+# ---- orders of stages ----
+
+
+def _judge_needs(given, action, p):
+    given = _listed(list(given) if isinstance(given, (set, tuple)) else given)
+    case = f"before {named(action)} of {p}"
+    if not isinstance(given, list):
+        raise Wrong(f"{case}: return a list of actions, not {shown(given)}")
+    found = [_action(entry, case) for entry in given]
+    wanted = [tuple(one) for one in needs_of(action, p)]
+    kind, s, i = action
+    for one in found:
+        if not 0 <= one[1] < p:
+            raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
+        if one == action:
+            raise Wrong(f"{case}: an action cannot wait for itself")
+        if one not in wanted:
+            raise Wrong(f"{case}: it does not wait for {named(one)}{_why_not(one, action)}")
+    for one in wanted:
+        if one not in found:
+            raise Wrong(f"{case}: it needs {named(one)}, {_why(one, action)}")
+    if len(found) > len(wanted):
+        raise Wrong(f"{case}: {named(found[-1])} is there twice")
+
+
+def _why(one, action):
+    if action[0] == "F":
+        return "whose output is its input"
+    if one[0] == "F":
+        return "which has made the activations that it uses"
+    return "which sends the gradient of its output"
+
+
+def _why_not(one, action):
+    if one[2] != action[2]:
+        return ": micro-batches know nothing of each other; that a stage does one at a time is its order"
+    if action[0] == "F" and one[0] == "F":
+        return ": forward goes from stage 0 upwards"
+    if action[0] == "B" and one[0] == "B":
+        return ": backward comes from the last stage"
+    if action[0] == "F":
+        return ""
+    return ": that is implied by another one"
+
+
+def _action(entry, case):
+    try:
+        kind, s, i = entry
+        if kind in ("F", "B"):
+            return kind, operator.index(s), operator.index(i)
+    except (TypeError, ValueError):
+        pass
+    raise Wrong(f'{case}: an action is ("F" or "B", stage, micro-batch), not {plain(entry)}')
+
+
+def _read_order(given, s, p, m, case):
+    """An answer's order of stage s as a list of actions, each of them once."""
+    given = _listed(given)
+    if not isinstance(given, (list, tuple)):
+        raise Wrong(f"{case}: the order of stage {s} should be a list of actions, not {shown(given)}")
+    order = [_action(entry, f"{case}, stage {s}") for entry in given]
+    for kind, stage, i in order:
+        if stage != s:
+            raise Wrong(f"{case}: stage {s} cannot do {named((kind, stage, i))}")
+        if not 0 <= i < m:
+            raise Wrong(f"{case}: stage {s} does {kind} of micro-batch {i}; they are 0 to {m - 1}")
+    for kind in "FB":
+        for i in range(m):
+            times = order.count((kind, s, i))
+            if times != 1:
+                raise Wrong(f"{case}: stage {s} does {kind} of micro-batch {i} {('never', '', 'twice')[min(times, 2)]}")
+    return order
+
+
+def _listed(given):
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _first_forwards(order):
+    return next((k for k, action in enumerate(order) if action[0] == "B"), len(order))
+
+
+def _judge_own_order(order, s, case):
+    for kind in "FB":
+        micros = [i for k, _, i in order if k == kind]
+        if micros != sorted(micros):
+            raise Wrong(f"{case}: stage {s} does {kind} of micro-batches {micros}; they go in order")
+
+
+def _judge_held(held, limit, s, case, first):
+    if held > limit:
+        raise Wrong(
+            f"{case}: stage {s} begins with {first} forwards and holds {held} micro-batches at most, where {limit} are enough"
+        )
+
+
+def _judge_bubble(orders, p, m, best, case):
+    try:
+        run = simulate(orders)
+    except ValueError as error:
+        raise Wrong(f"{case}: {error}") from None
+    if run.bubble > best:
+        raise Wrong(
+            f"{case}: the step takes {run.length}, of which {100 * float(run.bubble):.0f} % are idle; "
+            f"{100 * float(best):.0f} % are possible: start forwards as early as memory allows"
+        )
+
+
+def _capped(s, p, m, room):
+    """1F1B with at most `room` forwards ahead: the order of that stage of 1F1B which begins with so many."""
+    alike = orders_of("1F1B", p, m)[p - min(room, p - s)]
+    return [(kind, s, i) for kind, _, i in alike]

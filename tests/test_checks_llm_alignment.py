@@ -2,19 +2,11 @@
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
-from manyhands.checks import CORRECT, NOT_ATTEMPTED
-from manyhands.checks import alignment as checks
-
-LESSON = "13_llm_alignment"
-SOLUTIONS = {
-    name: ("own_share", "whole") if name == "shares" else name for name in sorted(exercises_of(checks))
-}  # fmt: skip
-PAIRED = {"shares"}
+from exercises import AnswersOfRanks
+from manyhands.checks import llm_alignment as checks
 
 # ---- build A ----
 
@@ -402,55 +394,12 @@ RIGHT = {
     "credit": [by_places, from_the_front],
     "fold": [by_einsum, layer_by_layer],
 }
-TALKS = {"shares", "advantages"}  # these need ranks
-QUIET = sorted(set(RIGHT) - TALKS)
 
 
-def test_no_exercise_is_without_right_and_wrong_answers():
-    assert exercises_of(checks) == set(RIGHT) == set(WRONG)
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, rejected, right = "13_llm_alignment", checks, WRONG, RIGHT
+    solutions, worlds = {"shares": ("own_share", "whole")}, (1, 2)
 
 
-@pytest.mark.parametrize("name", QUIET)
-def test_right_answers_in_another_style_are_accepted(name):
-    for answer in RIGHT[name]:
-        assert getattr(checks, name)(answer) == CORRECT, answer
-    assert getattr(checks, name)(not_attempted) == NOT_ATTEMPTED
-
-
-@pytest.mark.parametrize(("name", "answer", "fault"), [(n, a, f) for n in QUIET for a, f in WRONG[n]])
-def test_a_wrong_answer_gets_the_sentence_that_names_its_fault(name, answer, fault):
-    assert fault.lower() in getattr(checks, name)(answer).lower()
-
-
-def judge_all(ranks, name):
-    """The verdicts on right answers, on one not attempted, and on wrong ones, then on a right one again."""
-    check = getattr(checks, name)
-    blank = (not_attempted, not_attempted) if name in PAIRED else not_attempted
-    answers = [*RIGHT[name], blank, *(answer for answer, _ in WRONG[name]), RIGHT[name][0]]
-    return [check(answer, ranks) for answer in answers]
-
-
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("name", sorted(TALKS))
-def test_answers_that_talk_are_judged_alike_on_all_ranks(pool, name, n):
-    verdicts = heard_alike(pool.run(n, judge_all, name))
-    right = len(RIGHT[name])
-    assert verdicts[:right] == [CORRECT] * right
-    assert verdicts[right] == NOT_ATTEMPTED
-    for verdict, (answer, fault) in zip(verdicts[right + 1 : -1], WRONG[name], strict=True):
-        assert fault.lower() in verdict.lower(), f"{answer} on {n} ranks: {verdict}"
-    assert verdicts[-1] == CORRECT, "a right answer after all the wrong ones"
-
-
-def lessons_own(ranks):
-    single = {name: made for name, made in SOLUTIONS.items() if name not in PAIRED}
-    verdicts = judge_solutions(ranks, checks.__name__, LESSON, single)
-    from manyhands.course.catch_up import taken_from
-
-    ours = taken_from(LESSON, "own_share", "whole")
-    return verdicts | {"shares": checks.shares((ours.own_share, ours.whole), ranks, solution=True)}
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_lessons_own_solutions_are_right_on_any_number_of_ranks(pool, n):
-    assert heard_alike(pool.run(n, lessons_own)) == dict.fromkeys(exercises_of(checks), CORRECT)
+class TestAnswersOnFour(TestAnswers):
+    world, worlds = 4, (4,)
