@@ -84,7 +84,7 @@ doctor: environment  ## what this machine has and lacks, each with its remedy (A
 bench: environment  ## measure what the course promises about speed; table in outputs/bench
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
-	@$(RUN) -m manyhands.bench $(ARGS)
+	@$(RUN) scripts/bench.py $(ARGS)
 
 record: environment  ## LESSON=06 NAME=h200x4: keep the figures of its last run on GPUs in assets/recorded
 	@$(RUN) -m manyhands.launch.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
