@@ -422,7 +422,7 @@ if rank == 0:
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.gpt.model import GPTConfig
-from manyhands.parallel.full_model import full_model
+from manyhands.parallel.strategy import full_model
 from manyhands.parallel.parallelize import parallelize
 
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=4)

@@ -1113,7 +1113,7 @@ def plain_loss(logits_bTV, targets_bT):
 # %%ranks
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.flat_ddp import FlatReplicas
+from manyhands.parallel.ddp import FlatReplicas
 
 
 def train(loss_of):

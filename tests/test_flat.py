@@ -4,7 +4,7 @@ import pytest
 import torch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
-from manyhands.parallel.flat_ddp import FlatReplicas
+from manyhands.parallel.ddp import FlatReplicas
 from rank_pool import run_on_ranks
 
 pytestmark = pytest.mark.ranks

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import AXES, Layout, LayoutError, resolve_layout
 from manyhands.config.options import from_preset, model_config, read_options
+from manyhands.config.strategies import STRATEGIES
 
 
 def layout_of(flags, world_size, ranks_per_node=None):
@@ -111,7 +112,7 @@ def wishes(draw):
     world_size = prod(axes.values()) + pick(0, 0, 0, 0, 1)
     wish = {axis: pick(None, degree, degree) for axis, degree in axes.items()}
     wish |= {
-        "strategy": pick("fsdp", "fsdp", "ddp", "zero1", "tp", "pp", "deepspeed"),
+        "strategy": pick("fsdp", *STRATEGIES),
         "sharding": pick("hybrid", "hybrid", "full", "grad_op", "none"),
         "schedule": pick("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
         "stages_per_rank": pick(None, None, None, 1, 2, 3),
@@ -213,7 +214,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.strategy deepspeed --parallel.activation-checkpointing block", 2, ("without parallel.activation_checkpointing=block", "activation-checkpointing none")),
         ("--parallel.strategy deepspeed --train.compile", 2, ("without train.compile", "--train.no-compile")),
         # options that would have no effect
-        ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp", "zero1")),
+        ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp")),
         ("--parallel.strategy fsdp --parallel.schedule GPipe", 2, ("parallel.schedule=GPipe", "not fsdp alone")),
         ("--parallel.stages-per-rank 2", 2, ("parallel.stages_per_rank=2", "parallel.pipeline=2")),
         # schedules

@@ -27,6 +27,7 @@ from manyhands.config.options import (
     named_value,
     validate,
 )
+from manyhands.config.strategies import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class AlignOptions:
     # where the model comes from: a folder of checkpoints, a run's, one step's, or a .safetensors file
     source: Annotated[Path, tyro.conf.arg(name="from")]
     step: str = "best"  # which checkpoint of --from: best (validation loss), newest, or a number
-    config: Path | None = None  # a TOML or YAML file of options
+    config: Path | None = None  # a TOML file of options
     data: DataOptions = field(default_factory=DataOptions)
     dpo: DpoOptions = field(default_factory=DpoOptions)
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
@@ -151,9 +152,11 @@ def refuse_senseless(wanted):
             " multiple of it"
         )
     parallel, default = wanted.parallel, LogOptions()
-    if parallel.strategy in ("pp", "deepspeed") or (parallel.pipeline or 1) > 1 or parallel.loss_parallel:
+    partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
+    if parallel.strategy in partial or (parallel.pipeline or 1) > 1 or parallel.loss_parallel:
         raise OptionError(
-            "alignment needs whole logits on a rank: not pp, deepspeed or parallel.loss_parallel; use ddp, zero1, fsdp or tp"
+            f"alignment needs whole logits on a rank: not {', '.join(partial)} or parallel.loss_parallel;"
+            f" use {', '.join(name for name in STRATEGIES if name not in partial)}"
         )
     if wanted.lora.rank and (parallel.strategy == "tp" or (parallel.tensor or 1) > 1):
         raise OptionError(

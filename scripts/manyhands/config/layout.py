@@ -6,23 +6,19 @@ The axes, outermost first: pipeline x replicate x shard x tensor. Ranks that dif
 that the axis with the most traffic stays within a node. Ranks that differ in `replicate` or `shard` see different data.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from typing import TYPE_CHECKING
 
-from manyhands.config.options import OptionError
+from manyhands.config.options import OptionError, Options, ParallelOptions
+from manyhands.config.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from manyhands.gpt.model import GPTConfig  # it brings torch, and who plans a run needs none
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # of inputs first, of weights later
-# {strategy: (axis of the ranks that no other axis claims, how data ranks are served: see `Layout.dp_mode`)}
-STRATEGIES = {
-    "ddp": ("replicate", "replicas"),
-    "zero1": ("replicate", "zero1"),
-    "deepspeed": ("replicate", "deepspeed"),
-    "fsdp": ("shard", "fsdp"),
-    "tp": ("tensor", "replicas"),
-    "pp": ("pipeline", "replicas"),
-}
 
 
 class LayoutError(OptionError):
@@ -43,38 +39,38 @@ class Layout:
     context = expert = 1
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return self.pipeline * self.replicate * self.shard * self.tensor
 
     @property
-    def data(self):
+    def data(self) -> int:
         """Ranks, or groups of ranks, that see different sequences."""
         return self.replicate * self.shard
 
-    def coordinates(self, rank):
+    def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands: {"pipeline": i, "replicate": j, "shard": k, "tensor": l}."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
 
-    def data_rank(self, rank):
+    def data_rank(self, rank: int) -> int:
         """Which of the `data` shares of the global batch `rank` works on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
-    def dp_mode(self, options):
-        """How the data ranks are served: each has a copy ("replicas"), or they share by "zero1", "fsdp" or "deepspeed"."""
+    def dp_mode(self, options: Options) -> str:
+        """How data-parallel ranks hold the model: "replicas", or what they share it by, such as "fsdp"."""
         if self.tensor > 1 and self.data > 1 and self.pipeline == 1:
-            return "fsdp"  # DDP refuses DTensors; fully_shard averages copies too, over an axis shard of one rank
-        return STRATEGIES[options.parallel.strategy][1]
+            return "fsdp"  # DDP refuses DTensors; fully_shard averages replicas too, over an axis shard of one rank
+        return STRATEGIES[options.parallel.strategy].dp_mode
 
-    def __str__(self):
+    def __str__(self) -> str:
         axes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
         return axes or "one rank"
 
 
-def resolve_layout(options, config, world_size, ranks_per_node=None):
+def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks_per_node: int | None = None) -> Layout:
     """The `Layout` of `world_size` ranks for `options` and a GPTConfig. Raises LayoutError.
 
     `ranks_per_node` (none: all on one) tells hybrid sharding where to shard: within a node.
@@ -96,9 +92,9 @@ def _degrees(parallel, world_size, ranks_per_node):
     if parallel.sharding == "none" and parallel.strategy == "fsdp":
         leftover = "replicate"  # FSDP's NO_SHARD: every rank holds all
     elif hybrid and asked["shard"] is not None:
-        leftover = "replicate"  # copies of what so many ranks share
+        leftover = "replicate"  # replicas of what so many ranks share
     else:
-        leftover, _ = STRATEGIES[parallel.strategy]
+        leftover = STRATEGIES[parallel.strategy].axis
     if hybrid and asked["shard"] is None:
         rest = world_size // prod(d or 1 for axis, d in asked.items() if axis != "shard")
         if asked["replicate"] is None and rest > 1:
@@ -143,90 +139,70 @@ def _stages_per_rank(parallel, pipeline):
 
 
 def _refuse_combinations(options, degrees):
-    parallel, train = options.parallel, options.train
-    strategy = parallel.strategy
+    found = (
+        _foreign_option(options.parallel, degrees)
+        or STRATEGIES[options.parallel.strategy].refusal(options, degrees)
+        or (_tensor_refusal(options, degrees["tensor"]) if degrees["tensor"] > 1 else "")
+        or (_pipeline_refusal(options) if degrees["pipeline"] > 1 else "")
+    )
+    if found:
+        raise LayoutError(found)
 
-    def refuse(sentence):
-        raise LayoutError(sentence)
 
-    if strategy != "fsdp":
-        if degrees["shard"] > 1:
-            refuse(f"parallel.shard={degrees['shard']} needs parallel.strategy=fsdp, not {strategy}")
-        for name, default in (("sharding", "full"), ("wrapping", "block"), ("offload", False)):
-            if getattr(parallel, name) != default:
-                refuse(f"parallel.{name}={getattr(parallel, name)} needs parallel.strategy=fsdp, not {strategy}")
-    if strategy == "fsdp" and parallel.sharding == "none" and degrees["shard"] > 1:
-        refuse(f"parallel.shard={degrees['shard']} shards and parallel.sharding=none does not; leave one of them out")
-    if strategy == "fsdp" and degrees["shard"] > 1 and degrees["replicate"] > 1 and parallel.sharding != "hybrid":
-        refuse(
-            f"replicate={degrees['replicate']} and shard={degrees['shard']} together are hybrid sharding;"
-            " use parallel.sharding=hybrid"
-        )
-    if parallel.all_reduce != "auto" and strategy != "ddp":
-        refuse(f"parallel.all_reduce={parallel.all_reduce} needs parallel.strategy=ddp, not {strategy}")
-    if strategy == "zero1" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
-        refuse("zero1 shards the optimizer over copies only; with tensor or pipeline ranks use parallel.strategy=fsdp")
-    if strategy == "deepspeed" and (degrees["tensor"] > 1 or degrees["pipeline"] > 1):
-        refuse("deepspeed runs here over data-parallel ranks only; leave parallel.tensor and parallel.pipeline out")
-    if strategy == "deepspeed" and train.precision in ("fp64", "fp16"):
-        refuse(f"deepspeed runs here in fp32 or bf16, not {train.precision}")
-    if strategy == "deepspeed" and (parallel.activation_checkpointing != "none" or train.compile):
-        asked = (
-            f"parallel.activation_checkpointing={parallel.activation_checkpointing}"
-            if parallel.activation_checkpointing != "none"
-            else "train.compile"
-        )
-        refuse(
-            f"deepspeed runs here without {asked}; use --parallel.activation-checkpointing none and --train.no-compile, or"
-            " parallel.strategy=fsdp"
-        )
-    if strategy != "deepspeed" and parallel.zero_stage != 3:
-        refuse(
-            f"parallel.zero_stage={parallel.zero_stage} needs parallel.strategy=deepspeed, not {strategy}; use"
-            " parallel.strategy=zero1, or fsdp with parallel.sharding=grad_op, for the like of it"
-        )
-    if strategy != "pp" and degrees["pipeline"] == 1:
-        for name, default in (("schedule", "1F1B"), ("stages_per_rank", None)):
-            if getattr(parallel, name) != default:
-                refuse(
-                    f"parallel.{name}={getattr(parallel, name)} needs pipeline ranks, not {strategy} alone; use"
-                    " parallel.strategy=pp or parallel.pipeline=2, or leave it out"
-                )
-    if degrees["tensor"] == 1:
-        for name in ("sequence_parallel", "loss_parallel"):
-            if getattr(parallel, name):
-                refuse(f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out")
-    if degrees["tensor"] > 1 and train.compile and parallel.activation_checkpointing == "block":
-        # torch 2.13 cannot compile a recomputed block of DTensors
-        refuse(
-            f"parallel.activation_checkpointing=block does not go with train.compile and {degrees['tensor']} tensor ranks; "
-            "use parallel.activation_checkpointing=selective or --train.no-compile"
-        )
-    if degrees["pipeline"] > 1:
-        if options.model.tie:
-            refuse(
-                "model.tie shares one matrix between the first and the last stage; use --model.no-tie with a pipeline"
+def _foreign_option(parallel, degrees):
+    """An option that would have no effect here, a sentence; "" if there is none."""
+    default, strategy = ParallelOptions(), parallel.strategy
+    changed = [f.name for f in fields(parallel) if getattr(parallel, f.name) != getattr(default, f.name)]
+    owners = {name: owner for owner, one in STRATEGIES.items() for name in one.options}
+    for name in changed:
+        asked = f"parallel.{name}={getattr(parallel, name)}"
+        if owners.get(name, strategy) != strategy:
+            return f"{asked} needs parallel.strategy={owners[name]}, not {strategy}; use that one, or leave it out"
+        if name in ("schedule", "stages_per_rank") and degrees["pipeline"] == 1 and strategy != "pp":
+            return (
+                f"{asked} needs pipeline ranks, not {strategy} alone; use parallel.strategy=pp or parallel.pipeline=2,"
+                " or leave it out"
             )
-        if parallel.loss_parallel:
-            refuse("parallel.loss_parallel does not run inside a pipeline; leave it out")
-        if train.compile:
-            refuse("train.compile does not run with a pipeline; use --train.no-compile")
-        if parallel.schedule in SPLIT_BACKWARD:
-            # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
-            if strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
-                refuse(
-                    f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, "
-                    f"not parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
-                )
-            if parallel.activation_checkpointing == "selective":
-                refuse(
-                    f"parallel.schedule={parallel.schedule} goes through a block's backward twice and "
-                    "parallel.activation_checkpointing=selective allows one; use parallel.activation_checkpointing=block"
-                )
-    if train.precision == "fp16" and degrees["pipeline"] > 1:
-        refuse("fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32")
-    if parallel.offload and train.precision == "fp16":
-        refuse("fp16 and parallel.offload do not go together; use train.precision=bf16")
+        if name in ("sequence_parallel", "loss_parallel") and degrees["tensor"] == 1:
+            return f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out"
+    if degrees["shard"] > 1 and strategy != "fsdp":
+        return f"parallel.shard={degrees['shard']} needs parallel.strategy=fsdp, not {strategy}"
+    return ""
+
+
+def _tensor_refusal(options, tensor):
+    # torch 2.13 cannot compile a checkpointed block of DTensors
+    if options.train.compile and options.parallel.activation_checkpointing == "block":
+        return (
+            f"parallel.activation_checkpointing=block does not go with train.compile and {tensor} tensor ranks;"
+            " use parallel.activation_checkpointing=selective or --train.no-compile"
+        )
+    return ""
+
+
+def _pipeline_refusal(options):
+    parallel, train = options.parallel, options.train
+    if options.model.tie:
+        return "model.tie shares one matrix between the first and the last stage; use --model.no-tie with a pipeline"
+    if parallel.loss_parallel:
+        return "parallel.loss_parallel does not run inside a pipeline; leave it out"
+    if train.compile:
+        return "train.compile does not run with a pipeline; use --train.no-compile"
+    if train.precision == "fp16":
+        return "fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32"
+    if parallel.schedule in SPLIT_BACKWARD:
+        # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
+        if parallel.strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
+            return (
+                f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, not"
+                f" parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
+            )
+        if parallel.activation_checkpointing == "selective":
+            return (
+                f"parallel.schedule={parallel.schedule} goes through a block's backward twice and"
+                " parallel.activation_checkpointing=selective allows one; use parallel.activation_checkpointing=block"
+            )
+    return ""
 
 
 def _refuse_sizes(parallel, config, degrees, stages_per_rank):

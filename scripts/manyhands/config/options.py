@@ -3,31 +3,45 @@
     options = read_options(["--preset", "shakespeare", "--train.steps", "1000", "--parallel.strategy", "fsdp"])
 
 Flags are spelled as tyro spells dataclasses: `--model.n-layer 12`, `--train.compile`, `--train.no-compile`. A file
-(`--config run.toml`, or .yaml) has one table per group, with the names of the fields below. Flags win over the file,
+(`--config run.toml`) has one table per group, with the names of the fields below. Flags win over the file,
 the file wins over the preset. A value that makes no sense by itself is refused here; what must fit the number of ranks is
 refused by `layout`.
 """
 
-import contextlib
 import dataclasses
 import math
 import sys
 import tomllib
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.config.presets import PRESETS
+from manyhands.config.strategies import STRATEGIES, strategies_help
 
-Strategy = Literal["ddp", "zero1", "fsdp", "tp", "pp", "deepspeed"]
+if TYPE_CHECKING:
+    from manyhands.gpt.model import GPTConfig
+
+    Strategy = str
+else:
+    Strategy = Literal[tuple(STRATEGIES)]  # flags accept what is registered
+
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 LONGEST_S = 1e8  # three years: what is longer overflows in some clock
 LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
 LARGEST = 2**31 - 1  # of any other count: what is larger overflows in somebody's loop
-MOST_LAYERS = 10_000
+AT_MOST = {"train.seed": LARGEST_SEED, "model.n_layer": 10_000}
+AT_LEAST = {
+    1: "train.steps train.global_batch train.micro_batch log.every log.eval_batches checkpoint.keep model.vocab_size"
+    " parallel.stages_per_rank ranks",
+    0: "train.seed log.eval_every log.sample checkpoint.every optimizer.warmup optimizer.weight_decay optimizer.clip"
+    " optimizer.lr optimizer.min_lr",
+}
 LARGEST_FILE = 2**20  # bytes: no configuration is larger, and reading a large one takes minutes
 UNSET = "is empty (is a variable of the shell unset?)"
 
@@ -93,7 +107,7 @@ class ParallelOptions:
     """How the ranks share the work. An axis that is none takes what the others leave, where the strategy uses it."""
 
     strategy: Strategy = "ddp"  # what the ranks that no axis below claims are used for
-    replicate: int | None = None  # ranks that hold copies
+    replicate: int | None = None  # ranks that hold replicas
     shard: int | None = None  # ranks that share parameters, gradients and optimizer (fsdp)
     tensor: int | None = None  # ranks that share each layer
     pipeline: int | None = None  # ranks that share the depth
@@ -144,7 +158,7 @@ class Options:
 
     # sizes under a name: nano, shakespeare, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, olmo-1b, olmo-7b
     preset: str = "nano"
-    config: Path | None = None  # a TOML or YAML file
+    config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end
     ranks: int | None = None  # with --dry-run: as if on so many ranks
     gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
@@ -157,22 +171,24 @@ class Options:
     log: LogOptions = field(default_factory=LogOptions)
 
 
-def read_options(argv, prog="train.py", description=None):
+def read_options(argv: Sequence[str], prog: str = "train.py", description: str | None = None) -> Options:
     """The `Options` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
     import tyro
 
     preset, config = named_value(argv, "--preset"), named_value(argv, "--config")
     if config == "":
         raise OptionError(f"config {UNSET}; name a file, or leave it out")
-    options = from_preset(preset) if preset is not None or config is None else None
-    if config is not None:
-        options = from_file(config, options)
-    options = tyro.cli(Options, prog=prog, description=description, args=list(argv), default=options)
+    if config is None:
+        options = from_preset(preset)
+    else:
+        options = from_file(config, None if preset is None else from_preset(preset))
+    about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
+    options = tyro.cli(Options, prog=prog, description=about, args=list(argv), default=options)
     validate(options)
     return _at_home(options)
 
 
-def _at_home(options):
+def _at_home(options: Options) -> Options:
     """The options with ~ in the names of folders read as a shell reads it. Raises OptionError."""
     for group in ("data", "checkpoint"):
         folder = getattr(options, group).folder
@@ -187,7 +203,7 @@ def _at_home(options):
     return options
 
 
-def from_preset(name):
+def from_preset(name: str | None) -> Options:
     """The options of a preset (none: nano). Raises OptionError for an unknown one."""
     name = "nano" if name is None else name
     if not isinstance(name, str) or name not in PRESETS:
@@ -195,54 +211,30 @@ def from_preset(name):
     return merged(Options(preset=name), PRESETS[name], f"preset {name}")
 
 
-def from_file(path, options=None):
-    """A TOML or YAML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
+def from_file(path: str | Path, options: Options | None = None) -> Options:
+    """A TOML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
     try:
         path = Path(path).expanduser()
         with open(path, "rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        text = content.decode("utf-8-sig")  # editors of Windows put a mark in front
+            raw = file.read(LARGEST_FILE + 1)
+        text = raw.decode("utf-8-sig")  # editors of Windows put a mark in front
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise OptionError(f"{path} cannot be read: {error}") from None
-    if len(content) > LARGEST_FILE:
+    if len(raw) > LARGEST_FILE:
         raise OptionError(f"{path} is larger than {LARGEST_FILE:,} bytes, and no configuration; name another file")
+    if path.suffix != ".toml":
+        raise OptionError(f"{path} does not end in .toml; write the options in TOML")
     try:
-        if path.suffix == ".toml":
-            content = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            content = _read_yaml(text) or {}
-        else:
-            raise OptionError(f"{path} ends neither in .toml nor in .yaml; rename it")
-    except OptionError:
-        raise
-    except Exception as error:  # yaml's and toml's errors have no common parent
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not valid: {error}") from None
-    if not isinstance(content, dict):
-        raise OptionError(f"{path} holds no tables; write groups such as train and model, with their options")
-    if content.get("config") is not None:  # null is what a run without a file writes down
+    if "config" in content:
         raise OptionError(f"{path}: config={content['config']} is not read from a file; name one file as --config")
     named = content.pop("preset", None)
     return merged(from_preset(named) if options is None else options, content, path)
 
 
-def _read_yaml(text):
-    """What safe_load makes of it, but a name that is given twice is an error: YAML takes the last one without a word."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for i, name in enumerate(names):
-                if name in names[:i]:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{name} is given twice; write it once", node.value[i][0].start_mark
-                    )
-            return super().construct_mapping(node, deep)
-
-    return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
-
-
-def merged(options, values, source):
+def merged(options: Any, values: Mapping[str, Any], source: object) -> Any:
     """`options` with the nested dict `values` over it, types checked. Raises OptionError naming the source."""
     known = {f.name: f.type for f in dataclasses.fields(options)}
     hints, changes = typing.get_type_hints(type(options)), {}
@@ -262,7 +254,7 @@ def merged(options, values, source):
     return dataclasses.replace(options, **changes)
 
 
-def _typed(value, kind, source):
+def _typed(value: Any, kind: Any, source: str) -> Any:
     allowed = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is Literal:
         if any(value == one and type(value) is type(one) for one in allowed):
@@ -270,9 +262,6 @@ def _typed(value, kind, source):
         raise OptionError(f"{source}={value!r}; use one of {', '.join(map(str, allowed))}")
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if float in allowed and isinstance(value, str):  # YAML 1.1 takes 3e-4, without a dot, for text
-        with contextlib.suppress(ValueError):
-            return float(value)
     if Path in allowed and isinstance(value, str):
         return Path(value)
     for one in allowed:
@@ -282,7 +271,7 @@ def _typed(value, kind, source):
     raise OptionError(f"{source}={value!r} is no {names}")
 
 
-def named_value(argv, flag):
+def named_value(argv: Sequence[str], flag: str) -> str | None:
     """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
     value = None
     for i, word in enumerate(argv):
@@ -293,55 +282,31 @@ def named_value(argv, flag):
     return value
 
 
-def validate(options):
+def validate(options: Options) -> None:
     """Refuse values that make no sense on any number of ranks. Raises OptionError."""
     train, optimizer, log = options.train, options.optimizer, options.log
-    at_least = {
-        "train.steps": (train.steps, 1),
-        "train.global_batch": (train.global_batch, 1),
-        "train.micro_batch": (train.micro_batch, 1),
-        "train.seed": (train.seed, 0),
-        "log.every": (log.every, 1),
-        "log.eval_every": (log.eval_every, 0),
-        "log.eval_batches": (log.eval_batches, 1),
-        "log.sample": (log.sample, 0),
-        "checkpoint.every": (options.checkpoint.every, 0),
-        "checkpoint.keep": (options.checkpoint.keep, 1),
-        "optimizer.warmup": (optimizer.warmup, 0),
-        "optimizer.weight_decay": (optimizer.weight_decay, 0),
-        "optimizer.clip": (optimizer.clip, 0),
-        "optimizer.lr": (optimizer.lr, 0),
-        "optimizer.min_lr": (optimizer.min_lr, 0),
-        "model.vocab_size": (options.model.vocab_size, 1),
-        "parallel.stages_per_rank": (options.parallel.stages_per_rank, 1),
-        "ranks": (options.ranks, 1),
-    }
-    for name, (value, least) in at_least.items():
-        if value is not None and not value >= least:
-            raise OptionError(f"{name}={value} is too small; use at least {least}")
-    folders = [(f"{group}.folder", getattr(options, group).folder) for group in ("data", "checkpoint")]
-    for name, text in (*folders, ("log.wandb", log.wandb)):
+    for least, names in AT_LEAST.items():
+        for name in names.split():
+            value = attrgetter(name)(options)
+            if value is not None and not value >= least:
+                raise OptionError(f"{name}={value} is too small; use at least {least}")
+    for name in ("data.folder", "checkpoint.folder", "log.wandb"):
+        text = attrgetter(name)(options)
         if text is not None and not text.strip():
             raise OptionError(f"{name} {UNSET}; name one, or leave it out")
-    for group in ("model", "train", "optimizer", "parallel", "checkpoint", "log"):
-        for name, value in dataclasses.asdict(getattr(options, group)).items():
-            most = MOST_LAYERS if name == "n_layer" else LARGEST_SEED if name == "seed" else LARGEST
-            if type(value) is int and value > most:
-                raise OptionError(f"{group}.{name}={value} is too large; use at most {most}")
-    if options.ranks is not None and options.ranks > LARGEST:
-        raise OptionError(f"ranks={options.ranks} is too large; use at most {LARGEST}")
-    for group in ("train", "optimizer"):
-        for name, value in dataclasses.asdict(getattr(options, group)).items():
+    for group, values in (*dataclasses.asdict(options).items(), ("", {"ranks": options.ranks})):
+        for name, value in values.items() if isinstance(values, dict) else ():
+            name = f"{group}.{name}".lstrip(".")
+            if type(value) is int and value > (most := AT_MOST.get(name, LARGEST)):
+                raise OptionError(f"{name}={value} is too large; use at most {most}")
             if isinstance(value, float) and not math.isfinite(value):
-                raise OptionError(f"{group}.{name}={value} is no finite number; use one")
+                raise OptionError(f"{name}={value} is not finite; use a finite number")
     for name, value in (("train.timeout_s", train.timeout_s), ("train.stall_s", train.stall_s)):
         if not 0 < value <= LONGEST_S:
-            raise OptionError(
-                f"{name}={value:g} is no waiting time; use more than 0 seconds, and at most {LONGEST_S:g}"
-            )
+            raise OptionError(f"invalid {name}={value:g}; use more than 0 seconds, and at most {LONGEST_S:g}")
     for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if not 0 <= value < 1:
-            raise OptionError(f"optimizer.{name}={value} is no decay rate; use 0 or more and less than 1")
+            raise OptionError(f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1")
     if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
         raise OptionError(
             f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}: each step"
@@ -371,7 +336,7 @@ def validate(options):
         raise OptionError(f"model.{error}") from None
 
 
-def model_config(options, vocab_size, separator=None):
+def model_config(options: Options, vocab_size: int, separator: int | None = None) -> "GPTConfig":
     """The GPTConfig of a run on a corpus with `vocab_size` different tokens. Raises OptionError if it does not fit.
 
     `separator`: the token that begins each of its documents, if it has several.
@@ -387,7 +352,7 @@ def model_config(options, vocab_size, separator=None):
     return GPTConfig(**sizes, separator=separator if options.data.mask_documents else None)
 
 
-def to_dict(options):
+def to_dict(options: Any) -> dict[str, Any]:
     """Plain values, as JSON holds them: what `merged` reads back."""
     content = dataclasses.asdict(options)
     content["config"] = str(options.config) if options.config else None

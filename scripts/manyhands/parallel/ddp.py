@@ -1,39 +1,114 @@
-"""Copies of a model on all ranks, whose gradients are averaged: plain data parallelism by torch's DDP.
+"""Replicas of a model on all ranks, whose gradients are averaged once per step: plain data parallelism.
 
-    replicas = Replicas(model)                      # all ranks, with equal weights
+    replicas = Replicas(model)                      # torch's DDP; all ranks, with equal weights
     for i, (ids, targets) in enumerate(shares):
         last = i == len(shares) - 1
         loss = replicas(ids, targets, last=last)[1] / len(shares)
         replicas.backward(loss, last)               # the last one also averages over the ranks
 
-`flat_ddp` has the same interface for ranks on CPUs, `fsdp` for shards, and `NoParallel` for a model that has no copies.
+    replicas = FlatReplicas(model)                  # for ranks on CPUs: one vector, one all-reduce
+    optimizer = AdamW([part for part, _ in replicas.parts], fused=True)
+
+`fsdp.Sharded` has the same interface for shards, and `NoParallel` for a model that one rank has for itself.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.parallel.optimizer import ensure_state
 
 
 class NoParallel:
-    """The only copy of a model: nothing is averaged."""
+    """The only replica of a model: nothing is averaged."""
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
 
-    def __call__(self, *args, last=True):
+    def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         return self.model(*args)
 
-    def backward(self, loss, last=True):
+    def backward(self, loss: torch.Tensor, last: bool = True) -> None:
+        """Add the gradients of `loss` to `.grad`; after the `last` micro-batch they are those of all ranks."""
         loss.backward()
 
 
 class Replicas(NoParallel):
     """torch's DistributedDataParallel (Li et al. 2020): buckets of gradients are sent while the backward goes on."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         # the gradients are views of the buckets that are sent: nothing is held or copied twice
         super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True))
 
-    def __call__(self, *args, last=True):
+    def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         # what DDP.no_sync() sets, but before the forward too: around the backward alone it would do nothing
         # (build-nanogpt#30), because DDP decides in the forward
         self.model.require_backward_grad_sync = last
         return self.model(*args)
+
+
+class FlatReplicas(NoParallel):
+    """Replicas for ranks on CPUs: all parameters in one vector, all gradients in another, one all-reduce per step.
+
+    Where the ranks compute on the very cores that would send, a message under way slows the backward down by as much as
+    it hides, so buckets and overlap gain nothing; few large kernels do. The model's parameters and their `.grad` are
+    views of the vectors: whoever reads them sees what one always sees. A `.grad` that `zero_grad` dropped is attached
+    again. Over all ranks of the default group. Raises ValueError if the parameters have several dtypes or devices.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied one once
+        if len({(p.dtype, p.device) for _, p in named}) != 1:
+            raise ValueError("parameters of one dtype on one device fit into one vector; use DDP for others")
+        named.sort(key=lambda pair: pair[1].ndim < 2)  # matrices first: they decay, the rest does not
+        self.values = torch.cat([p.detach().flatten() for _, p in named])
+        self.gradients = torch.zeros_like(self.values)
+        self.places = {}  # {name: (part, where it begins there, shape)}
+        self.parts: list[tuple[nn.Parameter, bool]] = []  # (vector of parameters, does it decay?)
+        self._attached = []  # (parameter or part, its share of the gradients)
+        at = 0
+        for decays in (True, False):
+            begin = at
+            for name, p in (pair for pair in named if (pair[1].ndim >= 2) == decays):
+                self.places[name] = (len(self.parts), at - begin, p.shape)
+                share = slice(at, at + p.numel())
+                p.data = self.values[share].view_as(p)
+                self._attached.append((p, self.gradients[share].view_as(p)))
+                at = share.stop
+            if at > begin:
+                part = nn.Parameter(self.values[begin:at])
+                self.parts.append((part, decays))
+                self._attached.insert(0, (part, self.gradients[begin:at]))
+        self.world_size = dist.get_world_size()
+
+    def backward(self, loss: torch.Tensor, last: bool = True) -> None:
+        """After the last micro-batch of a step, and only then, ranks add up gradients. All ranks call it."""
+        for parameter, gradient in self._attached:
+            if parameter.grad is None:
+                parameter.grad = gradient.zero_()
+        # the mean over the ranks is the sum of shares that are divided before: one message, and no pass over it
+        (loss / self.world_size).backward()
+        if last and self.world_size > 1:
+            dist.all_reduce(self.gradients)
+
+    def cut(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """The state of an optimizer over `parts` as that of the parameters in them: views, so that loading writes through."""
+        ensure_state(optimizer)
+        states = [optimizer.state.get(part, {}) for part, _ in self.parts]
+        slots = [slot for slot, value in states[0].items() if isinstance(value, torch.Tensor)]
+        return {
+            f"{name}.{slot}": self.view(name, [state[slot] for state in states])
+            for name in self.places
+            for slot in slots
+        }
+
+    def view(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The share of parameter `name` in `tensors`, one per part, such as AdamW's moments; a 0-dim one as it is."""
+        part, at, shape = self.places[name]
+        whole = tensors[part]
+        return whole if whole.ndim == 0 else whole[at : at + shape.numel()].view(shape)

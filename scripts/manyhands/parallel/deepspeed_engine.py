@@ -20,9 +20,8 @@ import warnings
 import torch
 
 from manyhands.config.options import OptionError
-from manyhands.parallel.full_model import full_model
 from manyhands.parallel.optimizer import build_optimizer
-from manyhands.parallel.strategy import Strategy, evaluating
+from manyhands.parallel.strategy import Strategy, evaluating, full_model
 
 BUCKET_NUMEL = 25 * 2**20 // 4  # numbers collected before they are sent; DeepSpeed's own 5e8 are 2 GB in fp32
 LIVE_NUMEL = 10**9  # stage 3: so many gathered numbers stay until the step is over (DeepSpeed's own choice)

@@ -15,13 +15,16 @@ What `parallel.sharding` keeps apart, and for how long (FSDP's and ZeRO's names)
 
     full      parameters, gradients, optimizer state; gathered for the forward and again for the backward (ZeRO-3)
     grad_op   the same, but what the forward gathered stays until the backward is done (SHARD_GRAD_OP, ZeRO-2)
-    hybrid    full within a group of ranks (axis shard), copies between groups (axis replicate)
-    none      nothing: copies on axis replicate, gradients averaged (NO_SHARD)
+    hybrid    full within a group of ranks (axis shard), replicas between groups (axis replicate)
+    none      nothing: replicas on axis replicate, gradients averaged (NO_SHARD)
 """
 
 import warnings
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,12 +34,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
+from manyhands.config.options import Options
 from manyhands.parallel.ddp import NoParallel
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard(model, mesh, options):
+def shard(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Turn `model`, a GPT or a stage of one, into FSDP units, in place. Every rank holds the same full weights before.
 
     `mesh` has the axes replicate and shard. The weights may be on the CPU: each unit is moved to the ranks' device, cut
@@ -44,7 +48,7 @@ def shard(model, mesh, options):
     low; the shards, the gradients' sums and the optimizer stay float32.
     """
     parallel, low = options.parallel, LOW_PRECISION.get(options.train.precision)
-    settings = {
+    settings: dict[str, Any] = {
         "mesh": mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         if low
@@ -69,14 +73,14 @@ def _keeps_gathered(options):
     return parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
 
 
-def units(model, wrapping):
+def units(model: Any, wrapping: str) -> list[list[nn.Module]]:
     """The units of `model` but the root, innermost first: lists of modules. `layout` has refused unknown wrappings."""
     kind, _, count = wrapping.partition(":")
     blocks = list(model.blocks.values() if hasattr(model.blocks, "values") else model.blocks)
     if kind == "size":
-        found = []
-        _collect_by_size(model, int(count), found)
-        found = [[module] for module in found if module is not model]
+        large: list[nn.Module] = []
+        _collect_by_size(model, int(count), large)
+        found = [[module] for module in large if module is not model]
     else:
         step = int(count) if kind == "block_group" else 1
         found = [blocks[i : i + step] for i in range(0, len(blocks), step)]
@@ -88,12 +92,13 @@ def units(model, wrapping):
     return found
 
 
-def parameters_by_unit(model, wrapping):
+def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Parameter]]:
     """The parameters of each unit, in the order of `units`, without those of units further inside; last those of the root.
 
     What is gathered by one message. The root's list is empty where nothing is left to it.
     """
-    found, taken = [], set()
+    found: list[list[nn.Parameter]] = []
+    taken: set[nn.Parameter] = set()
     for unit in [*units(model, wrapping), [model]]:
         own = {p: None for module in unit for p in module.parameters() if p not in taken}
         taken.update(own)
@@ -101,7 +106,7 @@ def parameters_by_unit(model, wrapping):
     return found
 
 
-def is_tied(model):
+def is_tied(model: Any) -> bool:
     """Whether token embedding and head are one weight."""
     return hasattr(model, "tokens") and hasattr(model, "head") and model.head.weight is model.tokens.weight
 
@@ -110,7 +115,7 @@ def _collect_by_size(module, least, found):
     """Append modules of at least `least` parameters to `found`, inner ones first; returns how many are left over."""
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     left += sum(_collect_by_size(child, least, found) for child in module.children())
-    if left < least or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):  # lists are never called
+    if left < least or isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # lists are never called
         return left
     found.append(module)
     return 0
@@ -123,7 +128,7 @@ class Sharded(NoParallel):
     stay so for the next one too.
     """
 
-    def __call__(self, *args, last=True):
+    def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
         if self.model.keeps_gathered:
@@ -131,22 +136,22 @@ class Sharded(NoParallel):
         return self.model(*args)
 
 
-def reshard(model):
-    """Give back what a forward without backward has gathered; then parameters are shards again. Local."""
+def reshard(model: nn.Module) -> None:
+    """Give back what a forward without backward has unsharded; then parameters are shards again. Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def keep_unsharded(model, held):
-    """Whether units stay gathered after the forwards that follow, as under grad_op (False: as `shard` left them). Local."""
+def keep_unsharded(model: nn.Module, kept: bool) -> None:
+    """Whether units stay unsharded after the forwards that follow, as under grad_op (False: as `shard` left them). Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model and not model.keeps_gathered:
-            module.set_reshard_after_forward(not held, recurse=False)
+            module.set_reshard_after_forward(not kept, recurse=False)
 
 
-def full_tensor(tensor):
-    """A DTensor made whole, one mesh axis after the other: all at once, torch warns of several messages."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor on each rank, one mesh axis after the other: all at once, torch warns of several messages."""
     if not isinstance(tensor, DTensor):
         return tensor
     for axis in range(tensor.device_mesh.ndim):

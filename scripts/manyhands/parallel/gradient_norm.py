@@ -8,8 +8,11 @@ by too little (torchtitan#766, pytorch#170862). Sums of squares add up over exac
 sharded on; where it is replicated, every copy knows the whole.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from manyhands.measure.tensor_bytes import local_part
@@ -18,7 +21,7 @@ TINY = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it di
 
 
 @torch.no_grad()
-def global_norm(parameters, pipeline_group=None):
+def global_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The 2-norm of all gradients of the model: a 0-dim float64 tensor, the same on all ranks. All ranks must call it.
 
     `parameters` are this rank's: plain tensors, which all ranks (of a pipeline stage) hold whole, and DTensors, on one
@@ -29,7 +32,7 @@ def global_norm(parameters, pipeline_group=None):
     if not gradients and pipeline_group is None:
         return torch.zeros((), dtype=torch.float64)
     # {the process groups whose ranks hold the other shares: local gradients that are spread in this way}
-    spread = {}
+    spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         groups = _groups(gradient) + ([pipeline_group] if pipeline_group is not None else [])
         spread.setdefault(tuple(groups), []).append(local_part(gradient))
@@ -74,7 +77,9 @@ def _add_up(sums):
 
 
 @torch.no_grad()
-def clip(parameters, norm, max_norm, loss_scale=1.0):
+def clip(
+    parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
+) -> torch.Tensor:
     """Divide the gradients by `loss_scale`, and scale them in place so that their global norm is at most `max_norm` (0: any).
 
     `norm` is that of the gradients as they are, with the loss scale in them; returns the norm without it. A norm that is
@@ -88,7 +93,7 @@ def clip(parameters, norm, max_norm, loss_scale=1.0):
     else:
         return norm
     factor = torch.where(norm.isfinite(), factor, torch.ones_like(factor))
-    by_kind = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in (p.grad for p in parameters if p.grad is not None):
         gradient = local_part(gradient)
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)

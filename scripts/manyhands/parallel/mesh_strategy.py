@@ -1,4 +1,4 @@
-"""Copies, shards, tensor ranks and pipeline stages of the GPT, and products of them, by torch: applied from outside.
+"""Replicas, shards, tensor ranks and pipeline stages of the GPT, and products of them, by torch: applied from outside.
 
 All ranks build the same full weights from the same seed on the CPU, so that every layout starts from one process's numbers;
 each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes what `rank_memory`
@@ -10,20 +10,26 @@ Shapes: B sequences that all ranks hold alike, b of this data rank, T positions,
 
 import contextlib
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from manyhands.config.layout import AXES
+from manyhands.config.layout import AXES, Layout
+from manyhands.config.options import Options
 from manyhands.gpt.activation_checkpointing import checkpoint_activations
+from manyhands.gpt.model import GPTConfig
+from manyhands.launch.ranks import Ranks
 from manyhands.parallel import gradient_norm
-from manyhands.parallel.ddp import NoParallel, Replicas
-from manyhands.parallel.flat_ddp import FlatReplicas
+from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
-from manyhands.parallel.full_model import full_model
-from manyhands.parallel.strategy import Strategy, evaluating
+from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
+
+if TYPE_CHECKING:
+    from manyhands.parallel.pipeline import Stages
 
 HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each token
 
@@ -31,7 +37,14 @@ HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole s
 class MeshStrategy(Strategy):
     """A GPT on the mesh pipeline x replicate x shard x tensor; the interface is `Strategy`'s."""
 
-    def __init__(self, config, layout, options, ranks, start=full_model):
+    stages: "Stages | None"  # of a pipeline
+    replicas: NoParallel | None  # without one: who takes micro-batches through the model
+    flat: FlatReplicas | None
+    pipeline_group: dist.ProcessGroup | None
+
+    def __init__(
+        self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
+    ) -> None:
         super().__init__(config, layout, options, ranks, start)
         shape = tuple(getattr(layout, axis) for axis in AXES)
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
@@ -71,14 +84,14 @@ class MeshStrategy(Strategy):
         else:
             model.to(self.ranks.device)
 
-    def replicate(self, model):
+    def replicate(self, model: nn.Module) -> NoParallel:
         """Who takes a micro-batch through `model`, and brings the data ranks' gradients together."""
         if self.sharded:
             return Sharded(model)
         if self.layout.tensor > 1:
             return NoParallel(model)  # DDP refuses DTensors; there is one data rank
-        copies = self.options.parallel.all_reduce
-        if copies == "flat" or (copies == "auto" and self.ranks.device.type == "cpu"):
+        all_reduce = self.options.parallel.all_reduce
+        if all_reduce == "flat" or (all_reduce == "auto" and self.ranks.device.type == "cpu"):
             self.flat = FlatReplicas(model)  # where ranks compute on the cores that would send
             return self.flat
         return Replicas(model)

@@ -5,14 +5,18 @@ A state tensor is called "<parameter>.<slot>", such as "blocks.0.mlp.up.weight.e
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from manyhands.config.options import Options
+
 WARMUP_SHARE, WARMUP_MOST = 20, 100  # warm-up by itself: a twentieth of the run, at most 100 steps
 
 
-def learning_rate(step, options):
+def learning_rate(step: int, options: Options) -> float:
     """The learning rate of step 0, 1, ...: linear up to its peak, then half a cosine down to `min_lr` at the last step."""
     optimizer, steps = options.optimizer, options.train.steps
     warmup = warmup_steps(options)
@@ -23,29 +27,30 @@ def learning_rate(step, options):
     return least + (optimizer.lr - least) * (1 + math.cos(math.pi * min(1, done))) / 2
 
 
-def warmup_steps(options):
+def warmup_steps(options: Options) -> int:
     if options.optimizer.warmup is not None:
         return options.optimizer.warmup
     return min(WARMUP_MOST, options.train.steps // WARMUP_SHARE)
 
 
-def set_learning_rate(optimizer, lr):
+def set_learning_rate(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def build_optimizer(parallel, options):
+def build_optimizer(parallel: Any, options: Options) -> Any:
     """AdamW (fused) or SGD over this rank's parameters; decay on matrices only. All ranks must call it."""
     if parallel.optimizer is not None:
         return parallel.optimizer
-    wanted, groups = options.optimizer, {}
+    wanted = options.optimizer
+    by_kind: dict[Any, list[torch.Tensor]] = {}
     for parameter, decays in parallel.optimizer_parts():
         # one group per mesh: torch's fused and foreach kernels take no mixture of DTensors and plain tensors
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((decays, mesh), []).append(parameter)
+        by_kind.setdefault((decays, mesh), []).append(parameter)
     groups = [
         {"params": members, "weight_decay": wanted.weight_decay if decays else 0.0}
-        for (decays, _), members in groups.items()
+        for (decays, _), members in by_kind.items()
     ]
     if wanted.name == "sgd":
         return parallel.make_optimizer(torch.optim.SGD, groups, lr=wanted.lr)
@@ -54,7 +59,7 @@ def build_optimizer(parallel, options):
     )
 
 
-def ensure_state(optimizer):
+def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW its state before its first step, so that a checkpoint can be loaded into it."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return
@@ -68,7 +73,9 @@ def ensure_state(optimizer):
                 }
 
 
-def named_state(named_parameters, optimizer):
+def named_state(
+    named_parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """{"<parameter>.<slot>": tensor}: the very tensors that the optimizer works on."""
     ensure_state(optimizer)
     return {
@@ -86,10 +93,10 @@ class LossScale:
     (Micikevicius et al. 2018, section 3.2). The decision hangs on the global gradient norm, so all ranks agree.
     """
 
-    def __init__(self, scale=2.0**16, patience=1000):
+    def __init__(self, scale: float = 2.0**16, patience: int = 1000) -> None:
         self.scale, self.patience, self.good_steps, self.skipped = scale, patience, 0, 0
 
-    def take(self, norm):
+    def take(self, norm: float) -> bool:
         """Whether to take this step, given its global gradient norm."""
         if math.isfinite(norm):
             self.good_steps += 1
@@ -99,8 +106,8 @@ class LossScale:
         self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
         return False
 
-    def state(self):
+    def state(self) -> dict[str, float]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def restore(self, state):
+    def restore(self, state: Mapping[str, Any]) -> None:
         self.scale, self.good_steps = state["scale"], state["good_steps"]

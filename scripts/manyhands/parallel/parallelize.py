@@ -7,19 +7,23 @@ norm = parallel.clip(1.0)                                       # global, whatev
 optimizer.step(); optimizer.zero_grad()
 """
 
-from manyhands.parallel.deepspeed_engine import DeepSpeedParallel
-from manyhands.parallel.full_model import full_model
-from manyhands.parallel.mesh_strategy import MeshStrategy
-from manyhands.parallel.zero1 import Zero1
+from importlib import import_module
 
-# by how the layout says that data ranks are served
-STRATEGIES = {"replicas": MeshStrategy, "fsdp": MeshStrategy, "zero1": Zero1, "deepspeed": DeepSpeedParallel}
+from manyhands.config.layout import Layout
+from manyhands.config.options import Options
+from manyhands.config.strategies import STRATEGIES
+from manyhands.gpt.model import GPTConfig
+from manyhands.launch.ranks import Ranks
+from manyhands.parallel.strategy import ModelMaker, Strategy, full_model
 
 
-def parallelize(config, layout, options, ranks, start=full_model):
-    """The GPT of `config`, spread over `ranks` as `layout` says: a `Strategy`. All ranks must call it.
+def parallelize(
+    config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
+) -> Strategy:
+    """The GPT of `config`, spread over `ranks` as `layout` says. All ranks must call it.
 
     `start(config, options)` makes the whole GPT that every rank cuts its share from: drawn from the seed, or one's own.
     `layout` comes from `resolve_layout`, which has refused what does not go together.
     """
-    return STRATEGIES[layout.dp_mode(options)](config, layout, options, ranks, start)
+    module, kind = STRATEGIES[options.parallel.strategy].implementation.split(".")
+    return getattr(import_module(f"manyhands.parallel.{module}"), kind)(config, layout, options, ranks, start)

@@ -11,24 +11,36 @@ interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in tw
 Shapes: b sequences of this data rank, T positions, D width, V tokens in the vocabulary; B sequences that all ranks hold alike.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from manyhands.config.layout import Layout
+from manyhands.config.options import Options
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch.ranks import Ranks
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
 from manyhands.parallel.tensor_parallel import finish_gradients
 
-BUCKET_BYTES = 25 * 2**20  # gradients are averaged over copies in pieces of about this size
+BUCKET_BYTES = 25 * 2**20  # gradients are averaged over replicas in pieces of about this size
 
 
 class Stages:
     """This rank's stages of a GPT, and the schedule that drives them."""
 
-    def __init__(self, config, full_model, layout, options, mesh, ranks, prepare):
+    def __init__(
+        self, config: GPTConfig, full_model: GPT, layout: Layout, options: Options, mesh: DeviceMesh, ranks: Ranks,
+        prepare: Callable[[nn.Module], None],
+    ) -> None:  # fmt: skip
         """All ranks call it, with the same weights in `full_model`, which is taken apart.
 
         `mesh` has the axes pipeline, replicate, shard, tensor. `prepare(module)` applies tensor parallelism, recomputation
@@ -41,34 +53,36 @@ class Stages:
         autocast = torch.bfloat16 if options.train.precision == "bf16" else None
         self.owners = stage_owners(self.parallel.schedule, layout.pipeline, layout.stages_per_rank)
         self.dtype = full_model.positions.weight.dtype
-        self.own = {}  # this rank's stages by their index
+        self.own: dict[int, Stage] = {}  # this rank's stages by their index
         layers = layers_of_stages(config.n_layer, len(self.owners))
         for index, owner in enumerate(self.owners):
             if owner == self.here:
                 self.own[index] = Stage(full_model, layers[index], autocast)
                 prepare(self.own[index])
         self.has_first, self.has_last = 0 in self.own, len(self.owners) - 1 in self.own
-        self.copies = None  # the group to average gradients over; fully_shard does that by itself
+        self.replicas: dist.ProcessGroup | None = (
+            None  # the group to average gradients over; fully_shard does that by itself
+        )
         if layout.data > 1 and not any(isinstance(module, FSDPModule) for module in self.modules):
-            self.copies = mesh["replicate"].get_group()
+            self.replicas = mesh["replicate"].get_group()
         # kept, because a module that fully_shard has gathered shows others for a while
         self._parameters = {n: p for module in self.modules for n, p in module.named_parameters()}
-        self._schedules = {}
+        self._schedules: dict[tuple[int, int], Any] = {}
 
     @property
-    def modules(self):
+    def modules(self) -> list[nn.Module]:
         return list(self.own.values())
 
-    def named_parameters(self):
+    def named_parameters(self) -> dict[str, nn.Parameter]:
         """{name in the full GPT: this rank's parameter}."""
         return dict(self._parameters)
 
-    def forward_backward(self, ids_bT, targets_bT):
+    def forward_backward(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
         """Gradients of the mean loss over the global batch, and this data rank's loss on the ranks of the last stage, else 0.
 
         Raises ValueError if b does not split into layout.micro_batches.
         """
-        losses = [] if self.has_last else None
+        losses: list[torch.Tensor] | None = [] if self.has_last else None
         self._schedule(*ids_bT.shape).step(
             *([ids_bT] if self.has_first else []),
             target=targets_bT if self.has_last else None,
@@ -77,12 +91,12 @@ class Stages:
             **self._about(ids_bT),
         )
         finish_gradients(self._parameters.values())
-        if self.copies is not None:
-            _average([p.grad for p in self._parameters.values() if p.grad is not None], self.copies)
+        if self.replicas is not None:
+            _average([p.grad for p in self._parameters.values() if p.grad is not None], self.replicas)
         return self._sum(losses).detach()
 
     @torch.no_grad()
-    def evaluate(self, ids_bT, targets_bT):
+    def evaluate(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
         """The loss as `forward_backward` returns it, without gradients. The caller has put the modules in eval mode."""
         self._refuse_shape(*ids_bT.shape)
         count = self.layout.micro_batches
@@ -90,7 +104,7 @@ class Stages:
         return self._sum(self._forward(ids_bT.chunk(count), lambda i, logits: self._share_of_loss(logits, targets[i])))
 
     @torch.no_grad()
-    def logits(self, ids_BT):
+    def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """[B, T, V] on all ranks, T <= block_size: from stage to stage, then broadcast from the last.
 
         The caller has put the modules in eval mode.

@@ -12,19 +12,19 @@ import contextlib
 import torch
 from torch import nn
 
-from manyhands.gpt.model import within_documents
+from manyhands.gpt.model import GPT, within_documents
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
 
 
-def stage_owners(schedule, pipeline, stages_per_rank):
+def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
     """[rank of stage 0, 1, ...] on the pipeline axis: around in a loop, or down and up again for V-shaped schedules."""
     if schedule in V_SHAPED:
         return [*range(pipeline), *reversed(range(pipeline))]
     return list(range(pipeline)) * stages_per_rank
 
 
-def layers_of_stages(n_layer, num_stages):
+def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
     """A range of layers per stage, sizes differing by one at most; the last stage, which has the head, gets no extra one."""
     least, extra = divmod(n_layer, num_stages)
     ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
@@ -37,7 +37,7 @@ class Stage(nn.Module):
     Takes ids [b, T] (the first stage) or the stream [b, T, D], gives the stream or (the last stage) logits [b, T, V].
     """
 
-    def __init__(self, full_model, layers, autocast=None):
+    def __init__(self, full_model: GPT, layers: range, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.config, self.autocast = full_model.config, autocast
         self.dtype = full_model.positions.weight.dtype
@@ -49,7 +49,7 @@ class Stage(nn.Module):
         if self.is_last:
             self.norm, self.head = full_model.norm, full_model.head
 
-    def forward(self, x, ids=None):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """`ids` [b, T] for every stage, where attention stays within documents."""
         allowed = None if ids is None else within_documents(ids, self.config.separator)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():

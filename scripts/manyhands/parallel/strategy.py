@@ -3,37 +3,58 @@
     class MyStrategy(Strategy):
         def forward_backward(self, ids_bT, targets_bT, timer=None): ...
 
-`parallelize` knows them all. Nobody asks which one it has got.
+`config.strategies` registers them all. Nobody asks which one it has got.
 Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
 """
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from manyhands.parallel.full_model import full_model
+from manyhands.config.layout import Layout
+from manyhands.config.options import Options
+from manyhands.config.strategies import STRATEGIES
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch.ranks import Ranks
 from manyhands.parallel.optimizer import named_state
+
+ModelMaker = Callable[[GPTConfig, Options], GPT]
+Tensors = dict[str, torch.Tensor]
+
+
+def full_model(config: GPTConfig, options: Options) -> GPT:
+    """The whole GPT on the CPU, from options.train.seed, the same on every rank: what each cuts its share from.
+
+    float64 for precision fp64, else float32.
+    """
+    torch.manual_seed(options.train.seed)
+    return GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
 
 
 class Strategy:
     """A model spread over ranks. What is said of gradients and losses holds under every strategy."""
 
     loss_scale = 1.0  # fp16: the loss is multiplied by it, and `clip` divides it out of the gradients
-    optimizer = None  # of a strategy that has its own; see `optimizer.build_optimizer`
+    optimizer: Any = None  # of a strategy that has its own; see `optimizer.build_optimizer`
     # called before each micro-batch, except a pipeline's, and each token of a sample: see `stalls`
-    moved = staticmethod(lambda: None)
+    moved: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, config, layout, options, ranks, start=full_model):
+    def __init__(
+        self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
+    ) -> None:
         """`start(config, options)`: the whole GPT on the CPU, the same on every rank, of which each keeps its share."""
         self.config, self.layout, self.options, self.ranks = config, layout, options, ranks
         self.start = start
         self.data_rank, self.data_size = layout.data_rank(ranks.rank), layout.data
-        self.modules = []  # what of the model this rank has: the GPT, or its stages
+        self.modules: list[nn.Module] = []  # what of the model this rank has: the GPT, or its stages
 
     # --- what a training step is made of
 
-    def forward_backward(self, ids_bT, targets_bT, timer=None):
+    def forward_backward(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor, timer: Any = None) -> torch.Tensor:
         """Gradients of the mean loss over the global batch, added to what is in `.grad`; returns this rank's mean loss.
 
         The loss is a 0-dim tensor, and 0 on ranks of a pipeline without its last stage. Raises ValueError if b does not
@@ -42,24 +63,27 @@ class Strategy:
         """
         raise NotImplementedError
 
-    def forward_backward_by(self, loss_of, tensors, timer=None):
+    def forward_backward_by(
+        self, loss_of: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], timer: Any = None
+    ) -> torch.Tensor:
         """`forward_backward` by a loss of one's own: loss_of(model, *share), once for each micro-batch's share of `tensors`.
 
         model(ids_bT) is (logits_bTV, None), and `loss_of` calls it once. The gradients are those of the mean over
         micro-batches and data ranks. Raises ValueError for a strategy whose ranks do not hold whole logits.
         """
         raise ValueError(
-            f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use ddp, zero1 or fsdp"
+            f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use "
+            f"{', '.join(name for name, one in STRATEGIES.items() if one.whole_logits)}"
         )
 
-    def clip(self, max_norm):
+    def clip(self, max_norm: float) -> torch.Tensor:
         """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call it.
 
         A 0-dim tensor, the same on all ranks, without the loss scale. If it is not finite, the gradients stay as they are.
         """
         raise NotImplementedError
 
-    def mean_loss(self, loss):
+    def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over the global batch of what `forward_backward` or `evaluate` returned. All ranks must call it."""
         total = torch.as_tensor(loss, device=self.ranks.device).detach().clone()
         dist.all_reduce(total)
@@ -67,52 +91,54 @@ class Strategy:
 
     # --- without gradients
 
-    def evaluate(self, ids_bT, targets_bT):
+    def evaluate(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
         """The loss as `forward_backward` returns it, without dropout; modes and random states stay as they were."""
         raise NotImplementedError
 
-    def logits(self, ids_BT):
+    def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """[B, T, V] on all ranks, of the same ids on all ranks, T <= block_size. All ranks must call it.
 
         Modes and random states stay as they were.
         """
         raise NotImplementedError
 
-    def gathered(self):
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what was gathered for `logits` may stay for the next call. Local."""
         return contextlib.nullcontext()
 
     # --- what it holds
 
-    def named_parameters(self):
+    def named_parameters(self) -> dict[str, nn.Parameter]:
         """{name in the full GPT: this rank's parameter, a DTensor where it is sharded}; the same objects every time."""
         return {name: p for module in self.modules for name, p in module.named_parameters()}
 
-    def named_full_parameters(self):
+    def named_full_parameters(self) -> Tensors:
         """{name: whole parameter on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
         raise NotImplementedError
 
-    def named_full_gradients(self):
+    def named_full_gradients(self) -> Tensors:
         """{name: whole gradient on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
         raise NotImplementedError
 
     # --- its optimizer
 
-    def optimizer_parts(self):
+    def optimizer_parts(self) -> list[tuple[nn.Parameter, bool]]:
         """[(parameter, does it decay?)] that the optimizer works on."""
         return [(p, p.ndim >= 2) for p in self.named_parameters().values() if p.requires_grad]
 
-    def make_optimizer(self, kind, groups, **settings):
+    def make_optimizer(
+        self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **settings: Any
+    ) -> torch.optim.Optimizer:
         """An optimizer of class `kind` over parameter groups. All ranks must call it."""
         return kind(groups, **settings)
 
-    def optimizer_state(self, optimizer):
+    def optimizer_state(self, optimizer: Any) -> Tensors:
         """{"<parameter>.<slot>": tensor}: the very tensors that this rank's optimizer works on."""
         return named_state(self.named_parameters(), optimizer)
 
     # --- its checkpoints
 
-    def checkpoint_tensors(self, optimizer):
+    def checkpoint_tensors(self, optimizer: Any) -> Tensors:
         """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, under names that no strategy changes. All ranks call it.
 
         A DTensor is saved as its shards. What is loaded into the tensors is the training's own, or `take_checkpoint` takes it.
@@ -121,12 +147,12 @@ class Strategy:
         state = self.optimizer_state(optimizer)
         return model | {f"optimizer.{name}": value for name, value in state.items()}
 
-    def take_checkpoint(self, tensors):
+    def take_checkpoint(self, tensors: Tensors) -> None:
         """After a load into what `checkpoint_tensors` gave. All ranks call it."""
 
 
 @contextlib.contextmanager
-def evaluating(modules):
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """eval() of all parts inside; each part's own mode afterwards."""
     training = {part: part.training for module in modules for part in module.modules()}
     for part in training:

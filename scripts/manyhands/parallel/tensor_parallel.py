@@ -16,12 +16,15 @@ Shapes: B sequences, T positions, D width, V tokens in the vocabulary, t tensor 
 """
 
 import contextlib
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,7 +37,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel import loss_parallel as split_loss
 
 
-def apply_tensor_parallel(model, tensor_mesh, sequence_parallel=False, loss_parallel=False):
+def apply_tensor_parallel(
+    model: Any, tensor_mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> None:
     """Split the layers of `model` (a GPT or a stage of one) over `tensor_mesh`, in place. All its ranks call it.
 
     Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, width and (with
@@ -42,7 +47,7 @@ def apply_tensor_parallel(model, tensor_mesh, sequence_parallel=False, loss_para
     """
     tied = _is_tied(model)
     between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
-    plan = {}
+    plan: dict[str, ParallelStyle] = {}
     if hasattr(model, "tokens"):
         plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         if sequence_parallel:
@@ -73,29 +78,30 @@ def apply_tensor_parallel(model, tensor_mesh, sequence_parallel=False, loss_para
     _draw_own_dropout(model, tensor_mesh.get_local_rank(), sequence_parallel)
 
 
-def sharded_loss(loss_parallel):
+def sharded_loss(loss_parallel: bool) -> contextlib.AbstractContextManager[None]:
     """The context that loss and backward run in: cross-entropy of logits that stay split over the vocabulary."""
     return split_loss() if loss_parallel else contextlib.nullcontext()
 
 
 @torch.no_grad()
-def finish_gradients(parameters):
+def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring each gradient to where its parameter lies; all tensor ranks call it, once per step, after the last backward.
 
-    Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are terms
-    of a sum (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks drift apart
+    Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are partial
+    sums (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks drift apart
     (Megatron-LM#443). The token embedding's gradient is whole on each rank, and is cut without sending anything.
     """
-    terms = {}
+    partial_sums: dict[Any, list[Any]] = {}
+    parameter: Any  # a DTensor in a Parameter's clothes
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
             continue
         if gradient.placements == (Partial("sum"),) and parameter.placements == (Replicate(),):
-            terms.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+            partial_sums.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
         else:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-    for (mesh, _), members in terms.items():
+    for (mesh, _), members in partial_sums.items():
         flat = torch.cat([parameter.grad.to_local().flatten() for parameter in members])
         dist.all_reduce(flat, group=mesh.get_group())
         sums = flat.split([parameter.numel() for parameter in members])

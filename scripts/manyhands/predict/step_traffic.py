@@ -60,11 +60,11 @@ def per_step(config, layout, options):
 
 
 def _ddp(model, layout, options):
-    """Gradients, once per step: on CPUs in one flat vector (see `flat_ddp`), else in DDP's buckets; which, options.all_reduce says.
+    """Gradients, once per step: on CPUs in one flat vector (see `ddp.FlatReplicas`), else in DDP's buckets; which, options.all_reduce says.
 
     `auto` is taken as on CPUs. One rank alone has nothing to add up, but DDP does not look.
     """
-    if options.parallel.all_reduce == "ddp":
+    if options.parallel.all_reduce == "buckets":
         return {"all_reduce": _buckets(model, weight_bytes(options))}
     whole = sum(p.numel() for p in model.parameters()) * weight_bytes(options)
     return {"all_reduce": [whole] if layout.world_size > 1 else []}

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, model_config, read_options
 from manyhands.gpt.model import GPTConfig
-from manyhands.parallel.full_model import full_model
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.parallelize import parallelize
-from manyhands.parallel.strategy import Strategy
+from manyhands.parallel.strategy import Strategy, full_model
 from manyhands.predict import rank_memory, step_traffic
 
 

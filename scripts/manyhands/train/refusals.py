@@ -24,7 +24,7 @@ def refuse_text(options, config, corpus):
 def refuse_size(config, ranks):
     """Raises OptionError on all ranks, which call it, where a node has no room for what its ranks hold as they start.
 
-    Each makes all weights in float32 before it keeps its share (`parallel.full_model`); what training adds is not counted.
+    Each makes all weights in float32 before it keeps its share (`parallel.strategy.full_model`); what training adds is not counted.
     """
     room = torch.tensor(available_memory_bytes() / ranks.local_world_size, dtype=torch.float64)
     dist.all_reduce(room, dist.ReduceOp.MIN)
