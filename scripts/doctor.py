@@ -8,9 +8,14 @@ You see a line for each check (Python, torch, MPI, JupyterLab, ports, memory, li
 OK, warning or ERROR and the remedy. It changes nothing. Exit status: 0 without errors, 1 with.
 """
 
-import sys
 
-from manyhands.doctor import main
+def main():
+    from manyhands.doctor import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("doctor.py", main)

@@ -30,7 +30,13 @@ def refuse_flags(flags):
         raise SystemExit(2) from None
 
 
-if __name__ == "__main__":
-    from manyhands.launch.commands import main
+def main():
+    from manyhands.launch import commands
 
-    sys.exit(main(description=__doc__, refuse_flags=refuse_flags))
+    return commands.main(description=__doc__, refuse_flags=refuse_flags)
+
+
+if __name__ == "__main__":
+    from manyhands.launch.program import run_program
+
+    run_program("launch.py", main)

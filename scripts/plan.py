@@ -29,7 +29,6 @@ with the cure.
 
 import argparse
 import json
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -208,5 +207,6 @@ def _show_published(args):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("plan.py", main)

@@ -12,9 +12,14 @@ error and its rank. `junit.xml` beside it says the same to machines. Exit status
 A run that fails or hangs does not stop the others; one that hangs is ended after --timeout seconds.
 """
 
-import sys
 
-from manyhands.preflight import main
+def main():
+    from manyhands.preflight import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("preflight.py", main)

@@ -149,11 +149,10 @@ def _refuse(sentence):
     """End all ranks with status 2; the first one says why."""
     from manyhands.launch.join import end
 
-    end(f"prepare_data.py: {sentence}", 2, sys.stderr)
+    end(f"prepare_data.py: {sentence}", 2)
 
 
 if __name__ == "__main__":
-    from manyhands.launch.ctrl_c import ends_at_once
+    from manyhands.launch.program import run_program
 
-    ends_at_once("prepare_data.py")
-    sys.exit(main())
+    run_program("prepare_data.py", main)

@@ -203,4 +203,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("serve.py", main)

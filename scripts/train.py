@@ -39,6 +39,7 @@ def act(options):
 
 
 if __name__ == "__main__":
-    from manyhands.train.program import run_program
+    from manyhands.launch.program import run_program
+    from manyhands.train.program import act_on_options
 
-    run_program("train.py", read, act)
+    run_program("train.py", lambda: act_on_options("train.py", read, act))

@@ -503,5 +503,5 @@ def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeyp
     for rank, said in (("5", "train.py: it cannot be\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
-            join.end("train.py: it cannot be", 2, sys.stderr)
+            join.end("train.py: it cannot be", 2)
         assert capsys.readouterr().err == said

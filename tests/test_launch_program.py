@@ -19,10 +19,10 @@ import pytest
 from manyhands.data.corpus import load_corpus
 from manyhands.launch import commands, kept_command
 from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
-from manyhands.launch.commands import StartError, command_for
-from manyhands.launch.exit_status import DIVERGED, STATUS_FILE, read_status, say_status
+from manyhands.launch.commands import command_for
 from manyhands.launch.join import join, leave
-from manyhands.launch.quiet_torchrun import blame
+from manyhands.launch.program import DIVERGED, STATUS_FILE, read_status
+from manyhands.launch.quiet_torchrun import after_signal, blame
 from manyhands.launch.ranks import joined
 from rank_pool import run_on_ranks
 
@@ -179,7 +179,7 @@ def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkey
 
 
 def test_srun_outside_of_a_slurm_job_is_refused_with_the_cure():
-    with pytest.raises(StartError, match="none; use salloc or sbatch"):
+    with pytest.raises(RanksError, match="none; use salloc or sbatch"):
         command_for(PROGRAM, {}, nproc=2, starter="srun")
 
 
@@ -299,45 +299,35 @@ def test_a_failed_run_is_started_again(root, script, tmp_path, succeeds_at, retr
     assert f"launch.py: status 3; retry 1 of {retries}" in said
 
 
-def kept_as(monkeypatch, status, own=None, heard=None):
-    """`launch.py` sees a run that its launcher ends with `status`, whose program said `own`; the list of its starts."""
+def kept_as(monkeypatch, status, heard=None):
+    """`launch.py` sees runs that end with `status` after a signal was `heard`; the list of their starts."""
     starts = []
-
-    def keep(command, environ, idle_s):
-        starts.append(command)
-        monkeypatch.setenv(STATUS_FILE, environ[STATUS_FILE])
-        if own:
-            say_status(*own)
-        return status, heard
-
-    monkeypatch.setattr(commands, "keep", keep)
+    monkeypatch.setattr(commands, "keep", lambda command, *_: (starts.append(command), (status, heard))[1])
     return starts
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "program.py"]
+@pytest.mark.parametrize(
+    ("status", "heard", "starts"),
+    [(0, None, 1), (2, None, 1), (DIVERGED, None, 1), (1, None, 3), (137, None, 3), (143, signal.SIGTERM, 1)],
+)
+def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monkeypatch, capsys, status, heard, starts):
+    seen = kept_as(monkeypatch, status, heard)
+    assert commands._with_retries(["mine"], None, 2) == status
+    assert len(seen) == starts and capsys.readouterr().err.count("retry") == starts - 1
 
 
 @pytest.mark.parametrize(
-    ("own", "heard", "status", "starts", "last"),
+    ("number", "own", "status", "said"),
     [
-        ((2, "train.py: it cannot be; use another"), None, 2, 1, ""),  # it has said so itself
-        ((DIVERGED, "train.py: the loss is nan"), None, DIVERGED, 1, ""),
-        ((1, "launch.py: rank 1 was killed"), None, 1, 3, "launch.py: rank 1 was killed"),  # nobody else says it
-        ((0, ""), signal.SIGTERM, 0, 1, "launch.py: left in good order on SIGTERM"),
-        (None, signal.SIGINT, 130, 1, "launch.py: ended by Ctrl-C"),
-        ((130, "train.py: ended by Ctrl-C"), signal.SIGINT, 130, 1, ""),
-        ((0, ""), None, 1, 3, "launch.py: status 1; retry 2 of 2"),  # it failed after its work was done
-        (None, None, 1, 3, "launch.py: status 1; retry 2 of 2"),  # it was killed
-        (None, signal.SIGTERM, 1, 1, ""),
+        (signal.SIGTERM, 0, 0, "left in good order on SIGTERM"),
+        (signal.SIGINT, None, 130, "ended by Ctrl-C"),
+        (signal.SIGINT, 130, 130, ""),  # the program has said so itself
+        (signal.SIGTERM, None, 143, ""),
+        (signal.SIGUSR1, DIVERGED, DIVERGED, ""),
     ],
-)  # fmt: skip
-def test_under_torchrun_the_status_is_the_programs_own_and_what_nobody_has_said_comes_last(
-    monkeypatch, capsys, own, heard, status, starts, last
-):
-    seen = kept_as(monkeypatch, 1, own, heard)
-    assert commands._with_retries(TORCHRUN, None, 2) == status
-    said = capsys.readouterr().err
-    assert len(seen) == starts and said.rstrip("\n").endswith(last) and (last or not said)
+)
+def test_torchrun_dies_of_a_signal_that_it_passes_on_and_the_status_is_the_programs_own(number, own, status, said):
+    assert after_signal(number, own) == (status, said)
 
 
 def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
@@ -346,21 +336,19 @@ def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_w
 
 
 @pytest.mark.parametrize(
-    ("failures", "sentence"),
+    ("failures", "status", "sentence"),
     [
         # rank 1 was killed; rank 0 lost its connection, and rank 2 was ended by torchrun
-        ([(0, 1, 50), (1, -9, 50), (2, -15, 50)], "rank 1 was killed (signal 9): usually memory"),
-        ([(1, 1, 50), (0, -15, 50)], "rank 1 ended with status 1; the reason stands above"),
-        (
-            [(1, 1, 50), (0, -9, 170)],
-            "rank 1 ended with status 1; the reason stands above",
-        ),  # torchrun killed 0
-        ([(0, 1, 50), (1, -11, 50)], "rank 1 died of signal 11 (SIGSEGV)"),
-        ([(0, -15, 50)], "rank 0 died of signal 15 (SIGTERM)"),
+        ([(0, 1, 50), (1, -9, 50), (2, -15, 50)], 137, "rank 1 was killed (signal 9): usually memory"),
+        ([(1, 7, 50), (0, -15, 50)], 7, "rank 1 ended with status 7; the reason stands above"),
+        ([(1, 1, 50), (0, -9, 170)], 1, "rank 1 ended with status 1"),  # torchrun killed 0
+        ([(0, 1, 50), (1, -11, 50)], 139, "rank 1 died of signal 11 (SIGSEGV)"),
+        ([(0, -15, 50)], 143, "rank 0 died of signal 15 (SIGTERM)"),
     ],
 )
-def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(failures, sentence):
-    assert blame(failures).startswith(f"launch.py: {sentence}")
+def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(failures, status, sentence):
+    found, said = blame(failures)
+    assert found == status and said.startswith(sentence)
 
 
 def test_a_rank_killed_under_mpiexec_or_srun_is_said_to_be_so(monkeypatch, capsys):
@@ -379,7 +367,7 @@ time.sleep(600)
 
 def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, script):
     status, said = ended(launch(root, "--nproc", 2, script(KILLED)))
-    assert status == 1 and len(said.splitlines()) == 2
+    assert status == 137 and len(said.splitlines()) == 2
     assert said.splitlines()[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
 
 
@@ -417,22 +405,21 @@ def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps(under
 
 def statuses_on_the_way(ranks, folder):
     """What stands in the file after a group was left, after another was joined, and after a corpus was refused."""
-    seen, path = [], Path(folder) / "status"
-    os.environ |= {STATUS_FILE: str(path), "MANYHANDS_SHAKESPEARE": f"{folder}/none.txt"}
+    seen = []
+    os.environ |= {STATUS_FILE: f"{folder}/status", "MANYHANDS_SHAKESPEARE": f"{folder}/none.txt"}
     leave()
-    seen.append(read_status(path))
-    seen.append(join(name="test") and read_status(path))
+    seen.append(read_status())
+    seen.append(join(name="test") and read_status())
     try:
         load_corpus(joined())
     except SystemExit:
-        seen.append(read_status(path))
-    return seen
+        seen.append(read_status())
+    return seen, Path(folder, "status").read_text()
 
 
 def test_a_program_that_leaves_has_status_0_until_it_joins_again_and_a_refused_corpus_has_2(tmp_path):
-    left, joined_again, (status, why) = run_on_ranks(1, statuses_on_the_way, str(tmp_path))[0]
-    assert (left, joined_again, status) == ((0, ""), None, 2)
-    assert "none.txt cannot be read" in why
+    seen, said = run_on_ranks(1, statuses_on_the_way, str(tmp_path))[0]
+    assert seen == [0, None, 2] and "none.txt cannot be read" in said
 
 
 def test_help_shows_what_the_top_of_the_program_says(root):

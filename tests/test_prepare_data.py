@@ -505,35 +505,6 @@ def test_a_flag_that_makes_no_sense_is_a_sentence(program, flags, sentence):
     assert said is None if sentence is None else re.match(sentence, said)
 
 
-INTERRUPTED = """
-import os, signal, sys
-from manyhands.launch.ctrl_c import ends_at_once
-if "ignored" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-ends_at_once("prepare_data.py")
-os.kill(os.getpid(), signal.SIGINT)
-print("goes on")
-"""
-
-
-@pytest.mark.parametrize(
-    ("case", "rank", "status", "out", "err"),
-    [
-        ("heard", "0", 130, "", "prepare_data.py: ended by Ctrl-C\n"),
-        ("heard", "1", 130, "", ""),
-        ("ignored", "0", 0, "goes on\n", ""),
-    ],
-)
-def test_ctrl_c_is_one_sentence_of_the_first_rank_and_status_130(case, rank, status, out, err):
-    launched = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, case], env=launched | {"PATH": os.environ["PATH"]},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
-
-
 @pytest.mark.ranks
 def test_mpiexec_prepares_what_one_process_would(files, prepared, tmp_path):
     command = [

@@ -413,7 +413,7 @@ def train_program(ending, folder):
         if ending == "interrupt":
             raise KeyboardInterrupt
         if ending == "refusal":
-            join.end("train.py: why", 2, sys.stderr)
+            join.end("train.py: why", 2)
         print("its last line", file=sys.stderr, end="")
         return 0
 

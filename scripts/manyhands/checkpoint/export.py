@@ -231,4 +231,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from manyhands.launch.program import run_program
+
+    run_program("export", lambda: main(sys.argv[1:]))

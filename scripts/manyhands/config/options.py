@@ -359,8 +359,15 @@ def to_dict(options: Any) -> dict[str, Any]:
     return content
 
 
-if __name__ == "__main__":  # what a command line means: python -m manyhands.config.options --preset gpt2
+def main() -> None:
+    """What a command line means: python -m manyhands.config.options --preset gpt2."""
     try:
         print(to_dict(read_options(sys.argv[1:], prog="manyhands.config.options")))
     except OptionError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    from manyhands.launch.program import run_program
+
+    run_program("options", main)

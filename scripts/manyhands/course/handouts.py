@@ -177,4 +177,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("handouts", main)

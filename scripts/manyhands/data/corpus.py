@@ -25,8 +25,8 @@ import torch.distributed as dist
 from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
 from manyhands.data.text_tokenizer import encode_characters
-from manyhands.launch.exit_status import say_status
 from manyhands.launch.join import leave
+from manyhands.launch.program import say_status
 from manyhands.launch.screen import say
 
 _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group

@@ -198,4 +198,6 @@ def _print_check(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("stamp", main)

@@ -29,8 +29,8 @@ from manyhands.launch.allocation import (
     words_of,
 )  # fmt: skip
 from manyhands.launch.cores import cores_here
-from manyhands.launch.exit_status import DIVERGED, INTERRUPTED, MEMORY, REFUSED, STATUS_FILE, read_status
 from manyhands.launch.kept_command import keep
+from manyhands.launch.program import DIVERGED, MEMORY, REFUSED, STATUS_FILE
 from manyhands.launch.screen import write
 
 TRAIN = SCRIPTS / "train.py"
@@ -50,12 +50,8 @@ PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
 
 
-class StartError(ValueError):
-    """A wish that cannot be met here; the message holds the cure."""
-
-
 def command_for(program, environ, nproc=None, starter=None):
-    """The list that starts `program` (a script and its flags) on every node of where this is. Raises StartError.
+    """The list that starts `program` (a script and its flags) on every node of where this is. Raises RanksError.
 
     `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
     per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
@@ -80,7 +76,7 @@ def command_for(program, environ, nproc=None, starter=None):
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
         if not where.kind.startswith("slurm"):
-            raise StartError(
+            raise RanksError(
                 "srun starts ranks inside a Slurm job, and this is none; use salloc or sbatch, or another --starter"
             )
         return [*_srun(where, nproc, environ), sys.executable, *program]
@@ -156,7 +152,7 @@ def _port(where):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
             probe.bind(("", port))
             return port
-    raise StartError(f"ports {first} to {first + 99} of {where.hosts[0]} are all taken: submit the job again")
+    raise RanksError(f"ports {first} to {first + 99} of {where.hosts[0]} are all taken: submit the job again")
 
 
 def _srun(where, ranks_per_node, environ):
@@ -167,7 +163,7 @@ def _srun(where, ranks_per_node, environ):
 def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
     mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
     if not mpiexec:
-        raise StartError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
+        raise RanksError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
     flags = words_of(environ, "MPIEXEC_FLAGS")
     per_node = ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
     if any(flag.partition("=")[0] in PER_NODE for flag in flags):  # the site says it in its own way
@@ -219,7 +215,7 @@ def main(argv=None, description=None, refuse_flags=None):
         parser.error(f"there is no program {args.program}; flags of the program come after `--`")
     try:
         command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
-    except (StartError, RanksError) as error:
+    except RanksError as error:
         parser.error(str(error))
     if refuse_flags and _reads_options(args.program):
         refuse_flags(argv[at + 1 :])
@@ -238,32 +234,20 @@ def environment(several):
 def _with_retries(command, idle_s, retries):
     environ = environment(several="--nproc-per-node=1" not in command)
     for attempt in range(retries + 1):
-        status, heard, why = _once(command, environ, idle_s)
+        status, heard = _once(command, environ, idle_s)
         if status in NOT_AGAIN or heard or attempt == retries:
             break
-        print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr, flush=True)
-    if why:
-        print(why, file=sys.stderr, flush=True)
+        print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr)
     return status
 
 
 def _once(command, environ, idle_s):
-    """(status, signal that was passed on, last line: what nobody has said yet). torchrun makes each failure a 1."""
+    """(status, signal that was passed on)."""
     with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-        path = Path(folder) / "status"
-        status, heard = keep(_quiet(command), {**environ, STATUS_FILE: str(path)}, idle_s)
-        own_status, why = read_status(path) or (None, "")
-    if TORCHRUN not in command:
-        killed = status in (signal.SIGKILL, 128 + signal.SIGKILL)  # mpiexec's way and srun's
-        return status, heard, f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}" * killed
-    if status != 1:
-        return status, heard, ""
-    if own_status == 0 and heard:  # the program left in order, and torchrun died of the signal that it had passed on
-        return 0, heard, f"launch.py: left in good order on {signal.Signals(heard).name}"
-    if own_status is None and heard == signal.SIGINT:
-        own_status, why = INTERRUPTED, "launch.py: ended by Ctrl-C"
-    said = "" if why.startswith("launch.py: ") else why  # a program prints its own reason itself
-    return own_status or status, heard, "" if said else why
+        status, heard = keep(_quiet(command), {**environ, STATUS_FILE: str(Path(folder) / "status")}, idle_s)
+    if TORCHRUN not in command and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # mpiexec's way and srun's
+        print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
+    return status, heard
 
 
 def _quiet(command):

@@ -21,6 +21,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,11 @@ import torch.distributed as dist
 from manyhands.course import lesson_parameters
 from manyhands.course.stale_script import stale_script
 from manyhands.launch import devices
-from manyhands.launch.exit_status import say_nothing_yet, say_status
 from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
+from manyhands.launch.program import say_nothing_yet, say_status
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
-from manyhands.launch.screen import write
+from manyhands.launch.screen import mend_streams, write
 
 PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
@@ -68,7 +69,7 @@ def join(
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
             raise
-        end(f"{Path(script).name}: {error}", 2, sys.stderr, everybody=isinstance(error, Unreachable))
+        end(f"{Path(script).name}: {error}", 2, everybody=isinstance(error, Unreachable))
     remember(ranks)
     if ranks.rank == 0:
         say_nothing_yet()  # of a group that was left before
@@ -113,7 +114,7 @@ def refuse(sentence: str) -> None:
     if dist.is_initialized():
         dist.barrier()  # nobody leaves while another is still connecting to it
     leave()
-    end(f"{ranks.lesson}.py: {sentence}", 2, sys.stderr)
+    end(f"{ranks.lesson}.py: {sentence}", 2)
 
 
 def mpi_world():
@@ -126,13 +127,13 @@ def _take_flags(lesson, script):
     """The script's stem, after its flags went into `lesson`."""
     known = lesson_parameters.read(script)
     if {"-h", "--help"} & set(sys.argv[1:]):
-        end(lesson_parameters.help_text(known, script), 0, sys.stdout)
+        end(lesson_parameters.help_text(known, script), 0, "stdout")
     lesson.update(lesson_parameters.parse(known, sys.argv[1:]))
     return Path(script).stem
 
 
-def end(text, status, stream, everybody=False):
-    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
+def end(text: str, status: int, stream: str = "stderr", everybody: bool = False) -> NoReturn:
+    """End this program, before `join` or after it. Rank 0 says why on `stream`, or everybody where the others do not know.
 
     All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
     """
@@ -146,7 +147,8 @@ def end(text, status, stream, everybody=False):
     if rank == 0 or everybody:
         say_status(status, text)
         if text:
-            print(text, file=stream, flush=True)
+            mend_streams()  # `--help | head`
+            print(text, file=getattr(sys, stream), flush=True)
     elif status and not launcher_named(launcher).waits_for_all:
         time.sleep(PATIENCE_S)
     raise SystemExit(status)

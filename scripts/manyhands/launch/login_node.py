@@ -57,9 +57,15 @@ def _ask(command):
     return answer.stdout if answer.returncode == 0 else None
 
 
-if (
-    __name__ == "__main__"
-):  # `python -m manyhands.launch.login_node "make test"` ends with status 2 and says why on a login node
-    if refusal := refuse_on_login_node(sys.argv[1]):
+def main() -> int:
+    """`python -m manyhands.launch.login_node "make test"` ends with status 2 and says why on a login node."""
+    refusal = refuse_on_login_node(sys.argv[1])
+    if refusal:
         print(refusal, file=sys.stderr)
-        sys.exit(2)
+    return 2 if refusal else 0
+
+
+if __name__ == "__main__":
+    from manyhands.launch.program import run_program
+
+    run_program("login_node", main)

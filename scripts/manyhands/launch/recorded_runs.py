@@ -189,4 +189,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("recorded_runs", main)

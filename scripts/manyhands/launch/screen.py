@@ -5,10 +5,11 @@ In a notebook the `%%ranks` magic labels what each rank says. In a script each l
 
 from __future__ import annotations
 
-import contextlib
+import io
 import math
 import os
 import sys
+from contextlib import suppress
 
 from manyhands.launch.ranks import joined
 
@@ -80,28 +81,46 @@ def _label():
     return "" if size == 1 else f"[rank {rank:>{len(str(size - 1))}}] "
 
 
-def write(text):
+class _Lossy(io.FileIO):
+    """A screen or a log that no write fails of: what it cannot take is lost. There may be room again later."""
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError:  # nobody reads, the terminal is closed, the disk is full
+            return len(data)
+
+
+def mend_streams() -> None:
+    """From now on nothing that is wrong with this process's screen or log makes it fail, or complain as it ends."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed (`>&-`): the next file that is opened would get its number, and what is printed
+            os.open(os.devnull, os.O_RDWR)
+    for name, number, errors in (("stdout", 1, "replace"), ("stderr", 2, "backslashreplace")):
+        before = getattr(sys, name)
+        raw = before.buffer if hasattr(before, "buffer") else None
+        raw = getattr(raw, "raw", raw)  # PYTHONUNBUFFERED leaves the buffer out
+        if before is not None and (not isinstance(raw, io.FileIO) or isinstance(raw, _Lossy) or raw.fileno() != number):
+            continue  # a notebook's, or a test's
+        with suppress(OSError, AttributeError):
+            before.flush()
+        lossy = _Lossy(number, "w", closefd=False)
+        at_once = before is not None and before.write_through
+        stream = io.TextIOWrapper(
+            lossy if at_once else io.BufferedWriter(lossy), before.encoding if before else "utf-8", errors,
+            line_buffering=before is None or before.line_buffering, write_through=at_once,
+        )  # fmt: skip
+        setattr(sys, name, stream)
+
+
+def write(text: str) -> None:
     """Write to stdout, now. Nothing that is wrong with the screen or the log ends a run: what cannot be shown is lost."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except UnicodeEncodeError:  # an ASCII or Latin-1 stream
-        encoding = sys.stdout.encoding or "ascii"
-        write(text.encode(encoding, "replace").decode(encoding))
-    except BrokenPipeError:
-        # Point the descriptor elsewhere, or the interpreter complains once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError:  # the disk is full
-        _lose(sys.stdout)
-
-
-def _lose(stream):
-    """Throw away what `stream` holds and cannot write, or each later write would fail of it, and the interpreter's end."""
-    with contextlib.suppress(OSError, ValueError):
-        number = stream.fileno()
-        kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        stream.flush()
-        os.dup2(kept, number)  # there may be room again later
-        os.close(kept)
-        os.close(nowhere)
+    except (OSError, UnicodeEncodeError, AttributeError):  # of a stream that is closed there is none
+        mend_streams()
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -124,4 +124,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from manyhands.launch.program import run_program
+
+    run_program("simulated_rank", lambda: main(sys.argv[1:]))

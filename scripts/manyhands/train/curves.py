@@ -107,4 +107,6 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from manyhands.launch.program import run_program
+
+    run_program("curves", lambda: main(sys.argv[1:]))

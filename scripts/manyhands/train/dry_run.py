@@ -43,7 +43,7 @@ def dry_run(options):
             per_node = None if options.ranks else place.local_world_size
             write(f"{describe(options, world_size, per_node)}\n")
     except (LaunchError, OptionError, DataError, RanksError) as error:
-        end(f"train.py: {error}", 2, sys.stderr)
+        end(f"train.py: {error}", 2)
     return 0
 
 

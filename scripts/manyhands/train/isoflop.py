@@ -36,7 +36,6 @@ from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.sampling import generate
 from manyhands.launch.conditions import conditions
-from manyhands.launch.ctrl_c import ends_at_once
 from manyhands.launch.join import join, leave
 from manyhands.launch.screen import say
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -246,5 +245,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    ends_at_once("isoflop")  # the points that are done lie in the file
-    raise SystemExit(main())
+    from manyhands.launch.program import run_program
+
+    run_program("isoflop", main)  # at Ctrl-C the points that are done lie in the file

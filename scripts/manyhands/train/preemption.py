@@ -19,7 +19,6 @@ moment: so the ranks agree. That takes an all-reduce of two numbers about twice 
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -126,21 +125,3 @@ def clear_requeue(folder, ranks):
     """A run that starts is asked for nothing yet. Rank 0 removes the file of the run before."""
     if ranks.rank == 0:
         (Path(folder) / REQUEUE).unlink(missing_ok=True)
-
-
-def exit_process(status, ranks):
-    """End this process with `status`, after `leave()`. `ranks`: what `join` returned, None before it.
-
-    One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds the
-    last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13). So
-    whatever must be written is written before.
-    """
-    if ranks is None or ranks.world_size == 1:
-        sys.exit(status)
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
-    os._exit(status or 0)

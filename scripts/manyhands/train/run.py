@@ -6,7 +6,6 @@ from (seed, k) alone, so the position in the data is the step.
 """
 
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.sampling import generate
-from manyhands.launch.exit_status import DIVERGED, INTERRUPTED, say_status
 from manyhands.launch.join import end, join, leave, refuse
+from manyhands.launch.program import DIVERGED, INTERRUPTED, say_status
 from manyhands.launch.run_folder import point_latest_to
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
@@ -268,7 +267,7 @@ def carry_out(run, prog, look=lambda run: None):
         refuse(str(error))
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
-        end(f"{prog}: {error}", DIVERGED, sys.stderr)
+        end(f"{prog}: {error}", DIVERGED)
     leave()
     if status and run.ranks.rank == 0:
         say_status(status)
