@@ -10,9 +10,14 @@ Nothing is asserted: a number belongs to the machine that it was taken on. An op
 --rounds) runs that part alone. Exit status: 0, or 1 where something could not be measured.
 """
 
-import sys
 
-from manyhands.tools.bench import main
+def main():
+    from manyhands.tools import bench
+
+    return bench.main(description=__doc__)
+
 
 if __name__ == "__main__":
-    sys.exit(main(description=__doc__))
+    from manyhands.launch.program import run_program
+
+    run_program("bench.py", main)

@@ -10,10 +10,11 @@ import pytest
 pytestmark = pytest.mark.ranks
 
 PROGRAMS = [
-    f"{name}.py" for name in ("train", "sample", "serve", "plan", "launch", "doctor", "preflight", "prepare_data")
+    f"{name}.py"
+    for name in ("train", "sample", "serve", "plan", "launch", "doctor", "preflight", "bench", "prepare_data")
 ]
 MODULES = [
-    "bench", "checkpoint.export", "config.options", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
+    "checkpoint.export", "config.options", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
     "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves", "train.isoflop",
 ]  # fmt: skip
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
