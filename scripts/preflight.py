@@ -14,9 +14,9 @@ A run that fails or hangs does not stop the others; one that hangs is ended afte
 
 
 def main():
-    from manyhands.preflight import main
+    from manyhands.tools import preflight
 
-    return main()
+    return preflight.main(description=__doc__)
 
 
 if __name__ == "__main__":

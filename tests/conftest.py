@@ -62,7 +62,7 @@ def attendees(tmp_path_factory):
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory, attendees):
     """short_run(lesson, way, n_ranks) -> the metrics of a short run, made once; on 2 ranks of the attendees' copy."""
-    from manyhands.preflight.runs import Run
+    from manyhands.tools.lesson_run import Run
 
     made = {}
 

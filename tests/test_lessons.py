@@ -18,7 +18,7 @@ from manyhands.course.folders import ROOT
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
 from manyhands.launch.metrics import compare
-from manyhands.preflight.runs import find_metrics
+from manyhands.tools.lesson_run import find_metrics
 from papermill.inspection import inspect_notebook
 
 LESSONS = find_lessons(ROOT)

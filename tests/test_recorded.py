@@ -10,9 +10,8 @@ from manyhands.course.lessons import find_lessons
 from manyhands.launch import conditions, recorded_runs
 from manyhands.launch.metrics import Metrics
 from manyhands.launch.processes import Ended
-from manyhands.preflight.plan import LessonResult
-from manyhands.preflight.recording import export_recorded
-from manyhands.preflight.runs import Outcome, Run
+from manyhands.tools.lesson_run import Outcome, Run
+from manyhands.tools.preflight import LessonResult, export_recorded
 from rank_pool import ranks_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 from manyhands.launch.metrics import compare
-from manyhands.preflight.runs import Run, find_metrics
+from manyhands.tools.lesson_run import Run, find_metrics
 
 pytestmark = [pytest.mark.ranks, pytest.mark.lesson]
 

@@ -20,10 +20,9 @@ from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
 from manyhands.launch.commands import TRAIN
 from manyhands.launch.processes import sigterm_interrupts, supervise
-from manyhands.preflight.facts import gather_facts
-from manyhands.preflight.progress import outcome_words
-from manyhands.preflight.runs import Run
 from manyhands.tools import bench_trainer
+from manyhands.tools.lesson_run import Run
+from manyhands.tools.preflight_report import gather_metadata
 
 FIRST_OUTPUT_AIM_S = 15
 START_UP_AIM_S = 10
@@ -61,7 +60,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     output = (options.output or root / "outputs" / "bench").resolve()
-    metadata = {**gather_facts(root), "load before": f"{os.getloadavg()[0]:.2f}"}
+    metadata = {**gather_metadata(root), "load before": f"{os.getloadavg()[0]:.2f}"}
     numbers, rows = [], []
     with sigterm_interrupts():
         if options.lessons:
@@ -132,7 +131,7 @@ def lesson_numbers(lessons, folder, timeout_s) -> list[Number]:
     for lesson in lessons:
         print(f"{lesson.name}, headless ...", flush=True)
         outcome = Run(lesson, "notebook", None, folder / lesson.name).carry_out(timeout_s)
-        print(f"{lesson.name}: {outcome_words(outcome)}", flush=True)
+        print(f"{lesson.name}: {outcome.words}", flush=True)
         seconds, gib = (outcome.ended.seconds, outcome.ended.peak_bytes / 2**30) if outcome.ok else (None, None)
         why = "" if outcome.ok else str(outcome.error)
         found.append(Number(f"{lesson.name} headless", seconds, "s", lesson.aim_s, note=why))

@@ -67,7 +67,7 @@ def all_rows() -> list[Row]:
 def measure(folder, rounds, steps, rows=None, model=MODEL) -> list[Row]:
     """The rows (None: all of them) with their samples; `folder` takes the logs of their processes."""
     from manyhands.data.corpus import load_corpus
-    from manyhands.preflight.plan import free_cores
+    from manyhands.launch.cores import cores_here
 
     rows, crews = rows or all_rows(), {}
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +76,7 @@ def measure(folder, rounds, steps, rows=None, model=MODEL) -> list[Row]:
     (folder / "corpus.txt").write_bytes(corpus.text.encode())
     try:
         for i, row in enumerate(rows):
-            crews[row.name] = Crew(row, model, folder / "corpus.txt", folder / f"row{i}", free_cores())
+            crews[row.name] = Crew(row, model, folder / "corpus.txt", folder / f"row{i}", cores_here())
         print(f"{len(rows)} rows: their processes start ...", flush=True)
         for row in rows:
             burst(crews, row, WARM_UP_STEPS, START_S)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# our log: "[1] "; torch's excepthook: "[rank1]: "; say: "[rank 1] "; Open MPI --tag-output: "[1,0]<stderr>:" (job, rank)
+# our log: "[1] "; torch's excepthook: "[rank1]: "; say: "[rank 1] "; Open MPI, of (job, rank): "[1,0]<stderr>:"
 LABEL = re.compile(r"^\[(?:rank *|\d+,)?(\d+)\](?:<std(?:out|err)>)?:? ?")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 TRACEBACK = "Traceback (most recent call last):"

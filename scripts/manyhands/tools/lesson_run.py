@@ -12,7 +12,7 @@ from manyhands.course.pairs import LANGUAGE
 from manyhands.launch.allocation import loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
-from manyhands.preflight.errors import (
+from manyhands.tools.first_error import (
     FirstError,
     first_error_in_log,
     first_error_in_notebook,
@@ -49,11 +49,6 @@ class Run:
         return self.folder / f"{self.lesson.name}.ipynb"
 
     @property
-    def page(self):
-        """The executed notebook as a web page."""
-        return self.executed.with_suffix(".html")
-
-    @property
     def source(self):
         return self.lesson.notebook if self.way == "notebook" else self.lesson.script
 
@@ -82,9 +77,8 @@ class Run:
         return [*mpi_launcher(self.n_ranks, self.folder / "ranks"), sys.executable, *script]
 
     def environ(self, base=None):
-        environ = without_launchers(
-            os.environ if base is None else base
-        )  # it would take an outer launcher's for its own
+        # it would take an outer launcher's variables for its own
+        environ = without_launchers(os.environ if base is None else base)
         environ |= {
             "MANYHANDS_OUTPUTS": str(self.folder / "outputs"),
             "MANYHANDS_LIVE": "0",  # papermill keeps what was shown in between, too
@@ -93,15 +87,11 @@ class Run:
         }
         if self.device:
             environ["MANYHANDS_DEVICE"] = self.device  # join() obeys it, or refuses
-        if self.device == "cpu":
-            environ |= {
-                "CUDA_VISIBLE_DEVICES": "",
-                "ONEAPI_DEVICE_SELECTOR": "*:cpu",
-            }  # nor does a lesson see one
+        if self.device == "cpu":  # nor does a lesson see a GPU
+            environ |= {"CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
         if self.way == "notebook":
-            environ["JUPYTER_PATH"] = os.pathsep.join(
-                filter(None, [str(self.folder / "jupyter"), base.get("JUPYTER_PATH")])
-            )
+            before = environ.get("JUPYTER_PATH")
+            environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(self.folder / "jupyter"), before]))
         if self.way == "mpiexec":
             environ = {**loopback_mpi(), "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
         return environ
@@ -121,7 +111,7 @@ class Run:
         )  # fmt: skip
         append_rank_output(self.folder / "ranks", self.log)
         if self.executed.exists():
-            write_page(self.executed, self.page)
+            write_page(self.executed, self.executed.with_suffix(".html"))
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
         return Outcome(self, ended, self._error(ended, timeout_s, metrics), metrics)
 
@@ -160,8 +150,27 @@ class Outcome:
         return self.error is None
 
     @property
+    def state(self):
+        """ "ok", "slow" or "failed"."""
+        return ("slow" if self.slow else "ok") if self.ok else "failed"
+
+    @property
+    def words(self):
+        """ "ok, 6.1 s, 0.8 GiB" or "FAILED after 3.0 s: rank 1: ValueError: ..."."""
+        if not self.ok:
+            return f"FAILED after {self.ended.seconds:.1f} s: {self.error}"
+        slow = f" (slow: {self.slow})" if self.slow else ""
+        return f"ok, {self.ended.seconds:.1f} s, {self.ended.peak_bytes / 2**30:.1f} GiB{slow}"
+
+    @property
+    def files(self):
+        """[(name, path)] of what it left for people."""
+        files = {"notebook": self.run.executed, "page": self.run.executed.with_suffix(".html"), "log": self.run.log}
+        return [(name, path) for name, path in files.items() if path.exists()]
+
+    @property
     def slow(self):
-        """Slower or larger than a lesson aims at: a sentence, or "". The aims are a laptop's; on GPUs there are none."""
+        """Slower or larger than a lesson should be: a sentence, or "". On GPUs there are no aims."""
         if self.run.way != "notebook" or not self.ok or (self.metrics or {}).get("device", "cpu") != "cpu":
             return ""
         return self.run.lesson.beyond_aims(self.ended.seconds, self.ended.peak_bytes)
@@ -188,9 +197,9 @@ def write_page(notebook, page):
 
 
 def find_metrics(outputs, lesson="*"):
-    """The metrics.json that a run of `lesson` left below `outputs`, as a dict, or None. (`latest` is a link to its folder.)
+    """The metrics.json that a run of `lesson` left below `outputs`, as a dict, or None.
 
-    Lesson 04 needs the name: its notebook starts a job, which leaves lesson 03's beside its own.
+    `latest` is a link to its folder. Lesson 04 needs the name: its notebook starts a job, which leaves lesson 03's too.
     """
     for path in sorted(outputs.glob(f"{lesson}/*/metrics.json")):
         if not path.parent.is_symlink():
