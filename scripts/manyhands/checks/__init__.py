@@ -2,11 +2,19 @@
 
     @exercise(1, "ring all-reduce")
     def ring_all_reduce(answer, ranks):
-        if not torch.equal(answer(given), wanted):
-            raise Wrong("for 7 numbers the sum is wrong")
+        x_N, n = normal(ranks.rank, 7), ranks.world_size              # drawn: what each rank has, known to all
+        total_N = sum(normal(rank, 7) for rank in range(n))
+        with wire.watch() as seen:
+            found = answer(x_N.clone())
+        slips = {"that is the mean": total_N / n, "that is this rank's own": x_N}     # {sentence: wrong value}
+        expect_tensor(found, total_N, "for 7 numbers what came back", slips, it_is="the sum over the ranks")
+        expect_traffic(seen, "the sum is right", "sum, then hand round", calls=2 * (n - 1))
 
     checks.ring_all_reduce(my_answer, ranks)                  # exercise 1 (ring all-reduce): not yet. For 7 ...
     checks.ring_all_reduce(solution, ranks, solution=True)    # anything but "correct" raises AssertionError
+
+There is a module for each lesson. They share `expect` (what came back, and a sentence where it is not right), `drawn`
+(numbers that each rank knows without a message) and `observe` (what an answer does while it runs).
 
 An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
 process group of its own, which is thrown away afterwards (`trial`); the verdict travels over the ranks' own group. Calls
@@ -47,11 +55,11 @@ class Verdict(str):
         pass
 
 
-def exercise(number, title, timeout_s=TIMEOUT_S):
+def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
     `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE that the
-    learner writes.
+    learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls.
 
     The check is called by all ranks as `check(answer, ranks, solution=False, **given)`. It says its verdict on rank 0
     and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
@@ -63,7 +71,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
         @functools.wraps(body)
         def check(answer, ranks=None, solution=False, **given):
             with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
-                verdict = _judge(body, answer, ranks, given, group, timeout_s)
+                verdict = _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ)
             verdict = _agree(verdict, ranks)
             kind = "exercise" if str(number).isdigit() else "build"
             label = f"{'solution' if solution else kind} {number} ({title})"
@@ -79,7 +87,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S):
     return decorate
 
 
-def _judge(body, answer, ranks, given, group, timeout_s):
+def _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ):
     """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
     if answer is None or answer is ...:
         return _EMPTY, NOT_ATTEMPTED
@@ -91,7 +99,7 @@ def _judge(body, answer, ranks, given, group, timeout_s):
     with matching:
         verdict = _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):
-        return _DIFFER, _sentence(str(matching.fault))
+        return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
         return _DIFFER, "Your code ended the process group, which all that follows needs: leave it alone."
     return verdict
@@ -102,7 +110,7 @@ def _verdict(trial, witness, timeout_s):
     try:
         trial()
     except Wrong as fault:
-        return _WRONG, _sentence(str(fault))
+        return _WRONG, _sentence(_with_return(str(fault), witness))
     except NobodyCalls as fault:
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
             return _ALONE, _sentence(str(fault))
@@ -124,6 +132,12 @@ def _verdict(trial, witness, timeout_s):
             return _RAISED, "Your code ended the program (SystemExit): return instead."
         return _RAISED, _sentence(f"your code raised {said(error)}")
     return _FINE, CORRECT
+
+
+def _with_return(text, witness):
+    """A sentence that complains of None, with the likely cause if it is what the learner's function returned."""
+    hint = "not None (is a `return` missing?)"
+    return text if hint in text or not witness.forgot_to_return() else text.replace("not None", hint, 1)
 
 
 def _sentence(text):

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.observe import Waits
 from manyhands.checks.rings import all_reduce_any_length as all_reduce_any_length
 from manyhands.checks.rings import mended_ring as mended_ring
 from manyhands.checks.rings import ring_all_gather as ring_all_gather
@@ -13,7 +14,6 @@ from manyhands.checks.rings import ring_reduce_scatter as ring_reduce_scatter
 from manyhands.checks.rings import ring_seconds as ring_seconds
 from manyhands.checks.tensors import count, same
 from manyhands.checks.values import number, shown
-from manyhands.checks.waits import Waits
 from manyhands.measure import wire
 
 

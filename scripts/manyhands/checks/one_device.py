@@ -5,7 +5,6 @@ None of them communicates: every rank judges the same answer on the same numbers
 
 import itertools
 import math
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.observe import LiveGraphs
 from manyhands.checks.values import number, shown
 from manyhands.gpt.model import GPTConfig
 
@@ -423,33 +423,6 @@ def _micro_batches(counts):
         targets.view(-1)[count:] = IGNORED
         made.append((ids, targets))
     return made
-
-
-class LiveGraphs:
-    """Counts forward passes whose activations are in memory at the same time.
-
-    live = LiveGraphs()
-    logits = live.run(module, ids)     # module(ids)
-    live.most                          # the most graphs that were alive at once, this one included
-
-    A graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
-    """
-
-    def __init__(self):
-        self.alive, self.most = weakref.WeakSet(), 0
-
-    def run(self, forward, *inputs):
-        graph = _Graph()
-        self.alive.add(graph)
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: (graph, saved), lambda kept: kept[1]):
-            outputs = forward(*inputs)
-        if outputs.requires_grad:  # else nothing keeps it
-            self.most = max(self.most, len(self.alive))
-        return outputs
-
-
-class _Graph:
-    """Of one forward pass: whatever it saves for backward holds this as well, and nobody else does."""
 
 
 class _Watched(nn.Module):

@@ -1,0 +1,308 @@
+"""What a check expects of an answer: a function for each kind of thing, and the sentence that it raises if it is not so.
+
+    @exercise("D", "the ring's time")
+    def ring_seconds(answer, ranks=None):
+        for n_bytes, n, alpha, beta in drawn_cases():
+            hops, chunk_s = 2 * (n - 1), n_bytes / n / beta
+            slips = {"every hop pays alpha": alpha + hops * chunk_s, "that is one of the two halves": ...}
+            found = answer(n_bytes, n, alpha, beta)
+            expect_number(found, hops * (alpha + chunk_s), f"the time of {n_bytes} bytes on {n} ranks", "s", slips)
+
+    # The time of 4096 bytes on 4 ranks should be 0.003003 s, not 0.00050307 s: every hop pays alpha.
+
+`what` names the thing and the case, so that "... should be 3, not 4" can follow it. `slips` is {sentence: wrong value}: a
+sentence is a clause that can follow a colon, and is said only where what came *is* that value; else the check says what
+was expected and what came. So draw sizes and values at random, unequal and coprime: then no two slips give the same value.
+
+Nothing here complains of a type alone unless the complaint helps: what the check's own code raises over a strange answer
+is told as "your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
+"""
+
+import math
+import re
+import reprlib
+import struct
+
+import numpy as np
+import torch
+
+from manyhands.checks import Wrong
+
+FLOAT32 = 1e-5  # how far apart results may be that were computed in float32, relative to the largest number
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60  # characters
+_short.maxlist = _short.maxtuple = _short.maxdict = 12
+
+
+# ---- what came back ----
+
+
+def number(found, unit=""):
+    """The finite number that an answer returned, as a float; one of numpy, torch or fractions will do.
+
+    unit: "bytes", "s". Raises Wrong for None, text, lists, nan, ...
+    """
+    try:
+        value = math.nan if isinstance(found, (str, bytes, bytearray, bool)) else float(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise Wrong(f"return a number{' of ' if unit else ''}{unit}, not {shown(found)}")
+    return value
+
+
+def truth(found):
+    """True or False as an answer returned it, in any library's type."""
+    if found is not None and not isinstance(found, (str, bytes)):
+        try:
+            return bool(found)
+        except (TypeError, ValueError, RuntimeError):  # several numbers are neither
+            pass
+    raise Wrong(f"return True or False, not {shown(found)}")
+
+
+def plain(found):
+    """Numbers of numpy and torch as Python's, and arrays, tensors, tuples and ranges as lists; all else as it is."""
+    if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
+        return found.tolist()
+    return [plain(part) for part in found] if isinstance(found, (list, tuple, range)) else found
+
+
+# ---- expectations ----
+
+
+def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0):
+    """Return `found` as a float; raise Wrong unless it is `wanted`, up to `rel` of that or up to `close`."""
+    value = number(found, unit)
+
+    def is_near(other):
+        return abs(value - other) <= max(rel * abs(other), close)
+
+    if is_near(wanted):
+        return value
+    why = _slip(slips, is_near)
+    if not why and abs(value - wanted) <= FLOAT32 * abs(wanted) and _is_float32(value):
+        why = ": that is as near as float32 comes, so compute in float64"
+    said, right = told_apart(value, wanted)
+    unit = f" {unit}" if unit else ""
+    raise Wrong(f"{what} should be {right}{unit}, not {said}{unit}{why}")
+
+
+def expect_equal(found, wanted, what, slips=None):
+    """Raise Wrong unless `found` is the number, text, list, ... `wanted`; for a list, a tuple or an array will do as well."""
+    given, right = plain(found), plain(wanted)
+    if _same(given, right):
+        return
+    why = _slip(slips, lambda value: _same(given, plain(value)))
+    raise Wrong(
+        f"{what} should be {_brief(right)}, not {_brief(given) if type(given) is type(right) else shown(found)}{why}"
+    )
+
+
+def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
+    """Raise Wrong unless `found` is a tensor of the shape, the dtype and the numbers of `wanted`.
+
+    `close`: how far apart numbers may be, relative to the largest one, if that is more than 1; 0 for exactly equal ones.
+    `it_is`: what the tensor is, as "the sum over the ranks".
+    """
+    should_be = f"{what} should be {it_is}" if it_is else f"{what} is wrong"
+    if not isinstance(found, torch.Tensor):
+        raise Wrong(f"{what} should be {it_is or 'a tensor'}, not {shown(found)}")
+    found, wanted = found.detach(), wanted.detach()
+    if found.shape == wanted.shape and found.dtype == wanted.dtype and _near(found, wanted, close):
+        return
+    if why := _slip(slips, lambda value: found.shape == value.shape and _near(found, value.detach(), close)):
+        raise Wrong(should_be + why)
+    if found.shape != wanted.shape:
+        what_it_is = f": it is {it_is}" if it_is else ""
+        raise Wrong(f"{what} should have the shape {list(wanted.shape)}, not {list(found.shape)}{what_it_is}")
+    if found.dtype != wanted.dtype:
+        raise Wrong(f"{what} should be {_name(wanted.dtype)}, as what you were given, not {_name(found.dtype)}")
+    raise Wrong(f"{should_be}: {_first_difference(found, wanted, close)}")
+
+
+def expect_unchanged(now, before, name, cure=""):
+    """Raise Wrong where a tensor that was given to an answer has other numbers now."""
+    if not torch.equal(now, before):
+        raise Wrong(f"{name} was changed; leave it as it is{cure}")
+
+
+def expect_groups(found, wanted, what, slips=None):
+    """Raise Wrong unless `found` is the list `wanted` of lists of ranks; groups in any order, ranks within one in order."""
+    try:
+        groups = [[_index(rank) for rank in group] for group in plain(found)]
+    except TypeError:
+        raise Wrong(f"{what} should be a list of lists of ranks, not {shown(found)}") from None
+    right = sorted(map(sorted, wanted))
+    if sorted(groups) == sorted(map(list, wanted)):
+        return
+    if why := _slip(slips, lambda value: sorted(groups) == sorted(map(list, value))):
+        raise Wrong(f"{what} should be {wanted}, not {groups}{why}")
+    given, everyone = (
+        sorted(rank for group in groups for rank in group),
+        sorted(rank for group in right for rank in group),
+    )
+    for rank in given:
+        if rank not in everyone:
+            raise Wrong(f"{what}: there is no rank {rank}; they are {everyone[0]} to {everyone[-1]}")
+        if given.count(rank) > 1:
+            raise Wrong(f"{what}: rank {rank} is in {given.count(rank)} groups; each is in exactly one")
+    if missing := sorted(set(everyone) - set(given)):
+        raise Wrong(f"{what}: rank {missing[0]} is in no group; each is in exactly one")
+    if sorted(map(sorted, groups)) == right:
+        group = next(group for group in groups if group not in map(list, wanted))
+        raise Wrong(
+            f"{what} are right but for their order: {next(w for w in wanted if sorted(w) == sorted(group))}, not {group}"
+        )
+    group = next(group for group in groups if sorted(group) not in right)
+    raise Wrong(
+        f"{what}: rank {group[0]} is in the group {next(list(w) for w in wanted if group[0] in w)}, not {group}"
+    )
+
+
+def expect_refusal(ask, case, *numbers):
+    """Raise Wrong unless `ask()` raises a ValueError whose text names each of the numbers; a tuple is a choice of them."""
+    choices = [one if isinstance(one, tuple) else (one,) for one in numbers]
+    cure = "raise a ValueError" + f" that names {listed(one[0] for one in choices)}" * bool(choices)
+    try:
+        found = ask()
+    except ValueError as error:
+        named = {int(digits) for digits in re.findall(r"\d+", str(error))}
+        if all(named & set(one) for one in choices):
+            return
+        raise Wrong(f"{case}: {cure}; yours says {str(error)[:80] or 'nothing'}") from None
+    raise Wrong(f"{case}: {cure}, and do not return {shown(found)}")
+
+
+def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volume=None):
+    """Raise Wrong where a rank communicated more than it needed to, {done}: "the gradients are right".
+
+    `seen`: what `wire.watch` saw. calls: the most calls; only: names of those that may be made; payload: the most bytes in
+    all of them together; volume: the same, with an all-reduce counted twice (it is a reduce-scatter and an all-gather).
+    """
+    made = [call for call in seen.calls if call.op != "recv"]
+    ops = sorted({call.op for call in made})
+    if others := [op for op in ops if only and op not in only]:
+        raise Wrong(f"{done}, but it calls {listed(others)}{cure and ': '}{cure}")
+    limit, twice = (payload, False) if volume is None else (volume, True)
+    sent = sum((2 if twice and call.op == "all_reduce" else 1) * call.bytes for call in made)
+    if (calls is None or len(made) <= calls) and (limit is None or sent <= limit):
+        return
+    counted = " (an all_reduce counts twice)" if twice and "all_reduce" in ops else ""
+    enough = [count(most, noun) for most, noun in ((calls, "call"), (limit, "byte")) if most is not None]
+    raise Wrong(
+        f"{done}, but {count(sent, 'byte')} were communicated in {count(len(made), 'call')} of {listed(ops)}{counted}, where "
+        f"{listed(enough)} are enough{cure and ': '}{cure}"
+    )
+
+
+# ---- words ----
+
+
+def shown(found):
+    """A value and its type in one short line: the list [3, 4, 1]; without the type where it is plain."""
+    text = " ".join(_short.repr(found).split())
+    if found is None or isinstance(found, (bool, int, float)):
+        return text
+    return f"the {'text' if isinstance(found, str) else type(found).__name__} {text}"
+
+
+def told_apart(found, wanted):
+    """Two different numbers as text, with as many digits as they differ in, and four at least."""
+    if all(float(x).is_integer() and abs(x) < 1e15 for x in (found, wanted)):
+        return f"{int(found):,}", f"{int(wanted):,}"
+    for digits in range(4, 18):
+        texts = _rounded(found, digits), _rounded(wanted, digits)
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def count(number, noun):
+    """1 message, 2 messages."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(values):
+    """0, 1 and 2."""
+    *front, last = map(str, values)
+    return f"{', '.join(front)} and {last}" if front else last
+
+
+def _rounded(value, digits):
+    if value and not 1e-3 <= abs(value) < 1e9:
+        return f"{value:.{digits}g}"
+    places = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _brief(value):
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:196]} ..."
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _slip(slips, came):
+    """ ": sentence" of the first slip whose value came, or "". A value of None is no slip."""
+    return next((f": {why}" for why, value in (slips or {}).items() if value is not None and came(value)), "")
+
+
+def _is_float32(value):
+    return abs(value) < 3e38 and struct.unpack("f", struct.pack("f", value))[0] == value
+
+
+def _index(rank):
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise TypeError
+    return rank.__index__()
+
+
+def _same(a, b):
+    """Whether two plain values are equal; a float is no whole number."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, float) <= isinstance(b, float) and type(a == b) is bool and a == b
+
+
+def _near(a, b, close):
+    if a.numel() == 0:
+        return True
+    if close == 0 or not (a.is_floating_point() and b.is_floating_point()):
+        return torch.equal(a, b) if a.dtype == b.dtype else bool((a == b).all())
+    return bool(_apart(a, b).max() <= close * _largest(b))
+
+
+def _apart(a, b):
+    """How far numbers are apart; those that are equal, infinite ones too, not at all, and nan without end."""
+    a, b = a.double(), b.double()
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
+
+
+def _largest(b):
+    return max(1.0, b.double().abs().nan_to_num(0.0, 0.0).max().item())
+
+
+def _first_difference(found, wanted, close):
+    """Where two tensors of one shape and dtype differ, and by how much, as the end of a sentence."""
+    apart = _apart(found, wanted).flatten()
+    i = int((apart > close * _largest(wanted)).nonzero()[0])
+    at = ", ".join(str(int(index)) for index in np.unravel_index(i, tuple(found.shape) or (1,)))
+    a, b = found.flatten()[i].item(), wanted.flatten()[i].item()
+    if not (math.isfinite(a) and math.isfinite(b)):
+        zero = ": is 0 divided by 0, or infinity subtracted from itself?" if math.isnan(a) else ""
+        return f"element [{at}] should be {b:.4g}, and is {a:.4g}{zero}"
+    said, right = told_apart(a, b)
+    differ = f"element [{at}] should be {right}, not {said}"
+    if not found.is_floating_point():
+        return differ
+    if apart.max() <= FLOAT32 * _largest(wanted):
+        return f"{differ}, which is float32's accuracy; keep the dtype of what you were given, all the way"
+    b_N, a_N = wanted.double().flatten(), found.double().flatten()
+    factor = (a_N @ b_N / (b_N @ b_N)).item() if (b_N != 0).sum() > 1 else math.nan
+    if math.isfinite(factor) and factor and _near(a_N, factor * b_N, 1e-9):
+        return f"what came is {factor:.4g} times that"
+    return differ
