@@ -10,17 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from manyhands.launch.processes import MARK, Family
-from manyhands.train.stall_rules import Heard, judged, numbers, place_of
-from manyhands.train.stalls import StallWatch
+from manyhands.train.stalls import Heartbeat, StallWatch, judged, place_of
 from rank_pool import run_on_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def ranks_at(*ats, idle_s=0.0, patience_s=10.0, **more):
-    """One Heard per number of `at` calls, all in the phase of that call."""
+    """One Heartbeat per number of `at` calls, all in the phase of that call."""
     return [
-        Heard(r, f"node{r}", 70 + r, 1.0, 1, n, n // 2, ["data", "training"][n % 2], idle_s, patience_s, **more)
+        Heartbeat(r, f"node{r}", 70 + r, 1.0, 1, n, n // 2, ["data", "training"][n % 2], idle_s, patience_s, **more)
         for r, n in enumerate(ats)
     ]
 
@@ -78,7 +77,6 @@ def test_ranks_that_have_left_in_order_are_not_missed():
 
 
 def test_many_ranks_are_named_in_few_words():
-    assert numbers([0, 2, 3, 4, 9]) == "0, 2-4, 9"
     sentence, _ = judged(ranks_at(*[7] * 1000, *[6] * 24, idle_s=11.0), 10)
     assert "So 16 more." in sentence and "Ranks 0-999 wait" in sentence and len(sentence) < 1500
 
@@ -188,7 +186,7 @@ def test_a_long_phase_is_no_excuse_where_rank_0_does_not_answer_either(monkeypat
         [],
         time.monotonic(),
     )
-    watch._talk = SimpleNamespace(first_rank=None)
+    watch._heartbeats = SimpleNamespace(first_rank=None)
     watch._at = (7, 30, "checkpoint", now - 15, 1800.0)
     watch._answered = now - answered_s
     watch._main = threading.get_ident()

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from manyhands.config.options import from_preset, merged
 from manyhands.train import trackers
-from manyhands.train.trackers import Trackers, wandb_mode, within
+from manyhands.train.trackers import Trackers, wandb_mode
 
 ROW = {"step": 10, "loss": 2.5, "val_loss": None, "slowest_rank": 0, "mfu": None}
 KEY = "0" * 40
@@ -153,31 +153,26 @@ def test_wandb_is_offline_where_nobody_is_logged_in_and_says_how_to_upload(tmp_p
     assert "works offline: nobody is logged in to 127.0.0.1" in sentence and "wandb sync" in sentence
 
 
-def test_wandb_is_offline_where_the_server_cannot_be_reached(wandb):
-    with socket.socket() as nobody_listens:
-        nobody_listens.bind(("127.0.0.1", 0))
-        server = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
-        mode, why = wandb_mode({"WANDB_API_KEY": KEY}, server)
-    assert mode == "offline" and "127.0.0.1 cannot be reached" in why
-
-
-def test_wandb_is_offline_where_the_server_is_silent(wandb, monkeypatch):
+def test_wandb_is_offline_where_the_server_cannot_be_reached_or_is_silent(wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(trackers, "REACH_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
-        mode, why = wandb_mode({"WANDB_API_KEY": KEY}, f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert mode == "offline" and "cannot be reached" in why
+    with socket.socket() as nobody_listens, socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, says nothing
+        nobody_listens.bind(("127.0.0.1", 0))
+        for one in (nobody_listens, silent):
+            mode, why = wandb_mode(f"http://127.0.0.1:{one.getsockname()[1]}")
+            assert mode == "offline" and "127.0.0.1 cannot be reached" in why
 
 
 def test_wandb_is_online_where_somebody_is_logged_in_and_the_server_answers(wandb, server, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "REACH_S", 60)
-    assert wandb_mode({"WANDB_API_KEY": KEY}, server) == ("online", "")
     (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login user password {KEY}\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert wandb_mode({}, server) == ("online", "")
-
-
-def test_what_the_environment_says_about_wandb_holds(wandb):
-    assert wandb_mode({"WANDB_MODE": "disabled"}, "http://127.0.0.1:9") == ("disabled", "")
+    assert wandb_mode(server) == ("online", "")
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    assert wandb_mode(server) == ("online", "")
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # what the environment says holds
+    assert wandb_mode("http://127.0.0.1:9") == ("disabled", "")
 
 
 def test_an_upload_that_never_ends_is_left_behind_and_said(tmp_path, wandb, monkeypatch):
@@ -189,12 +184,3 @@ def test_an_upload_that_never_ends_is_left_behind_and_said(tmp_path, wandb, monk
     one.close()
     forever.set()
     assert "its uploads did not end within 0.1 s" in said[-1]
-
-
-def test_within_hands_on_what_was_raised():
-    with pytest.raises(KeyError):
-        within(60, lambda: {}["missing"], "too late")
-    forever = threading.Event()
-    with pytest.raises(TimeoutError, match=r"too late within 0.01 s"):
-        within(0.01, forever.wait, "too late")
-    forever.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manyhands.launch.screen import step_ticks, text_curves, write
 from manyhands.plots.looks import TRAINING, VALIDATION
-from manyhands.train.run_header import screen_width
+from manyhands.train.columns import screen_width
 
 PLOT_WIDTH = 100  # at most, in characters
 

@@ -16,22 +16,26 @@ Numbers count the whole world: samples/s is the global batch over the time of th
 import math
 import statistics
 import sys
+import textwrap
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from manyhands.launch.metrics import StepLog
+from manyhands.launch.screen import write
 from manyhands.measure.timing import peak_memory_gib
 from manyhands.predict import flops, peaks
-from manyhands.train import line_columns
-from manyhands.train.expected_end import ExpectedEnd
-from manyhands.train.progress_bar import Bar
-from manyhands.train.run_header import launch_time, run_header, screen_width, shown_text
+from manyhands.train import columns
+from manyhands.train.columns import screen_width
 from manyhands.train.step_timer import StepTimer
 from manyhands.train.trackers import Trackers
 
 HEADER_EVERY = 30  # lines between headers
+SOON_S = 10.0  # of steps are enough to tell when the run will be over; fewer until the second line is there
+WORTH_S = 60.0  # a run that is over by then needs no announcement
+REFRESH_S = 0.25  # of the bar: drawing costs the training time
 KEYS = (
     "step", "tokens", "loss", "val_loss", "dt_s", "dt_min_s", "dt_mean_s", "slowest_rank", "dtf_s", "dtb_s",
     "samples_per_s", "samples_per_s_per_rank", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "grad_norm", "lr",
@@ -47,7 +51,7 @@ class Report:
 
     def __init__(
         self, ranks, options, layout, config, corpus, folder, *, clock=None, now=time.perf_counter, terminal=None
-    ):  # fmt: skip
+    ):
         self.ranks, self.options, self.layout = ranks, options, layout
         self.config, self.corpus, self.folder = config, corpus, folder
         self.now, self.mean_loss = now, None
@@ -60,29 +64,25 @@ class Report:
             self.peak_name = f"{self.peak / 1e12:,.1f} TFLOP/s, the dense peak of {self.peak_name}"
         self.began = now()
         self.rows, self.pending, self.closed, self.in_steps_s = [], None, False, 0.0
-        self.first, self.end = True, ExpectedEnd(options.train.steps, now)  # no step reported yet
-        self.start_up_s, self.start_up_said = None, False
+        self.first, self.start_up_said = True, False  # no step reported yet
+        self.measured_from, self.end_said = None, False  # (step, seconds) after the first step
         self.shows = ranks.rank == 0
         self.bar = self.log = self.trackers = None
         if self.shows:
             self.terminal = sys.stdout.isatty() if terminal is None else terminal
             self.bar = Bar(options.train.steps, self.terminal and options.log.progress)
 
-    def start(self, num_params, seconds_to_first_step=None):
-        """Show who and what runs and the legend. `seconds_to_first_step`: none: measured when the first step starts."""
-        self.start_up_s = seconds_to_first_step
+    def start(self, num_params):
+        """Show who and what runs and the legend."""
         if not self.shows:
             return
-        unit, size = "rank" if self.ranks.device.type == "cpu" else "GPU", self.ranks.world_size
-        sentences = line_columns.meanings(
-            self.options, self.config, self.ranks.device, unit, self.peak and self.peak_name
-        )
-        everything = line_columns.all_columns(
-            sentences, self.options.train.steps, unit, size > 1, self.layout.pipeline == 1
-        )
-        self.columns = line_columns.fitting(everything, screen_width())
+        everything = columns.all_columns(
+            self.options, self.config, self.ranks.device, self.ranks.world_size, self.layout.pipeline,
+            self.peak and self.peak_name,
+        )  # fmt: skip
+        self.columns = columns.fitting(everything, screen_width())
         about = run_header(self.ranks, self.options, self.layout, self.config, self.corpus, self.folder, num_params)
-        legend = line_columns.legend(everything, self.columns, screen_width(), self.terminal)
+        legend = columns.legend(everything, self.columns, screen_width(), self.terminal)
         self.bar.write(f"{about}\n\n{legend}\n")
         self.log = self._guarded(lambda: StepLog(self.ranks, str(self.folder.absolute() / "steps.jsonl")))
         self.trackers = Trackers(self.options, self.folder, self.ranks.world_size, self.note)
@@ -91,7 +91,7 @@ class Report:
     def step(self, step, loss, grad_norm, lr):
         """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim tensors)."""
         due = self._due(step)
-        expected = self.end.after(step, due) if self.shows else None
+        expected = self._expected_end(step, due) if self.shows else None
         if not due:
             if self.shows:
                 self.bar.advance(step)
@@ -119,6 +119,27 @@ class Report:
         self.bar.advance(step, row)
         if expected:
             self.bar.write(expected)
+
+    def _expected_end(self, step, line):
+        """A sentence, once, as soon as the steps have shown how fast they are, else None. Reads the clock, no more.
+
+        `line`: whether a line ends with this step. The first step, which warms up and may compile, does not count.
+        """
+        now = self.now()
+        if self.measured_from is None:
+            self.measured_from = (step, now)
+            return None
+        first, began = self.measured_from
+        if self.end_said or (not line and now - began < SOON_S):
+            return None
+        self.end_said, left = True, self.options.train.steps - step
+        step_s = (now - began) / (step - first)
+        if left * step_s < WORTH_S:
+            return None
+        end = time.strftime("%a %d %b, %H:%M", time.localtime(time.time() + left * step_s))
+        return (
+            f"{left:,} steps are left at about {columns.seconds(step_s)} each: {duration(left * step_s)}, until {end}"
+        )
 
     def _due(self, step):
         """Does a line end with this step? The same answer on all ranks."""
@@ -168,14 +189,13 @@ class Report:
         row, self.pending = self.pending, None
         if row is None:
             return
-        if not self.start_up_said and (self.start_up_s or self.timer.first_start_s):
-            began = self.timer.first_start_s or 0.0
-            row["start_up_s"] = self.start_up_s or max(0.0, began - launch_time(self.ranks.launcher))
+        if not self.start_up_said and self.timer.first_start_s:
+            row["start_up_s"] = max(0.0, self.timer.first_start_s - launch_time(self.ranks.launcher))
             self.start_up_said = True
             self.bar.write(f"start-up: {row['start_up_s']:.1f} s from launch to the first step")
-        text = line_columns.line(self.columns, row)
+        text = columns.line(self.columns, row)
         if len(self.rows) % HEADER_EVERY == 0:
-            text = f"{line_columns.header(self.columns)}\n{text}"
+            text = f"{columns.header(self.columns)}\n{text}"
         self.rows.append(row)
         self.bar.write(text)
         if self.log and not self._guarded(lambda: self.log.write(**row) or True):
@@ -223,7 +243,7 @@ class Report:
 
     def _summary(self, reason):
         elapsed = self.now() - self.began
-        share = line_columns.share(self.in_steps_s / elapsed) if elapsed else "-"
+        share = columns.share(self.in_steps_s / elapsed) if elapsed else "-"
         lines = [f"{reason}: {elapsed:.1f} s, {share} of them in steps"]
         measured = [row for row in self.rows if math.isfinite(row["val_loss"] or math.nan)]
         if measured:
@@ -231,7 +251,7 @@ class Report:
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
         speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # the first one warms up
         if speeds:
-            lines.append(f"  median {line_columns.rate(statistics.median(speeds))} tokens/s")
+            lines.append(f"  median {columns.rate(statistics.median(speeds))} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])
 
     def _draw(self):
@@ -246,6 +266,102 @@ class Report:
             return call()
         except Exception as error:  # noqa: BLE001
             self.bar.write(f"report: {type(error).__name__}: {error}; training goes on")
+
+
+class Bar:
+    """A progress bar below the lines of a run, where `active`: a terminal. Lines go through `write`, and stand above it."""
+
+    def __init__(self, steps, active):
+        self.progress, self.drawn = None, 0.0
+        if active:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.progress = Progress(
+                MofNCompleteColumn(), TextColumn("steps"), BarColumn(), TextColumn("{task.fields[loss]}"),
+                TextColumn("left:"), TimeRemainingColumn(), console=Console(force_terminal=True), auto_refresh=False,
+                transient=True, redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            self.task = self.progress.add_task("", total=steps, loss="")
+
+    def start(self):
+        if self.progress:
+            self.progress.start()
+            self.progress.console.show_cursor(True)  # rich hides it, and a run that is killed cannot bring it back
+
+    def advance(self, step, row=None):
+        """`step` steps are done; `row`: a line's numbers, if there are new ones."""
+        if not self.progress:
+            return
+        self.progress.update(self.task, completed=step)
+        if row:
+            self.progress.update(self.task, loss=f"loss {row['loss']:.4f}")
+        if row or time.perf_counter() - self.drawn > REFRESH_S:
+            self.drawn = time.perf_counter()
+            self.progress.refresh()
+
+    def write(self, text):
+        if self.progress and self.progress.live.is_started:
+            from rich.text import Text
+
+            self.progress.console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
+        else:
+            write(f"{text}\n")
+
+    def stop(self):
+        if self.progress:
+            self.progress.stop()
+
+
+def run_header(ranks, options, layout, config, corpus, folder, num_params):
+    """A few aligned lines. `num_params`: parameters of the whole model."""
+    train, size, block = options.train, ranks.world_size, config.block_size
+    share = train.global_batch // layout.data
+    micro = f" in {layout.micro_batches} micro-batches" if layout.micro_batches > 1 else ""
+    tokens = train.global_batch * block
+    epochs = train.steps * tokens / max(1, len(corpus.train_ids))
+    device = peaks.device_name(ranks.device)
+    facts = {
+        "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
+        "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
+        f"block {block}, a vocabulary of {config.vocab_size}",
+        "ranks": f"{size} on {device}, {options.parallel.strategy}: {layout}",
+        "batch": f"{train.global_batch} sequences = {tokens:,} tokens per step; {share} per data rank{micro}",
+        "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
+        "arithmetic": f"{train.precision}{', compiled' if train.compile else ''}; "
+        f"{flops.flops_per_token(config) / 1e6:,.1f} MFLOP per token",
+    }
+    whole = {"subsequent_indent": " " * 12, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in facts.items())
+
+
+def shown_text(text, width):
+    """Text of unknown content for a screen: control characters as codes, long lines wrapped, a bar at the left."""
+    visible = "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text.expandtabs(4))
+    lines = []
+    for line in visible.split("\n"):
+        lines += textwrap.wrap(line, max(20, min(width, 100) - 4), drop_whitespace=False) or [""]
+    return "\n".join(f"  | {line}".rstrip() for line in lines)
+
+
+def launch_time(launcher):
+    """When the command was given, as time.time(): the start of the launcher where it is our parent, else of this process."""
+    process = psutil.Process()
+    if launcher in ("torchrun", "mpich"):
+        process = process.parent() or process
+    return process.create_time()
+
+
+def duration(value):
+    """Seconds for people, in two units at most: 4 min, 3 h 20 min, 2 days 3 h."""
+    minutes = round(value / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(round(value / 3600), 24)
+    return f"{days} day{'s' * (days > 1)}" + (f" {hours} h" if hours else "")
 
 
 def _mean(values):

@@ -12,29 +12,74 @@ You see, from rank 0 or, if rank 0 is the one that stopped, from the next one:
     rank 1 of 4 (node2, process 71) has not moved for 121 s: it stands at step 5, data, in loader.py line 33, read.
     Ranks 0, 2-3 wait at step 5, training. If it is only slow, raise --train.stall-s.
 
-then the stack of every rank, and the run ends with status 1. A thread of each rank reports where its main thread is, every
-few seconds, over the process group's store, on a connection of its own (`stall_messages`); the collectives do not know of it.
-A second thread keeps the time, because a store that is gone answers nothing, not even an error. The rules by which a rank
-is named are in `stall_rules`.
+then the stack of every rank, and the run ends with status 1. A thread of each rank sends a heartbeat, where its main thread
+is, every few seconds, over the process group's store, on a connection of its own; the collectives do not know of it.
+A second thread keeps the time, because a store that is gone answers nothing, not even an error.
 """
 
 import faulthandler
+import json
+import linecache
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
 import psutil
+import torch
+import torch.distributed as dist
 
-from manyhands.train.stall_messages import Talk
-from manyhands.train.stall_rules import Heard, place_of
+from manyhands.launch.ranks import name_ranks
 
 SHOW = signal.SIGURG  # makes a rank print its stack and go on; a program that knows nothing of it ignores it
 FORWARD_S = 2  # for its launcher to hand that on: once a rank has ended, it throws the rest away
 ABORT_S = 20  # for the end of a process on a busy node
+TORCH = str(Path(torch.__file__).parent) + os.sep
+# inside these files of torch a rank waits for the others, or for a GPU that does
+WAITING_FILES = (
+    "distributed" + os.sep,
+    os.path.join("nn", "parallel", "distributed.py"),
+    "autograd" + os.sep,
+)
+WAITING_LINES = re.compile(
+    r"\.(wait|item|tolist|synchronize|cpu)\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all"
+    r"|\b(i?send|i?recv|gather|scatter)\b"
+)
+
+CURE = "If it is only slow, raise --train.stall-s."
+
+_watches = count()  # a store outlives a watch: each has a corner of its own in it
+
+
+@dataclass
+class Heartbeat:
+    """What a rank last said about itself, and how long ago. One that never spoke has only its number."""
+
+    rank: int
+    host: str = "?"
+    pid: int | None = None
+    born: float = 0.0  # when its process began: a number is used again
+    beats: int = 0  # how often it has spoken
+    ats: int = 0  # calls of `StallWatch.at`: how far it has got
+    step: int | None = None
+    phase: str = "start"
+    idle_s: float = 0.0  # since its last call of `at`, when it spoke
+    patience_s: float = 0.0  # how long that phase may take
+    where: str = ""  # once it is idle for longer: file, line and function
+    busy: bool = False  # it does not look as if it waited for another rank
+    left: bool = False  # it has left the watch in order
+    silent_s: float = 0.0  # since it last said something new
+
+    @property
+    def place(self):
+        return self.phase if self.step is None else f"step {self.step}, {self.phase}"
 
 
 class StallWatch:
@@ -46,13 +91,8 @@ class StallWatch:
     def __init__(self, ranks, stall_s):
         self.ranks, self.stall_s = ranks, stall_s
         self.beat_s = min(5.0, max(0.1, stall_s / 8))
-        self._at = (
-            0,
-            None,
-            "start",
-            time.monotonic(),
-            stall_s,
-        )  # always replaced whole: the threads read it any time
+        # always replaced whole: the threads read it any time
+        self._at = (0, None, "start", time.monotonic(), stall_s)
         self._answered = time.monotonic()
         self._over, self._ending, self._threads = threading.Event(), threading.Lock(), []
 
@@ -60,9 +100,9 @@ class StallWatch:
         if self.stall_s > 0:
             self._main = threading.get_ident()
             faulthandler.register(SHOW, file=sys.__stderr__)  # a stopped process can be made to say where it was
-            self._talk = Talk(self.ranks, self.stall_s, self.beat_s)
+            self._heartbeats = HeartbeatStore(self.ranks, self.stall_s, self.beat_s)
             self.at(None, "start")
-            self._talk.tell(self._here())
+            self._heartbeats.tell(self._here())
             for action in (self._converse, self._guard):
                 self._threads.append(threading.Thread(target=action, name="stall watch", daemon=True))
                 self._threads[-1].start()
@@ -88,14 +128,14 @@ class StallWatch:
         """Tell the others where this rank is, and ask whether somebody has found a stall, or find it."""
         with suppress(RuntimeError):  # the store has ended: `_guard` notices, if the run has not
             while self._sleep():
-                self._talk.tell(self._here())
-                verdict = self._talk.verdict()
+                self._heartbeats.tell(self._here())
+                verdict = self._heartbeats.verdict()
                 self._answered = time.monotonic()
                 if verdict:
                     if "sentence" in verdict:
                         _print(verdict["sentence"])
-                    self._end(verdict["silent"], self._talk)
-            self._talk.tell(self._here(left=True))
+                    self._end(verdict["silent"], self._heartbeats)
+            self._heartbeats.tell(self._here(left=True))
 
     def _guard(self):
         """A run that makes progress does not need the store; one that does not, and gets no answer, has lost rank 0."""
@@ -108,7 +148,7 @@ class StallWatch:
                     f" {self._here().place}, and rank 0, or the launcher that connects the ranks, does not answer:"
                     " it was stopped, or its node is gone"
                 )
-                self._end([self._talk.first_rank] if self._talk.first_rank else [])
+                self._end([self._heartbeats.first_rank] if self._heartbeats.first_rank else [])
 
     def _sleep(self):
         """Until the next beat; False once the watch is over. Time in which the whole job was suspended does not count."""
@@ -118,7 +158,7 @@ class StallWatch:
         if now - before > 3 * self.beat_s + 1:
             self._at = (*self._at[:3], now, self._at[4])
             self._answered = now
-            self._talk.forget()
+            self._heartbeats.forget()
         return not over
 
     def _here(self, left=False):
@@ -126,21 +166,21 @@ class StallWatch:
         ats, step, phase, since, patience_s = self._at
         idle_s, own = time.monotonic() - since, psutil.Process()
         where, busy = place_of(sys._current_frames().get(self._main)) if idle_s > patience_s else ("", False)
-        return Heard(
+        return Heartbeat(
             rank=self.ranks.rank, host=self.ranks.host, pid=own.pid, born=own.create_time(), ats=ats, step=step,
             phase=phase, idle_s=idle_s, patience_s=patience_s, where=where, busy=busy, left=left,
         )  # fmt: skip
 
-    def _end(self, silent, talk=None):
+    def _end(self, silent, store=None):
         """Show this rank's stack, end processes that were stopped, and leave with status 1."""
         if self._over.is_set() or not self._ending.acquire(blocking=False):
             return
         frame = sys._current_frames().get(self._main)
         lines = "".join(traceback.format_stack(frame)) if frame else "  its main thread has ended"
         _print(f"rank {self.ranks.rank} stands here:\n{lines}".rstrip())
-        if talk:
+        if store:
             # a launcher ends all ranks with the first one, and rank 0 may serve the store: first everybody prints
-            _bounded(lambda: talk.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
+            _bounded(lambda: store.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
         here = [one for one in silent if one.host == self.ranks.host]
         for action, then_s in ((_show, FORWARD_S), (_abort, 0)):
             for one in here:
@@ -148,6 +188,144 @@ class StallWatch:
             time.sleep(then_s if here else 0)
         _bounded(sys.stdout.flush)
         os._exit(1)
+
+
+# --- heartbeats, over the store
+
+
+class HeartbeatStore:
+    """One rank's end of it. Used by one thread at a time; a call may wait for ever if the store is gone."""
+
+    def __init__(self, ranks, stall_s, beat_s):
+        self.ranks, self.stall_s, self.beat_s = ranks, stall_s, beat_s
+        shared = dist.distributed_c10d._get_default_store()
+        if hasattr(shared, "clone"):  # else the main thread's calls and ours take turns on one connection
+            shared = shared.clone()
+        self._store = dist.PrefixStore(f"stalls{next(_watches)}", shared)
+        self._beats = 0
+        self.first_rank = None  # what rank 0 last said
+        self.forget()
+
+    def forget(self):
+        """Begin to listen: from now on silence counts."""
+        self._seen = {}  # {rank: (number of its last beat, when that was heard)}
+        self._since = time.monotonic()
+
+    def tell(self, here):
+        """Tell the others what this rank says about itself (a Heartbeat)."""
+        self._beats += 1
+        here.beats = self._beats
+        self._store.set(f"rank{here.rank}", json.dumps(vars(here)))
+
+    def verdict(self):
+        """None while all is well, else {"silent": [Heartbeat]}, and for the one rank that says it also {"sentence": ...}.
+
+        Rank 0 judges. If it is silent itself, or has left, the next ranks do, each a little later than the one before.
+        """
+        if self._store.check(["verdict"]):
+            return _read(self._store.get("verdict"))
+        if self.ranks.rank:
+            (self.first_rank,) = self._listen([0])
+            if self.first_rank.silent_s < self.stall_s + 2 * self.beat_s * self.ranks.rank:
+                return None
+        sentence, silent = judged(self._listen(range(self.ranks.world_size)), self.stall_s)
+        if sentence is None:
+            return None
+        own = json.dumps([vars(one) for one in silent] + [self.ranks.rank])
+        first = self._store.compare_set("verdict", "", own).decode()  # of two that judge at once one is heard
+        return _read(first) | ({"sentence": sentence} if first == own else {})
+
+    def _listen(self, ranks):
+        """[Heartbeat] of these ranks, with the seconds since each said something new."""
+        keys = [f"rank{rank}" for rank in ranks]
+        if self._store.check(keys):
+            answers = self._store.multi_get(keys)
+        else:
+            answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        heard, now = [], time.monotonic()
+        for rank, answer in zip(ranks, answers, strict=True):
+            said = Heartbeat(**json.loads(answer)) if answer else Heartbeat(rank, patience_s=self.stall_s)
+            if self._seen.get(rank, (0, 0))[0] != said.beats:
+                self._seen[rank] = (said.beats, now)
+            said.silent_s = now - self._seen.get(rank, (0, self._since))[1]
+            heard.append(said)
+        return heard
+
+    def wait_for_the_others(self, num_silent):
+        """Return when all ranks but the silent ones have got here."""
+        self._store.add("printed", 1)
+        while self._store.add("printed", 0) < self.ranks.world_size - num_silent:
+            time.sleep(0.05)
+        time.sleep(0.2)  # others still ask this
+
+
+def _read(verdict):
+    return {"silent": [Heartbeat(**one) for one in json.loads(verdict)[:-1]]}
+
+
+# --- who stopped, and who only waits: rules over the last heartbeats
+
+
+def judged(heard, stall_s):
+    """(sentence, the silent ranks) if the run has stalled, else (None, []). `heard` are all ranks.
+
+    Silent for `stall_s`: its process is stopped or its node is gone; that alone is no stall while the others go on.
+    Otherwise the culprits are those that got least far, once they are idle for longer than they may be; among several,
+    those that do not wait for a message.
+    """
+    present = [one for one in heard if not one.left]
+    silent = [one for one in present if one.silent_s > stall_s]
+    others = [one for one in present if one.silent_s <= stall_s]
+    if silent and all(one.idle_s > min(stall_s, one.patience_s) / 2 for one in others):
+        return _sentence(silent, others, len(heard), "gave no sign of life", "silent_s"), silent
+    if silent or not present:
+        return None, []
+    least = min(one.ats for one in present)
+    last = [one for one in present if one.ats == least]
+    if any(one.idle_s + one.silent_s <= one.patience_s for one in last):
+        return None, []
+    culprits = [one for one in last if one.busy] or last
+    waiting = [one for one in present if one not in culprits]
+    return f"{_sentence(culprits, waiting, len(heard), 'has not moved', 'idle_s')} {CURE}", []
+
+
+def _sentence(culprits, waiting, world_size, what, clock):
+    """Each culprit in a sentence of its own; those that wait together."""
+    said = []
+    for one in culprits[:8]:
+        where = f", in {one.where}" if one.where else ""
+        stands = "it was last" if clock == "silent_s" else "it stands"
+        said.append(
+            f"rank {one.rank} of {world_size} ({one.host}, process {one.pid}) {what} for {getattr(one, clock):.0f} s:"
+            f" {stands} at {one.place}{where}."
+        )
+    if len(culprits) > 8:
+        said.append(f"So {len(culprits) - 8} more.")
+    places = {}
+    for one in waiting:
+        places.setdefault(one.place, []).append(one.rank)
+    for place, ranks in places.items():
+        said.append(f"{name_ranks(ranks).capitalize()} wait{'s' * (len(ranks) == 1)} at {place}.")
+    return " ".join(said)
+
+
+def place_of(frame):
+    """("loader.py line 33, read", whether it looks busy rather than waiting) of a thread's innermost frame."""
+    if frame is None:
+        return "", False
+    innermost, waiting = frame, False
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):  # torch's own lines say nothing to a reader
+        inside = frame.f_code.co_filename[len(TORCH) :]
+        waiting = waiting or inside.startswith(WAITING_FILES)
+        frame = frame.f_back
+    frame = frame or innermost
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    if not waiting and frame is innermost:
+        waiting = bool(WAITING_LINES.search(linecache.getline(file, line)))
+    return f"{Path(file).name} line {line}, {frame.f_code.co_name}", not waiting
+
+
+# --- at the end of a run that stalled
 
 
 def _with_process(one, action):

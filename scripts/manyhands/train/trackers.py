@@ -26,31 +26,11 @@ class Trackers:
 
     def __init__(self, options, folder, world_size, say):
         self.say, self.open = say, {}
-        self.facts = to_dict(options) | {"world_size": world_size}
+        about = to_dict(options) | {"world_size": world_size}
         if options.log.tensorboard:
-            self._start("TensorBoard", "tensorboard", lambda: _TensorBoard(folder))
+            self._try("TensorBoard", lambda: _TensorBoard(folder))
         if options.log.wandb:
-            self._start("W&B", "wandb", lambda: _WandB(options.log.wandb, folder, self.facts, say))
-
-    def _start(self, name, extra, start):
-        try:
-            self.open[name] = start()
-        except ImportError as error:
-            self.say(f"{name} is not used: {error}; install it by: pip install -e '.[{extra}]'. Training goes on")
-        except Exception as error:  # noqa: BLE001
-            self._give_up(name, error)
-
-    def _give_up(self, name, error):
-        self.open.pop(name, None)
-        first = next(iter(str(error).splitlines()), "")
-        self.say(f"{name} is not used any more: {type(error).__name__}: {first}. Training goes on")
-
-    def _each(self, call):
-        for name, tracker in list(self.open.items()):
-            try:
-                call(tracker)
-            except Exception as error:  # noqa: BLE001
-                self._give_up(name, error)
+            self._try("W&B", lambda: _WandB(options.log.wandb, folder, about, say))
 
     def log(self, row):
         """The numbers of a line, as `report` makes it: those that are none are left out."""
@@ -65,12 +45,30 @@ class Trackers:
         self._each(lambda tracker: tracker.close())
         self.open.clear()
 
+    def _each(self, call):
+        for name, tracker in list(self.open.items()):
+            self._try(name, lambda tracker=tracker: call(tracker) or tracker)
+
+    def _try(self, name, call):
+        """Keep the tracker that `call()` returns. A failure is said, and ends its use."""
+        try:
+            self.open[name] = call()
+            return
+        except ImportError as error:
+            extra = {"TensorBoard": "tensorboard", "W&B": "wandb"}[name]
+            why = f"is not used: {error}; install it by: pip install -e '.[{extra}]'"
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises
+            why = f"is not used any more: {type(error).__name__}: {str(error).split(chr(10))[0]}"
+        self.open.pop(name, None)
+        self.say(f"{name} {why}. Training goes on")
+
 
 class _TensorBoard:
     def __init__(self, folder):
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.close = self.writer.close
 
     def log(self, step, numbers):
         for name, value in numbers.items():
@@ -79,22 +77,18 @@ class _TensorBoard:
     def text(self, step, text):
         self.writer.add_text("sample", f"```\n{text}\n```", step)
 
-    def close(self):
-        self.writer.close()
-
 
 class _WandB:
-    def __init__(self, project, folder, facts, say):
+    def __init__(self, project, folder, about, say):
         import wandb
 
-        server = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
-        mode, why = wandb_mode(os.environ, server)
+        mode, why = wandb_mode(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url)
         if why:
             say(f"W&B works offline: {why}. Upload later: wandb sync {folder / 'wandb' / 'offline-run-*'}")
-        settings = wandb.Settings(init_timeout=REACH_S * 4, console="off", silent=True)
         self.run = wandb.init(
-            project=project, dir=str(folder), config=facts, name=folder.name, mode=mode, settings=settings
-        )
+            project=project, dir=str(folder), config=about, name=folder.name, mode=mode,
+            settings=wandb.Settings(init_timeout=REACH_S * 4, console="off", silent=True),
+        )  # fmt: skip
 
     def log(self, step, numbers):
         self.run.log(numbers, step=step)
@@ -103,21 +97,18 @@ class _WandB:
         self.run.log({"sample": text}, step=step)
 
     def close(self):
-        within(FINISH_S, self.run.finish, "its uploads did not end")
+        _within(FINISH_S, self.run.finish, "its uploads did not end")
 
 
-def wandb_mode(environ, server):
-    """("online" | "offline" | what WANDB_MODE says, why it is offline or ""): decided here, for W&B would ask and wait.
-
-    `server`: its address, such as https://api.wandb.ai.
-    """
-    if environ.get("WANDB_MODE"):
-        return environ["WANDB_MODE"], ""
+def wandb_mode(server):
+    """("online" | "offline" | what WANDB_MODE says, why it is offline or ""): decided here, for W&B would ask and wait."""
     host = urlparse(server).hostname or server
-    if not environ.get("WANDB_API_KEY") and not _in_netrc(host):
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"], ""
+    if not os.environ.get("WANDB_API_KEY") and not _in_netrc(host):
         return "offline", f"nobody is logged in to {host}"
     try:
-        within(REACH_S, lambda: _reach(server), "no answer")
+        _within(REACH_S, lambda: _reach(server), "no answer")
     except Exception as error:  # noqa: BLE001
         return "offline", f"{host} cannot be reached ({error})"
     return "online", ""
@@ -136,11 +127,10 @@ def _reach(server):
         urllib.request.urlopen(server, timeout=REACH_S).close()
 
 
-def within(seconds, call, otherwise):
+def _within(seconds, call, otherwise):
     """Run `call()` for at most so long. Raises what it raises, or TimeoutError with the words `otherwise`.
 
-    A name server that is silent, or an upload that retries for ever, knows no time-out of its own: a thread is left
-    behind then, which does not keep the process.
+    A silent name server, or an upload that retries for ever, knows no time-out of its own: its thread is left behind.
     """
     raised = []
 
