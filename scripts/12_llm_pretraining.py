@@ -787,8 +787,8 @@ for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tok
 
 # %%
 # %%ranks --timeout 120
-from manyhands.data.text_preparation import PrepareConfig, prepare_text
-from manyhands.data.text_report import shown_report
+from manyhands.data.preparation import PrepareConfig, prepare_text
+from manyhands.data.preparation import shown_report
 from manyhands.launch.run_folder import run_folder
 
 place = [run_folder(ranks) if rank == 0 else None]

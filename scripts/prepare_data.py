@@ -105,9 +105,8 @@ def fetch_shakespeare(require):
 
 def prepare(given):
     """A text of one's own, on all ranks that were started."""
-    from manyhands.data.text_preparation import PrepareConfig, prepare_text
-    from manyhands.data.text_quality import Quality
-    from manyhands.data.text_report import shown_report
+    from manyhands.data.filters import Quality
+    from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
     from manyhands.launch.join import join, leave, refuse
 
     ranks = join(name="prepare_data", device="cpu", timeout_s=24 * 3600.0)  # rank 0 learns while others wait

@@ -43,28 +43,21 @@ class Options:
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
 
-def continued(model, ids, length, temperature, top_k, vocab_size, generator):
+def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
     """Yield `length` ids below `vocab_size`, one at a time, that follow the list `ids` as the model sees it.
 
     It looks at the last block_size ids. All draws come from `generator`, on the CPU. A vocabulary may be wider than the
     alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn.
     """
     import torch
+    from manyhands.gpt.sampling import continued, drawing
 
-    ids, block = list(ids), model.config.block_size
-    device = next(model.parameters()).device
-    for _ in range(length):
-        with torch.inference_mode():
-            logits_1TV, _ = model(torch.tensor([ids[-block:]], device=device))
-        logits_V = logits_1TV[0, -1, :vocab_size].double().cpu()
-        if temperature == 0:
-            ids.append(int(logits_V.argmax()))
-        else:
-            if top_k is not None and top_k < len(logits_V):
-                logits_V[logits_V < logits_V.topk(top_k).values[-1]] = -torch.inf
-            p_V = torch.softmax(logits_V / temperature, dim=-1)
-            ids.append(int(torch.multinomial(p_V, 1, generator=generator)))
-        yield ids[-1]
+    @torch.inference_mode()
+    def logits(ids_1T):
+        return model(ids_1T)[0][..., :vocab_size].double().cpu()
+
+    ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
+    return map(int, continued(logits, ids_1T, length, model.config.block_size, drawing(temperature, generator, top_k)))
 
 
 def refuse_senseless(options):
@@ -88,14 +81,10 @@ def refuse_senseless(options):
 
 def encoded(prompt, tokenizer):
     """The ids of a prompt. Raises ValueError for a character that the model was not trained on."""
-    if tokenizer.kind == "char":
-        known = set(tokenizer.vocab)
-        for character in prompt:
-            if character not in known:
-                raise ValueError(
-                    f"--prompt has {character!r}, which is none of the {len(known)} tokens that the model knows"
-                )
-    return tokenizer.encode(prompt).tolist()
+    try:
+        return tokenizer.encode(prompt).tolist()
+    except ValueError as error:
+        raise ValueError(f"--prompt: {error}") from None
 
 
 def asked(options, vocab):
@@ -141,7 +130,7 @@ def write_text(options):
     if not options.chat:
         write(options.prompt)
     text_of = tokenizer.writer()
-    for i in continued(model, ids, options.length, options.temperature, options.top_k, len(vocab), generator):
+    for i in drawn(model, ids, options.length, options.temperature, options.top_k, len(vocab), generator):
         if options.chat and vocab[i] == END:
             break
         write(shown(text_of(i)))

@@ -77,7 +77,7 @@ def test_messages_that_are_no_conversation_are_refused_by_number(messages, sente
 
 
 def test_what_cannot_be_encoded_or_answered_is_refused():
-    with pytest.raises(ValueError, match="'7' is none of the model's"):
+    with pytest.raises(ValueError, match="'7' is none of the vocabulary's"):
         encode([{"role": "user", "content": "7"}], VOCAB)
     with pytest.raises(ValueError, match=re.escape("no token <|system|>; it was never trained on the chat template")):
         encode(ASKED, ALPHABET)

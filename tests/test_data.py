@@ -91,10 +91,11 @@ def run(command, **options):
 def test_shakespeare_has_1115394_characters_65_different_ones_and_a_split_at_90_percent(real_file, monkeypatch):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE", str(real_file))
     corpus = load_corpus()
-    assert corpus.facts() == {
+    assert corpus.metadata() == {
         "name": "shakespeare",
         "characters": 1_115_394,
         "vocab_size": 65,
+        "tokenizer": "char",
         "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     }
     assert (len(corpus.train_ids), len(corpus.val_ids)) == (1_003_854, 111_540)
@@ -211,7 +212,7 @@ def test_many_that_store_at_once_never_show_half_a_file(elsewhere):
 
 def test_without_a_web_every_run_trains_on_pythons_manual_and_says_so(elsewhere, capsys):
     first, second = load_corpus(), load_corpus()
-    assert first.facts() == second.facts()
+    assert first.metadata() == second.metadata()
     assert first.name == "offline" and len(first.text) > 400_000 and "Assignment statements" in first.text
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -250,9 +251,9 @@ def test_an_address_that_is_not_found_for_long_is_not_waited_for(elsewhere, monk
 # Several ranks
 
 
-def _facts_of_two_loads(ranks):
+def _metadata_of_two_loads(ranks):
     shakespeare.CONNECT_S = 30  # in this process, which ends with the test
-    return [load_corpus(ranks).facts() for _ in range(2)]
+    return [load_corpus(ranks).metadata() for _ in range(2)]
 
 
 def _error_of_load(ranks):
@@ -269,7 +270,7 @@ def test_one_rank_downloads_for_all(web, elsewhere, real_file):
         "MANYHANDS_SHAKESPEARE_URL": web.url,
         "MANYHANDS_SHAKESPEARE": "",
     }
-    facts = run_on_ranks(3, _facts_of_two_loads, environ=environ)
+    facts = run_on_ranks(3, _metadata_of_two_loads, environ=environ)
     assert {load["sha256"] for loads in facts for load in loads} == {shakespeare.SHA256}
     assert web.requests == 1
 
@@ -281,7 +282,7 @@ def test_a_web_that_failed_is_asked_once_per_process_group(web, elsewhere):
         "MANYHANDS_SHAKESPEARE_URL": web.url,
         "MANYHANDS_SHAKESPEARE": "",
     }
-    facts = run_on_ranks(2, _facts_of_two_loads, environ=environ)
+    facts = run_on_ranks(2, _metadata_of_two_loads, environ=environ)
     assert {load["name"] for loads in facts for load in loads} == {"offline"}
     assert web.requests == 1
 
@@ -345,10 +346,11 @@ def test_decode_reverses_encode_for_any_text(text):
 
 
 def test_a_character_that_the_corpus_lacks_is_named():
-    with pytest.raises(ValueError, match=r"no 'é'; use its 3 characters"):
-        Corpus.from_text("test", "abc").encode("abé")
-    with pytest.raises(ValueError, match=r"no 'z'"):
-        Corpus.from_text("test", "abc").encode("z")
+    for foreign in ("é", "z", "\0", "\ud800"):
+        with pytest.raises(
+            ValueError, match=f"{foreign!r} is none of the vocabulary's 3 tokens; leave it out".replace("\\", r"\\")
+        ):
+            Corpus.from_text("test", "abc").encode(f"ab{foreign}")
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 10**12), st.integers(0, 10**6), st.integers(1, 30))

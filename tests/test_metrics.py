@@ -107,7 +107,7 @@ def test_rank_0_writes_who_ran_what_on_which_corpus():
     content = json.loads(metrics.write().read_text())
     assert (content["lesson"], content["launcher"], content["world_size"]) == ("05_test", "torchrun", 4)
     assert content["torch"] == torch.__version__
-    assert content["corpus"] == corpus.facts()
+    assert content["corpus"] == corpus.metadata()
     assert content["parameters"] == {"length": 8}
     assert content["exact"] == {"losses": [1.5]}
     assert content["close"] == {"loss": {"value": 2.5, "tolerance": 1e-3}}

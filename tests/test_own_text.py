@@ -27,7 +27,7 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import get_batch
 from manyhands.data.own_text import open_text
-from manyhands.data.text_preparation import PrepareConfig, prepare_text
+from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
 from rank_pool import _server, ranks_of
 from test_strategies import BATCH, assert_equal, compiled_steps, one_process, options_of, sgd_steps
@@ -71,7 +71,7 @@ def test_the_first_token_of_a_document_is_asked_from_its_separator_alone(gpt):
     assert torch.equal(*after_separator)
 
 
-def test_without_a_mark_the_model_is_the_one_it_was(gpt):
+def test_without_a_separator_the_model_is_the_one_it_was(gpt):
     ids = torch.randint(CONFIG.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
     plain = GPT(replace(CONFIG, separator=None)).double().eval()
     plain.load_state_dict(gpt.state_dict())
@@ -299,7 +299,7 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
         assert program.main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
         text = capsys.readouterr().out
         ids = tokenizer.encode("dée ").tolist()
-        drawn = program.continued(model, ids, 40, 1.5, None, 300, torch.Generator().manual_seed(1))
+        drawn = program.drawn(model, ids, 40, 1.5, None, 300, torch.Generator().manual_seed(1))
         expected = tokenizer.decode([*ids, *drawn])
         assert text == program.shown(expected) + "\n"
         assert "\ufffd" not in text[:6]

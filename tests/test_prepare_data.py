@@ -14,14 +14,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from manyhands.data import text_files
-from manyhands.data.near_duplicates import ORDERS, content_hash, copies_among, minhash, normalised, similarity
-from manyhands.data.own_text import open_text, verify_text
+from manyhands.data.filters import ORDERS, REASONS, Quality, content_hash, copies_among, minhash, normalised, similarity
+from manyhands.data.own_text import open_text, read_manifest, verify_text
+from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
 from manyhands.data.text_files import find_files, raw_documents, text_of
-from manyhands.data.text_preparation import PrepareConfig, prepare_text
-from manyhands.data.text_quality import REASONS, Quality
-from manyhands.data.text_report import shown_report
-from manyhands.data.text_tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
+from manyhands.data.tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
@@ -282,7 +280,7 @@ def test_tokens_that_come_one_at_a_time_make_the_same_text(bpe, text):
     assert "".join([*(write(i) for i in bpe.encode(text).tolist()), write(None, final=True)]) == text
 
 
-def test_a_text_that_spells_the_mark_is_no_mark(bpe):
+def test_a_text_that_spells_the_separator_has_none(bpe):
     for tokenizer in (bpe, characters_of([SEPARATOR])):
         ids = tokenizer.encode(f"one{SEPARATOR}two" if tokenizer is bpe else SEPARATOR)
         assert tokenizer.separator not in ids
@@ -365,7 +363,7 @@ def test_the_report_says_what_was_dropped_and_why_with_an_example(prepared):
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_tokens_are_the_kept_documents_each_begun_by_the_mark(prepared, files):
+def test_the_tokens_are_the_kept_documents_each_begun_by_the_separator(prepared, files):
     folder, report = prepared
     text = open_text(folder)
     found = []
@@ -377,7 +375,7 @@ def test_the_tokens_are_the_kept_documents_each_begun_by_the_mark(prepared, file
     kept = [text_of(raw) for i, raw in enumerate(raws) if i < 30 or 35 <= i < 60]
     assert sorted(found) == sorted(kept)
     assert len(list(folder.glob("train-*.bin"))) > 2
-    assert text.counts["validation"]["documents"] == report["splits"]["validation"]["documents"] > 3
+    assert read_manifest(folder).splits.validation.documents == report["splits"]["validation"]["documents"] > 3
     assert verify_text(folder) == 2 * (len(text.train_ids) + len(text.val_ids))
 
 

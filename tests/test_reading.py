@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -280,7 +279,6 @@ def test_an_error_of_one_reader_is_every_ranks_error(pool, files, tmp_path):
 
 MPI_RUN = """
 import json, sys
-from dataclasses import replace
 from manyhands.data import file_shares
 from manyhands.data.file_shares import read_mpi_io
 from mpi4py import MPI
@@ -295,7 +293,7 @@ found = {"shares": [attempt(path) for path in paths]}
 found["in rounds of 5 bytes"] = [attempt(path, at_once=5) for path in paths]
 found["nowhere"] = attempt("/nowhere/t.bin")
 described = file_shares.describe_tokens(paths[-1])
-file_shares.describe_tokens = lambda path: replace(described, count=1007)
+file_shares.describe_tokens = lambda path: described.model_copy(update={"count": 1007})
 found["cut behind our back"] = attempt(paths[-1])
 found["gone behind our back"] = attempt("/nowhere/t.bin")
 with open(f"{folder}/{comm.rank}.json", "w") as file:
@@ -333,4 +331,4 @@ def test_without_an_mpi_world_mpi_io_says_how_to_start_one():
 
 def test_a_description_names_its_bytes_per_token(files):
     described = describe_tokens(files[7])
-    assert described.itemsize == 2 and replace(described, dtype="uint32").itemsize == 4
+    assert described.itemsize == 2 and described.model_copy(update={"dtype": "uint32"}).itemsize == 4

@@ -246,7 +246,7 @@ def test_top_k_draws_among_the_k_likeliest_and_reaches_all_of_them(program):
     model, generator = gpt(20).eval(), torch.Generator().manual_seed(0)
     ids = [3, 4, 5]
     likeliest = model(torch.tensor([ids]))[0][0, -1, : len(ALPHABET)].topk(3).indices.tolist()
-    drawn = {next(program.continued(model, ids, 1, 50.0, 3, len(ALPHABET), generator)) for _ in range(60)}
+    drawn = {next(program.drawn(model, ids, 1, 50.0, 3, len(ALPHABET), generator)) for _ in range(60)}
     assert drawn == set(likeliest)
 
 
@@ -260,7 +260,7 @@ def test_an_export_writes_what_its_checkpoint_does(written, trained, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--prompt", "AZ"], "--prompt has 'Z', which is none of the 19 tokens that the model knows"),
+        (["--prompt", "AZ"], "--prompt: 'Z' is none of the vocabulary's 19 tokens; leave it out"),
         (["--prompt", ""], "--prompt is empty; give the text at least one character"),
         (["--length", "-1"], "--length -1 is negative"),
         (["--temperature", "-0.1"], "--temperature -0.1 is negative"),

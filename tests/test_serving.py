@@ -114,7 +114,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
     with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
-    with pytest.raises(openai.BadRequestError, match="'z' is none of the model's 37 tokens"):
+    with pytest.raises(openai.BadRequestError, match="'z' is none of the vocabulary's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
     assert [m.id for m in client.models.list()] == ["manyhands"]
     assert client.models.retrieve("manyhands").context == 96
@@ -157,7 +157,7 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
     said = capsys.readouterr().out
     assert said.startswith("you: HO\nmodel: ") and field.value == ""
     field.value = "az"
-    assert capsys.readouterr().out.endswith("['a' is none of the model's 37 tokens; leave it out (status 400)]\n")
+    assert capsys.readouterr().out.endswith("['a' is none of the vocabulary's 37 tokens; leave it out (status 400)]\n")
     field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
     assert "status" not in capsys.readouterr().out
 
@@ -171,7 +171,7 @@ def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_nex
 
 
 def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
-    from manyhands.data.text_tokenizer import SEPARATOR, train_bpe
+    from manyhands.data.tokenizer import SEPARATOR, train_bpe
 
     tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
     facts = facts_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
@@ -223,8 +223,8 @@ USER = {"role": "user", "content": "HO"}
         (TEXT, {}, 400, "prompt is missing"),
         (TEXT, {"prompt": ""}, 400, "prompt is missing"),
         (TEXT, {"prompt": ["HO", "HO"]}, 400, "not one string"),
-        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the model's 37 tokens"),
-        (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the model's 37 tokens"),
+        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the vocabulary's 37 tokens"),
+        (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the vocabulary's 37 tokens"),
         (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt, with room for one more, do not fit"),
         (TEXT, {"prompt": "A" * 40_000}, 400, "context of 96; shorten the prompt to 95 or fewer"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),

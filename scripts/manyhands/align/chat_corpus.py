@@ -1,27 +1,16 @@
 """The corpus as a chat model sees it: tokens with the template's markers behind them, and speeches as messages."""
 
-from dataclasses import dataclass
-
-import torch
+from dataclasses import replace
 
 from manyhands.align.chat_template import encode, with_markers
 from manyhands.align.tasks import speech_messages, speeches
 from manyhands.config.options import OptionError
-from manyhands.data.corpus import Corpus
+from manyhands.data.tokenizer import CharTokenizer
 
 
-@dataclass(frozen=True)
-class ChatCorpus(Corpus):
-    """The text of a Corpus under the tokens of a model, markers included: its ids are not the corpus's own."""
-
-    def encode(self, text):
-        place = {token: i for i, token in enumerate(self.vocab)}
-        return torch.tensor([place[token] for token in text])
-
-
-def chat_corpus(corpus, alphabet):
-    """The ChatCorpus for a model whose checkpoint names `alphabet`."""
-    return ChatCorpus(corpus.name, corpus.sha256, corpus.text, with_markers(alphabet), corpus.train_ids, corpus.val_ids)
+def chat_corpus(corpus, vocab):
+    """`corpus` under the tokens of a model, markers included; its train_ids and val_ids are not of these."""
+    return replace(corpus, tokenizer=CharTokenizer(with_markers(vocab)))
 
 
 def encoded_words(task, words, vocab):

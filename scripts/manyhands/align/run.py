@@ -13,7 +13,7 @@ from manyhands.align.options import trainer_options
 from manyhands.align.policy import start_from
 from manyhands.align.preference import Preference
 from manyhands.align.reinforcement import Reinforcement
-from manyhands.checkpoint.export import load_model
+from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError, read_metadata, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
@@ -117,7 +117,10 @@ def align(wanted):
         base, metadata = Agreement(ranks, None, CheckpointError).all(
             lambda: load_model(wanted.source, wanted.step, tell)
         )
-        corpus = chat_corpus(corpus, metadata["corpus"]["alphabet"])
+        tokenizer = tokenizer_of(metadata)
+        if tokenizer.kind != "char":
+            raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters, use one")
+        corpus = chat_corpus(corpus, tokenizer.vocab)
         vocabulary = max(base.config.vocab_size, len(corpus.vocab))
         config = dataclasses.replace(base.config, vocab_size=vocabulary)
         options = trainer_options(wanted, config)

@@ -28,7 +28,7 @@ from manyhands.checkpoint.manifest import (
 )
 from manyhands.checkpoint.step_folders import best_of
 from manyhands.course.folders import write_whole
-from manyhands.data.text_tokenizer import CharTokenizer, tokenizer_from
+from manyhands.data.tokenizer import CharTokenizer, tokenizer_from
 from manyhands.gpt.lora import folded
 from manyhands.gpt.model import GPT, GPTConfig
 
@@ -121,7 +121,7 @@ def believe(metadata, source):
 
 
 def tokenizer_of(metadata):
-    """What turns text into the ids of the model that `metadata` describe, and back: see `text_tokenizer`.
+    """What turns text into the ids of the model that `metadata` describe, and back: see `data.tokenizer`.
 
     Raises KeyError, TypeError or ValueError for metadata that do not say.
     """

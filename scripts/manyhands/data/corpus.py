@@ -1,20 +1,17 @@
-"""The corpus of the course, and batches from it.
+"""A text as numbers, and batches from it.
 
     corpus = load_corpus(ranks)                      # all ranks must call it
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
 
-A text of your own, prepared by scripts/prepare_data.py: `own_text` opens it, with the same face as `Corpus`. Data sets of
-other kinds: `samplers` says which items a rank reads, `file_shares` brings tokens from files to the ranks, and
-`prefetch` reads ahead. Their names are here, too.
-
-The corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
-manual that every Python carries, which every run then says.
+The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the manual
+that every Python carries, which every run then says. A text of your own, prepared by scripts/prepare_data.py, is a Corpus,
+too: `own_text` opens it. Data sets of other kinds: `samplers` says which items a rank reads, `file_shares` brings tokens
+from files to the ranks, and `prefetch` reads ahead.
 
 Shapes: T positions, B sequences in the global batch, b this rank's.
 """
 
 import hashlib
-import sys
 import weakref
 from dataclasses import dataclass, field
 
@@ -24,9 +21,9 @@ import torch.distributed as dist
 
 from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
-from manyhands.data.text_tokenizer import encode_characters
-from manyhands.launch.join import leave
-from manyhands.launch.program import say_status
+from manyhands.data.tokenizer import CharTokenizer, Tokenizer
+from manyhands.launch.agreement import Agreement
+from manyhands.launch.join import refuse
 from manyhands.launch.screen import say
 
 _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group
@@ -34,44 +31,51 @@ _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did no
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as numbers: id i is the i-th character of its alphabet. 90 % train, the rest validates."""
+    """A tokenizer, and the ids of a text: some to train on, the rest validates."""
 
-    name: str  # "shakespeare" or "offline"
-    sha256: str
-    text: str = field(repr=False)
-    vocab: list = field(repr=False)
-    train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU
+    name: str  # "shakespeare", "offline", or of a prepared text's folder
+    sha256: str  # of the text, or of the tokenizer and the tokens
+    tokenizer: Tokenizer = field(repr=False)
+    train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU; of a prepared text `own_text.ShardedTokens`
     val_ids: torch.Tensor = field(repr=False)
-    separator = None  # the token that begins a document: this is one text
+    counts: dict = field(repr=False)  # {"characters": n} and, of a prepared text, "documents" and "tokens"
+    text: str | None = field(default=None, repr=False)  # None: it stays on the disk
 
     @classmethod
     def from_text(cls, name, text):
-        vocab = sorted(set(text))
-        ids = torch.from_numpy(encode_characters(text, vocab))
-        num_train = len(ids) * 9 // 10
+        """Of one text: id i is the i-th character of its alphabet. 90 % train."""
+        tokenizer = CharTokenizer(sorted(set(text)))
+        ids = tokenizer.encode(text)
+        cut = len(ids) * 9 // 10
         sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return cls(name, sha256, text, vocab, ids[:num_train], ids[num_train:])
+        return cls(name, sha256, tokenizer, ids[:cut], ids[cut:], {"characters": len(text)}, text)
+
+    @property
+    def vocab(self):
+        """What each id stands for, as text."""
+        return self.tokenizer.vocab
+
+    @property
+    def separator(self):
+        """The id that begins each document; None: this is one text."""
+        return self.tokenizer.separator
 
     def encode(self, text):
-        """The ids of `text`, torch.long [T]. Raises ValueError for a character that the corpus lacks."""
-        return torch.from_numpy(encode_characters(text, self.vocab))
+        """The ids of `text`, torch.long [T]. Raises ValueError for a character that the vocabulary lacks."""
+        return self.tokenizer.encode(text)
 
     def decode(self, ids):
         """The text of `ids`, a tensor [T] or a list."""
-        return "".join(self.vocab[i] for i in (ids.tolist() if isinstance(ids, torch.Tensor) else ids))
+        return self.tokenizer.decode(ids)
 
-    def facts(self):
+    def metadata(self):
         """What metrics.json records of it."""
-        return {
-            "name": self.name,
-            "characters": len(self.text),
-            "vocab_size": len(self.vocab),
-            "sha256": self.sha256,
-        }
+        of_tokenizer = {"vocab_size": len(self.vocab), "tokenizer": self.tokenizer.kind}
+        return {"name": self.name, **self.counts, **of_tokenizer, "sha256": self.sha256}
 
     def vocabulary(self):
-        """What a checkpoint keeps beside `facts`, so that its model can write."""
-        return {"alphabet": self.vocab}
+        """What a checkpoint keeps beside `metadata`, so that its model can write."""
+        return {"alphabet": self.vocab} if self.separator is None else {"vocabulary": self.tokenizer.content}
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):
@@ -99,43 +103,30 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
 def load_corpus(ranks=None):
     """The corpus, the same on all ranks. All ranks must call it.
 
-    Rank 0 finds the text while the others wait, and hands the text, or what went wrong, to all of them: one
+    Rank 0 finds the text while the others wait, and sends the text, or what went wrong, to all of them: one
     process downloads, nobody waits for a rank that gave up, and no two nodes train on different texts.
     Raises DataError; a script ends with status 2 on all ranks instead, after one sentence.
     """
-    first = ranks is None or ranks.rank == 0
-    in_script = ranks is not None and ranks.launcher != "notebook"
-    found = [_find() if first else None]
-    if first:
-        _, _, notice, error = found[0]
-        if notice:
-            say(notice)
-        if error and in_script:  # before the others hear of it: a launcher kills all when the first one ends
-            print(f"{ranks.lesson}.py: {error}", file=sys.stderr, flush=True)
-    if ranks is not None and dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    name, text, _, error = found[0]
-    if error and in_script:
-        leave()  # Python's exit under a living gloo group aborts now and then: status 134 instead of 2
-        if first:
-            say_status(2, f"{ranks.lesson}.py: {error}")
-        raise SystemExit(2)
-    if error:
-        raise DataError(error)
+    try:
+        if ranks is not None and dist.is_initialized():
+            name, text, notice = Agreement(ranks, None, DataError).on_rank_0(_find)
+        else:
+            name, text, notice = _find()
+    except DataError as error:
+        if ranks is None or ranks.launcher == "notebook":
+            raise
+        refuse(str(error))
+    if notice and (ranks is None or ranks.rank == 0):
+        say(notice)
     return Corpus.from_text(name, text)
 
 
 def _find():
-    """(name, text, notice, error) of the first source that has a text."""
+    """(name, text, what people should know) of the first source that has a text. Raises DataError."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    try:
-        content, why_not = (None, _silent_web[group]) if group in _silent_web else shakespeare.find()
-    except DataError as error:
-        return None, None, None, str(error)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a word, whatever happened
-        return None, None, None, f"the corpus could not be read: {type(error).__name__}: {error}"
+    content, why_not = (None, _silent_web[group]) if group in _silent_web else shakespeare.find()
     if content is not None:
-        return "shakespeare", content.decode(), None, None
+        return "shakespeare", content.decode(), None
     if group is not None:
         _silent_web[group] = why_not
-    return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not), None
+    return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not)

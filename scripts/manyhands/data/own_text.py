@@ -1,11 +1,11 @@
 """A text of one's own as `scripts/prepare_data.py` leaves it: a folder of tokens in shards, with a tokenizer and a manifest.
 
-    text = open_text("data/mine", ranks)             # all ranks; the same face as `corpus.Corpus`
+    text = open_text("data/mine", ranks)             # all ranks; a Corpus
     x_bT, y_bT = get_batch(text.train_ids, step, 12, 64, rank, world_size, seed)
     verify_text("data/mine")                         # reads every byte: has one changed?
 
     data/mine/manifest.json            what is here, with the sha256 of every file
-              tokenizer.json           of `tokenizers`, or the characters; see `text_tokenizer`
+              tokenizer.json           of `tokenizers`, or the characters; see `tokenizer`
               train-00000.bin(.json)   one document after the other, each begun by the separator; see `token_file`
               validation-00000.bin(.json)
               report.json, report.png  what was dropped, and why
@@ -16,21 +16,68 @@ begins anywhere, so it packs what follows each other: the end of one document, s
 
 import hashlib
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import Field, NonNegativeInt
 
+from manyhands.data.corpus import Corpus
 from manyhands.data.shakespeare import DataError
-from manyhands.data.text_tokenizer import tokenizer_from
-from manyhands.data.token_file import describe_tokens, memory_map, verify_tokens
+from manyhands.data.token_file import Schema, Sha256, describe_tokens, memory_map, verify_tokens
+from manyhands.data.tokenizer import tokenizer_from
 from manyhands.launch.agreement import Agreement
 
-FORMAT = "manyhands text 1"
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("train", "validation")
+
+
+class Shard(Schema):
+    file: str = Field(pattern=r"^(train|validation)-\d{5,}\.bin$")
+    tokens: NonNegativeInt
+    dtype: Literal["uint16", "uint32"]
+    sha256: Sha256
+
+
+class Split(Schema):
+    documents: NonNegativeInt
+    characters: NonNegativeInt
+    bytes: NonNegativeInt
+    tokens: NonNegativeInt
+    shards: list[Shard]
+
+
+class TokenizerFile(Schema):
+    kind: Literal["bpe", "char"]
+    symbols: NonNegativeInt  # the size of the vocabulary
+    mark: int  # the separator's id
+    sha256: Sha256
+
+
+class Splits(Schema):
+    train: Split
+    validation: Split
+
+
+class Manifest(Schema):
+    """manifest.json of a prepared text."""
+
+    format: Literal["manyhands text 1"] = "manyhands text 1"
+    tokenizer: TokenizerFile
+    splits: Splits
+    sha256: str = ""  # see `identity`
+
+    def shards(self) -> list[Shard]:
+        """Those of both splits."""
+        return [*self.splits.train.shards, *self.splits.validation.shards]
+
+    def identity(self) -> str:
+        """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
+        parts = [self.tokenizer.sha256]
+        parts += [f"{name} {shard.sha256}" for name, split in self.splits for shard in split.shards]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class ShardedTokens:
@@ -66,55 +113,8 @@ class ShardedTokens:
         return torch.from_numpy(found).to(self.device)
 
 
-@dataclass(frozen=True)
-class OwnText:
-    """A prepared text, with the face of `corpus.Corpus`."""
-
-    name: str  # of its folder
-    sha256: str  # of tokenizer and tokens
-    tokenizer: object = field(repr=False)
-    train_ids: ShardedTokens = field(repr=False)
-    val_ids: ShardedTokens = field(repr=False)
-    counts: dict = field(repr=False)  # {split: {"tokens", "documents", "characters"}}
-
-    @property
-    def vocab(self):
-        """What each id stands for, as text."""
-        return self.tokenizer.vocab
-
-    @property
-    def separator(self):
-        """The id that begins each document."""
-        return self.tokenizer.separator
-
-    def encode(self, text):
-        """The ids of `text`, torch.long [T]. Raises ValueError for a character that a tokenizer of characters lacks."""
-        return torch.from_numpy(self.tokenizer.encode(text).astype(np.int64))
-
-    def decode(self, ids):
-        """The text of `ids`, a tensor [T] or a list."""
-        return self.tokenizer.decode(ids)
-
-    def facts(self):
-        """What metrics.json records of it."""
-        train, validation = (self.counts[split] for split in SPLITS)
-        return {
-            "name": self.name,
-            "characters": train["characters"] + validation["characters"],
-            "documents": train["documents"] + validation["documents"],
-            "tokens": train["tokens"] + validation["tokens"],
-            "vocab_size": len(self.vocab),
-            "tokenizer": self.tokenizer.kind,
-            "sha256": self.sha256,
-        }
-
-    def vocabulary(self):
-        """What a checkpoint keeps beside `facts`, so that its model can write."""
-        return {"vocabulary": self.tokenizer.content}
-
-
 def open_text(folder, ranks=None):
-    """The OwnText in `folder`, the same on all ranks, which all must call it.
+    """The Corpus in `folder`, the same on all ranks, which all must call it.
 
     Sizes are checked, and the tokenizer's sha256; `verify_text` checks the rest. Raises DataError, on all ranks alike.
     """
@@ -130,70 +130,59 @@ def open_text(folder, ranks=None):
 def _open(folder):
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder)
-    described = manifest["tokenizer"]
     content = _read(folder / TOKENIZER)
-    if hashlib.sha256(content).hexdigest() != described["sha256"]:
+    if hashlib.sha256(content).hexdigest() != manifest.tokenizer.sha256:
         raise DataError(f"{folder / TOKENIZER} has changed since it was written; prepare the text again")
     tokenizer = tokenizer_from(json.loads(content))
-    if len(tokenizer.vocab) != described["symbols"] or tokenizer.separator is None:
+    size = manifest.tokenizer.symbols
+    if len(tokenizer.vocab) != size or tokenizer.separator is None:
         raise DataError(f"{folder / TOKENIZER} does not fit {MANIFEST}; prepare the text again")
     rows = {}
-    for split in SPLITS:
+    for split, about in manifest.splits:
         shards = []
-        for shard in manifest["splits"][split]["shards"]:
-            tokens = describe_tokens(folder / shard["file"])
-            if (tokens.count, tokens.sha256) != (shard["tokens"], shard["sha256"]):
+        for shard in about.shards:
+            tokens = describe_tokens(folder / shard.file)
+            if (tokens.count, tokens.sha256) != (shard.tokens, shard.sha256):
                 raise DataError(f"{tokens.path} is not the file that {MANIFEST} names; copy the folder again")
-            if tokens.largest >= described["symbols"]:
+            if tokens.largest >= size:
                 raise DataError(
-                    f"{tokens.path} has token {tokens.largest}, and the vocabulary has {described['symbols']}; prepare the text again"
+                    f"{tokens.path} has token {tokens.largest}, and the vocabulary has {size}; prepare the text again"
                 )
             shards.append(memory_map(tokens.path))
         rows[split] = ShardedTokens(shards)
-    counts = {split: {k: v for k, v in manifest["splits"][split].items() if k != "shards"} for split in SPLITS}
-    return OwnText(folder.resolve().name, manifest["sha256"], tokenizer, *rows.values(), counts)
+        if len(rows[split]) != about.tokens:
+            raise DataError(f"{folder}: {split} has {len(rows[split])} tokens, not {about.tokens}; copy it again")
+    counts = {
+        name: sum(getattr(about, name) for _, about in manifest.splits)
+        for name in ("characters", "documents", "tokens")
+    }
+    return Corpus(folder.resolve().name, manifest.sha256, tokenizer, rows["train"], rows["validation"], counts)
 
 
 def read_manifest(folder):
-    """manifest.json of a prepared text. Raises DataError with the cure."""
+    """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
     path = Path(folder).expanduser() / MANIFEST
     if not path.exists():
         raise DataError(
             f"{folder} is no prepared text (it has no {MANIFEST}); make one: "
             "python scripts/prepare_data.py FILES --to data/mine"
         )
+    content = _read(path)
     try:
-        manifest = json.loads(_read(path))
-        sound = manifest["format"] == FORMAT and manifest["sha256"] == identity(manifest)
-        sound = sound and all(
-            Path(shard["file"]).name == shard["file"]
-            for split in SPLITS for shard in manifest["splits"][split]["shards"]
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise DataError(f"{path} is damaged, or of another version; prepare the text again")
+        manifest = Manifest.read(content)
+        if manifest.sha256 != manifest.identity():
+            raise DataError("sha256: it is that of other files")
+    except DataError as error:
+        raise DataError(f"{path} is damaged, or of another version ({error}); prepare the text again") from None
     return manifest
-
-
-def identity(manifest):
-    """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
-    parts = [manifest["tokenizer"]["sha256"]]
-    parts += [f"{split} {shard['sha256']}" for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def verify_text(folder):
     """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
-    text, folder = _open(folder), Path(folder).expanduser()
-    manifest = read_manifest(folder)
-    shards = [shard["file"] for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    read = sum((tokens := verify_tokens(folder / name)).count * tokens.itemsize for name in shards)
-    held = {split: len(row) for split, row in zip(SPLITS, (text.train_ids, text.val_ids), strict=True)}
-    for split, count in held.items():
-        if count != text.counts[split]["tokens"]:
-            raise DataError(f"{folder}: {split} has {count} tokens, not {text.counts[split]['tokens']}; copy it again")
-    return read
+    _open(folder)
+    folder = Path(folder).expanduser()
+    read = [verify_tokens(folder / shard.file) for shard in read_manifest(folder).shards()]
+    return sum(tokens.count * tokens.itemsize for tokens in read)
 
 
 def _read(path):

@@ -11,28 +11,46 @@ without reading what lies before it.
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manyhands.course.folders import write_whole
 from manyhands.data.shakespeare import DataError
 
-FORMAT = "manyhands tokens 1"
 DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """What a file of tokens holds."""
+class Schema(BaseModel):
+    """A JSON file of ours: these names, of these types, and no others."""
 
-    path: str
-    count: int  # tokens
-    dtype: str  # "uint16" or "uint32", little-endian
-    largest: int  # the largest id, -1 if there is none: a vocabulary must be larger
-    sha256: str  # of all bytes of the file
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, content: bytes):
+        """The values in a file's content. Raises DataError with the first thing that is wrong."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise DataError(f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg'].lower()}") from None
+
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Tokens(Schema):
+    """What a file of tokens holds; all but `path` stands in its .json."""
+
+    format: Literal["manyhands tokens 1"] = "manyhands tokens 1"
+    count: int = Field(ge=0)  # tokens
+    dtype: Literal["uint16", "uint32"]  # little-endian
+    largest: int = Field(ge=-1)  # the largest id, -1 if there is none: a vocabulary must be larger
+    sha256: Sha256  # of all bytes of the file
+    path: str = Field("", exclude=True)
 
     @property
     def itemsize(self):
@@ -59,13 +77,13 @@ def write_tokens(path, ids):
         raise ValueError(f"{path} takes ids from 0 to {2**32 - 1}, and these go from {lowest} to {largest}; mend them")
     dtype = "uint16" if largest < 2**16 else "uint32"
     content = np.ascontiguousarray(ids, dtype=np.dtype(dtype).newbyteorder("<"))
-    tokens = Tokens(str(path), len(ids), dtype, largest, hashlib.sha256(content).hexdigest())
-    described = {"format": FORMAT} | {k: v for k, v in asdict(tokens).items() if k != "path"}
+    sha256 = hashlib.sha256(content).hexdigest()
+    tokens = Tokens(path=str(path), count=len(ids), dtype=dtype, largest=largest, sha256=sha256)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _beside(path).unlink(missing_ok=True)  # an old one must not describe the new file, should this end here
     write_whole(path, content.data if len(ids) else b"")
-    write_whole(_beside(path), json.dumps(described, indent=1) + "\n")
+    write_whole(_beside(path), json.dumps(tokens.model_dump(), indent=1) + "\n")
     return tokens
 
 
@@ -73,23 +91,19 @@ def describe_tokens(path):
     """The Tokens in `path`, by its .json and its size; their bytes are not read. Raises DataError naming the file."""
     beside = _beside(path)
     try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
-        num_bytes = os.stat(path).st_size
+        content, num_bytes = beside.read_bytes(), os.stat(path).st_size
     except OSError as error:
         raise DataError(
             f"{error.filename} cannot be read ({error.strerror}); write both files with write_tokens()"
         ) from None
-    except ValueError:
-        found = None
     try:
-        sound = found.pop("format") == FORMAT and found["dtype"] in DTYPES
-        tokens = Tokens(str(path), **found)
-        sound = sound and type(tokens.count) is type(tokens.largest) is int and tokens.count >= 0
-        sound = sound and tokens.largest < 2 ** (8 * tokens.itemsize) and len(tokens.sha256) == 64
-    except (TypeError, KeyError, AttributeError):  # no JSON, or JSON of something else
-        sound = False
-    if not sound:
-        raise DataError(f"{beside} does not describe a file of tokens; write both files anew with write_tokens()")
+        tokens = Tokens.read(content).model_copy(update={"path": str(path)})
+        if tokens.largest >= 2 ** (8 * tokens.itemsize):
+            raise DataError(f"largest: {tokens.largest} does not fit into {tokens.dtype}")
+    except DataError as error:
+        raise DataError(
+            f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
+        ) from None
     if num_bytes != tokens.count * tokens.itemsize:
         raise DataError(
             f"{path} has {num_bytes} bytes, but {tokens.count} tokens of {tokens.itemsize} bytes were written; "
@@ -102,7 +116,8 @@ def memory_map(path):
     """All tokens of `path` as a tensor [N], torch.uint16 or uint32, of which only what is looked at is read.
 
     Ranks of one node share the pages that were read. Slice first, then `.long()`: torch computes next to nothing with
-    these two dtypes, and does not unpickle them (2.13). What is written to the tensor stays in this process. Raises DataError naming the file if its size is wrong; its bytes are not checked: see `verify_tokens`.
+    these two dtypes, and does not unpickle them (2.13). What is written to the tensor stays in this process. Raises
+    DataError naming the file if its size is wrong; its bytes are not checked: see `verify_tokens`.
     """
     tokens = describe_tokens(path)
     return torch.from_file(str(path), shared=False, size=tokens.count, dtype=DTYPES[tokens.dtype])

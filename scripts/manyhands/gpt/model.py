@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.gpt.sampling import continued
+from manyhands.gpt.sampling import drawing, extended
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ class GPT(nn.Module):
         training = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            return continued(lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, temperature, generator)
+            draw = drawing(temperature, generator)
+            return extended(lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, draw)
         finally:
             for module, was_training in training.items():
                 module.training = was_training

@@ -44,7 +44,7 @@ class Metrics:
             "backend": ranks.backend,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "corpus": corpus.facts() if corpus is not None else None,
+            "corpus": corpus.metadata() if corpus is not None else None,
             "parameters": _plain("parameters", lesson_parameters),
             "exact": {},
             "close": {},

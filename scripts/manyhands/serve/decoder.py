@@ -13,6 +13,7 @@ Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H hea
 
 import torch
 
+from manyhands.gpt.sampling import extended
 from manyhands.serve.kv_cache import KVCache
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
 
@@ -57,10 +58,12 @@ def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # 
             f"{model.config.block_size - T}"
         )
     cache = KVCache(T + n)
-    numbers = torch.tensor(uniforms(seed, n * B)).view(n, B)
-    new_BT = ids_BT
-    for i in range(n):
-        logits_BTV = cached_logits(model, new_BT, cache) if use_cache else model(ids_BT)[0]
-        new_BT = draw(probabilities(logits_BTV[:, -1], [sampling] * B), numbers[i])[:, None].to(ids_BT.device)
-        ids_BT = torch.cat((ids_BT, new_BT), dim=1)
-    return ids_BT
+    numbers = iter(torch.tensor(uniforms(seed, n * B)).view(n, B))
+
+    def logits(ids_BT):
+        return cached_logits(model, ids_BT[:, cache.length :], cache) if use_cache else model(ids_BT)[0]
+
+    def next_token(logits_BV):
+        return draw(probabilities(logits_BV, [sampling] * B), next(numbers))
+
+    return extended(logits, ids_BT, n, model.config.block_size, next_token)

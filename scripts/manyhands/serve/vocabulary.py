@@ -22,12 +22,10 @@ class Vocabulary:
 
     def __init__(self, facts):
         self.tokenizer = tokenizer_of(facts)
-        self.vocab, by_character = list(self.tokenizer.vocab), self.tokenizer.kind == "char"
-        place = {token: i for i, token in enumerate(self.vocab)}
-        # None: the tokenizer has an id for every text
-        self.place = {token: i for token, i in place.items() if len(token) == 1} if by_character else None
-        self.speaks_template = by_character and all(marker in place for marker in chat_template.MARKERS)
-        self.markers = {place[m] for m in chat_template.MARKERS} if self.speaks_template else set()
+        self.vocab = self.tokenizer.vocab
+        self.by_character = self.tokenizer.kind == "char"  # else the tokenizer has ids for every text
+        self.speaks_template = self.by_character and set(chat_template.MARKERS) <= set(self.vocab)
+        self.markers = {self.vocab.index(m) for m in chat_template.MARKERS} if self.speaks_template else set()
         self.markers |= {self.tokenizer.separator} - {None}
 
     def __len__(self):
@@ -35,16 +33,13 @@ class Vocabulary:
 
     def encode(self, text):
         """The ids of a text. Raises ValueError for a character that is no token."""
-        if self.place is None:
-            return self.tokenizer.encode(text.encode("utf-8", "replace").decode()).tolist()
-        ids = [self.place.get(character, -1) for character in text]
-        if -1 in ids:
-            raise ValueError(f"{text[ids.index(-1)]!r} is none of the model's {len(self)} tokens; leave it out")
-        return ids
+        if not self.by_character:
+            text = text.encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
+        return self.tokenizer.encode(text).tolist()
 
     def known(self, text):
         """The text without the characters that are no tokens."""
-        return text if self.place is None else "".join(c for c in text if c in self.place)
+        return "".join(filter(set(self.vocab).__contains__, text)) if self.by_character else text
 
     def encode_chat(self, messages):
         """(ids, ids that end the reply). Raises ValueError for messages that the template refuses.

@@ -168,7 +168,7 @@ def is_there(content, point):
 def run_grid(points, path, corpus, ranks):
     """Run the points that the file at `path` lacks, and write it after each. Returns its content."""
     made = conditions(ranks) | {"command": "python -m manyhands.train.isoflop"}  # whatever part of it this is
-    content = {"conditions": made, "corpus": corpus.facts(), "recipe": recipe(), "points": []}
+    content = {"conditions": made, "corpus": corpus.metadata(), "recipe": recipe(), "points": []}
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
         for what in ("recipe", "corpus"):

@@ -15,7 +15,7 @@ def metadata_of(run):
         "step": run.step,
         "options": to_dict(run.options),
         "config": dataclasses.asdict(run.config),
-        "corpus": run.corpus.facts() | run.corpus.vocabulary(),
+        "corpus": run.corpus.metadata() | run.corpus.vocabulary(),
         "layout": str(run.layout),
         "world_size": run.ranks.world_size,
         "val_loss": run.val_losses.get(run.step),

@@ -1,22 +1,25 @@
-"""From text to numbers and back: by characters, or by byte-pair encoding (BPE). One document follows another by a separator.
+"""From text to ids and back: by characters, or by byte-pair encoding (BPE). A separator begins each document.
 
     tokenizer = characters_of(texts)  or  train_bpe(texts, vocab_size=4096)
-    ids = tokenizer.encode("any text")                   # numpy uint32 [N]; the separator is in no text
+    ids = tokenizer.encode("any text")                   # torch.long [N]; the separator is in no text
     tokenizer.decode(ids), tokenizer.content             # the text again; what tokenizer.json holds
     tokenizer = tokenizer_from(content)
 
-A document is [separator, its tokens]: the separator is what its first token is predicted from, and what its last one predicts.
+A document is [separator, its tokens]: the separator is what its first token is predicted from, and what its last one
+predicts.
 
 BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds one.
 Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that every
-regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a piece that is known
-costs a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
+regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a known piece costs
+a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
 """
 
 import codecs
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,34 +42,57 @@ PIECES = (
 _cut = re.compile(PIECES).findall
 
 
+class Tokenizer(Protocol):
+    """What a text, a model and a server ask of a tokenizer."""
+
+    kind: str  # "char" or "bpe"
+    vocab: list[str]  # token i as text
+    separator: int | None  # the id that begins a document
+    content: dict  # what a file keeps of it: see `tokenizer_from`
+
+    def encode(self, text: str) -> torch.Tensor:
+        """The ids of `text`, torch.long [N]. Raises ValueError for a character that has none."""
+
+    def decode(self, ids: torch.Tensor | Iterable[int]) -> str:
+        """The text of `ids`."""
+
+    def writer(self) -> Callable[..., str]:
+        """A function (id, final=False) -> text, for ids that come one at a time; of None, what the last ones began."""
+
+
 class CharTokenizer:
-    """Each character is a token; `vocab[0]` may be the separator."""
+    """Each character is a token. Longer ones in `vocab` (markers, and the separator if it comes first) are in no text."""
 
     kind = "char"
 
     def __init__(self, vocab):
         self.vocab = list(vocab)
-        self.separator = 0 if self.vocab and self.vocab[0] == SEPARATOR else None
-        self._first = 0 if self.separator is None else 1
+        self.separator = 0 if self.vocab[:1] == [SEPARATOR] else None
+        known = sorted((ord(token), i) for i, token in enumerate(self.vocab) if len(token) == 1)
+        self._points, self._ids = np.array(known or [(-1, 0)], np.int64).T  # no text has code point -1
 
     @property
     def content(self):
         return {"format": CHARACTERS, "symbols": self.vocab}
 
     def encode(self, text):
-        """The ids of `text`, uint32 [N]. Raises ValueError for a character that is none of the tokens."""
-        return encode_characters(text, self.vocab[self._first :]).astype(np.uint32) + np.uint32(self._first)
+        # as code points, numpy looks a million of them up at once
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        places = np.searchsorted(self._points, points).clip(max=len(self._points) - 1)
+        foreign = points[self._points[places] != points]
+        if len(foreign):
+            raise ValueError(f"{chr(foreign[0])!r} is none of the vocabulary's {len(self.vocab)} tokens; leave it out")
+        return torch.from_numpy(self._ids[places])
 
     def decode(self, ids):
-        return "".join(self.vocab[i] for i in _list(ids))
+        return "".join(map(self.vocab.__getitem__, _list(ids)))
 
     def writer(self):
-        """A function id -> text, for ids that come one at a time."""
         return lambda i, final=False: "" if i is None else self.vocab[i]
 
 
 class BpeTokenizer:
-    """Byte-level BPE by `tokenizers`; `content` is its tokenizer.json, as dict."""
+    """Byte-level BPE by `tokenizers`; `content` is its tokenizer.json, as dict. It has ids for every Unicode text."""
 
     kind = "bpe"
 
@@ -78,12 +104,10 @@ class BpeTokenizer:
             self.inner = Tokenizer.from_str(json.dumps(content))
             self.separator = self.inner.token_to_id(SEPARATOR)
             by_id = {i: token for token, i in self.inner.get_vocab().items()}
-            byte = {sign: value for value, sign in _signs().items()}
+            byte = {sign: value for value, sign in enumerate(_signs())}
             self.vocab = [by_id[i] for i in range(len(by_id))]
-            self._bytes = [
-                SEPARATOR.encode() if i == self.separator else bytes(byte[sign] for sign in token)
-                for i, token in enumerate(self.vocab)
-            ]
+            self._bytes = [bytes(byte[sign] for sign in token) for token in self.vocab if token != SEPARATOR]
+            self._bytes.insert(self.separator, SEPARATOR.encode())
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
             raise DataError(
                 f"this is no byte-level BPE that prepare_data.py wrote ({str(error).splitlines()[0][:200]}); use another"
@@ -93,15 +117,13 @@ class BpeTokenizer:
         self._ids = _Pieces(self.inner)
 
     def encode(self, text):
-        """The ids of `text`, uint32 [N]; every Unicode text has some, and `decode` gives it back. Else ValueError."""
         found = itertools.chain.from_iterable(map(self._ids.__getitem__, _cut(text)))
-        return np.fromiter(found, np.uint32)
+        return torch.from_numpy(np.fromiter(found, np.int64))
 
     def decode(self, ids):
-        return b"".join(self._bytes[i] for i in _list(ids)).decode(errors="replace")
+        return b"".join(map(self._bytes.__getitem__, _list(ids))).decode(errors="replace")
 
-    def writer(self):
-        """A function id -> text, for ids that come one at a time: a character appears with its last byte."""
+    def writer(self):  # a character appears with its last byte
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda i, final=False: decode(b"" if i is None else self._bytes[i], final)
 
@@ -112,8 +134,7 @@ class _Pieces(dict):
     def __init__(self, inner):
         super().__init__()
         self.tokenize = inner.model.tokenize  # the merges alone: the piece is cut already
-        signs = _signs()
-        self.signs = [signs[value] for value in range(256)]
+        self.signs = _signs()
 
     def __missing__(self, piece):
         if len(self) >= MOST_PIECES:
@@ -129,30 +150,18 @@ def _list(ids):
 
 
 def _signs():
-    """{byte: the character that stands for it in a byte-level vocabulary}, GPT-2's: what cannot be seen is moved up."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [value for value in range(256) if value not in seen]
-    return {v: chr(v) for v in seen} | {v: chr(256 + i) for i, v in enumerate(moved)}
+    """The characters that stand for the 256 bytes in a byte-level vocabulary, GPT-2's: what cannot be seen is moved up."""
+    seen, moved = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    return [chr(value if value in seen else next(moved)) for value in range(256)]
 
 
-def encode_characters(text, vocab):
-    """The places of the characters of `text` in the sorted list `vocab`, int64 [N]. Raises ValueError for a foreign one."""
-    # as code points, numpy looks a million of them up in the sorted alphabet at once
-    alphabet, points = (np.frombuffer(t.encode("utf-32-le"), np.uint32) for t in ("".join(vocab), text))
-    ids = np.searchsorted(alphabet, points).clip(max=len(alphabet) - 1)
-    foreign = points[alphabet[ids] != points]
-    if len(foreign):
-        raise ValueError(f"the corpus has no {chr(foreign[0])!r}; use its {len(vocab)} characters only")
-    return ids.astype(np.int64)
-
-
-def characters_of(texts):
-    """A CharTokenizer of all characters in `texts`, with the separator as token 0."""
+def characters_of(texts: Iterable[str]) -> CharTokenizer:
+    """A tokenizer of all characters in `texts`, with the separator as token 0."""
     return CharTokenizer([SEPARATOR, *sorted(set().union(*map(set, texts)))])
 
 
-def train_bpe(texts, vocab_size):
-    """A BpeTokenizer of at most `vocab_size` tokens, learned from `texts`; fewer where no pair occurs twice any more.
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """BPE of at most `vocab_size` tokens, learned from `texts`; fewer where no pair occurs twice any more.
 
     The same texts give the same merges. Raises ValueError for a size that has no room for the separator and 256 bytes.
     """
@@ -174,7 +183,7 @@ def train_bpe(texts, vocab_size):
     return BpeTokenizer(json.loads(inner.to_str()))
 
 
-def tokenizer_from(content):
+def tokenizer_from(content: dict) -> Tokenizer:
     """The tokenizer that `content`, of its `.content`, describes. Raises DataError."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:
         vocab = content.get("symbols")

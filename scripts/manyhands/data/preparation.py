@@ -1,0 +1,315 @@
+"""From files of text to a folder that `train.py --data.folder` reads; on any number of ranks, with the same bytes.
+
+    report = prepare_text(["essays/"], "data/mine", PrepareConfig(tokenizer="bpe", vocab_size=4096), ranks)  # all ranks
+    print(shown_report(report))
+
+Every rank cuts all files into documents, which is cheap, and works on its own ones: document i is looked at by rank
+i mod n (decoded, judged, hashed), shard s is encoded and written by rank s mod n. What was noted goes to rank 0, which
+decides what stays and learns the tokenizer: one place, so that the answer does not depend on n. (A MinHash signature takes
+512 bytes: a million documents need half a gigabyte there.)
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from manyhands.course.folders import write_whole
+from manyhands.data.filters import ORDERS, REASONS, Quality, content_hash, copies_among, minhash, normalised
+from manyhands.data.own_text import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
+from manyhands.data.shakespeare import DataError
+from manyhands.data.text_files import find_files, raw_documents, text_of
+from manyhands.data.token_file import write_tokens
+from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
+from manyhands.launch.agreement import Agreement
+
+SHARD_BYTES = 8 * 2**20  # of text: enough shards for many ranks, and few files
+SAMPLE_BYTES = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
+REPORT = ("report.json", "report.png")
+# what we write into the folder, also where writing it was interrupted: see `write_whole`
+OURS = r"\.?((manifest|tokenizer|report)\.json|report\.png|(train|validation)-\d{5,}\.bin(\.json)?)(\.\d+\.[0-9a-f]+)?"
+EXCERPT = 60  # characters
+FATES = ("kept", *REASONS, "exact copy", "near copy")
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How a text is to be prepared."""
+
+    tokenizer: str = "bpe"  # or "char"
+    vocab_size: int = 4096  # of bpe
+    validation: float = 0.1  # share of the documents
+    blank_lines: int = 2  # that end a document of plain text; 0: a file is one
+    text_field: str = "text"  # of JSON lines
+    near: float = 0.8  # documents as similar as this are copies; above 1, only equal ones are
+    quality: Quality = field(default_factory=Quality)
+    shard_bytes: int = SHARD_BYTES
+    sample_bytes: int = SAMPLE_BYTES
+
+
+class Seen(NamedTuple):
+    """What was noted of a document."""
+
+    number: int  # among all documents of all files, from 0
+    num_bytes: int
+    characters: int
+    verdict: str | None  # one of REASONS
+    hash: bytes
+    signature: np.ndarray
+
+
+def prepare_text(names, folder, config, ranks, replace=False, tell=print):
+    """Write the folder, and return what report.json holds. All ranks call it; `tell` hears of the progress on rank 0.
+
+    Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is no prepared text.
+    """
+    agreement = Agreement(ranks, None, DataError)
+    if ranks.world_size > 1:  # ranks share the cores; alone, the library learns on all of them
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    folder = Path(folder).expanduser()
+    paths = agreement.on_rank_0(lambda: _begin(names, folder, replace))
+    say = tell if ranks.rank == 0 else lambda text: None
+    say(f"reading {len(paths)} file{'s' * (len(paths) != 1)}")
+    seen = agreement.all(lambda: _look(paths, config, ranks))
+    gathered = [None] * ranks.world_size if ranks.rank == 0 else None
+    dist.gather_object(seen, gathered, dst=0)
+    plan, report, content = agreement.on_rank_0(lambda: _decide(gathered, paths, config, say))
+    own = agreement.all(lambda: _write_shards(paths, folder, config, plan, content, ranks))
+    shards = [shard for one in agreement.gather(own) for shard in one]
+    return agreement.on_rank_0(lambda: _finish(folder, shards, report, content))
+
+
+def _begin(names, folder, replace):
+    """The files, and an empty folder."""
+    paths = find_files(names)
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; name another folder with --to")
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    ours = [path for path in there if re.fullmatch(OURS, path.name)]
+    if there and not (replace and ours):
+        cure = "--replace writes it anew" if ours else "name another one with --to"
+        raise DataError(f"{folder} holds something already; {cure}")
+    # the manifest first: from there on it is no prepared text
+    for path in sorted(ours, key=lambda path: path.name != MANIFEST):
+        path.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made ({error.strerror}); name another one with --to") from None
+    return paths
+
+
+def _look(paths, config, ranks):
+    """Judge this rank's documents: [Seen]."""
+    seen = []
+    for raw in raw_documents(paths, config.blank_lines, config.text_field):
+        if raw.number % ranks.world_size != ranks.rank:
+            continue
+        text = text_of(raw)
+        verdict = config.quality.why_dropped(text)
+        clean = normalised(text) if verdict is None else ""
+        compared = verdict is None and config.near <= 1
+        signature = minhash(clean) if compared else np.zeros(ORDERS, np.uint32)
+        seen.append(Seen(raw.number, len(text.encode()), len(text), verdict, content_hash(clean), signature))
+    return seen
+
+
+# --- rank 0 decides
+
+
+def _decide(gathered, paths, config, say):
+    """({document: (split, shard)}, report, the tokenizer's content)."""
+    seen = sorted((one for part in gathered for one in part), key=lambda one: one.number)
+    fates, original = _fates(seen, config.near)
+    kept = [one for one in seen if fates[one.number] == "kept"]
+    say(f"{len(seen):,} documents, {len(kept):,} of them kept")
+    plan = _dealt(kept, config.validation, config.shard_bytes)
+    first = {why: fates.index(why) for why in FATES[1:] if why in fates}
+    shown = {*first.values(), *(original[n] for n in first.values() if n in original)}
+    found, content = _learn(paths, config, kept, shown)
+    characters = Counter()
+    for one, why in zip(seen, fates, strict=True):
+        characters[why] += one.characters
+    splits = {}
+    for split in SPLITS:
+        own = [one for one in kept if plan[one.number][0] == split]
+        splits[split] = {
+            "documents": len(own),
+            "characters": sum(one.characters for one in own),
+            "bytes": sum(one.num_bytes for one in own),
+        }
+    report = {
+        "documents": {why: fates.count(why) for why in FATES},
+        "characters": {why: characters[why] for why in FATES},
+        "splits": splits,
+        "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
+        "wishes": asdict(config),
+        "examples": {
+            why: found[n] | ({"like": found[original[n]]} if n in original else {}) for why, n in first.items()
+        },
+    }
+    return plan, report, content
+
+
+def _fates(seen, near):
+    """([one of FATES], {copy: the earlier document that it is like}). Raises DataError if nothing stays."""
+    good = [one for one in seen if one.verdict is None]
+    fates, original = [one.verdict or "kept" for one in seen], {}
+    if not good:
+        why = next(why for why in REASONS if why in fates)
+        raise DataError(
+            f"none of the {len(seen)} documents is left ({fates.count(why)} are {why}); "
+            "give more text, or loosen a limit (--help lists them)"
+        )
+    copies = copies_among([one.hash for one in good], np.stack([one.signature for one in good]), near)
+    for place, (earlier, why) in copies.items():
+        number = good[place].number
+        fates[number], original[number] = why, good[earlier].number
+    return fates, original
+
+
+def _dealt(kept, validation, shard_bytes):
+    """{number: (split, shard)}: a document's own hash says whether it validates, and the text before it the shard.
+
+    Neither split is empty. Raises DataError for a single document.
+    """
+    if len(kept) == 1:
+        raise DataError(
+            "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1"
+        )
+    fraction = {one.number: int.from_bytes(one.hash[:8], "big") / 2**64 for one in kept}
+    least, most = min(fraction, key=fraction.get), max(fraction, key=fraction.get)
+    plan, before = {}, dict.fromkeys(SPLITS, 0)
+    for n, num_bytes, *_ in kept:
+        split = SPLITS[n == least or (fraction[n] < validation and n != most)]
+        plan[n] = split, before[split] // shard_bytes
+        before[split] += num_bytes
+    # a document larger than a shard leaves gaps: number those that are there
+    there = {split: sorted({shard for name, shard in plan.values() if name == split}) for split in SPLITS}
+    place = {(split, shard): i for split, shards in there.items() for i, shard in enumerate(shards)}
+    return {n: (where[0], place[where]) for n, where in plan.items()}
+
+
+def _learn(paths, config, kept, shown):
+    """({number: where it is and how it begins} of `shown`, the tokenizer's content), in one pass over the files."""
+    found, wanted = {}, {one.number for one in kept}
+    if config.tokenizer == "bpe":  # those with the lowest hashes: a sample that leans to no file
+        total, wanted = 0, set()
+        for one in sorted(kept, key=lambda one: one.hash):
+            total += one.num_bytes
+            if wanted and total > config.sample_bytes:
+                break
+            wanted.add(one.number)
+
+    def texts():
+        for raw in raw_documents(paths, config.blank_lines, config.text_field):
+            if raw.number in shown or raw.number in wanted:
+                text = text_of(raw)
+                if raw.number in shown:
+                    begins = " ".join(text[: 4 * EXCERPT].split())[:EXCERPT]
+                    found[raw.number] = {"file": raw.path.name, "line": raw.line, "begins": begins}
+                if raw.number in wanted:
+                    yield text
+
+    if config.tokenizer == "char":
+        return found, characters_of(texts()).content
+    return found, train_bpe(texts(), config.vocab_size).content
+
+
+# --- what is written
+
+
+def _write_shards(paths, folder, config, plan, content, ranks):
+    """Encode this rank's shards and write them: [(split, {"file", "tokens", "dtype", "sha256"})]."""
+    tokenizer = tokenizer_from(content)
+    mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
+    last = {where: n for n, where in plan.items() if where in mine}
+    held, written, separator = {where: [] for where in mine}, [], torch.tensor([tokenizer.separator])
+    for raw in raw_documents(paths, config.blank_lines, config.text_field) if mine else ():
+        where = plan.get(raw.number)
+        if where not in mine:
+            continue
+        held[where] += [separator, tokenizer.encode(text_of(raw))]
+        if raw.number == last[where]:
+            split, shard = where
+            name = f"{split}-{shard:05d}.bin"
+            try:
+                tokens = write_tokens(folder / name, torch.cat(held.pop(where)))
+            except OSError as error:
+                raise DataError(f"{folder / name} cannot be written ({error.strerror}); make room") from None
+            about = {"file": name, "tokens": tokens.count, "dtype": tokens.dtype, "sha256": tokens.sha256}
+            written.append((split, about))
+    return written
+
+
+def _finish(folder, shards, report, content):
+    """tokenizer.json, report.*, and last manifest.json."""
+    text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+    tokenizer = tokenizer_from(content)
+    described = TokenizerFile(
+        kind=tokenizer.kind, symbols=len(tokenizer.vocab), mark=tokenizer.separator,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+    )  # fmt: skip
+    splits = {}
+    for split, counts in report["splits"].items():
+        own = sorted((about for name, about in shards if name == split), key=lambda about: about["file"])
+        counts["tokens"] = sum(about["tokens"] for about in own)
+        splits[split] = counts | {"shards": own}
+    manifest = Manifest(tokenizer=described, splits=splits)
+    manifest = manifest.model_copy(update={"sha256": manifest.identity()})
+    report["tokenizer"] = described.model_dump()
+    try:
+        write_whole(folder / TOKENIZER, text)
+        write_report(folder, report)
+        write_whole(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written ({error.strerror}); make room, or name another") from None
+    return report
+
+
+def write_report(folder, report):
+    """report.json and report.png. Raises OSError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from manyhands.plots.kept_and_dropped import kept_and_dropped
+
+    write_whole(folder / REPORT[0], json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
+    FigureCanvasAgg(figure)
+    figure.savefig(folder / REPORT[1], dpi=120)
+
+
+def shown_report(report):
+    """The table that people see, a str: what was dropped and why, with an example of each."""
+    documents, characters = report["documents"], report["characters"]
+    lines = [f"{'':<16}{'documents':>10}{'characters':>14}"]
+    for name, count in documents.items():
+        if count or name == "kept":
+            lines.append(f"{name:<16}{count:>10,}{characters[name]:>14,}")
+        if example := report["examples"].get(name):
+            lines.append(f"  such as {_place(example)}: {_visible(example['begins'])!r}")
+            if "like" in example:
+                lines.append(f"  which is like {_place(example['like'])}")
+    tokenizer = report["tokenizer"]
+    lines += ["", f"tokenizer: {tokenizer['kind']}, a vocabulary of {tokenizer['symbols']:,}"]
+    for split, about in report["splits"].items():
+        each = about["bytes"] / max(1, about["tokens"])
+        about_tokens = f"{about['tokens']:,} tokens of {each:.2f} bytes on average"
+        lines.append(f"{split + ':':<12}{about['documents']:,} documents, {about_tokens}")
+    return "\n".join(lines)
+
+
+def _visible(text):
+    return "".join(c if c.isprintable() else "." for c in text)
+
+
+def _place(example):
+    return f"{_visible(example['file'])} line {example['line']:,}"
