@@ -10,9 +10,9 @@ OK, warning or ERROR and the remedy. It changes nothing. Exit status: 0 without 
 
 
 def main():
-    from manyhands.doctor import main
+    from manyhands.tools import doctor
 
-    return main()
+    return doctor.main(description=__doc__)
 
 
 if __name__ == "__main__":
