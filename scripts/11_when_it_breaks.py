@@ -1222,7 +1222,7 @@ if rank == 0:
 # %%ranks --timeout 300
 import signal
 
-from manyhands.launch.torchrun_child import Torchrun
+from manyhands.launch.processes import Torchrun
 
 given = (where / "program.py", where, steps, every)
 setting = {"n_ranks": n_children, "log": where / "torchrun.txt", "timeout_s": 280}

@@ -14,7 +14,7 @@ from manyhands.notebook import cell, engine, magic
 def a_rank_on(monkeypatch):
     """a_rank_on(kind): this process is a rank whose device is of that kind; returns what was given to its synchronize."""
     monkeypatch.setattr(engine, "get_ipython", InteractiveShell.instance)
-    monkeypatch.setattr(engine.notebook_store, "begin_cell", lambda number: None)
+    monkeypatch.setattr(engine.rendezvous, "begin_cell", lambda number: None)
     before = who.joined()
 
     def become(kind, synchronize):

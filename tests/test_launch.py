@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launch import allocation, commands, cores, devices, join, rendezvous
+from manyhands.launch import allocation, commands, devices, join, limits, rendezvous
 from manyhands.launch.launchers import LAUNCHERS, Launcher, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -262,11 +262,11 @@ def test_cores_obey_the_control_group(tmp_path):
     (tmp_path / "job" / "step").mkdir(parents=True)
     membership = tmp_path / "membership"
     membership.write_text("0::/job/step\n")
-    assert cores.quota_cores(tmp_path, membership) == math.inf
+    assert limits.quota_cores(tmp_path, membership) == math.inf
     (tmp_path / "job" / "step" / "cpu.max").write_text("max 100000\n")
-    assert cores.quota_cores(tmp_path, membership) == math.inf
+    assert limits.quota_cores(tmp_path, membership) == math.inf
     (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
-    assert cores.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
+    assert limits.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
     assert devices.cores(offer(cpus=range(8), quota=1.5)) == 1
     assert devices.cores(offer(cpus=range(8), quota=0.5)) == 1
     assert devices.cores(offer(cpus=range(8))) == 8

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from manyhands.data.corpus import load_corpus
-from manyhands.launch import commands, kept_command
+from manyhands.launch import commands, processes
 from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
 from manyhands.launch.commands import command_for
 from manyhands.launch.join import join, leave
@@ -400,7 +400,7 @@ sys.exit(5 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0)
 
 
 def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps(under_nohup):
-    assert kept_command.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
+    assert processes.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
 
 
 def statuses_on_the_way(ranks, folder):
@@ -436,9 +436,9 @@ def until(run, text):
 
 def test_srun_which_ends_its_ranks_on_sigterm_is_sent_sigusr1_instead():
     for end in (signal.SIGTERM, signal.SIGHUP):
-        assert kept_command._translated(end, ["srun", "python"]) == signal.SIGUSR1
-    assert kept_command._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"]) == signal.SIGTERM
-    assert kept_command._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
+        assert processes._translated(end, ["srun", "python"]) == signal.SIGUSR1
+    assert processes._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"]) == signal.SIGTERM
+    assert processes._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
 
 
 @pytest.mark.parametrize(("starter", "sent"), [("torchrun", "SIGUSR1"), ("mpiexec", "SIGTERM")])
@@ -496,7 +496,7 @@ print("heard", len(heard), flush=True)
 
 def test_a_request_that_comes_from_the_scheduler_and_from_the_job_file_is_passed_on_once(root):
     """torchrun dies of the second one without waiting for its ranks to save."""
-    keeper = "import sys; from manyhands.launch.kept_command import keep; sys.exit(keep(sys.argv[1:])[0])"
+    keeper = "import sys; from manyhands.launch.processes import keep; sys.exit(keep(sys.argv[1:])[0])"
     run = subprocess.Popen(
         [sys.executable, "-c", keeper, sys.executable, "-c", COUNTS], env=os.environ | {"PYTHONPATH": str(root / "scripts")},
         stdout=subprocess.PIPE, text=True,

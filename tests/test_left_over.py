@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from manyhands.launch import left_over
+from manyhands.notebook import engine_processes as left_over
 
 
 def test_folders_of_kernels_that_are_gone_are_removed_and_no_others(tmp_path):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from manyhands.course.catch_up import taken_from
 from manyhands.course.folders import SCRIPTS
 from manyhands.data.corpus import Corpus, load_corpus
-from manyhands.launch.torchrun_child import ChildError, Torchrun
+from manyhands.launch.processes import ChildError, Torchrun
 from rank_pool import RankFailed, run_on_ranks
 
 LESSON = "11_when_it_breaks"

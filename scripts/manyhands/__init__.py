@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from manyhands.launch.launchers import LaunchError
     from manyhands.launch.metrics import Metrics, fingerprint
     from manyhands.launch.ranks import Ranks
-    from manyhands.launch.screen import say
-    from manyhands.launch.show import show
+    from manyhands.launch.screen import say, show
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
@@ -28,7 +27,7 @@ __all__ = [
 HOMES = {
     "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks", "catch_up": "course.catch_up",
     "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
-    "refuse": "launch.join", "say": "launch.screen", "show": "launch.show",
+    "refuse": "launch.join", "say": "launch.screen", "show": "launch.screen",
     "show_solution": "course.catch_up",
 }  # fmt: skip
 

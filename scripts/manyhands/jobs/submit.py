@@ -23,7 +23,7 @@ from pathlib import Path
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
-from manyhands.launch.end_with_parent import with_us
+from manyhands.launch.processes import with_us
 from manyhands.launch.run_folder import outputs_folder
 
 PASSED_ON = (

@@ -3,17 +3,19 @@
 import functools
 import importlib.metadata
 import os
+import platform
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.launch.addresses import LOOPBACK
-from manyhands.launch.cores import cores_here
 from manyhands.launch.launchers import expand_hosts
+from manyhands.launch.limits import cores_here
 
+LOOPBACK = "127.0.0.1"
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
 
@@ -88,6 +90,20 @@ def _slurm_cpus(environ, nodes):
         count, _, times = part.partition("(x")
         total += int(count) * int(times.rstrip(")") or 1) if count.isdigit() else 0
     return total or nodes
+
+
+def own_address():
+    """This host's address as other nodes see it."""
+    address = socket.gethostbyname(platform.node())
+    if not address.startswith("127."):
+        return address
+    # The host's name resolves to loopback, as Debian sets it up. Which address would a packet to elsewhere carry?
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connect() on such a socket sends nothing
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return address
+        return probe.getsockname()[0]
 
 
 def words_of(environ, name):

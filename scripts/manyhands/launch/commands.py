@@ -28,8 +28,8 @@ from manyhands.launch.allocation import (
     srun,
     words_of,
 )  # fmt: skip
-from manyhands.launch.cores import cores_here
-from manyhands.launch.kept_command import keep
+from manyhands.launch.limits import cores_here
+from manyhands.launch.processes import keep
 from manyhands.launch.program import DIVERGED, MEMORY, REFUSED, STATUS_FILE
 from manyhands.launch.screen import write
 

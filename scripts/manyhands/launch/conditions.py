@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from manyhands.course.folders import ROOT
-from manyhands.launch.cores import cores_here
 from manyhands.launch.launchers import launcher_named
+from manyhands.launch.limits import cores_here
 
 
 def conditions(ranks):

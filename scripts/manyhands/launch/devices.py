@@ -11,8 +11,8 @@ import platform
 import torch
 import torch.distributed as dist
 
-from manyhands.launch.cores import cpus, quota_cores
 from manyhands.launch.launchers import LaunchError
+from manyhands.launch.limits import cpus, quota_cores
 from manyhands.launch.ranks import name_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}

@@ -1,6 +1,10 @@
-"""What this process may still use: memory and processes, by the machine, the control group and ulimit."""
+"""What this process may use: cores, memory and processes, by the machine, the control group and ulimit."""
 
+from __future__ import annotations
+
+import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
-def cgroup_headroom(limit, usage, root=CGROUPS, own=OWN_CGROUP):
+def cgroup_headroom(limit: str, usage: str, root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int | None:
     """The least that is left between `limit` and `usage` in our control group and those above it; None: no limit.
 
     cgroup_headroom("memory.max", "memory.current") is in bytes, ("pids.max", "pids.current") in processes. Knows
@@ -33,7 +37,7 @@ def cgroup_headroom(limit, usage, root=CGROUPS, own=OWN_CGROUP):
 VERSION_1 = {"memory.max": "memory.limit_in_bytes", "memory.current": "memory.usage_in_bytes"}
 
 
-def cgroup_folders(root=CGROUPS, own=OWN_CGROUP):
+def cgroup_folders(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> list[Path]:
     """The folders of our control groups and of all above them, innermost first."""
     folders = []
     try:
@@ -48,14 +52,39 @@ def cgroup_folders(root=CGROUPS, own=OWN_CGROUP):
     return list(dict.fromkeys(folders))
 
 
-def available_memory_bytes():
+def cpus() -> list[int]:
+    """The cores that this process may run on, by affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))  # macOS has no affinity
+
+
+def quota_cores(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
+    """The cores' worth of time that the control groups grant (cpu.max), infinity where there is no limit.
+
+    A limit anywhere above holds too, so the smallest counts.
+    """
+    least = math.inf
+    for folder in cgroup_folders(root, own):
+        with suppress(OSError, ValueError):
+            granted, period = (folder / "cpu.max").read_text().split()
+            least = min(least, int(granted) / int(period))  # ValueError: "max"
+    return least
+
+
+def cores_here() -> int:
+    """Whole cores for this process: what affinity allows, and no more than the control group grants."""
+    return max(1, int(min(len(cpus()), quota_cores())))
+
+
+def available_memory_bytes() -> int:
     """Memory that new processes can take, on the machine and in the control group."""
     within = cgroup_headroom("memory.max", "memory.current")
     machine = psutil.virtual_memory().available
     return machine if within is None else min(machine, within)
 
 
-def available_processes():
+def available_processes() -> int | None:
     """How many more processes (threads count) we may start, by ulimit -u and the control group; None: no limit."""
     found = [cgroup_headroom("pids.max", "pids.current")]
     if hasattr(resource, "RLIMIT_NPROC") and os.getuid() != 0:  # root is not held to it
@@ -65,7 +94,7 @@ def available_processes():
     return min((n for n in found if n is not None), default=None)
 
 
-def own_threads():
+def own_threads() -> int:
     """Threads of all processes of this user."""
     total = 0
     for process in psutil.process_iter():

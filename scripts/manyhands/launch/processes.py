@@ -1,11 +1,19 @@
-"""Run a command and everything it starts under a time-out: sample its memory, end all of it, leave nothing behind.
+"""Supervise a command and everything it starts: watch it, pass signals on, end all of it, leave nothing behind.
+
+    with Supervised(command, log) as run: ...                   # what the following three are
+    supervise(command, log=path, timeout_s=60)                  # under a time-out, with the memory that it took
+    status, heard = keep(command, idle_s=600)                   # in the place of this program: its output and its signals
+    with Torchrun(script, n_ranks=2, log=path) as child: ...    # a torchrun of its own beside the program that runs
 
 A lesson starts kernels, controllers, engines and launchers, several of them in sessions of their own, so neither
 the process group nor the tree of children holds them all. Each run therefore carries a mark in its environment;
 what carries the mark belongs to the run, whoever its parent is by now.
 """
 
+from __future__ import annotations
+
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -14,29 +22,40 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from manyhands.launch.end_with_parent import with_us
-from manyhands.launch.launchers import is_a_rank
+from manyhands.launch.launchers import is_a_rank, without_launchers
 
 MARK = "MANYHANDS_RUN"
 LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
 SAMPLE_S = 0.5  # between samples of the memory; more often at the start
+POLL_S = 0.01
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+ECHO_S = 5.0  # one request to leave may arrive twice within this time
+TIMED_OUT = 124  # as timeout(1)
+PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a supervised command ended."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask Linux to send this process `number` when its parent has died, however; elsewhere nothing happens.
 
-    status: int | None  # None: it had to be ended, or never started
-    seconds: float
-    peak_bytes: int  # of all its processes together, the largest sample
-    timed_out: bool = False
-    left_behind: tuple[str, ...] = ()  # processes that outlived it and were killed
-    error: str = ""  # why it did not start
+    A torchrun that is killed by -9 cannot tell its ranks, which would train on, hold their folder and their node.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), number)
+
+
+def with_us() -> list[str]:
+    """A prefix by which a command is asked to end when the thread that starts it is gone, with or without its process."""
+    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 class Family:
@@ -112,30 +131,80 @@ class Family:
             psutil.wait_procs(members, timeout=0.5)
 
 
-def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", stop=None, linger_s=LINGER_S):
-    """Run `command` (a list) with its output in the file `log`; returns Ended, raises nothing for what it does.
+class Supervised:
+    """A command in a session of its own, which ends with us. At the end of the block nothing that it started is left.
 
-    Ranks that run `program` at the time-out print their stacks first. `stop` is a threading.Event: once it is set, the
-    command is ended at once.
+    `output` is a file or subprocess.PIPE for what it prints and complains, None: ours. Processes that outlive it are asked
+    to end, and killed after `grace_s`.
     """
-    stop = stop or threading.Event()
-    mark = secrets.token_hex(8)
-    family = Family(mark)
-    family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
-    environ = {**(os.environ if environ is None else environ), MARK: mark, "PYTHONFAULTHANDLER": "1"}
-    started, peak_bytes, sample_s = time.monotonic(), 0, 0.02
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        output=None,
+        environ: Mapping[str, str] | None = None,
+        cwd=None,
+        grace_s: float = 1.0,
+    ):
+        self.mark, self.grace_s = secrets.token_hex(8), grace_s
+        self.family = Family(self.mark)
+        self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
+        self.process = subprocess.Popen(
+            [*with_us(), *command], env={**(os.environ if environ is None else environ), MARK: self.mark}, cwd=cwd,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.family.end(self.grace_s)
+        self.process.wait()
+
+
+# ------------------------------------------------------------------ under a time-out
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a supervised command ended."""
+
+    status: int | None  # None: it had to be ended, or never started
+    seconds: float
+    peak_bytes: int  # of all its processes together, the largest sample
+    timed_out: bool = False
+    left_behind: tuple[str, ...] = ()  # processes that outlived it and were killed
+    error: str = ""  # why it did not start
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    log,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    cwd=None,
+    program: str = "",
+    stop: threading.Event | None = None,
+    linger_s: float = LINGER_S,
+) -> Ended:
+    """Run `command` with its output in the file `log`; raises nothing for what it does.
+
+    Ranks that run `program` at the time-out print their stacks first. Once `stop` is set, the command is ended.
+    """
+    environ = {**(os.environ if environ is None else environ), "PYTHONFAULTHANDLER": "1"}
+    stop, peak_bytes, sample_s = stop or threading.Event(), 0, 0.02
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         return Ended(None, 0.0, 0, error=f"{command[0]} did not start: there is no such program")
     with open(log, "wb") as output:
         try:
-            child = subprocess.Popen(
-                [*with_us(), *command], env=environ, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+            supervised = Supervised(command, output, environ, cwd)
         except OSError as error:
             return Ended(None, 0.0, 0, error=f"{command[0]} did not start: {error}")
-        try:
+        with supervised as run:
+            child, family, started = run.process, run.family, time.monotonic()
             while child.poll() is None and time.monotonic() - started < timeout_s and not stop.is_set():
                 peak_bytes = max(peak_bytes, family.memory_bytes())
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,15 +216,10 @@ def supervise(command, *, log, timeout_s, environ=None, cwd=None, program="", st
             if child.poll() is None:
                 family.print_stacks(program)
                 family.end()
-                child.wait()
                 return Ended(None, seconds, peak_bytes, timed_out=True)
             while (left := family.members()) and time.monotonic() - started < seconds + linger_s:
                 time.sleep(0.2)
-            names = tuple(filter(None, map(_describe, left)))
-            return Ended(child.returncode, seconds, peak_bytes, left_behind=names)
-        finally:
-            family.end(grace_s=1.0)
-            child.wait()
+            return Ended(child.returncode, seconds, peak_bytes, left_behind=tuple(filter(None, map(_describe, left))))
 
 
 @contextlib.contextmanager
@@ -191,3 +255,119 @@ def _describe(process):
         words = [Path(word).name if word == sys.executable else word for word in process.cmdline()]
         return f"pid {process.pid} ({' '.join(words)[:80]})"
     return ""
+
+
+# ------------------------------------------------------------------ in the place of this program
+
+
+def keep(
+    command: Sequence[str], environ: Mapping[str, str] | None = None, idle_s: float | None = None, grace_s: float = 10.0
+) -> tuple[int, int | None]:
+    """Run `command` to its end and pass signals on to it: (its status, the last signal).
+
+    With `idle_s`, its output goes through a pipe, and a command that prints nothing for so long is ended (status 124).
+    """
+    run = Supervised(command, subprocess.PIPE if idle_s else None, environ, grace_s=grace_s)
+    heard, told_at = [], []
+
+    def pass_on(number, frame):
+        heard.append(number)
+        now = time.monotonic()
+        if number != signal.SIGINT and told_at and now - told_at[-1] < ECHO_S:
+            return  # from the scheduler itself, and passed on by the job file: a second one would end torchrun at once
+        told_at.append(now)
+        if run.process.poll() is None:
+            run.process.send_signal(_translated(number, command))
+
+    # nohup and a shell's background ignore a signal for the whole run: it stays ignored
+    taken = [one for one in PASSED_ON if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, pass_on) for one in taken}
+    try:
+        with run:
+            status = _until_idle(run.process, idle_s) if idle_s else run.process.wait()
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    return (128 - status if status < 0 else status), (heard[-1] if heard else None)
+
+
+def _until_idle(child, idle_s):
+    """Copy the child's output to ours. Its status, or TIMED_OUT once nothing came for `idle_s` seconds."""
+    last = [time.monotonic()]
+
+    def copy():
+        while data := os.read(child.stdout.fileno(), 65536):
+            last[0] = time.monotonic()
+            with contextlib.suppress(OSError):  # the log's disk is full, or nobody reads: the run goes on
+                os.write(sys.stdout.fileno(), data)
+
+    copier = threading.Thread(target=copy, daemon=True)
+    copier.start()
+    while time.monotonic() < last[0] + idle_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = child.wait(min(max(last[0] + idle_s - time.monotonic(), 0.01), 1.0))
+            copier.join(5)  # the last lines; a process that outlived the child may hold the pipe open
+            return status
+    print(f"launch.py: no output for {idle_s:g} s; ending the run", file=sys.stderr, flush=True)
+    return TIMED_OUT
+
+
+def _translated(number, command):
+    """mpiexec and srun end their ranks on SIGTERM and SIGHUP without letting them save; SIGUSR1 they pass on."""
+    through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
+    return signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) and through else number
+
+
+# ------------------------------------------------------------------ beside the program that runs
+
+
+class ChildError(RuntimeError):
+    """A child that did not do what was waited for; the message ends with the last lines of its log."""
+
+
+class Torchrun(Supervised):
+    """`python -m torch.distributed.run --standalone` on `program` and its flags, with its output in the file `log`.
+
+        with Torchrun(program, folder, n_ranks=2, log=folder / "log.txt", restarts=1) as child:   # on one rank only
+            child.until(lambda: (folder / "ready").exists())
+            child.signal(signal.SIGTERM)
+            status = child.wait()
+
+    `restarts`: how often torchrun starts all ranks again after one has failed; `flags` are further ones of torchrun.
+    After `timeout_s` whoever waits for it gets a ChildError. It must not believe that it is a rank of what started us.
+    """
+
+    def __init__(self, program, *given, n_ranks: int, log, restarts: int = 0, flags=(), timeout_s: float = 110):
+        self.log = Path(log)
+        self._deadline = time.monotonic() + timeout_s
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}",
+            f"--max-restarts={restarts}", *flags, str(program), *map(str, given),
+        ]  # fmt: skip
+        environ = without_launchers(os.environ, "PET_")  # flags of torchrun, as a job file sets them
+        with open(self.log, "ab") as output:
+            super().__init__(command, output, environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` holds. Raises ChildError if the child ends before, or the time is over."""
+        while not condition():
+            if self.process.poll() is not None:
+                raise ChildError(f"it ended with status {self.process.returncode}\n{self.last_lines()}")
+            if time.monotonic() > self._deadline:
+                raise ChildError(f"what was waited for did not happen in time\n{self.last_lines()}")
+            time.sleep(POLL_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to torchrun itself, as a scheduler would."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit status, negative if a signal ended it. Raises ChildError once the time is over."""
+        try:
+            return self.process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise ChildError(f"it did not end in time\n{self.last_lines()}") from None
+
+    def last_lines(self, number: int = 60) -> str:
+        """The end of its log; torchrun's own report is most of it."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-number:])

@@ -15,16 +15,31 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from manyhands.launch import notebook_store
-from manyhands.launch.addresses import LOOPBACK, own_address
-from manyhands.launch.allocation import loopback_mpi
+from manyhands.launch.allocation import LOOPBACK, loopback_mpi, own_address
 from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 
-_joins = count()  # a store at a known address outlives a join: each join has a corner of its own in it
-_stores: dict[tuple[str, int], dist.Store] = {}  # those: rank 0 must not close one while others come back to it
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_stores: dict[tuple[str, int], dist.Store] = {}  # at known addresses: rank 0 must not close one while others come back
+_joins = count()  # such a store outlives a join: each join has a corner of its own in it
+_cell = 0  # number of the notebook's cell that runs: all ranks agree on it
+_listener: socket.socket | None = None  # rank 0's, from the start of a notebook's ranks until their first join
+
+
+def listen(single_node: bool) -> str:
+    """Rank 0 of a notebook: bind the socket on which the store of all joins will listen; returns "host:port"."""
+    global _listener
+    _listener = _bound(LOOPBACK if single_node else own_address(), 0)
+    return "{}:{}".format(*_listener.getsockname())
+
+
+def begin_cell(number: int) -> None:
+    """The joins that follow are of cell `number`: its ranks meet under that number, whatever an earlier cell left."""
+    global _cell, _joins
+    _cell, _joins = number, count()
 
 
 class Unreachable(LaunchError):
@@ -36,13 +51,18 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
 
     Raises Unreachable where rank 0 cannot listen, or where this rank does not reach it within `timeout_s`.
     """
+    import torch.distributed as dist  # late: a notebook's rank brings torch when a lesson joins
+
     if info.launcher == "notebook":
-        return notebook_store.store(timeout_s)
+        host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
+        if (host, int(port)) not in _stores:
+            _stores[host, int(port)] = _tcp_store(info, host, int(port), _listener, timeout_s)
+        return dist.PrefixStore(f"cell{_cell}/join{next(_joins)}", _stores[host, int(port)])
     if info.world_size == 1:
         return dist.HashStore()  # nobody else to reach: nothing listens
     if info.mpi:
         world = import_mpi(info).COMM_WORLD
-        listener = _listen(LOOPBACK if info.single_node else own_address(), 0) if info.rank == 0 else None
+        listener = _bound(LOOPBACK if info.single_node else own_address(), 0) if info.rank == 0 else None
         # A random corner, so that a stranger on the same node does not write into it by accident.
         found = (*listener.getsockname(), f"manyhands/{secrets.token_hex(8)}") if listener else None
         address, port, corner = world.bcast(found)
@@ -51,13 +71,15 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
     address = LOOPBACK if hosted and info.single_node else info.master_addr
     port = info.master_port
     if (address, port) not in _stores:
-        listener = _listen(address, port) if hosted and info.rank == 0 else None
+        listener = _bound(address, port) if hosted and info.rank == 0 else None
         _stores[address, port] = _tcp_store(info, address, port, listener, timeout_s)
     return dist.PrefixStore(f"manyhands/{info.key}/join{next(_joins)}", _stores[address, port])
 
 
 def _tcp_store(info, address, port, listener, timeout_s):
     """A store that rank 0 serves on `listener`, and to which the others connect."""
+    import torch.distributed as dist
+
     served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
     patience = timedelta(seconds=timeout_s)
     try:
@@ -118,7 +140,7 @@ def import_mpi(info: RankInfo):
     return MPI
 
 
-def _listen(address, port):
+def _bound(address, port):
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

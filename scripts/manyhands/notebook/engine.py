@@ -18,7 +18,7 @@ import threading
 
 from IPython import get_ipython
 
-from manyhands.launch import notebook_store
+from manyhands.launch import rendezvous
 from manyhands.launch.ranks import joined
 from manyhands.notebook.cell_output import recording, show_figures_as_png
 
@@ -50,7 +50,7 @@ def join_again(cell):
         return False
     from manyhands.launch.join import rejoin  # late: it brings torch, which a lesson imports when it joins
 
-    notebook_store.begin_cell(cell)
+    rendezvous.begin_cell(cell)
     return rejoin()
 
 
@@ -139,7 +139,7 @@ def run_cell(source, cell, live):
     Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far.
     """
     global _recorder
-    notebook_store.begin_cell(cell)
+    rendezvous.begin_cell(cell)
     shell = get_ipython()
     try:
         with recording(shell, (lambda text: _tell(output=text)) if live else None) as _recorder:

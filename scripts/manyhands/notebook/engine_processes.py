@@ -5,7 +5,9 @@ node's address; its messages are signed with a key that only the user can read. 
 srun from inside a Slurm job step, where mpiexec dies), or one by one where MPI is missing or forbidden.
 """
 
+import contextlib
 import os
+import platform
 import secrets
 import shutil
 import subprocess
@@ -14,13 +16,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from manyhands.course.folders import SCRIPTS
-from manyhands.launch import left_over
-from manyhands.launch.addresses import LOOPBACK, own_address
-from manyhands.launch.allocation import RanksError, find_mpiexec, loopback_mpi, srun
+from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_mpi, own_address, srun
 from manyhands.launch.processes import Family
 from manyhands.notebook.watchdog import MARK
 
+OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
+OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 # A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
@@ -57,10 +61,10 @@ class Processes:
         shared = Path.home() / ".manyhands" if allocation.num_nodes > 1 else None
         if shared:
             shared.mkdir(mode=0o700, exist_ok=True)
-        left_over.sweep_folders(shared or Path(tempfile.gettempdir()))
-        left_over.sweep_shared_memory()
+        sweep_folders(shared or Path(tempfile.gettempdir()))
+        sweep_shared_memory()
         # only the user can read it
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{left_over.OURS}{os.getpid()}-", dir=shared))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{OURS}{os.getpid()}-", dir=shared))
         self._children = []
         self._start()
 
@@ -132,3 +136,43 @@ class Processes:
             child.kill()
             child.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------ what killed ranks leave on a node
+# Who is asked to end removes it; `kill -9` of a kernel and of its watchdog, or of ranks in MPI, does not.
+
+
+def sweep_folders(place: Path) -> list[Path]:
+    """Remove this user's folders OURS*PID-* in `place` whose process on this node is gone; returns them."""
+    gone = []
+    for folder in place.glob(f"{OURS}*"):
+        pid = folder.name.removeprefix(OURS).split("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+                gone.append(folder)
+    return gone
+
+
+def sweep_shared_memory(place: Path = Path("/dev/shm")) -> list[Path]:
+    """Remove this user's segments of MPICH in `place`, an hour old and used by no process; returns them."""
+    old = []
+    for segment in place.glob("mpich_shm_*"):
+        with contextlib.suppress(OSError):
+            facts = segment.stat()
+            if facts.st_uid == os.getuid() and time.time() - facts.st_mtime > OLD_S:
+                old.append(segment)
+    used = _mapped() if old else ""
+    gone = [segment for segment in old if str(segment) not in used]
+    for segment in gone:
+        segment.unlink(missing_ok=True)
+    return gone
+
+
+def _mapped():
+    """The memory maps of this user's processes, as one text."""
+    maps = []
+    for process in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps.append(process.read_text())
+    return "".join(maps)

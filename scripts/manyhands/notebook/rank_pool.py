@@ -11,7 +11,7 @@ import os
 import threading
 import time
 
-from manyhands.launch import notebook_store
+from manyhands.launch import rendezvous
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.login_node import login_node
 from manyhands.notebook import engine
@@ -116,7 +116,7 @@ class RankPool:
         hosts = self.client[ids].apply_sync(_host_and_pid)
         nodes = [host for host, _ in hosts]
         self.control = ControlLines(self.world_size, self.processes.host)
-        store = self.client[ids[0]].apply_sync(notebook_store.listen, len(set(nodes)) == 1)
+        store = self.client[ids[0]].apply_sync(rendezvous.listen, len(set(nodes)) == 1)
         pending = []
         for rank, engine_id in enumerate(ids):
             identity = {

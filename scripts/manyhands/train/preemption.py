@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
-from manyhands.launch.end_with_parent import end_with_parent
 from manyhands.launch.launchers import LaunchError, resolve
+from manyhands.launch.processes import end_with_parent
 
 # one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
