@@ -1,5 +1,6 @@
-"""Where a run leaves its files: a folder of its own, and `latest` beside it."""
+"""Where a run leaves its files: a folder of its own, and `latest` beside it; and figures, which appear where you are."""
 
+import io
 import os
 import tempfile
 import time
@@ -7,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
+from manyhands.launch.ranks import joined
 from manyhands.launch.screen import say
 
 _folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
@@ -77,3 +79,25 @@ def can_be_written(folder):
             return True
     except OSError:
         return False
+
+
+def show(figure, name: str, alt: str) -> None:
+    """Show a matplotlib Figure: inline in a notebook, as `<run folder>/<name>.svg` in a script.
+
+    `alt` says in a sentence what the figure shows. Call it only on the rank that has the figure.
+    """
+    ranks = joined()
+    if ranks is not None and ranks.launcher == "notebook":
+        from IPython.display import display
+
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=100)
+        display(
+            {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"},
+            metadata={"image/png": {"alt": alt}},
+            raw=True,
+        )
+        return
+    path = run_folder(ranks) / f"{name}.svg"
+    figure.savefig(path)
+    say(f"figure {path}: {alt}")

@@ -1,4 +1,4 @@
-"""What people see: lines that do not run together, and figures that appear where you are.
+"""What people see: lines that do not run together, and plots of plain characters.
 
 In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
 """
@@ -23,30 +23,6 @@ def say(text: object) -> None:
     """
     label = _label()
     write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
-
-
-def show(figure, name: str, alt: str) -> None:
-    """Show a matplotlib Figure: inline in a notebook, as `<run folder>/<name>.svg` in a script.
-
-    `alt` says in a sentence what the figure shows. Call it only on the rank that has the figure.
-    """
-    ranks = joined()
-    if ranks is not None and ranks.launcher == "notebook":
-        from IPython.display import display
-
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=100)
-        display(
-            {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"},
-            metadata={"image/png": {"alt": alt}},
-            raw=True,
-        )
-        return
-    from manyhands.launch.run_folder import run_folder  # late: it says where it is
-
-    path = run_folder(ranks) / f"{name}.svg"
-    figure.savefig(path)
-    say(f"figure {path}: {alt}")
 
 
 def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
