@@ -68,9 +68,9 @@ def main(argv=None, description=None, checks=None) -> int:
 
 
 def cores(affinity=None, quota=None, machine=None):
-    from manyhands.launch import cores
+    from manyhands.launch import limits
 
-    affinity, quota = affinity or len(cores.cpus()), quota or cores.quota_cores()
+    affinity, quota = affinity or len(limits.cpus()), quota or limits.quota_cores()
     granted = max(1, int(min(affinity, quota)))
     limit = "sets no limit" if quota == float("inf") else f"{quota:g}"
     text = f"{granted} of {machine or os.cpu_count()} (affinity {affinity}, control group {limit})"
