@@ -2,8 +2,9 @@
 
     python -m manyhands.course.minutes [LESSON ...]
 
-200 words of prose and 20 lines of code per minute, 0.75 minutes per prediction, 3 per build, 5 per exercise. Not counted
-are folded solutions, the instructor's notes, code that is folded, imports and blank lines.
+What readers with a watch took: 200 words of prose and 12 lines of visible code per minute, 0.75 minutes per prediction,
+4 per build, 5 per exercise, and 2 for starting and waiting. Not counted are solutions, the instructor's notes, folded
+code, imports and blank lines.
 """
 
 import re
@@ -13,30 +14,18 @@ from dataclasses import dataclass
 from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, read
 
-WORDS, LINES = 200, 20  # per minute
-PREDICTION, BUILD, EXERCISE = 0.75, 3, 5  # minutes each
+WORDS, LINES = 200, 12  # per minute
+PREDICTION, BUILD, EXERCISE, WAIT = 0.75, 4, 5, 2  # minutes each
 BUDGETS = {
-    "00": 25,
-    "01": 40,
-    "02": 50,
-    "03": 55,
-    "04": 30,
-    "05": 45,
-    "06": 50,
-    "07": 45,
-    "08": 50,
+    "00": 25, "01": 40, "02": 50, "03": 55, "04": 30, "05": 45, "06": 50, "07": 45, "08": 50,
     "09": 100,  # two halves, at home
-    "10": 45,
-    "11": 45,
-    "12": 50,
-    "13": 50,
-    "14": 45,
-}  # minutes of an agenda
+    "10": 45, "11": 45, "12": 50, "13": 50, "14": 45,
+}  # fmt: skip
 
 
 @dataclass
 class Section:
-    """A stretch of a section (`##`) that is all CORE or all MORE: minutes as its heading states (or None), and estimated."""
+    """A stretch of a section (`##`) that is all CORE or all MORE; its minutes as its heading states, and estimated."""
 
     name: str
     core: bool
@@ -44,8 +33,8 @@ class Section:
     minutes: float = 0.0
 
 
-def sections(lesson):
-    """The lesson's sections in order, its head first: one `Section` for each stretch of CORE or MORE."""
+def sections(lesson) -> list[Section]:
+    """The lesson's stretches of CORE and MORE, its head first. A heading marked MORE ends CORE up to the next."""
     found = [Section("head", True, None)]
     for cell in read(lesson.script).cells:
         tags = cell.metadata.get("tags", [])
@@ -53,28 +42,18 @@ def sections(lesson):
             continue
         if cell.cell_type == "markdown":
             for level, title in re.findall(r"^(##+) (.*)$", cell.source, re.M):
-                _enter(found, level, title)
+                name, minutes = re.sub(r" \((CORE|MORE).*", "", title), re.search(r"(\d+) min", title)
+                if level == "##":
+                    section_core = "(MORE" not in title
+                core = section_core and "(MORE" not in title
+                if level == "##" or core != found[-1].core or minutes:
+                    name = name if level == "##" else found[-1].name
+                    found.append(Section(name, core, int(minutes[1]) if minutes else None))
             found[-1].minutes += _reading(cell.source)
         elif not cell.metadata.get("jupyter", {}).get("source_hidden"):
             lines = [line for line in cell.source.splitlines() if line.strip()]
-            read_lines = [line for line in lines if not re.match(r"# %%|%%|import |from .* import ", line)]
-            found[-1].minutes += len(read_lines) / LINES
+            found[-1].minutes += sum(not re.match(r"# %%|%%|import |from .* import ", line) for line in lines) / LINES
     return found
-
-
-def _enter(found, level, title):
-    """Begin a section, or a stretch of one: a heading below it that is marked MORE ends CORE up to the next heading."""
-    name, here = re.sub(r" \((CORE|MORE).*", "", title), found[-1]
-    minutes = re.search(r"(\d+) min", title)
-    minutes = int(minutes[1]) if minutes else None
-    if level == "##":
-        found.append(Section(name, "(MORE" not in title, minutes))
-    elif "(MORE" in title or here.core:
-        core = here.core and "(MORE" not in title
-        if core != here.core or minutes is not None:
-            found.append(Section(here.name, core, minutes))
-    elif any(part.core for part in found if part.name == here.name):
-        found.append(Section(here.name, True, minutes))
 
 
 def _reading(text):
@@ -85,7 +64,12 @@ def _reading(text):
     return minutes + len(prose.split()) / WORDS
 
 
-def stated(lesson):
+def estimate(found, core_only=True) -> float:
+    """Minutes of the CORE, or of everything, with the waiting."""
+    return WAIT + sum(part.minutes for part in found if part.core or not core_only)
+
+
+def stated(lesson) -> tuple[int, int]:
     """(minutes of the CORE, minutes of everything) as the lesson's head says. Raises PairError where it does not."""
     head = read(lesson.script).cells[0].source
     said = re.search(r"\*\*(\d+) minutes\*\*", head), re.search(r"(\d+) with those marked MORE", head)
@@ -98,9 +82,10 @@ def main(arguments=None):
     try:
         for lesson in find_lessons(course_here(), sys.argv[1:] if arguments is None else arguments):
             found, (core, everything) = sections(lesson), stated(lesson)
-            estimate = sum(part.minutes for part in found if part.core)
-            whole = sum(part.minutes for part in found)
-            print(f"{lesson.name}: CORE {core} min stated, {estimate:.0f} estimated; all {everything}, {whole:.0f}")
+            whole = estimate(found, core_only=False)
+            print(
+                f"{lesson.name}: CORE {core} min stated, {estimate(found):.0f} estimated; all {everything}, {whole:.0f}"
+            )
             for part in found:
                 said = "-" if part.stated is None else part.stated
                 print(f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}")
