@@ -1,4 +1,4 @@
-"""Each check of lesson 14 accepts right answers in another style and rejects mutants, several from published code, by name."""
+"""Each check of lesson 14 accepts right answers in another style and rejects mutants, several from published code."""
 
 import math
 import statistics
@@ -74,10 +74,6 @@ def kept_one_more(p_V, top_k, top_p):
     return kept_by_loop(p_V, top_k and top_k + 1, top_p)
 
 
-def kept_as_list(p_V, top_k, top_p):
-    return kept_by_loop(p_V, top_k, top_p).tolist()
-
-
 # ---- build B ----
 
 
@@ -150,6 +146,14 @@ def judged_with(accept, rest):
         return another(rest(p_V, q_V), v), False
 
     return judged
+
+
+def judged_by_argmax(guess, p_V, q_V, u, v):
+    return (guess, True) if u < p_V[guess] / q_V[guess] else (int(missing(p_V, q_V).argmax()), False)
+
+
+def judged_by_one_number(guess, p_V, q_V, u, v):
+    return judged_with(ratio, missing)(guess, p_V, q_V, u, u)
 
 
 def ratio(p, q):
@@ -248,6 +252,11 @@ def gate_of_two(new, old, z):
     return gate_by_numpy(new, old, 2)
 
 
+def gate_by_pstdev(new, old, z):
+    worse = np.array(new) - np.array(old)
+    return bool(np.isfinite(worse).all() and worse.mean() <= z * worse.std() / math.sqrt(len(worse)))
+
+
 RIGHT = {
     "kept": [kept_by_loop, kept_by_mask],
     "attend": [attend_by_softmax, attend_one_by_one],
@@ -258,38 +267,36 @@ RIGHT = {
 }
 WRONG = {
     "kept": [
-        (kept_without_crossing, "top_p=0.6: the token that crosses the line is missing"),
+        (kept_without_crossing, "top_p=0.6 what is kept is wrong: the token that crosses the line is missing"),
         (kept_with_the_first_at_least, "the token that crosses the line is missing"),
         (kept_not_divided, "the right tokens, but their sum is 0.7; divide by it"),
         (kept_of_everything, "top-p is of what top-k has left"),
-        (kept_sorted, "at other places, [0.625, 0.375, 0.0, 0.0]; put them back"),
+        (kept_sorted, "the right probabilities at other places; put them back"),
         (kept_in_place, "p_V was changed"),
-        (kept_one_more, "4 tokens are kept, [0.4, 0.3, 0.2, 0.1]; it should be [0.4444, 0.3333, 0.2222, 0.0]"),
-        (kept_as_list, "return the probabilities, a tensor [4], not the list"),
-        (lambda p, k, q: kept_by_loop(p, k, q)[:2], "of shape [4], not [2]"),
-        (lambda *_: None, "not None (is a `return` missing?)"),
+        (kept_one_more, "element [0] should be 0.4444, not 0.4"),
+        (lambda p, k, q: kept_by_loop(p, k, q)[:2], "should have the shape [4], not [2]"),
     ],
     "attend": [
-        (attend_with(causal=True), "1 new position after 5, layer 0: query 0 is aligned with key 0"),
-        (attend_with(), "5 new positions after 0, layer 0: the new positions see each other's future"),
+        (attend_with(causal=True), "1 new position after 5 finds in layer 0 is wrong: query 0 is aligned"),
+        (attend_with(), "5 new positions after 0 find in layer 0 is wrong: the new positions see each other's future"),
         (attend_with(mask=0, use=False), "each new position sees only the new ones"),
         (attend_with(mask=0, store=False), "each new position sees only the new ones"),
         (attend_with(mask=-1), "a query must see its own position, too"),
-        (attend_with(mask=0, one_layer=True), "does each layer have keys of its own?"),
+        (attend_with(mask=0, one_layer=True), "find in layer 1 is wrong: each layer has keys and values of its own"),
         (attend_keys_only, "your code raised"),
         (attend_queries_too, "cache[0] should be (keys, values), not the tuple"),
-        (lambda c, layer, q, k, v: None, "return what the new positions find"),
     ],
     "judged": [
-        (judged_with(lambda p, q: 1, missing), "they follow q: every guess is kept"),
-        (judged_with(ratio, lambda p, q: p), "you draw from p again, so that tokens that q likes come too often"),
+        (judged_with(lambda p, q: 1, missing), "they follow q: every draft token is kept"),
+(judged_with(ratio, lambda p, q: p), "you draw from p again, so that tokens that q likes come too often"),
         (judged_with(ratio, lambda p, q: q), "you draw from q again"),
-        (judged_with(lambda p, q: p, missing), "a guess is kept with probability p, not p/q"),
-        (judged_with(lambda p, q: 0, lambda p, q: p), "the tokens follow p, but 0.00 of the guesses are kept, and 0.40"),
-        (judged_with(lambda p, q: q / p if p else 0, missing), "kept with probability p/q, and not the other way round"),
+        (judged_with(lambda p, q: p, missing), "a draft token is kept with probability p, not p/q"),
+        (judged_with(lambda p, q: 0, lambda p, q: p), "the tokens follow p, but 0.00 of the drafts are kept, and 0.40"),
+        (judged_with(lambda p, q: q / p if p else 0, missing), "p/q, and not the other way round"),
         (judged_with(lambda p, q: 0.5, missing), ", which is not p"),
-        (lambda guess, *_: guess, "return the token and whether it is the guess, not the int"),
-        (lambda guess, *_: (1 - guess, True), "it says that guess 0 was kept, and writes 1"),
+        (judged_by_argmax, ", which is not p"),
+        (judged_by_one_number, ", which is not p"),
+        (lambda guess, *_: (1 - guess, True), "it says that the draft token 0 was kept, and writes 1"),
         (lambda guess, *_: (7, False), "return a token from 0 to 2, not 7"),
     ],
     "users_that_fit": [
@@ -298,7 +305,7 @@ WRONG = {
         (fits_with(weights=False), "the weights take memory, too"),
         (fits_with(less=-1), "one user too many"),
         (lambda memory, P, N, D, S, size: (memory - P * size) / (2 * N * S * D * size), "a part of a user is none"),
-        (lambda memory, P, N, D, S, size: (memory - P * size) // (2 * N * S * D * size), "the weights alone do not fit, so 0"),
+        (lambda memory, P, N, D, S, size: (memory - P * size) // (2 * N * S * D * size), "alone do not fit"),
         (lambda memory, P, N, D, S, size: fits(memory, P, N, D, S, 2), "not"),
     ],
     "reusable": [
@@ -307,16 +314,15 @@ WRONG = {
         (reusable_by_own_ids, "a block is found by all ids before its end"),
         (reusable_without_salt, "the blocks belong to another model"),  # vllm#3264
         (reusable_that_forgets, "`known` was changed"),
-        (lambda ids, known, size, salt: len(ids) // size * size, "should be 0: the first block is not known"),
-        (lambda *_: None, "return a number of positions, not None"),
+        (lambda ids, known, size, salt: len(ids) // size * size, "lies behind a gap cannot be used) should be 0"),
     ],
     "may_serve": [
         (gate_unpaired, "may serve, but it is worse by three standard errors of the differences"),
         (gate_by_deviation, "may serve, but it is worse by three standard errors"),
-        (gate_by_mean, "may not serve, but it is worse by one standard error"),
+        (gate_by_mean, "may not serve, but it is worse by only one standard error"),
         (gate_that_lets_nan_in, "may serve, but one loss is nan"),
+        (gate_by_pstdev, "a sample's variance is divided by n - 1"),
         (gate_of_two, "may not serve, but z is 4 here"),
-        (lambda *_: "yes", "return True or False, not the text"),
     ],
 }  # fmt: skip
 

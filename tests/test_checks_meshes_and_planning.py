@@ -180,11 +180,11 @@ REJECTED = {
         "by division": (lambda rank, shape: [rank / size for size in shape], "should be [1, 2], not [2.5"),
     },
     "groups_of": {
-        "ranges": (consecutive, "these are the groups of axis 1; axis 0 is the outermost"),
+        "ranges": (consecutive, "rank 0 is in the group [0, 3], not [0, 1]"),
         "counted from the end": (counted_from_the_end, "of a grid of 2 x 3 should be [[0, 3], [1, 4], [2, 5]], not"),
         "rank 0's alone": (only_rank_0s, "rank 1 is in no group"),
         "one for each rank": (one_for_each_rank, "rank 0 is in 2 groups; each is in exactly one"),
-        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "rank 0 is in the group [0, 3], not [0, 1, 2"),
+        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "in the group [0, 3], not [0, 1, 2"),
         "back to front": (reversed_groups, "are right but for their order: [0, 3], not [3, 0]"),
     },
     "slow_bytes": {
