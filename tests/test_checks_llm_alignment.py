@@ -1,4 +1,4 @@
-"""Each check of lesson 13 accepts right answers in other styles and rejects plausible wrong ones with a sentence that names the fault."""
+"""Each check of lesson 13 accepts right answers in other styles and rejects plausible wrong ones by their fault."""
 
 import math
 
@@ -49,10 +49,6 @@ def after_the_first_marker(ids, assistant, end):
 
 def of_all_tokens(ids, assistant, end):
     return F.pad(by_last_marker(ids, assistant, end), (1, 0))
-
-
-def of_lists(ids, assistant, end):
-    return by_last_marker(ids, assistant, end).tolist()
 
 
 # ---- build B ----
@@ -115,10 +111,6 @@ def each_pair(log_p, mask, reference, beta, num_pairs):
     return -F.logsigmoid(beta * (more[:, 0] - more[:, 1])) / num_pairs
 
 
-def prints_it(*given):
-    print(dpo_of(*given))
-
-
 # ---- build C ----
 
 
@@ -164,6 +156,13 @@ def by_all_reduce(share, P):
     n, r = dist.get_world_size(), dist.get_rank()
     row = share.new_zeros(2 * n * len(share))  # twice as long, out of caution
     row[r * len(share) : (r + 1) * len(share)] = share
+    dist.all_reduce(row)
+    return row[:P]
+
+
+def by_adding_zeros(share, P):
+    n, r = dist.get_world_size(), dist.get_rank()
+    row = F.pad(share, (r * len(share), (n - 1 - r) * len(share)))
     dist.all_reduce(row)
     return row[:P]
 
@@ -290,10 +289,6 @@ def prefers_reverse(word, text):
     )
 
 
-def gives_text(word, text):
-    return "1"
-
-
 # ---- exercise 3 ----
 
 
@@ -334,8 +329,7 @@ WRONG = {
         (everything, "target 0, the letter 1, counts in your mask, but nobody has to learn it"),
         (all_end_markers, "<|end|>, counts in your mask, but it ends no answer"),
         (after_the_first_marker, "counts in your mask, but nobody has to learn it"),
-        (of_all_tokens, "have targets of shape [1, 7], one fewer per row, and your mask is [1, 8]"),
-        (of_lists, "return a tensor, the mask of the targets"),
+        (of_all_tokens, "have targets [1, 7], one fewer per row; your mask is [1, 8]"),
     ],
     "dpo_loss": [
         (slipped("order"), "that prefers the rejected answers"),
@@ -347,27 +341,27 @@ WRONG = {
         (slipped("mean"), "log p of an answer is their sum"),
         (slipped("part"), "beta multiplies the policy's part only"),
         (unstable, "F.logsigmoid stays finite"),
-        (as_a_number, "return a tensor, so that it has a backward"),
+        (as_a_number, "return one number as a tensor, so that it has a backward"),
         (detached, "your loss has lost its gradient"),
         (each_pair, "return one number"),
-        (prints_it, "None (is a `return` missing?)"),
     ],
     "shares": [
         ((a_view, right_whole), "it is a view of the whole row; clone it"),
         ((uneven, right_whole), "all shares are equally long, with zeros behind the end"),
-        ((every_nth, right_whole), "your share is"),
+        ((every_nth, right_whole), "your share should be ceil("),
         ((right_share, with_padding), "cut off the zeros behind the end"),
-        ((right_share, by_all_reduce), "all shares together are"),
-        ((right_share, by_broadcasts), "collective calls, and one all-gather does"),
+        ((right_share, by_all_reduce), "one all-gather of all shares does"),
+        ((right_share, by_adding_zeros), "(an all_reduce counts twice), where 1 call and"),
+        ((right_share, by_broadcasts), "bytes are enough: one all-gather of all shares does"),
     ],
     "advantages": [
         (of_this_rank, "a group may lie on several"),
         (of_everybody, "each question has its own"),
         (not_scaled, "not divided by the group's standard deviation"),
         (no_epsilon, "add 1e-4"),
-        (of_all_ranks, "return this rank's"),
-        (in_two_calls, "2 collective calls; one is enough"),
-        (spoils_the_rewards, "the rewards you were given have changed"),
+        (of_all_ranks, "it is this rank's advantages"),
+        (in_two_calls, "in 2 calls of all_gather and all_reduce, where 1 call and"),
+        (spoils_the_rewards, "the row of rewards was changed"),
     ],
     "credit": [
         (ascends, "gets 1 as well, and it is wrong: that is what a model will say"),
@@ -376,14 +370,13 @@ WRONG = {
         (the_verifier, "that is the verifier again"),
         (counts_letters, "use 0 to 1"),
         (prefers_reverse, "has one more letter in its place"),
-        (gives_text, "return a number from 0 to 1, not the text '1'"),
     ],
     "fold": [
         (not_divided, "its scale is alpha / r"),
         (not_scaled_at_all, "its scale is alpha / r"),
-        (in_place, "the frozen matrix has changed"),
-        (transposed, "return a matrix of shape [5, 3]"),
-        (subtracts, "the change is B A"),
+        (in_place, "the frozen matrix was changed; leave it as it is: return a new one"),
+        (transposed, "it is transposed"),
+        (subtracts, "it is subtracted; add the change"),
     ],
 }  # fmt: skip
 RIGHT = {
