@@ -51,8 +51,8 @@ def _judge_mask(given_BT, ids_BT, assistant, end, names, what):
         return
     if torch.equal(given_BT.bool(), F.pad(wanted_BT[:, :-1], (1, 0))):  # True where the assistant's token is read
         raise Wrong(
-            "your mask is one position too late: target t is token t + 1, so the first letter counts at the assistant's "
-            "marker"
+            "your mask is one position too late: target t is token t + 1, so the first letter counts at the "
+            "assistant's marker"
         )
     row, t = (given_BT.bool() != wanted_BT).nonzero()[0].tolist()
     token = ids_BT[row, t + 1].item()
@@ -132,7 +132,7 @@ def _dpo_slips(log_p, mask, reference, beta, num_pairs):
 
 @exercise("C", "at rest a share, whole while it reads")
 def shares(answer, ranks):
-    """`answer` is (own_share(row_P, rank, world_size), whole(share, P)): a row rests in n parts; one call brings it back."""
+    """`answer` is (own_share(row_P, rank, world_size), whole(share, P)): a row rests in n parts, whole by one call."""
     own_share, whole = answer
     n, rank = ranks.world_size, ranks.rank
     for P, first in ((8 * n, 1), (8 * n - 3, 101), (1, 7)):
@@ -212,8 +212,8 @@ def credit(answer, ranks=None):
         for text, value in got.items():
             if value > 1 - 1e-6 and text != right:
                 raise Wrong(
-                    f"for {word!r} the answer {text!r} gets {value:g} as well, and it is wrong: that is what a model will "
-                    "say"
+                    f"for {word!r} the answer {text!r} gets {value:g} as well, and it is wrong: that is what a model "
+                    "will say"
                 )
         if max(value for text, value in got.items() if text != right) <= 0:
             raise Wrong("no wrong answer gets anything: that is the verifier again, and no partial credit")
