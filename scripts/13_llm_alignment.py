@@ -91,7 +91,7 @@ import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, say, show
 from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
 from manyhands.align.rollouts import complete, own_draws, texts
-from manyhands.align.sft import rows
+from manyhands.align.rollouts import rows
 from manyhands.align.tasks import LetterTask, speech_messages, speeches
 from manyhands.checks import llm_alignment as checks
 from manyhands.measure import wire
@@ -683,8 +683,8 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.align.policy import reference as sharded_by_torch
-from manyhands.align.policy import start_from
+from manyhands.align.stage import reference as sharded_by_torch
+from manyhands.align.stage import start_from
 from manyhands.train.from_flags import model_from_flags
 
 sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch 24"

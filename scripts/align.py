@@ -1,21 +1,21 @@
-"""Align a GPT: from a model that goes on with text to one that answers. Any strategy of train.py, one command per stage.
+"""Align a GPT: from a model that goes on with text to one that answers, by any strategy of train.py.
 
-    python scripts/align.py sft --from outputs/train/latest                        # imitate demonstrations
-    python scripts/align.py dpo --from outputs/align/latest                        # prefer right answers to its own wrong ones
-    python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from SFT         # draw answers, judge them, learn from both
-    python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/align.py grpo --from SFT --parallel.strategy fsdp
-    python scripts/align.py sft --from outputs/train/latest --lora.rank 4          # thin matrices learn, the rest is frozen
-    python scripts/align.py grpo --from SFT --grpo.reward in_order                 # a reward that can be hacked: watch accuracy
+    python scripts/align.py sft --from outputs/train/latest                 # imitate demonstrations
+    python scripts/align.py dpo --from outputs/align/latest                 # prefer right answers to its own wrong ones
+    python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from SFT  # draw answers, judge them, learn from both
+    python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/align.py grpo --from SFT
+    python scripts/align.py sft --from outputs/train/latest --lora.rank 4   # thin matrices learn, the rest is frozen
+    python scripts/align.py grpo --from SFT --grpo.reward in_order          # a reward that can be hacked: watch accuracy
 
-`--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file. The
-first stage appends the chat template's four markers to the model's tokens. A stage's checkpoints are read by sample.py
-(`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
-`align.py grpo --help` shows the defaults of that stage.
+`--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file.
+The first stage appends the chat template's four markers to the model's tokens. A stage's checkpoints are read by
+sample.py (`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
+`align.py grpo --help` shows the defaults of that stage; `--parallel.strategy fsdp` and others are train.py's.
 
-You should see what runs, one line per interval, and at each evaluation the share of held-out words that are answered right,
-beside the share that chance would have. The run's folder, outputs/align/latest, holds steps.jsonl, alignment.jsonl (reward,
-KL, accuracy by step), metrics.json, the curves and the checkpoints. `val_loss` is the held-out loss (sft, dpo), or the share
-of wrong answers (grpo). Tokens per second count whole blocks, which answers do not fill.
+You should see what runs, one line per interval, and at each evaluation the share of held-out words that are answered
+right, beside the share that chance would have. The run's folder, outputs/align/latest, holds steps.jsonl,
+alignment.jsonl (reward, KL, accuracy by step), metrics.json, the curves and the checkpoints. `val_loss` is the held-out
+loss (sft, dpo), or the share of wrong answers (grpo). Tokens per second count whole blocks, which answers do not fill.
 """
 
 import sys

@@ -13,11 +13,12 @@ You should see one line: where the file lies, or what the lessons will use inste
     python scripts/prepare_data.py --verify data/mine           # read every byte: has one changed since?
     python scripts/train.py --data.folder data/mine
 
-Files are plain text or JSON lines in UTF-8, each also as .gz; a folder stands for the text files below it. You should see
-what was dropped and why, with an example of each, and how many tokens are left; report.json and report.png say it again.
+Files are plain text or JSON lines in UTF-8, each also as .gz; a folder stands for the text files below it. You should
+see what was dropped and why, with an example of each, and how many tokens are left; report.json and report.png say it
+again.
 
-Status 2: a wrong file, a corrupt download or a full disk, with the cure. Ctrl-C leaves a FOLDER that no program takes for a
-prepared text: start again with --replace.
+Status 2: a wrong file, a corrupt download or a full disk, with the cure. Ctrl-C leaves a FOLDER that no program takes
+for a prepared text: start again with --replace.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def wrong_value(given):
         ),
         (
             given.vocab_size is not None and given.vocab_size < least,
-            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the separator of documents; use {least} or more",
+            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the separator; use {least} or more",
         ),
         (
             not 0 < given.validation < 1,

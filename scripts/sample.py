@@ -4,7 +4,8 @@
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
     python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
-    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoint.export wrote it
+    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoint.export
+    wrote it
 
 On stdout you see the prompt and what the model makes of it, token by token (a model of documents
 writes <|document|> where a new one begins); on stderr what was read: the file, its step and validation loss. The same
@@ -88,7 +89,7 @@ def encoded(prompt, tokenizer):
 
 
 def asked(options, vocab):
-    """The ids of the prompt as a user's message, and the assistant's marker. Raises ValueError for a model without markers."""
+    """The ids of the prompt as a user's message, and the assistant's marker. Raises ValueError: a model without markers."""
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import torch
 from manyhands.align.chat_template import END, with_markers
-from manyhands.align.policy import widened
+from manyhands.align.stage import widened
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
@@ -58,9 +58,8 @@ def wanted_of(method, *changes):
 
 def begin(ranks, wanted, outputs):
     """The Alignment of these options, before it resumes. All ranks."""
-    from manyhands.align.chat_corpus import chat_corpus
     from manyhands.align.options import trainer_options
-    from manyhands.align.run import Alignment
+    from manyhands.align.run import Alignment, chat_corpus
     from manyhands.config.layout import resolve_layout
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)

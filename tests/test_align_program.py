@@ -1,4 +1,4 @@
-"""scripts/align.py as its user runs it: what a stage leaves, sample.py reads; what cannot be is refused in a sentence."""
+"""scripts/align.py as its user runs it: sample.py reads what a stage leaves; what cannot be is refused in a sentence."""
 
 import importlib.util
 import json

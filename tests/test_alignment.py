@@ -14,9 +14,8 @@ from manyhands.align.chat_template import END, MARKERS, answered, encode, render
 from manyhands.align.dpo import dpo_losses, margins, sequence_log_probs
 from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
 from manyhands.align.options import read_options
-from manyhands.align.policy import start_from, widened
-from manyhands.align.rollouts import complete, own_draws
-from manyhands.align.sft import masked_sum, rows, shifted, token_log_probs
+from manyhands.align.rollouts import complete, masked_sum, own_draws, rows, shifted, token_log_probs
+from manyhands.align.stage import start_from, widened
 from manyhands.align.tasks import LetterTask, is_held_out, speeches
 from manyhands.checkpoint.export import load_model
 from manyhands.config.options import OptionError, Options, TrainOptions

@@ -1,4 +1,5 @@
-"""Lesson 12: merges and signatures are the same on any number of ranks, no token sees another document, a law is found again.
+"""Lesson 12: merges and signatures are the same on any number of ranks, no token sees another document, a law is found
+again.
 
 What is tested is the lesson's own code, taken from its script, and the grid's program.
 """

@@ -1,4 +1,4 @@
-"""Training on a text of one's own: documents do not see each other, under any strategy; a killed run goes on; samples read."""
+"""Training on a text of one's own: no document sees another, under any strategy; a killed run goes on; samples read."""
 
 import importlib.util
 import json
@@ -186,7 +186,7 @@ OPTIONS = Options(
 
 
 def train(ranks, data, folder, killed_after=None):
-    """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left). Killed for good at a step."""
+    """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left), killed at a step."""
     from manyhands.config.layout import resolve_layout
     from manyhands.launch.metrics import fingerprint
     from manyhands.train.chosen_text import corpus_of

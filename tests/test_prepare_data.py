@@ -432,7 +432,8 @@ def refusals(ranks, files, tmp_path):
     (full / "mine.txt").write_text("my own")
     tries = [
         (files, full, CONFIG), (files / "book.txt", tmp_path / "a", PrepareConfig(blank_lines=0)),
-        (files, tmp_path / "b", PrepareConfig(quality=Quality(min_characters=10**6))), (tmp_path / "bad.txt", tmp_path / "c", CONFIG),
+        (files, tmp_path / "b", PrepareConfig(quality=Quality(min_characters=10**6))),
+        (tmp_path / "bad.txt", tmp_path / "c", CONFIG),
     ]  # fmt: skip
     for names, folder, config in tries:
         with pytest.raises(DataError) as raised:

@@ -67,7 +67,7 @@ def pieces(messages, reply=False):
 
 
 def render(messages, reply=False):
-    """The messages as one text, to look at. `encode` is what a model reads: this text cannot tell a marker from its spelling."""
+    """The messages as one text, to look at, which cannot tell a marker from its spelling: a model reads `encode`."""
     return "".join(text for text, _, _ in pieces(messages, reply))
 
 

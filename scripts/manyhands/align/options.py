@@ -113,7 +113,7 @@ def default_options(method, source=Path("outputs/train/latest")):
 
 
 def read_options(argv, prog="align.py", description=None):
-    """The `AlignOptions` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
+    """The `AlignOptions` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as in tyro."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
     options = dataclasses.replace(default_options(method), source=tyro.MISSING, method=tyro.MISSING)
     if (file := named_value(argv, "--config")) is not None:
@@ -148,8 +148,8 @@ def refuse_senseless(wanted):
         raise OptionError(f"data: {error}") from None
     if wanted.method == "grpo" and wanted.train.global_batch % wanted.grpo.group:
         raise OptionError(
-            f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={wanted.grpo.group}; use a"
-            " multiple of it"
+            f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={wanted.grpo.group};"
+            " use a multiple of it"
         )
     parallel, default = wanted.parallel, LogOptions()
     partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]

@@ -1,23 +1,25 @@
-"""An alignment run: the trainer's loop, checkpoints and report around a stage. `scripts/align.py` calls `align(wanted)`.
+"""An alignment run: the trainer's loop, checkpoints and report around a stage. `scripts/align.py` calls
+`align(wanted)`.
 
-What a step learns from and its loss are the stage's (`imitation`, `preference`, `reinforcement`); resuming, stopping, clipping,
-the learning rate and the strategies are the trainer's.
+What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); resuming, stopping, clipping, the learning
+rate and the strategies are the trainer's.
 """
 
 import dataclasses
 import math
 
-from manyhands.align.chat_corpus import chat_corpus
-from manyhands.align.imitation import Imitation
+from manyhands.align.chat_template import with_markers
+from manyhands.align.dpo import Preference
+from manyhands.align.grpo import Reinforcement
 from manyhands.align.options import trainer_options
-from manyhands.align.policy import start_from
-from manyhands.align.preference import Preference
-from manyhands.align.reinforcement import Reinforcement
+from manyhands.align.sft import Imitation
+from manyhands.align.stage import start_from
 from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError, read_metadata, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
+from manyhands.data.tokenizer import CharTokenizer
 from manyhands.launch.agreement import Agreement
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
@@ -90,7 +92,7 @@ class Alignment(Run):
 
 
 def refuse_other_method(run):
-    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks; says what else of the stage has changed."""
+    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks; says what else has changed."""
 
     def look():
         now = run.about()
@@ -98,14 +100,19 @@ def refuse_other_method(run):
             before = read_metadata(path).get("alignment") or {"method": "pre-training"}
             if before["method"] != now["method"]:
                 raise CheckpointError(
-                    f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name another"
-                    " --checkpoint.folder, and this one as --from"
+                    f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name"
+                    " another --checkpoint.folder, and this one as --from"
                 )
             return [name for name in now if before.get(name, now[name]) != now[name]]
 
     changed = Agreement(run.ranks, None, CheckpointError).on_rank_0(look)
     if changed:
         run.report.note(f"it goes on with another {' and another '.join(changed)}")
+
+
+def chat_corpus(corpus, vocab):
+    """`corpus` under the tokens of a model, markers included; its train_ids and val_ids are not of these."""
+    return dataclasses.replace(corpus, tokenizer=CharTokenizer(with_markers(vocab)))
 
 
 def align(wanted):

@@ -1,21 +1,30 @@
-"""What SFT, DPO and GRPO share as parts of a run: a step's share of a rank, and accuracy on held-out words.
+"""What SFT, DPO and GRPO share as parts of a run: the models, a step's share of a rank, and accuracy on held-out words.
 
     class MyStage(Stage):
         def next_batch(self, step): ...            # all that this rank needs of step `step`
         def gradients(self, batch, timer): ...     # this rank's loss; the numbers of the step go into self.numbers
 
-All draws come from (seed, step) for the whole global batch, and a data rank keeps its rows: nothing is sent for it, and any
-number of ranks learns from the same.
-Shapes: B rows of all ranks, b of this data rank, T tokens.
+    start = start_from(base, LoraOptions(rank=4))                    # the model that learns
+    policy = parallelize(config, layout, options, ranks, start)      # by any strategy with whole logits
+    frozen = reference(base, config, options, ranks)                 # what it is measured against, sharded over all
+    ranks
+
+All draws come from (seed, step) for the whole global batch, and a data rank keeps its rows: nothing is sent for it, and
+any number of ranks learns from the same. Shapes: B rows of all ranks, b of this data rank, T tokens.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from manyhands.align.chat_template import END, answered, encode
-from manyhands.align.rollouts import complete, texts
-from manyhands.align.sft import rows
-from manyhands.config.options import OptionError
+from manyhands.align.rollouts import complete, rows, texts
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import OptionError, ParallelOptions
+from manyhands.gpt.lora import add_lora
+from manyhands.gpt.model import GPT
+from manyhands.parallel.parallelize import parallelize
 
 HELD_OUT_SEED = 7  # the same held-out words in every run
 
@@ -51,7 +60,7 @@ class Stage:
         raise NotImplementedError
 
     def draws(self, step, size, n, stream=0):
-        """`n` numbers below `size`, the same on all ranks: rows of step `step`'s global batch. Another stream draws others."""
+        """`n` numbers below `size`, the same on all ranks: rows of a step's global batch. Another stream draws others."""
         key = np.random.SeedSequence(self.run.options.train.seed, spawn_key=(step, stream))
         return torch.from_numpy(np.random.default_rng(key).integers(0, size, n))
 
@@ -60,7 +69,7 @@ class Stage:
         return rows_B.tensor_split(self.parallel.data_size)[self.parallel.data_rank].to(self.run.ranks.device)
 
     def share(self, num_terms):
-        """What a sum over a micro-batch is multiplied by, so that the mean over micro-batches and ranks is sum / num_terms."""
+        """What a micro-batch's sum is multiplied by, so that the mean over micro-batches and ranks is sum / num_terms."""
         return self.run.layout.micro_batches * self.parallel.data_size / num_terms
 
     def mean(self, numbers):
@@ -75,7 +84,7 @@ class Stage:
         raise NotImplementedError
 
     def accuracy(self):
-        """(share of held-out words that the policy answers right, [(word, its answer)] of this rank): the likeliest tokens."""
+        """(share of held-out words that are answered right by the likeliest tokens, [(word, answer)] of this rank)."""
         words = np.array_split(self.words, self.parallel.data_size)[self.parallel.data_rank].tolist()
         answers = self.answers(self.parallel, words)
         right = sum(self.task.right(word, answer) for word, answer in zip(words, answers, strict=True))
@@ -99,3 +108,53 @@ class Stage:
 
     def _encoded_question(self, word):
         return encode(self.task.messages(word), self.vocab, reply=True)[0]
+
+    def encoded_words(self, words):
+        """[(ids, answer)] of questions and right answers. Raises OptionError for letters that the model does not know."""
+        try:
+            return [encode(self.task.messages(word, self.task.answer(word)), self.vocab) for word in words]
+        except ValueError as error:
+            raise OptionError(f"data.task={self.task.name}: {error}") from None
+
+
+def start_from(base, lora=None):
+    """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters."""
+
+    def start(config, options):
+        model = widened(base, config, options.train.seed)
+        if lora and lora.rank:
+            add_lora(model, lora.rank, lora.alpha, options.train.seed)
+            if base.config.vocab_size < config.vocab_size:  # the markers' rows are as drawn: they must learn
+                for part in (model.tokens, model.head):
+                    part.requires_grad_(True)
+        return model.to(torch.float64 if options.train.precision == "fp64" else torch.float32)
+
+    return start
+
+
+@torch.no_grad()
+def widened(base, config, seed):
+    """A GPT of `config` that is `base` on its tokens. What it has not (rows of new tokens) is drawn from `seed`."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    old, new = base.state_dict(), model.state_dict()
+    for name, tensor in new.items():
+        tensor[: len(old[name])] = old[name]  # the vocabulary is axis 0 of embedding, head and its bias
+    return model
+
+
+def reference(base, config, options, ranks):
+    """The start, frozen: a share of each weight on every rank, gathered block by block when it reads. All ranks call
+    it.
+
+    It has no gradients and no optimizer: 4 P / n bytes per rank for P parameters on n ranks. Its `logits` are called by
+    all ranks equally often, each with rows of its own.
+    """
+    start = start_from(base)
+
+    def frozen(config, options):
+        return start(config, options).requires_grad_(False)
+
+    train = replace(options.train, global_batch=ranks.world_size, micro_batch=None, compile=False)
+    options = replace(options, train=train, parallel=ParallelOptions(strategy="fsdp"))
+    return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks, frozen)

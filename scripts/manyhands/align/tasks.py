@@ -1,12 +1,13 @@
-"""What the model is taught: a task whose answers a program can judge, and lines that the corpus's speakers say. No torch.
+"""What the model is taught: a task whose answers a program can judge, and lines that the corpus's speakers say. No
+torch.
 
     task = LetterTask("sort", letters=12, length=4)
     words = task.draw(96, seed=1, held_out=False)           # "jbcg", ...: never one that is held out
     task.messages("jbcg", task.answer("jbcg"))              # user: "sort jbcg", assistant: "bcgj"
     task.right("jbcg", "bcgj"), task.chance                 # True, 1/24
 
-Whether a word is held out is written in the word itself: a checksum decides. So no rank and no stage of the alignment can
-learn from a word on which accuracy is measured, whatever it draws.
+Whether a word is held out is written in the word itself: a checksum decides. So no rank and no stage of the alignment
+can learn from a word on which accuracy is measured, whatever it draws.
 """
 
 import zlib
@@ -40,8 +41,8 @@ class LetterTask:
             )
         if perm(self.letters, self.length) < 10 * HELD_OUT_SHARE:
             raise ValueError(
-                f"there are only {perm(self.letters, self.length)} words of {self.length} out of {self.letters} letters;"
-                " use longer words or more letters"
+                f"there are only {perm(self.letters, self.length)} words of {self.length} out of {self.letters}"
+                " letters; use longer words or more letters"
             )
 
     @property

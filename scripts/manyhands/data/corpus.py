@@ -3,10 +3,10 @@
     corpus = load_corpus(ranks)                      # all ranks must call it
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
 
-The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the manual
-that every Python carries, which every run then says. A text of your own, prepared by scripts/prepare_data.py, is a Corpus,
-too: `own_text` opens it. Data sets of other kinds: `samplers` says which items a rank reads, `file_shares` brings tokens
-from files to the ranks, and `prefetch` reads ahead.
+The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
+manual that every Python carries, which every run then says. A text of your own, prepared by scripts/prepare_data.py, is
+a Corpus, too: `own_text` opens it. Data sets of other kinds: `samplers` says which items a rank reads, `file_shares`
+brings tokens from files to the ranks, and `prefetch` reads ahead.
 
 Shapes: T positions, B sequences in the global batch, b this rank's.
 """

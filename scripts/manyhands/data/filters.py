@@ -5,14 +5,14 @@
     exact, signature_K = content_hash(clean), minhash(clean)
     copies = copies_among(hashes, signatures)          # {place: (the earlier one, "exact copy" or "near copy")}
 
-Quality: four rules that one can check by eye, after Rae et al. 2021 (Gopher, appendix A), cut down to what holds for any
-language.
+Quality: four rules that one can check by eye, after Rae et al. 2021 (Gopher, appendix A), cut down to what holds for
+any language.
 
 Copies: the similarity of two documents is that of their sets of shingles (all runs of five words): common ones over all
-(Jaccard). For a random order of all shingles, two sets have the same first one with just this probability (Broder 1997), so
-the share of K = 128 orders in which they agree estimates it, with a standard error of sqrt(s (1 - s) / 128): 0.035 at
-s = 0.8. Only pairs that agree in a whole band of 6 orders are compared at all: of 21 bands, at s = 0.8 one pair in 600 has
-none.
+(Jaccard). For a random order of all shingles, two sets have the same first one with just this probability (Broder
+1997), so the share of K = 128 orders in which they agree estimates it, with a standard error of sqrt(s (1 - s) / 128):
+0.035 at s = 0.8. Only pairs that agree in a whole band of 6 orders are compared at all: of 21 bands, at s = 0.8 one
+pair in 600 has none.
 """
 
 import functools

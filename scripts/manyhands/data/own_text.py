@@ -1,4 +1,5 @@
-"""A text of one's own as `scripts/prepare_data.py` leaves it: a folder of tokens in shards, with a tokenizer and a manifest.
+"""A text of one's own as `scripts/prepare_data.py` leaves it: a folder of tokens in shards, with a tokenizer and a
+manifest.
 
     text = open_text("data/mine", ranks)             # all ranks; a Corpus
     x_bT, y_bT = get_batch(text.train_ids, step, 12, 64, rank, world_size, seed)
@@ -10,8 +11,9 @@
               validation-00000.bin(.json)
               report.json, report.png  what was dropped, and why
 
-Tokens stay on the disk: a rank reads those of its windows, through the memory map that all ranks of a node share. A window
-begins anywhere, so it packs what follows each other: the end of one document, some whole ones, the beginning of another.
+Tokens stay on the disk: a rank reads those of its windows, through the memory map that all ranks of a node share. A
+window begins anywhere, so it packs what follows each other: the end of one document, some whole ones, the beginning of
+another.
 """
 
 import hashlib

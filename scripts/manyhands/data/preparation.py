@@ -5,8 +5,8 @@
 
 Every rank cuts all files into documents, which is cheap, and works on its own ones: document i is looked at by rank
 i mod n (decoded, judged, hashed), shard s is encoded and written by rank s mod n. What was noted goes to rank 0, which
-decides what stays and learns the tokenizer: one place, so that the answer does not depend on n. (A MinHash signature takes
-512 bytes: a million documents need half a gigabyte there.)
+decides what stays and learns the tokenizer: one place, so that the answer does not depend on n. (A MinHash signature
+takes 512 bytes: a million documents need half a gigabyte there.)
 """
 
 import hashlib

@@ -6,11 +6,11 @@
         sampler.set_epoch(epoch)
         for batch in loader: ...
 
-Both are torch Samplers, follow from their numbers alone (ranks say nothing to each other), and resume from a small state
-that fits into JSON. Save rank 0's, load it on every rank.
+Both are torch Samplers, follow from their numbers alone (ranks say nothing to each other), and resume from a small
+state that fits into JSON. Save rank 0's, load it on every rank.
 
-A DataLoader asks for indices before it needs them, with workers many batches ahead, so what a sampler has *given* is not
-what the training has *used*: tell `state_dict(position)` how far the training is.
+A DataLoader asks for indices before it needs them, with workers many batches ahead, so what a sampler has *given* is
+not what the training has *used*: tell `state_dict(position)` how far the training is.
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch.utils.data import Sampler
 
 
 class _Resumable(Sampler):
-    """An epoch that can be left and taken up again. A subclass says what its order follows from (`_facts`), and at which
-    position an epoch ends (`_end`).
+    """An epoch that can be left and taken up again. A subclass says what its order follows from (`_facts`), and at
+    which position an epoch ends (`_end`).
     """
 
     def _begin(self, epoch, start):
@@ -69,8 +69,8 @@ class _Resumable(Sampler):
         for name, own in self._facts().items():
             if state[name] != own:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]} and this sampler has {name}={own}, which is another "
-                    f"order; resume with {name}={state[name]}"
+                    f"the state was saved with {name}={state[name]} and this sampler has {name}={own}, which is "
+                    f"another order; resume with {name}={state[name]}"
                 )
         position = _whole("position", state["position"], 0, self._end + 1)
         self._begin(_whole("epoch", state["epoch"], 0, 2**32), start=position)
@@ -87,7 +87,8 @@ class PartitionedSampler(_Resumable):
     If `length` is no multiple of `world_size`, some ranks have one item more, and a loop that runs until its own items
     end may hang: the others do not come to its last all-reduce. Choose one:
     - `drop_last=True`: equal lengths, up to world_size - 1 items less per epoch (other ones in each);
-    - ceil(rounds / batch size) steps on all ranks: a rank with no items left adds zeros to the sums of losses and tokens;
+    - ceil(rounds / batch size) steps on all ranks: a rank with no items left adds zeros to the sums of losses and
+    tokens;
     - `torch.distributed.algorithms.Join` around the loop.
     (torch's own DistributedSampler repeats items until the ranks are even.)
 
@@ -139,10 +140,12 @@ class DrawnSampler(_Resumable):
     An epoch then is a number of draws: some items come twice, and of N items N draws miss (1 - 1/N)^N, about 37 %. In
     return nobody needs a common order. A *position* counts the draws of one rank.
 
-    The stream follows from (seed, epoch, rank), which numpy's SeedSequence takes in side by side and mixes: two ranks or
-    epochs never feed it the same, and by chance its 128 bits agree for any two of a million streams once in 10^26 tries.
+    The stream follows from (seed, epoch, rank), which numpy's SeedSequence takes in side by side and mixes: two ranks
+    or epochs never feed it the same, and by chance its 128 bits agree for any two of a million streams once in 10^26
+    tries.
 
-    It resumes bit for bit. With another number of ranks those that stay keep their streams, and new ones bring new ones.
+    It resumes bit for bit. With another number of ranks those that stay keep their streams, and new ones bring new
+    ones.
     """
 
     def __init__(self, length, rank, world_size, num_samples, seed=0):

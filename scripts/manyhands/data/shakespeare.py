@@ -1,8 +1,9 @@
 """Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks here.
 
 `find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
-(MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the web, once, into the cache. Its sha256
-is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
+(MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the web, once,
+into the cache. Its sha256 is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means:
+never ask the web.
 """
 
 import hashlib

@@ -4,9 +4,9 @@
     for raw in raw_documents(paths):                           # in the order of files and lines, numbered from 0
         text = text_of(raw)                                    # UTF-8, line ends as "\\n"
 
-A plain text is cut into documents where `blank_lines` blank lines or more follow each other (0: a file is a document); in JSON
-lines each line is one, in its field `text_field`. Cutting costs little, so that every rank can cut all files and decode its
-own documents only: a document has the same number on any number of ranks.
+A plain text is cut into documents where `blank_lines` blank lines or more follow each other (0: a file is a document);
+in JSON lines each line is one, in its field `text_field`. Cutting costs little, so that every rank can cut all files
+and decode its own documents only: a document has the same number on any number of ranks.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class RawDocument:
 
 
 def find_files(names):
-    """The files that `names` (files and folders) stand for: [Path], folders in the order of their paths. Raises DataError."""
+    """The files that `names` (files and folders) stand for, [Path], a folder's in order. Raises DataError."""
     found = []
     for path in map(Path, names):
         path = path.expanduser()
@@ -59,7 +59,7 @@ def find_files(names):
 
 
 def raw_documents(paths, blank_lines=2, text_field="text"):
-    """Yield the RawDocuments of `paths` in order. Raises DataError for a file that is empty, cannot be read or unpacked."""
+    """Yield the RawDocuments of `paths` in order. Raises DataError for a file that is empty or cannot be read."""
     number = 0
     for path in paths:
         records = _kind(path) in (*RECORDS, ".json")
@@ -72,7 +72,7 @@ def raw_documents(paths, blank_lines=2, text_field="text"):
 
 
 def text_of(raw):
-    """The text of a RawDocument. Raises DataError, naming file and place, for what is no UTF-8 or no record with text."""
+    """The text of a RawDocument. Raises DataError, with file and place, for what is no UTF-8 or no record with text."""
     content = raw.content
     if raw.begin == 0 and (name := BYTE_ORDER_MARKS.get(content[:2])):
         raise DataError(f"{raw.path} is {name}, not UTF-8; convert it: {_iconv(raw.path, name)}")
@@ -85,8 +85,8 @@ def text_of(raw):
     except UnicodeDecodeError as error:
         place = raw.begin + error.start
         raise DataError(
-            f"{raw.path} is not UTF-8: byte {place:,} is 0x{error.object[error.start]:02x}; if it is Latin-1, convert it: "
-            f"{_iconv(raw.path, 'latin1')}"
+            f"{raw.path} is not UTF-8: byte {place:,} is 0x{error.object[error.start]:02x}; if it is Latin-1, "
+            f"convert it: {_iconv(raw.path, 'latin1')}"
         ) from None
     if raw.field is not None:
         text = _field_of(text, raw)
@@ -125,7 +125,7 @@ def _kind(path):
 
 @contextlib.contextmanager
 def _opened(path):
-    """The file, unpacked, behind the mark that editors of Windows put in front. Raises DataError for what fails inside."""
+    """The file, unpacked, behind Windows' byte-order mark. Raises DataError for what fails inside."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             if file.read(len(UTF_8_MARK)) != UTF_8_MARK:
@@ -139,7 +139,8 @@ def _opened(path):
 
 def _refuse_line(path, number):
     raise DataError(
-        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; break it into lines, or leave it out"
+        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; break it into lines, or leave "
+        f"it out"
     )
 
 

@@ -8,10 +8,10 @@
 A document is [separator, its tokens]: the separator is what its first token is predicted from, and what its last one
 predicts.
 
-BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds one.
-Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that every
-regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a known piece costs
-a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
+BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds
+one. Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that
+every regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a known
+piece costs a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
 """
 
 import codecs
@@ -30,7 +30,7 @@ SEPARATOR = "<|document|>"
 CHARACTERS = "manyhands characters 1"
 LEAST_BPE = 257  # the separator and 256 bytes
 MOST_PIECES = 1_000_000  # of which ids are kept
-# contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, but for the space before a word
+# contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, without a word's first space
 PIECES = (
     "'(?:[sdmt]|ll|ve|re)"
     "| ?[^\\x00-@\\[-`{-\\x7f]+"
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """Each character is a token. Longer ones in `vocab` (markers, and the separator if it comes first) are in no text."""
+    """Each character is a token. Longer ones in `vocab` (markers, the separator if it comes first) are in no text."""
 
     kind = "char"
 
@@ -110,7 +110,7 @@ class BpeTokenizer:
             self._bytes.insert(self.separator, SEPARATOR.encode())
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
             raise DataError(
-                f"this is no byte-level BPE that prepare_data.py wrote ({str(error).splitlines()[0][:200]}); use another"
+                f"this is no byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
             ) from None
         self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content
@@ -150,7 +150,7 @@ def _list(ids):
 
 
 def _signs():
-    """The characters that stand for the 256 bytes in a byte-level vocabulary, GPT-2's: what cannot be seen is moved up."""
+    """The characters that stand for the 256 bytes in GPT-2's vocabulary: what cannot be seen is moved up."""
     seen, moved = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
     return [chr(value if value in seen else next(moved)) for value in range(256)]
 

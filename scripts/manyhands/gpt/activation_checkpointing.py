@@ -2,9 +2,9 @@
 
     checkpoint_activations(model, "block")     # in place; the names of parameters do not change
 
-`block` keeps the input of each block alone, for a third more compute. `selective` also keeps the results of what is dear
-to compute (matrix products, attention, messages of tensor parallelism) and repeats what is cheap and large: norms, GELU,
-dropout, sums.
+`block` keeps the input of each block alone, for a third more compute. `selective` also keeps the results of what is
+dear to compute (matrix products, attention, messages of tensor parallelism) and repeats what is cheap and large: norms,
+GELU, dropout, sums.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ def checkpoint_activations(model, kind):
     if kind == "none":
         return
     for block in model.blocks.values() if hasattr(model.blocks, "values") else model.blocks:
-        # Another class for the same object, as fully_shard does it: a module around it would be part of each parameter's
-        # name, and a function of its own per block would be compiled anew for each.
+        # Another class for the same object, as fully_shard does it: a module around it would be part of each
+        # parameter's name, and a function of its own per block would be compiled anew for each.
         block.__class__ = Checkpointed if kind == "block" else SelectivelyCheckpointed
 
 

@@ -19,7 +19,7 @@ class LoRALinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear, rank, scale, generator):
-        """The layer around `linear`'s own weights; A is drawn from `generator` as torch draws a linear layer's weights."""
+        """The layer around `linear`'s own weights; A is drawn from `generator` as torch draws a linear layer's."""
         o, i = linear.weight.shape
         self = cls(i, o, bias=linear.bias is not None, device="meta")
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale

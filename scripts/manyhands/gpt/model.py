@@ -64,9 +64,9 @@ class GPTConfig:
 def within_documents(ids_BT, separator):
     """Which positions each position attends to, bool [B, 1, T, T]: those of its own document up to itself.
 
-    A document begins at each `separator`, and goes on with the tokens behind it; what stands before the first separator is the
-    end of another one. All of it follows from the ids, so that whoever runs the model, in training or to write, masks alike.
-    None without a separator: then attention is causal, and nothing else.
+    A document begins at each `separator`, and goes on with the tokens behind it; what stands before the first separator
+    is the end of another one. All of it follows from the ids, so that whoever runs the model, in training or to write,
+    masks alike. None without a separator: then attention is causal, and nothing else.
     """
     if separator is None:
         return None

@@ -7,8 +7,8 @@
 `model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. It may be split by
 `parallel.tensor_parallel`: then a rank's layers make its own heads, and its cache holds those. The model's own
 forward has no option for this, so that lessons 01 to 11 read it without a word about caches. What is written is one
-document: attention has no mask between documents here, and a server ends a text at the separator that would begin another.
-Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads (of this rank) of size E.
+document: attention has no mask between documents here, and a server ends a text at the separator that would begin
+another. Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads (of this rank) of size E.
 """
 
 import torch

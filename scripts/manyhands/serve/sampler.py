@@ -63,7 +63,7 @@ def _cut(p_BV, samplings):
 
 
 def draw(p_BV, uniform_B):
-    """Ids [B]: the first token at which the running sum of row b exceeds uniform_B[b]. None of probability 0 is drawn."""
+    """Ids [B]: the first token at which row b's running sum exceeds uniform_B[b]. None of probability 0 is drawn."""
     sums_BV = p_BV.cumsum(-1)
     uniform_B1 = torch.as_tensor(uniform_B, dtype=torch.float64)[:, None]
     ids_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)
