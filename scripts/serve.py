@@ -13,13 +13,14 @@ by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because every user of a
 
 Prompt and answer together fit into the model's context (block_size of its training); what is longer is refused with the
 numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for Prometheus, /healthz needs no token. Ctrl-C or SIGTERM:
-what was asked for is finished, for up to --drain-s. Status 0: a clean end. 1: it could not serve. 2: there is nothing to
-serve, or a value makes no sense, with the cure.
+what was asked for is finished, for up to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2: there is
+nothing to serve, or a value makes no sense, with the cure.
 """
 
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
 from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.serve.limits import Limits
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
 TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:
@@ -35,17 +37,6 @@ TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes o
     python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from outputs/sft
 Or name another run's checkpoints."""
 SMALL = 20e6  # parameters
-
-
-@dataclass(frozen=True)
-class Cap:
-    running: int = 32  # requests that are computed at once
-    queue: int = 256  # requests that wait; one more gets 429
-    request_s: float = 120.0  # for a whole request, its wait included
-    connections: int = 1024  # open at once
-    blocks: int | None = None  # of the cache; none: for all that run, at full length
-    block_size: int = 16  # positions in a block
-    prefill_tokens: int = 256  # of prompts in one step
 
 
 @dataclass(frozen=True)
@@ -60,23 +51,22 @@ class Options:
     gate_tolerance: float = 0.02  # nats per token by which a new one may be worse
     watch_s: float | None = None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
     drain_s: int = 30  # after SIGTERM, for what is being written
-    cap: Cap = field(default_factory=Cap)
+    cap: Limits = Limits()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
 
 def refuse_senseless(options):
     """Raises ValueError for a value that no server can make sense of."""
-    faults = {
-        f"--port {options.port} is none; use 1 to 65535": options.port is not None and not 0 <= options.port < 65536,
-        f"--watch-s {options.watch_s} is no time; use 1 or more": options.watch_s is not None
-        and not options.watch_s >= 1,
-        f"--drain-s {options.drain_s} is negative; use 0 or more": options.drain_s < 0,
-        f"--gate-tolerance {options.gate_tolerance} is negative; use 0 or more": not options.gate_tolerance >= 0,
-        "--name is empty; give the model a name": not options.name,
-    }
-    for sentence, wrong in faults.items():
-        if wrong:
-            raise ValueError(sentence)
+    if options.port is not None and not 0 <= options.port < 65536:
+        raise ValueError(f"invalid port {options.port} (1 to 65535)")
+    if options.watch_s is not None and not options.watch_s >= 1:
+        raise ValueError(f"invalid --watch-s {options.watch_s} (1 or more)")
+    if options.drain_s < 0:
+        raise ValueError(f"invalid --drain-s {options.drain_s} (0 or more)")
+    if not options.gate_tolerance >= 0:
+        raise ValueError(f"invalid --gate-tolerance {options.gate_tolerance} (0 or more)")
+    if not options.name:
+        raise ValueError("--name is empty; give the model a name")
 
 
 def aligned():
@@ -107,47 +97,28 @@ def make_service(options, load, token):
     """The Service of the model that `load(step)` returns. Raises CheckpointError or ValueError."""
     import torch
     from manyhands.serve import gate
-    from manyhands.serve.limits import Limits
-    from manyhands.serve.service import Cache, Gate, Service
+    from manyhands.serve.service import Service
     from manyhands.serve.vocabulary import Vocabulary
 
-    model, facts = load(options.step)
+    model, metadata = load(options.step)
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains
         torch.set_num_threads(1)
-    cap = options.cap
-    limits = Limits(cap.running, cap.queue, cap.request_s, connections=cap.connections)
-    held_out = gate.held_out(Vocabulary(facts), options.gate_text)
-    service = Service(
-        model, facts, token, options.name, limits,
-        Cache(cap.blocks, cap.block_size, cap.prefill_tokens), Gate(held_out, options.gate_tolerance),
-    )  # fmt: skip
-    loss = "" if facts.get("val_loss") is None else f", validation loss {facts['val_loss']:.4f}"
-    cache_mib = service.engine.cache.num_bytes() / 2**20
-    told = (
-        f"{facts['source']}: step {facts['step']}{loss}, {model.num_params():,} parameters, context {service.context}"
-    )
+    held_out_ids = gate.held_out(Vocabulary(metadata), options.gate_text)
+    service = Service(model, metadata, token, options.name, options.cap, held_out_ids, options.gate_tolerance)
+    loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
-        f"{told}; cache {cache_mib:.1f} MiB; {'chat template' if service.words.speaks_template else 'base model'}",
+        f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters, "
+        f"context {service.context}; cache {service.engine.cache.num_bytes() / 2**20:.1f} MiB; "
+        f"{'chat template' if service.words.speaks_template else 'base model'}",
         flush=True,
     )
     return service
 
 
-def loader(options, device):
-    """load(step) -> (model, facts) from where the options say."""
-    from manyhands.checkpoint.export import load_model
-
-    def load(step):
-        model, facts = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
-        return model.to(device), facts
-
-    return load
-
-
 def tell_address(options, address, token):
     """Print where the page is: with the token on the terminal of its user, without it anywhere else. The file's path."""
     from manyhands.launch.run_folder import outputs_folder
-    from manyhands.serve.access import write_address
+    from manyhands.serve.server import write_address
 
     path = write_address(outputs_folder() / "serve", address, token)
     if sys.stdout.isatty():
@@ -155,39 +126,31 @@ def tell_address(options, address, token):
     else:
         print(f"listening on {address}; the token is in {path}, which only you can read", flush=True)
     if options.host not in ("127.0.0.1", "::1", "localhost"):
-        print(
-            f"--host {options.host}: others on the network reach it, and what is sent is not encrypted",
-            flush=True,
-        )
+        print(f"--host {options.host}: others on the network reach it, and what is sent is not encrypted", flush=True)
     return path
 
 
 def serve(options):
-    """Run until a signal; the exit status. Raises CheckpointError or ValueError before it listens."""
+    """Run until a signal. Raises CheckpointError or ValueError before it listens."""
     refuse_senseless(options)
-    from manyhands.serve.access import make_token
+    from manyhands.checkpoint.export import load_model
+    from manyhands.serve import server
     from manyhands.serve.app import make_app
-    from manyhands.serve.running import address_of, listen, log_to_stderr, run
 
-    token = make_token(os.environ)
-    bound = listen(options.host, options.port)
-    try:
-        load = loader(options, device_of(options))
-        service = make_service(options, load, token)
-        log_to_stderr()
-        path = None
+    token, device = server.make_token(os.environ), device_of(options)
 
-        def ready():
-            nonlocal path
-            path = tell_address(options, address_of(bound), token)
+    def load(step):
+        model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
+        return model.to(device), metadata
 
-        app = make_app(service, load, options.source, options.watch_s)
-        status = run(app, bound, options.cap.connections, options.drain_s, ready)
-    finally:
-        bound.close()
-    if path is not None:
-        path.unlink(missing_ok=True)
-    return status
+    with closing(server.listen(options.host, options.port)) as bound:
+        app = make_app(make_service(options, load, token), load, options.source, options.watch_s)
+        # who connects from now on waits for a moment, until uvicorn runs
+        path = tell_address(options, server.address_of(bound), token)
+        try:
+            server.run(app, bound, options.cap.connections, options.drain_s)
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def main(argv=None):
@@ -196,7 +159,8 @@ def main(argv=None):
     try:
         if "" in words and options.source == Path():  # to a Path "" is the current folder
             raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
-        return serve(replace(options, source=options.source or aligned()))
+        serve(replace(options, source=options.source or aligned()))
+        return 0
     except (CheckpointError, ValueError, OSError) as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2

@@ -4,18 +4,18 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict
 
+import httpx
 import torch
 from manyhands.align.chat_template import with_markers
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.serve.app import make_app
 from manyhands.serve.decoder import generate
 from manyhands.serve.limits import Limits
-from manyhands.serve.running import address_of, listen, server_of
 from manyhands.serve.sampler import Sampling
-from manyhands.serve.service import Cache, Gate, Service
+from manyhands.serve.server import address_of, listen, server_of
+from manyhands.serve.service import Service
 
 TOKEN = "a-token-that-only-the-tests-know"
 LETTERS = list("\n ABCDEFGHIJKLMNOPQRSTUVWXYZ!?:,.")
@@ -40,7 +40,7 @@ def quiet(model):
     return model
 
 
-def facts_of(step=10, config=CONFIG, vocab=VOCAB):
+def metadata_of(step=10, config=CONFIG, vocab=VOCAB):
     return {
         "config": asdict(config), "corpus": {"name": "test", "alphabet": vocab}, "step": step, "val_loss": 2.5,
         "source": "test",
@@ -56,15 +56,15 @@ def written(model, text, n, seed, sampling=Sampling(), vocab=VOCAB):  # noqa: B0
 
 
 class Live:
-    """A running server; `address`, `service`. `loads`: what POST /admin/checkpoint finds, step -> (model, facts)."""
+    """A running server; `address`, `service`. `loads`: what POST /admin/checkpoint finds, step -> (model, metadata)."""
 
-    def __init__(self, model=None, facts=None, limits=None, cache=None, judged_by=None, loads=None, drain_s=5):
+    def __init__(self, model=None, metadata=None, loads=None, held_out_ids=None, tolerance=100.0, drain_s=5, **limits):
         self.model = model if model is not None else make_model()
         ids = torch.randint(len(LETTERS), (400,), generator=torch.Generator().manual_seed(3))
         self.loads = {} if loads is None else loads
         self.service = Service(
-            self.model, facts or facts_of(), TOKEN, limits=limits or Limits(), cache=cache or Cache(block_size=8),
-            judged_by=judged_by or Gate(ids, tolerance=100.0),
+            self.model, metadata or metadata_of(), TOKEN, limits=Limits(**{"block_size": 8} | limits),
+            held_out_ids=ids if held_out_ids is None else held_out_ids, tolerance=tolerance,
         )  # fmt: skip
         self.app = make_app(self.service, lambda step: self.loads[step])
         self.server = server_of(self.app, drain_s=drain_s)
@@ -108,39 +108,25 @@ class Live:
         return empty and self.service.engine.pool.held() == 0
 
 
+def token_header(token=TOKEN):
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
 async def ask(live, path, body, token=TOKEN, method="POST", headers=(), timeout_s=60):
     """(status, bytes of the body) by a client that knows only HTTP; a body of bytes is sent as it is."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    head = [f"{method} {path} HTTP/1.1", "Host: here", "Connection: close", f"Content-Length: {len(content)}"]
-    head += [f"Authorization: Bearer {token}"] if token is not None else []
-    async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        try:
-            writer.write("\r\n".join([*head, *headers, "", ""]).encode() + content)
-            await writer.drain()
-            return await read_answer(reader)
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+    async with httpx.AsyncClient(base_url=live.address, timeout=timeout_s, trust_env=False, verify=False) as client:
+        answer = await client.request(method, path, content=content, headers=token_header(token) | dict(headers))
+        return answer.status_code, answer.content
 
 
-async def read_answer(reader):
-    """(status, body) of an answer over a connection that is closed after it."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    status, lines = int(head.split()[1]), head.lower()
-    rest = await reader.read()
-    if b"transfer-encoding: chunked" not in lines:
-        return status, rest
-    body, complete = b"", False
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        if int(size, 16) == 0:
-            complete = True
-            break
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    assert complete, "the answer was cut off"
-    return status, body
+async def begin(live, path, body, length=None):
+    """(reader, writer) of a connection on which a request has been sent, perhaps with less than it says."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+    writer.write(f"{head}Content-Length: {length or len(content)}\r\n\r\n".encode() + content)
+    return reader, writer
 
 
 def events(body):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.serve.block_pool import BlockPool, chained_digests
 from manyhands.serve.decoder import generate
 from manyhands.serve.engine import Engine
+from manyhands.serve.paged_cache import BlockPool, chained_digests
 from manyhands.serve.sampler import Sampling
 from manyhands.serve.scheduler import Scheduler, Sequence
 from test_decoding import gpt
@@ -235,7 +235,7 @@ def test_a_model_is_not_changed_under_an_unfinished_sequence():
         engine.change_model(gpt(7), "b")
 
 
-def test_the_surprise_of_a_prompt_is_its_cross_entropy_under_the_model():
+def test_the_loss_on_prompts_is_their_cross_entropy_under_the_model():
     engine = Engine(MODEL, "a", 40, 4, prefill_tokens=7)
     prompts = [requests(4, 1)[0][0] + [3] * 17, [5], [6, 7]]
     for prompt in prompts:
@@ -253,8 +253,8 @@ def test_the_surprise_of_a_prompt_is_its_cross_entropy_under_the_model():
     ("prompt", "n", "sentence"),
     [
         ([], 5, "the prompt is empty"),
-        ([1] * 40, 9, "40 tokens of the prompt and 9 more do not fit .* context of 48; .* at most 8"),
-        ([1] * 60, 1, "at most 0"),
+        ([1] * 40, 9, "40 tokens of the prompt and 9 more do not fit .* context of 48; ask for at most 8"),
+        ([1] * 60, 1, "shorten the prompt to 47 or fewer"),
         ([1], 0, "max_tokens=0 asks for nothing"),
     ],
 )

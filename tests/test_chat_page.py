@@ -6,7 +6,6 @@ import pytest
 import torch
 from lab import chromium
 from live_server import TOKEN, Live, make_model, quiet
-from manyhands.serve.limits import Limits
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
 PREFIX = "/user/rosalind/proxy/8123"
@@ -27,7 +26,7 @@ def proxied(app, outside):
 
 @pytest.fixture(scope="module")
 def live():
-    live = Live(quiet(make_model()), limits=Limits(running=4, queue=4))
+    live = Live(quiet(make_model()), running=4, queue=4)
     live.outside = []
     live.server.config.app = proxied(live.app, live.outside)
     with live:

@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from live_server import CONFIG, facts_of, make_model, quiet
+from live_server import CONFIG, make_model, metadata_of, quiet
 from manyhands.checkpoint.export import write_export
 from manyhands.serve.client import Client, ServerSaid
 
@@ -35,7 +35,7 @@ def exported(tmp_path_factory):
     """A model as a file, that never writes a marker: its replies are as long as asked."""
     file = tmp_path_factory.mktemp("model") / "model.safetensors"
     model = quiet(make_model()).float()
-    write_export(dict(model.named_parameters()), facts_of(), file)
+    write_export(dict(model.named_parameters()), metadata_of(), file)
     text = file.parent / "text.txt"
     text.write_text("TO BE OR NOT TO BE " * 40)
     return file, text
@@ -134,10 +134,10 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
     [
         (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
         ([""], {}, "the folder to read is empty"),
-        (["MODEL", "--step", "newest", "--port", "99999"], {}, "--port 99999 is none; use 1 to 65535"),
-        (["MODEL", "--watch-s", "0"], {}, "--watch-s 0.0 is no time"),
-        (["MODEL", "--drain-s", "-1"], {}, "--drain-s -1 is negative"),
-        (["MODEL", "--cap.running", "0"], {}, "limits.running=0 lets nothing through"),
+        (["MODEL", "--step", "newest", "--port", "99999"], {}, "invalid port 99999 (1 to 65535)"),
+        (["MODEL", "--watch-s", "0"], {}, "invalid --watch-s 0.0 (1 or more)"),
+        (["MODEL", "--drain-s", "-1"], {}, "invalid --drain-s -1 (0 or more)"),
+        (["MODEL", "--cap.running", "0"], {}, "invalid limit running=0; use more than 0"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
         (["MODEL", "--host", "203.0.113.7"], {}, "203.0.113.7:8000 cannot be listened on"),
         (["MODEL", "--gate-text", "TINY"], {}, "tokens of TINY are known to the model; name a text by --gate-text"),
@@ -179,12 +179,12 @@ def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_co
 
 
 def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
-    from manyhands.serve.access import read_address, write_address
+    from manyhands.serve.server import write_address
 
     old = tmp_path / "serving-8000.json"
     old.write_text("{}")
     old.chmod(0o644)
     path = write_address(tmp_path, "http://127.0.0.1:8000", "t" * 20)
     assert path == old and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_address(path) == ("http://127.0.0.1:8000", "t" * 20)
-    assert json.loads(path.read_text())["pid"] == os.getpid()
+    expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid()}
+    assert json.loads(path.read_text()) == expected

@@ -6,11 +6,10 @@ import logging
 import math
 import os
 import random
-import socket
 import threading
 import time
-from contextlib import suppress
 
+import httpx
 import openai
 import pytest
 import torch
@@ -20,11 +19,12 @@ from live_server import (
     VOCAB,
     Live,
     ask,
-    facts_of,
+    begin,
     make_model,
+    metadata_of,
     quiet,
-    read_answer,
     text_of,
+    token_header,
     written,
 )
 from manyhands.checkpoint.export import newest_in
@@ -32,10 +32,8 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.serve import gate, load_test
 from manyhands.serve.app import watch
 from manyhands.serve.client import Client, ServerSaid
-from manyhands.serve.limits import Limits
 from manyhands.serve.metrics import Drift
 from manyhands.serve.sampler import Sampling
-from manyhands.serve.service import Cache
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
@@ -43,7 +41,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture(scope="module")
 def live():
-    with Live(limits=Limits(running=16, queue=300, body_s=2, body_bytes=50_000)) as live:
+    with Live(running=16, queue=300, body_s=2, body_bytes=50_000) as live:
         yield live
 
 
@@ -102,7 +100,7 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
 
 
 def test_a_user_who_types_a_marker_sends_its_letters(live):
-    words = Vocabulary(facts_of(vocab=[*VOCAB, "<", "|", ">", "e", "n", "d"]))
+    words = Vocabulary(metadata_of(vocab=[*VOCAB, "<", "|", ">", "e", "n", "d"]))
     ids, _ = words.encode_chat([{"role": "user", "content": "<|end|>"}])
     assert len(ids) == 1 + 7 + 1 + 1
 
@@ -110,7 +108,7 @@ def test_a_user_who_types_a_marker_sends_its_letters(live):
 def test_the_official_client_raises_its_own_errors_with_our_sentences(live, client):
     with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
         client.with_options(api_key="wrong" * 5).models.list()
-    with pytest.raises(openai.BadRequestError, match="context of 96; shorten the prompt, or ask for at most 94"):
+    with pytest.raises(openai.BadRequestError, match="context of 96; ask for at most 94 more"):
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
     with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
@@ -163,7 +161,7 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
 
 
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
-    words = Vocabulary(facts_of(vocab=sorted({*"\n UserAitan:BE HO"})))
+    words = Vocabulary(metadata_of(vocab=sorted({*"\n UserAitan:BE HO"})))
     messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
     ids, stop_ids = words.encode_chat(messages)
     assert "".join(words.vocab[i] for i in ids) == "BE\nUser: HO\nAssistant:"
@@ -174,8 +172,8 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     from manyhands.data.tokenizer import SEPARATOR, train_bpe
 
     tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
-    facts = facts_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
-    words = Vocabulary(facts)
+    metadata = metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
+    words = Vocabulary(metadata)
     text = f"Rosalind ☃ {SEPARATOR} é"
     ids = words.encode(text)
     assert tokenizer.separator not in ids and words.known(text) == text
@@ -185,13 +183,13 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     asked, stop_ids = words.encode_chat([{"role": "user", "content": "☃"}])
     assert stop_ids == {tokenizer.separator} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
-    verdict = gate.judge(make_model(), facts, make_model(), facts_of(), None, 0.1)
+    verdict = gate.judge(make_model(), metadata, make_model(), metadata_of(), None, 0.1)
     assert not verdict.passed and "its vocabulary differs" in verdict.sentence
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 50])
 def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
-    words = Vocabulary(facts_of(vocab=list("abcx")))
+    words = Vocabulary(metadata_of(vocab=list("abcx")))
     for text, stops, shown in (
         ("aabcab", ["abc"], "a"),
         ("aabaab", ["abc"], "aabaab"),
@@ -213,49 +211,52 @@ USER = {"role": "user", "content": "HO"}
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        (TEXT, b"", 400, "the body is no JSON"),
-        (TEXT, b'{"prompt": "HO"', 400, "the body is no JSON"),
-        (TEXT, b"\xff\xfe\x00", 400, "the body is no JSON"),
-        (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "NaN is no JSON number"),
-        (TEXT, b"[" * 20_000, 400, "the body is no JSON"),
-        (TEXT, b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is no JSON"),
-        (TEXT, b'["HO"]', 400, "the body is a JSON list"),
-        (TEXT, {}, 400, "prompt is missing"),
-        (TEXT, {"prompt": ""}, 400, "prompt is missing"),
-        (TEXT, {"prompt": ["HO", "HO"]}, 400, "not one string"),
-        (TEXT, {"prompt": "HO\ud800"}, 400, "is none of the vocabulary's 37 tokens"),
+        (TEXT, b"", 400, "Invalid JSON"),
+        (TEXT, b'{"prompt": "HO"', 400, "Invalid JSON"),
+        (TEXT, b"\xff\xfe\x00", 400, "Invalid JSON"),
+        (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "temperature: Input should be a"),
+        (TEXT, b"[" * 20_000, 400, "Invalid JSON"),
+        (TEXT, b'{"seed": ' + b"9" * 5000 + b"}", 400, "Invalid JSON"),
+        (TEXT, b'["HO"]', 400, "Input should be an object"),
+        (TEXT, {}, 400, "prompt: Field required"),
+        (TEXT, {"prompt": ""}, 400, "prompt: String should have at least 1 character"),
+        (TEXT, {"prompt": ["HO", "HO"]}, 400, "prompt: Input should be a valid string"),
+        (TEXT, {"prompt": "HO\ud800"}, 400, "Invalid JSON"),
         (TEXT, {"prompt": "HO\u0000"}, 400, "'\\x00' is none of the vocabulary's 37 tokens"),
-        (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt, with room for one more, do not fit"),
+        (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt and 1 more do not fit"),
         (TEXT, {"prompt": "A" * 40_000}, 400, "context of 96; shorten the prompt to 95 or fewer"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
-        (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens is no integer from 1"),
-        (TEXT, {"prompt": "HO", "max_tokens": True}, 400, "max_tokens is no integer"),
-        (TEXT, {"prompt": "HO", "max_tokens": 1e9}, 400, "max_tokens is no integer"),
-        (TEXT, {"prompt": "HO", "max_tokens": 2**40}, 400, "max_tokens is no integer"),
-        (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature is no number from 0 to 2"),
-        (TEXT, {"prompt": "HO", "temperature": "hot"}, 400, "temperature is no number"),
-        (TEXT, {"prompt": "HO", "top_p": 0}, 400, "top_p=0.0 is not in"),
-        (TEXT, {"prompt": "HO", "top_k": 0}, 400, "top_k is no integer from 1"),
-        (TEXT, {"prompt": "HO", "seed": -1}, 400, "seed is no integer from 0"),
-        (TEXT, {"prompt": "HO", "n": 2}, 400, "n with this value is not supported"),
-        (TEXT, {"prompt": "HO", "logprobs": 5}, 400, "logprobs with this value"),
-        (TEXT, {"prompt": "HO", "stream": 1}, 400, "stream is neither true nor false"),
-        (TEXT, {"prompt": "HO", "stream_options": 3}, 400, "stream_options is no object"),
-        (TEXT, {"prompt": "HO", "stop": ""}, 400, "none may be empty"),
-        (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop has more than 4 strings"),
-        (TEXT, {"prompt": "HO", "stop": "A" * 65}, 400, "one of more than 64 characters"),
+        (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        (TEXT, {"prompt": "HO", "max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
+        (TEXT, {"prompt": "HO", "max_tokens": 1e9}, 400, "max_tokens: Input should be a valid integer"),
+        (TEXT, {"prompt": "HO", "max_tokens": 2**40}, 400, "max_tokens: Input should be less than 2147483648"),
+        (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        (TEXT, {"prompt": "HO", "temperature": "hot"}, 400, "temperature: Input should be a valid number"),
+        (TEXT, {"prompt": "HO", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
+        (TEXT, {"prompt": "HO", "top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),
+        (TEXT, {"prompt": "HO", "seed": -1}, 400, "seed: Input should be greater than or equal to 0"),
+        (TEXT, {"prompt": "HO", "n": 2}, 400, "n is not supported with this value; leave it out"),
+        (TEXT, {"prompt": "HO", "logprobs": 5}, 400, "logprobs is not supported with this value"),
+        (TEXT, {"prompt": "HO", "stream": 1}, 400, "stream: Input should be a valid boolean"),
+        (TEXT, {"prompt": "HO", "stream_options": 3}, 400, "stream_options: Input should be"),
+        (TEXT, {"prompt": "HO", "stop": ""}, 400, "stop.0: String should have at least 1 character"),
+        (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
+        (TEXT, {"prompt": "HO", "stop": "A" * 65}, 400, "stop.0: String should have at most 64 characters"),
+        (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is no field of this request; leave it out"),
+        (TEXT, {"prompt": "HO", "presence_penalty": 0.5}, 400, "presence_penalty is not supported with this value"),
         (TEXT, {"prompt": "HO", "model": ["x"]}, 404, "there is no such model"),
-        (CHAT, {"messages": []}, 400, "messages is missing or empty"),
-        (CHAT, {"messages": "HO"}, 400, "messages is missing or empty"),
-        (CHAT, {"messages": ["HO"]}, 400, "messages[0] is no object"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content is no text"),
-        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "messages[0].content is no text"),
-        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, 400, "messages[0].content is no text"),
+        (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item"),
+        (CHAT, {"messages": "HO"}, 400, "messages: Input should be a valid array"),
+        (CHAT, {"messages": ["HO"]}, 400, "messages.0: Input should be"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "messages.0.content: only text is understood"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, 400, "messages.0.content: only text is understood"),
         (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
-        (CHAT, {"messages": [USER] * 257}, 400, "257 messages are more than 256"),
-        (CHAT, {"messages": [USER], "tools": [{}]}, 400, "tools with this value is not supported"),
-        ("/admin/checkpoint", {"step": "../../etc"}, 400, "step is neither newest, best nor a number"),
+        (CHAT, {"messages": [USER] * 257}, 400, "messages: List should have at most 256 items"),
+        (CHAT, {"messages": [USER], "tools": [{}]}, 400, "tools is not supported with this value"),
+        ("/admin/checkpoint", {"step": True}, 400, "step: use newest, best or a number"),
+        ("/admin/checkpoint", {"step": "../../etc"}, 400, "step: use newest, best or a number"),
         ("/nowhere", {}, 404, "Not Found"),
     ],
 )  # fmt: skip
@@ -273,26 +274,21 @@ def test_content_may_come_in_parts_of_text(live):
 
 
 def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
-    async def slow_body():
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n"
-        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        found = await asyncio.wait_for(read_answer(reader), 20)
+    async def both():
+        reader, writer = await begin(live, TEXT, b"{", length=100)
+        slow = await asyncio.wait_for(reader.read(), 20)
         writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        writer.write(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-        with suppress(ConnectionError):
-            for _ in range(30):  # more than it takes, said in small pieces
-                writer.write(b"1000\r\n" + b"a" * 4096 + b"\r\n")
-                await writer.drain()
-            writer.write(b"0\r\n\r\n")
-        many = await asyncio.wait_for(read_answer(reader), 20)
-        writer.close()
-        return found, many
 
-    slow, many = asyncio.run(slow_body())
-    assert refused(slow)[0] == 408 and "did not arrive within 2 s" in refused(slow)[1]
-    assert refused(many)[0] == 413
+        async def pieces():
+            for _ in range(30):  # more than it takes, said in small pieces
+                yield b"a" * 4096
+
+        async with httpx.AsyncClient(base_url=live.address, trust_env=False) as client:
+            return slow, await client.post(TEXT, content=pieces(), headers=token_header())
+
+    slow, many = asyncio.run(both())
+    assert slow.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 2 s" in slow
+    assert many.status_code == 413
 
 
 # ---------------------------------------------------------------- the token
@@ -305,16 +301,15 @@ def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
 def test_without_the_token_nothing_is_told_and_nothing_read(live, method, path):
     wrong = [
         {"token": None},
-        {"token": ""},
         {"token": TOKEN[:-1]},
         {"token": TOKEN + "x"},
-        {"token": None, "headers": [f"Authorization: Basic {TOKEN}"]},
-        {"token": None, "headers": ["X-Api-Key: \xff"]},
+        {"token": None, "headers": {"Authorization": f"Basic {TOKEN}"}},
+        {"token": None, "headers": {"X-Api-Key": b"\xff"}},
     ]
     for how in wrong:
         assert one(live, path, b"{not even JSON", method=method, **how)[0] == 401, how
         assert one(live, f"{path}?token={TOKEN}", b"{}", method=method, **how)[0] == 401, "never from a query"
-    key = {"token": None, "headers": [f"X-Api-Key: {TOKEN}"]}
+    key = {"token": None, "headers": {"X-Api-Key": TOKEN}}
     assert one(live, path, b"{}", method=method, **key)[0] != 401
 
 
@@ -358,10 +353,9 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
             return await ask(live, TEXT, {"prompt": "A" * 45_000}, timeout_s=100)
         if i % 4 == 2:
             return await ask(live, TEXT, {"prompt": "HO"}, token="wrong", timeout_s=100)
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)  # asks, reads a little, leaves
-        content = json.dumps({"prompt": "HO", "max_tokens": 90, "stream": True}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
+        reader, writer = await begin(
+            live, TEXT, {"prompt": "HO", "max_tokens": 90, "stream": True}
+        )  # reads a little, leaves
         await reader.read(20 if i % 8 == 3 else 1000)
         writer.transport.abort()
 
@@ -387,7 +381,7 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
 
 
 def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_waiting():
-    with Live(quiet(make_model()), limits=Limits(running=16, queue=300)) as live:
+    with Live(quiet(make_model()), running=16, queue=300) as live:
         step, steps, go = live.service.engine.step, [], threading.Event()
 
         def held():  # after three steps: some have read tokens, and most still wait
@@ -396,16 +390,17 @@ def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_wait
                 go.wait(60)
             return step()
 
-        live.service.engine.step, sockets = held, []
-        for i in range(40):  # more than run at once
-            body = {"prompt": "HO", "max_tokens": 90, "seed": i, "stop": ["!!!!!!!!"], "stream": i % 2 == 0}
-            content = json.dumps(body).encode()
-            head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(content)}\r\n\r\n"
-            sockets.append(socket.create_connection(("127.0.0.1", live.port)))
-            sockets[-1].sendall(head.encode() + content)
-        live.wait_until(lambda: len(live.service.open) == 40)
-        for connection in sockets:
-            connection.close()
+        live.service.engine.step = held
+
+        async def ask_and_leave():
+            body = {"prompt": "HO", "max_tokens": 90, "stop": ["!!!!!!!!"]}
+            writers = [(await begin(live, TEXT, body | {"seed": i, "stream": i % 2 == 0}))[1] for i in range(40)]
+            while len(live.service.open) < 40:  # more than run at once
+                await asyncio.sleep(0.01)
+            for writer in writers:
+                writer.close()
+
+        asyncio.run(ask_and_leave())
         live.wait_until(lambda: not live.service.open)
         go.set()
         live.wait_until(live.idle)
@@ -421,7 +416,7 @@ def hold_engine(live):
 
 
 def test_a_full_queue_is_said_with_429_and_the_others_are_served():
-    with Live(limits=Limits(running=2, queue=3)) as live:
+    with Live(running=2, queue=3) as live:
         go = hold_engine(live)
 
         async def ask_eight():
@@ -445,7 +440,7 @@ def test_a_full_queue_is_said_with_429_and_the_others_are_served():
 
 
 def test_what_takes_too_long_is_ended_by_a_status_or_an_event_and_frees_its_place():
-    with Live(limits=Limits(request_s=1.0, running=2)) as live:
+    with Live(request_s=1.0, running=2) as live:
         go = hold_engine(live)
         for stream in (True, False):
             found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5, "stream": stream}))
@@ -476,10 +471,7 @@ def test_what_takes_too_long_is_ended_by_a_status_or_an_event_and_frees_its_plac
 
 def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
     async def slow_and_fast():
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=64)
-        content = json.dumps({"prompt": "WHO IS", "max_tokens": 80, "seed": 5, "stream": True}).encode()
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-        writer.write(head.encode() + content)
+        reader, writer = await begin(live, TEXT, {"prompt": "WHO IS", "max_tokens": 80, "seed": 5, "stream": True})
         fast = await asyncio.gather(*(ask(live, TEXT, {"prompt": "HO", "max_tokens": 20, "seed": i}) for i in range(8)))
         assert [text_of(body) for _, body in fast] == [written(live.model, "HO", 20, i) for i in range(8)]
         raw = b""
@@ -487,19 +479,16 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
             raw += part
             await asyncio.sleep(0.001)
         writer.close()
-        stream = asyncio.StreamReader()
-        stream.feed_data(raw)
-        stream.feed_eof()
-        return await read_answer(stream)
+        return raw.partition(b"\r\n\r\n")[2]
 
-    status, body = asyncio.run(slow_and_fast())
-    assert status == 200 and text_of(body) == written(live.model, "WHO IS", 80, 5)
+    lines = asyncio.run(slow_and_fast()).split(b"\r\n")  # of a chunked body: each size, and its bytes
+    assert text_of(b"".join(lines[1::2])) == written(live.model, "WHO IS", 80, 5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9])  # of one token the first piece is the last
 def test_who_never_reads_is_cut_off_when_the_time_is_over(max_tokens):
     """The connection takes no more bytes: neither the text nor a last word can be sent."""
-    with Live(limits=Limits(request_s=0.5)) as live:
+    with Live(request_s=0.5) as live:
         body = json.dumps({"prompt": "HO", "max_tokens": max_tokens, "stream": True}).encode()
         headers = [
             (b"authorization", f"Bearer {TOKEN}".encode()),
@@ -565,8 +554,8 @@ def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog)
 
 def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_models():
     other = make_model(7)
-    loads = {"newest": (other, facts_of(20)), "30": (make_model(8), facts_of(30))}
-    with Live(loads=loads, limits=Limits(running=8, queue=200)) as live:
+    loads = {"newest": (other, metadata_of(20)), "30": (make_model(8), metadata_of(30))}
+    with Live(loads=loads, running=8, queue=200) as live:
         asked = mixed_requests(60, seed=4)
 
         async def all_and_a_swap():
@@ -598,7 +587,6 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
 
 def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
     from manyhands.checkpoint.manifest import CheckpointError
-    from manyhands.serve.service import Gate
 
     good = make_model()
     broken = make_model()
@@ -606,11 +594,11 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         broken.head.bias.fill_(math.nan)
     short = GPTConfig(len(VOCAB), 48, 1, 1, 8)
     loads = {
-        "1": (make_model(7), facts_of(1)),
-        "2": (broken, facts_of(2)),
-        "3": (make_model(1, short), facts_of(3, short)),
-        "4": (make_model(), facts_of(4, vocab=VOCAB[::-1])),
-        "5": (good, facts_of(5)),
+        "1": (make_model(7), metadata_of(1)),
+        "2": (broken, metadata_of(2)),
+        "3": (make_model(1, short), metadata_of(3, short)),
+        "4": (make_model(), metadata_of(4, vocab=VOCAB[::-1])),
+        "5": (good, metadata_of(5)),
     }
     from manyhands.serve.decoder import generate
 
@@ -620,7 +608,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         def __missing__(self, step):
             raise CheckpointError(f"there is no step {step}, only 1")
 
-    with Live(good, loads=Loads(loads), judged_by=Gate(ids.repeat(4), 0.02)) as live:
+    with Live(good, loads=Loads(loads), held_out_ids=ids.repeat(4), tolerance=0.02) as live:
         before = live.service.live.version
         for step, words in (
             (1, "worse by more than 0.02"),
@@ -676,18 +664,19 @@ def test_a_file_that_is_written_again_is_something_newer(tmp_path):
 
 def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
     config = GPTConfig(len(load_test.VOCAB), 96, 1, 1, 8)
-    with Live(make_model(1, config), facts_of(1, config, load_test.VOCAB)) as live:
-        rate, answers = asyncio.run(load_test.throughput(live.port, TOKEN, 5, 20))
+    with Live(make_model(1, config), metadata_of(1, config, load_test.VOCAB)) as live:
+        client = Client(live.address, TOKEN)
+        rate, answers = load_test.throughput(client, 5, 20)
         assert [answer.tokens for answer in answers] == [20] * 5 and rate > 0
         assert all(0 < answer.first_s <= answer.whole_s for answer in answers)
         for reused in (0, 32):  # four full blocks of 8; the last of 40 tokens is computed
-            assert asyncio.run(load_test.streamed(live.port, TOKEN, "A" * 40, 1)).reused == reused
-        with pytest.raises(RuntimeError, match="401 Unauthorized"):
-            asyncio.run(load_test.streamed(live.port, "no", "A", 1))
+            assert load_test.streamed(client, "A" * 40, 1).reused == reused
+        with pytest.raises(ServerSaid, match="status 401"):
+            load_test.streamed(Client(live.address, "no"), "A", 1)
 
 
 def test_sequences_that_were_put_back_are_counted():
-    with Live(quiet(make_model()), limits=Limits(running=6), cache=Cache(blocks=14, block_size=8)) as live:
+    with Live(quiet(make_model()), running=6, blocks=14) as live:
 
         async def ask_six():
             return await asyncio.gather(

@@ -1,6 +1,6 @@
 """The routes: OpenAI's completions and chat, models, health, metrics, a chat page, and the door for a new checkpoint.
 
-    app = make_app(service, load)                  # load(step) -> (model, facts), for POST /admin/checkpoint
+    app = make_app(service, load)                  # load(step) -> (model, metadata), for POST /admin/checkpoint
 
 | route | token | |
 |---|---|---|
@@ -15,25 +15,30 @@ All paths are relative to where the page lies, so that a proxy may put any prefi
 """
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+import hmac
 import logging
+import re
 import time
+from importlib.resources import files
 from math import isfinite
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.serve import page
-from manyhands.serve.access import authorise
-from manyhands.serve.answering import Answer, Gone
-from manyhands.serve.asked import asked_chat, asked_completion, read_json
+from manyhands.serve.answers import Answer, Stream
 from manyhands.serve.limits import Refusal
+from manyhands.serve.schema import ChatRequest, CheckpointRequest, CompletionRequest, read
 
 log = logging.getLogger("manyhands.serve")
+NO_STORE = {"Cache-Control": "no-store"}
+PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 
 
 def make_app(service, load=None, source=None, watch_s=None):
@@ -43,17 +48,19 @@ def make_app(service, load=None, source=None, watch_s=None):
     async def lifespan(app):
         await service.start()
         watching = asyncio.ensure_future(watch(service, load, source, watch_s)) if watch_s else None
-        yield
-        if watching is not None:
-            watching.cancel()
-        await service.stop()
+        try:
+            yield
+        finally:  # also where nobody waits for the end
+            if watching is not None:
+                watching.cancel()
+            await service.stop()
 
     # no pages of documentation: they would load their scripts from elsewhere
     app = FastAPI(title="Many Hands", openapi_url=None, lifespan=lifespan)
     app.add_middleware(Log, service=service)
     _handle_errors(app)
-    _add_texts(app, service)
-    _add_the_rest(app, service, load)
+    app.include_router(_open_routes(service))
+    app.include_router(_routes_with_token(service, load))
     return app
 
 
@@ -72,118 +79,155 @@ async def watch(service, load, source, every_s):
             log.exception("the newest checkpoint could not be considered")
 
 
-def _add_texts(app, service):
-    async def respond(request, read, chat):
+def _open_routes(service):
+    router, headers = APIRouter(), page_headers()
+
+    @router.get("/healthz")
+    async def healthz():
+        failed = service.worker.failed or not service.worker.is_alive()
+        return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
+
+    @router.get("/")
+    async def chat_page():
+        return Response(PAGE, media_type="text/html", headers=headers)
+
+    return router
+
+
+def _routes_with_token(service, load):
+    async def authorised(request: Request):
         authorise(request.headers, service.token)
-        body = read_json(await read_body(request, service.limits))
-        refuse_model(body, service.name)
-        asked = read(body, service.words, service.limits, service.context)
-        return await Answer(service, asked, chat, request.receive).response()
 
-    @app.post("/v1/chat/completions")
+    router = APIRouter(dependencies=[Depends(authorised)])
+
+    @router.post("/v1/chat/completions")
     async def chat_completions(request: Request):
-        return await respond(request, asked_chat, chat=True)
+        return await respond(service, request, ChatRequest)
 
-    @app.post("/v1/completions")
+    @router.post("/v1/completions")
     async def completions(request: Request):
-        return await respond(request, asked_completion, chat=False)
+        return await respond(service, request, CompletionRequest)
 
-
-def _add_the_rest(app, service, load):
     def model():
         return {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "manyhands",
             "context": service.context, "version": service.live.version,
         }  # fmt: skip
 
-    @app.get("/v1/models")
-    async def models(request: Request):
-        authorise(request.headers, service.token)
+    @router.get("/v1/models")
+    async def models():
         return JSONResponse({"object": "list", "data": [model()]})
 
-    @app.get("/v1/models/{name}")
-    async def one_model(request: Request, name: str):
-        authorise(request.headers, service.token)
-        refuse_model({"model": name}, service.name)
+    @router.get("/v1/models/{name}")
+    async def one_model(name: str):
+        refuse_model(name, service.name)
         return JSONResponse(model())
 
-    @app.get("/metrics")
-    async def metrics(request: Request):
-        authorise(request.headers, service.token)
+    @router.get("/metrics")
+    async def metrics():
         return Response(service.metrics.content(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.post("/admin/checkpoint")
+    @router.post("/admin/checkpoint")
     async def checkpoint(request: Request):
-        authorise(request.headers, service.token)
-        step = read_json(await read_body(request, service.limits) or b"{}").get("step", "newest")
-        if load is None or not (step in ("newest", "best") or isinstance(step, int) and step >= 0):
-            raise Refusal(400, "step is neither newest, best nor a number", "invalid_value", "step")
+        step = read(await read_body(request, service.limits) or b"{}", CheckpointRequest).step
         try:
-            verdict = await service.consider(lambda: load(str(step)))
+            verdict = await service.consider(lambda: load(step))
         except CheckpointError as error:
             raise Refusal(409, str(error), "unreadable") from None
-        losses = {name: loss for name, loss in vars(verdict).items() if name.endswith("loss")}
-        content = vars(verdict) | {name: loss if loss and isfinite(loss) else None for name, loss in losses.items()}
-        content["serves"] = service.live.version
-        return JSONResponse(content, status_code=200 if verdict.passed else 409)
+        # JSON has no NaN
+        content = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in vars(verdict).items()}
+        return JSONResponse(content | {"serves": service.live.version}, status_code=200 if verdict.passed else 409)
 
-    @app.get("/healthz")
-    async def healthz():
-        failed = service.worker.failed or not service.worker.is_alive()
-        return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
-
-    @app.get("/")
-    async def chat_page():
-        return Response(page.CONTENT, media_type="text/html; charset=utf-8", headers=page.HEADERS)
+    return router
 
 
-def refuse_model(body, name):
+def authorise(headers, token):
+    """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
+
+    The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query, which
+    proxies and browsers write down.
+    """
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    # every one is compared, in a time that does not depend on where they differ
+    matches = [hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given]
+    if not any(matches):
+        sentence = "the token is missing or wrong; the server's terminal, or the file that it names there, has it"
+        raise Refusal(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+async def respond(service, http_request, kind):
+    """The Response to a request for text. A stream begins with its first token: until then a refusal still has a status."""
+    request = read(await read_body(http_request, service.limits), kind)
+    refuse_model(request.model, service.name)
+    ticket = service.submit(request)
+    watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
+    try:
+        first = await ticket.more()
+        answer = Answer(ticket, kind is ChatRequest, service.name)
+        if request.stream:
+            events = answer.events(first, request.stream_options.include_usage)
+            return Stream(answer, events, lambda reason: service.close(ticket, reason))
+        pieces = [first]
+        while pieces[-1][1] is None:
+            pieces.append(await ticket.more())
+        service.close(ticket, ticket.finish)
+        return JSONResponse(answer.whole("".join(text for text, _ in pieces), ticket.finish), headers=NO_STORE)
+    except BaseException as error:
+        service.close(ticket, getattr(error, "code", "error"))
+        raise
+    finally:
+        watching.cancel()
+
+
+async def _fail_if_gone(receive, ticket):
+    """Nobody reads an answer when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.fail(Refusal(499, "the client has gone", "gone"))
+
+
+def refuse_model(asked, name):
     """Raises Refusal (404) if a request names another model; none is the one there is."""
-    if body.get("model") not in (None, name):
+    if asked not in (None, name):
         raise Refusal(404, f"there is no such model; the one here is {name}", "model_not_found", "model")
 
 
 async def read_body(request, limits):
-    """The body's bytes. Raises Refusal for one that is too large (413) or too slow (408).
+    """The body's bytes. Raises Refusal for one that is too large (413), too slow (408), or whose client leaves (499).
 
     What is too large is read on for a while and thrown away: who is still sending would lose the answer.
     """
-    too_large = Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
+    most = limits.body_bytes
+    too_large = Refusal(413, f"the body has more than {most:,} bytes", "body_too_large")
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > 10 * limits.body_bytes:
+    if length.isdigit() and int(length) > 10 * most:
         raise too_large
-    parts, size = [], 0
+    content, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 size += len(part)
-                if size > 10 * limits.body_bytes:
+                if size > 10 * most:
                     raise too_large
-                if size > limits.body_bytes:
-                    parts.clear()
-                else:
-                    parts.append(part)
+                if size <= most:
+                    content += part
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
-    if size > limits.body_bytes:
+    except ClientDisconnect:
+        raise Refusal(499, "the client has gone", "gone") from None
+    if size > most:
         raise too_large
-    return b"".join(parts)
+    return bytes(content)
 
 
 def _handle_errors(app):
-    @app.exception_handler(Refusal)
-    async def refused(request, error):
-        return JSONResponse(error.content, status_code=error.status, headers=error.headers)
-
     @app.exception_handler(HTTPException)
-    async def no_route(request, error):
-        refusal = Refusal(error.status_code, f"{error.detail}; see /v1/models and /v1/chat/completions", "no_route")
-        return JSONResponse(refusal.content, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Gone)
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request, error):
-        return Response(status_code=499)  # nobody reads it; the log does
+    async def refused(request, error):
+        if not isinstance(error, Refusal):
+            sentence = f"{error.detail}; see /v1/models and /v1/chat/completions"
+            error = Refusal(error.status_code, sentence, "no_route", headers=error.headers)
+        return JSONResponse(error.content, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request, error):
@@ -213,3 +257,19 @@ class Log:
             route = getattr(scope.get("route"), "path", "another path")
             self.service.metrics.requests.labels(route, str(status)).inc()
             log.info("%s %s %d %.3f s", scope["method"], route, status, time.monotonic() - began_s)
+
+
+def page_headers():
+    """Under which a browser runs the script of our page, and no other."""
+
+    def hashes(element):
+        texts = re.findall(rf"<{element}>(.*?)</{element}>", PAGE, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    )
+    more = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return {"Content-Security-Policy": policy, **more, **NO_STORE}

@@ -12,8 +12,7 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-
-from manyhands.serve.access import read_address
+from pathlib import Path
 
 
 class ServerSaid(RuntimeError):
@@ -34,7 +33,8 @@ class Client:
     @classmethod
     def from_file(cls, path, timeout_s=120):
         """Of the file that the server writes when it starts."""
-        return cls(*read_address(path), timeout_s)
+        content = json.loads(Path(path).read_text())
+        return cls(content["address"], content["token"], timeout_s)
 
     def __repr__(self):
         return f"Client({self.address!r}, token=...)"
@@ -42,7 +42,7 @@ class Client:
     def chat(self, messages, **options):
         """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid."""
         body = {"messages": messages, "stream": True, **options}
-        with self._asked("/v1/chat/completions", body) as response:
+        with self.open("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.decode().removeprefix("data: ").strip()
                 if data == "[DONE]":
@@ -58,12 +58,12 @@ class Client:
 
     def complete(self, prompt, **options):
         """The text after a prompt, whole. Raises ServerSaid."""
-        with self._asked("/v1/completions", {"prompt": prompt, **options}) as response:
+        with self.open("/v1/completions", {"prompt": prompt, **options}) as response:
             return json.load(response)["choices"][0]["text"]
 
     def metrics(self):
         """{name with labels: value} of the server's counters. Raises ServerSaid."""
-        with self._asked("/metrics", None) as response:
+        with self.open("/metrics") as response:
             lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -97,13 +97,12 @@ class Client:
         field.observe(send, "value")
         display(ipywidgets.VBox([field, output]))
 
-    def _asked(self, path, body):
-        request = urllib.request.Request(
-            self.address + path,
-            None if body is None else json.dumps(body).encode(),
-            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
+    def open(self, path, body=None):
+        """The HTTP response to a GET, or to a POST of `body` as JSON. Raises ServerSaid for any status that is no success."""
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        content = None if body is None else json.dumps(body).encode()
         try:
+            request = urllib.request.Request(self.address + path, content, headers)
             return self.opener.open(request, timeout=self.timeout_s)
         except urllib.error.HTTPError as error:
             sentence = error.reason

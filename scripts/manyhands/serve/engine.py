@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from manyhands.serve.block_pool import BlockPool
 from manyhands.serve.decoder import run
-from manyhands.serve.paged_cache import PagedCache
+from manyhands.serve.paged_cache import BlockPool, PagedCache
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
 from manyhands.serve.scheduler import Scheduler, Sequence
 
@@ -31,23 +30,16 @@ class Drawn:
 
 
 class Engine:
-    """Serves one model at a time. `vocab_size`: ids from there on stand for nothing and are never drawn.
+    """Serves one model at a time. `vocab_size`: ids from there on are no tokens and are never drawn.
     `num_heads`: those of this rank, where the model is split over tensor ranks; all of them then add and cancel alike.
 
     Raises ValueError if the blocks cannot hold one sequence of full length.
     """
 
     def __init__(
-        self,
-        model,
-        version,
-        num_blocks=256,
-        block_size=16,
-        max_running=32,
-        prefill_tokens=256,
-        vocab_size=None,
+        self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None,
         num_heads=None,
-    ):
+    ):  # fmt: skip
         if num_blocks * block_size < model.config.block_size:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} positions do not hold one sequence of "
@@ -56,39 +48,33 @@ class Engine:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.num_heads = num_heads
-        self.prompt_nats, self.prompt_tokens = 0.0, 0  # how surprised the model was by prompts: see `drift`
+        self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `metrics.Drift`
         self._install(model, version, vocab_size)
 
     def _install(self, model, version, vocab_size):
-        weight = next(model.parameters())
+        weight, pool = next(model.parameters()), self.pool
         # first what may fail: then nothing has changed
-        cache = PagedCache(
-            model.config,
-            self.pool.num_blocks,
-            self.pool.block_size,
-            weight.dtype,
-            weight.device,
-            self.num_heads,
-        )
+        sizes = pool.num_blocks, pool.block_size
+        cache = PagedCache(model.config, *sizes, weight.dtype, weight.device, self.num_heads)
         self.scheduler.change_model(version)
         self.cache, self.model, self.version = cache, model.eval(), version
         self.vocab_size = vocab_size or model.config.vocab_size
 
     def new_sequence(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
         """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
-        block_size = self.model.config.block_size
+        context = self.model.config.block_size
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} asks for nothing; use 1 or more")
-        if len(prompt) + max_tokens > block_size:
+        if (room := context - len(prompt)) < max_tokens:
+            cure = f"ask for at most {room} more" if room > 0 else f"shorten the prompt to {context - 1} or fewer"
             raise ValueError(
-                f"{len(prompt)} tokens of the prompt and {max_tokens} more do not fit into the model's context "
-                f"of {block_size}; shorten the prompt, or ask for at most {max(block_size - len(prompt), 0)}"
+                f"{len(prompt)} tokens of the prompt and {max_tokens} more do not fit into the model's context of "
+                f"{context}; {cure}"
             )
-        return Sequence(
-            list(prompt), max_tokens, sampling or Sampling(), uniforms(seed, max_tokens), frozenset(stop_ids)
-        )
+        numbers = uniforms(seed, max_tokens)
+        return Sequence(list(prompt), max_tokens, sampling or Sampling(), numbers, frozenset(stop_ids))
 
     def add(self, *args, **kwargs):
         """Queue a `new_sequence`, and return it."""
@@ -111,7 +97,7 @@ class Engine:
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
         rows, drawing = [], []
         for work, logits_TV in zip(works, self._logits(works), strict=True):
-            self._note_surprise(work, logits_TV)
+            self._note_prompt_loss(work, logits_TV)
             if work.draws:
                 rows.append(logits_TV[-1])
                 drawing.append(work)
@@ -140,7 +126,7 @@ class Engine:
         numbers = [work.sequence.uniforms[len(work.sequence.drawn)] for work in works]
         return draw(probabilities(logits_BV, [work.sequence.sampling for work in works]), numbers).tolist()
 
-    def _note_surprise(self, work, logits_TV):
+    def _note_prompt_loss(self, work, logits_TV):
         """Add -log p of the prompt's tokens that this work has predicted: the logits are there anyway."""
         stop = min(work.stop, work.sequence.prompt_length - 1)
         if stop <= work.start:

@@ -1,7 +1,7 @@
 """A new checkpoint goes live only if it is not worse than the one that serves. Same text, same tokens, one number.
 
     text_ids = held_out(words, file)                        # what both are judged on
-    verdict = judge(candidate, facts, live, live_facts, text_ids, tolerance=0.02)
+    verdict = judge(candidate, metadata, live, live_metadata, text_ids, tolerance=0.02)
     verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per token of 8,192: not worse"
 
 A lower training loss is no argument here, and a later step neither: a run may have diverged, or trained on another text.
@@ -67,9 +67,9 @@ def loss_on(model, ids):
     return sum(losses) / count
 
 
-def judge(candidate, facts, live, live_facts, ids, tolerance):
+def judge(candidate, metadata, live, live_metadata, ids, tolerance):
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
-    if tokenizer_of(facts).content != tokenizer_of(live_facts).content:
+    if tokenizer_of(metadata).content != tokenizer_of(live_metadata).content:
         return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")
     if candidate.config.block_size != live.config.block_size:
         return Verdict(

@@ -9,7 +9,6 @@ beginning is cached, against a new one. With a server named: tokens/s and times 
 What is compared is interleaved, five samples each; medians, with the least and the most. Status 1: an answer was missing.
 """
 
-import asyncio
 import json
 import os
 import random
@@ -18,13 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
 
-from manyhands.serve.access import VARIABLE, read_address
+from manyhands.serve.client import Client
+from manyhands.serve.server import VARIABLE
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
 
@@ -50,46 +51,28 @@ class Answered:
     reused: int
 
 
-async def streamed(port, token, prompt, tokens, seed=0):
+def streamed(client, prompt, tokens, seed=0):
     """Ask for a completion on a connection of its own. Raises RuntimeError for any answer that is not whole."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "seed": seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    content = json.dumps(body).encode()
+    body = {"prompt": prompt, "max_tokens": tokens, "seed": seed, "stream": True}
     began_s = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(
-            f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
-            f"Content-Length: {len(content)}\r\n\r\n".encode()
-            + content
-        )
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in head.partition(b"\r\n")[0]:
-            raise RuntimeError(f"the server said {head.splitlines()[0].decode()}")
-        parts = [await reader.read(65536)]
+    with client.open("/v1/completions", body | {"stream_options": {"include_usage": True}}) as response:
+        text = response.readline()
         first_s = time.perf_counter() - began_s
-        while parts[-1]:
-            parts.append(await reader.read(65536))
-    finally:
-        writer.close()
-    whole_s, text = time.perf_counter() - began_s, b"".join(parts)
-    if b"data: [DONE]" not in text:
+        text += response.read()  # taken apart afterwards: the server has work to do meanwhile
+    whole_s, events = time.perf_counter() - began_s, text.split(b"data: ")
+    if events[-1].strip() != b"[DONE]":
         raise RuntimeError("a stream ended before its end")
-    usage = json.loads(text.rpartition(b'"usage": ')[2].partition(b"}\n")[0])  # without the outer brace
+    usage = json.loads(events[-2])["usage"]
     return Answered(usage["completion_tokens"], first_s, whole_s, usage["prompt_tokens_details"]["cached_tokens"])
 
 
-async def throughput(port, token, clients, tokens):
+def throughput(client, clients, tokens):
     """(tokens per second, answers) of so many clients that start together."""
     prompts = [made_up(12, random.Random(i)) for i in range(clients)]
-    began_s = time.perf_counter()
-    answers = await asyncio.gather(*(streamed(port, token, p, tokens, i) for i, p in enumerate(prompts)))
-    return sum(a.tokens for a in answers) / (time.perf_counter() - began_s), answers
+    with ThreadPoolExecutor(clients) as pool:
+        began_s = time.perf_counter()
+        answers = list(pool.map(lambda i: streamed(client, prompts[i], tokens, i), range(clients)))
+        return sum(a.tokens for a in answers) / (time.perf_counter() - began_s), answers
 
 
 def made_up(length, source):
@@ -101,12 +84,12 @@ def spread(values, unit, digits=0):
     return f"{statistics.median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-async def compare_clients(port, token, options):
+def compare_clients(client, options):
     """Tokens per second of one client and of many, in turn; prints both and their ratio."""
     one, many, firsts = [], [], []
     for _ in range(options.samples):
-        one.append((await throughput(port, token, 1, options.tokens))[0])
-        rate, answers = await throughput(port, token, options.clients, options.tokens)
+        one.append(throughput(client, 1, options.tokens)[0])
+        rate, answers = throughput(client, options.clients, options.tokens)
         many.append(rate)
         firsts += [a.first_s * 1e3 for a in answers]
     print(f"1 client:   {spread(one, 'tokens/s')}")
@@ -116,16 +99,16 @@ async def compare_clients(port, token, options):
     return ratio
 
 
-async def compare_prefixes(port, token, options):
+def compare_prefixes(client, options):
     """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
     length = options.block_size - 32
     new, seen, source = [], [], random.Random()
     for _ in range(options.samples):
         beginning = made_up(length, source)
-        answer = await streamed(port, token, beginning + made_up(8, source), 1)
+        answer = streamed(client, beginning + made_up(8, source), 1)
         assert answer.reused == 0
         new.append(answer.first_s * 1e3)
-        answer = await streamed(port, token, beginning + made_up(8, source), 1)
+        answer = streamed(client, beginning + made_up(8, source), 1)
         assert answer.reused > length - 17, "the beginning was not found"
         seen.append(answer.first_s * 1e3)
     print(
@@ -165,13 +148,9 @@ def random_model(options, folder):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(GPTConfig(len(VOCAB), options.block_size, options.n_layer, 4, options.n_embd)).eval()
-    facts = {
-        "config": asdict(model.config),
-        "corpus": {"name": "none", "alphabet": VOCAB},
-        "step": 0,
-        "val_loss": None,
-    }
-    write_export(dict(model.named_parameters()), facts, folder / "random.safetensors")
+    corpus = {"name": "none", "alphabet": VOCAB}
+    metadata = {"config": asdict(model.config), "corpus": corpus, "step": 0, "val_loss": None}
+    write_export(dict(model.named_parameters()), metadata, folder / "random.safetensors")
     print(f"a model of {options.n_layer} layers of width {options.n_embd}: {model.num_params():,} parameters, context "
           f"{options.block_size}, one thread")  # fmt: skip
     return folder / "random.safetensors", model
@@ -203,19 +182,16 @@ def main(argv=None):
     options = tyro.cli(Options, prog="load_test", description=__doc__, args=argv)
     try:
         if options.address_file is not None:
-            address, token = read_address(options.address_file)
-            asyncio.run(compare_clients(int(address.rpartition(":")[2]), token, options))
+            compare_clients(Client.from_file(options.address_file), options)
             return 0
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            file, model = random_model(options, folder)
+            file, model = random_model(options, Path(name))
             compare_cache(model, options.samples)
-            with started(file, folder) as address_file:
-                address, token = read_address(address_file)
-                port = int(address.rpartition(":")[2])
-                asyncio.run(throughput(port, token, 2, 8))  # the first requests warm up
-                asyncio.run(compare_clients(port, token, options))
-                asyncio.run(compare_prefixes(port, token, options))
+            with started(file, Path(name)) as address_file:
+                client = Client.from_file(address_file)
+                throughput(client, 2, 8)  # the first requests warm up
+                compare_clients(client, options)
+                compare_prefixes(client, options)
     except (RuntimeError, OSError, ValueError) as error:
         print(f"load_test: {error}", file=sys.stderr)
         return 1

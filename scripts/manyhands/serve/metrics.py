@@ -1,8 +1,8 @@
 """What a server counts, for Prometheus: requests, tokens, times, room, and how far prompts are from the training text.
 
-Labels are routes, statuses and reasons, never anything that a client has sent. Drift: `prompt_nats` is how surprised the
-model is by a token of a prompt, on average over the last ones; `held_out_nats` is the same on the gate's held-out text. If
-the first leaves the second behind, people write what the model was not trained on.
+Labels are routes, statuses and reasons, never anything that a client has sent. Drift: `prompt_nats` is the loss on
+recent prompts, per token; `held_out_nats` is the loss on the gate's held-out text. If the first leaves the second behind,
+people write what the model was not trained on.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,7 +34,7 @@ class ServerMetrics:
             ("blocks_held", "blocks of the cache that somebody holds", engine.pool.held),
             ("blocks", "blocks of the cache", lambda: engine.pool.num_blocks),
             ("cache_bytes", "memory of the cache", lambda: engine.cache.num_bytes()),
-            ("prompt_nats", "surprise of recent prompts, nats per token", self.drift.nats),
+            ("prompt_nats", "loss on recent prompts, nats per token", self.drift.nats),
         ):
             self._make(Gauge, name, words).set_function(function)
 
@@ -54,9 +54,9 @@ class ServerMetrics:
             self.first_s.observe(ticket.first_s)
         self.whole_s.observe(seconds)
 
-    def note_model(self, facts, held_out_nats=None):
+    def note_model(self, metadata, held_out_nats=None):
         """Which model serves from now on; its loss on the gate's text, if that is known yet."""
-        self.live_step.set(facts["step"])
+        self.live_step.set(metadata["step"])
         self.held_out_nats.set(float("nan") if held_out_nats is None else held_out_nats)
 
     def content(self):

@@ -15,7 +15,7 @@ again later, and continues as if nothing had been, because its numbers belong to
 from collections import deque
 from dataclasses import dataclass, field
 
-from manyhands.serve.block_pool import chained_digests
+from manyhands.serve.paged_cache import chained_digests
 from manyhands.serve.sampler import Sampling
 
 

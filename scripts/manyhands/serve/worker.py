@@ -1,9 +1,8 @@
 """The engine in a thread of its own, and what the event loop knows of it: a ticket for each request.
 
     worker = Worker(engine, loop, limits)          # start() it; stop() ends it
-    ticket = worker.submit(sequence)               # Refusal (429) if all room is taken
-    while not ticket.over:
-        ids, finish = await ticket.more()          # whatever has been drawn since, at once
+    worker.submit(ticket)                          # Refusal (429) if all room is taken
+    text, finish = await ticket.more()             # whatever has been drawn since, at once
     worker.cancel(ticket)                          # always, at the end: it costs nothing if it is over
 
 The thread alone touches the engine. It tells the loop once per step what was drawn. A reader who is slow finds more tokens
@@ -15,37 +14,42 @@ import logging
 import queue
 import threading
 import time
+from concurrent.futures import Future
+from contextlib import suppress
 
-from manyhands.serve.limits import Refusal, queue_full
+from manyhands.serve.limits import Refusal
 
 log = logging.getLogger("manyhands.serve")
 
 
 class Ticket:
-    """One request. Used by the event loop only."""
+    """One request, and its text as it comes. Used by the event loop only."""
 
-    def __init__(self, sequence):
-        self.sequence, self.version = (
-            sequence,
-            None,
-        )  # version: of the model that writes, known with the first token
+    def __init__(self, sequence, text):
+        self.sequence, self.text = sequence, text  # text: a TextSoFar
+        self.version = None  # of the model that writes, known with the first token
         self.submitted_s, self.first_s = time.monotonic(), None
         self.ids, self.finish, self.error = [], None, None
         self.news = asyncio.Event()
 
-    @property
-    def over(self):
-        """Whether nothing more comes, and all has been taken."""
-        return self.finish is not None and not self.ids
-
     async def more(self):
-        """(new ids, why it ended or None). Raises Refusal if the engine failed."""
+        """(text that can be shown now, why it ended or None). Raises the Refusal that `fail` was given."""
         await self.news.wait()
         self.news.clear()
         if self.error is not None:
             raise self.error
         ids, self.ids = self.ids, []
-        return ids, self.finish
+        shown = self.text.add(ids)
+        if self.text.stopped:  # at a string; the engine may be behind it already
+            self.finish = "stop"
+        elif self.finish is not None:
+            shown += self.text.end()
+        return shown, self.finish
+
+    def fail(self, error):
+        """Whoever waits for more gets this instead."""
+        self.error = error
+        self.news.set()
 
 
 class Worker(threading.Thread):
@@ -59,15 +63,16 @@ class Worker(threading.Thread):
         self.next_model = None  # (arguments of engine.change_model, future)
         self.stopping = self.failed = False
 
-    def submit(self, sequence):
-        """A ticket for a new sequence. Raises Refusal if there is no room, or no engine any more."""
+    def submit(self, ticket):
+        """Queue a Ticket. Raises Refusal if there is no room, or no engine any more."""
         if self.failed:
             raise Refusal(503, "the engine has failed; the server must be started again", "engine_failed")
-        if len(self.tickets) >= self.limits.running + self.limits.queue:
-            raise queue_full(self.limits.running, self.limits.queue)
-        ticket = self.tickets[sequence] = Ticket(sequence)
-        self.commands.put(lambda: self.engine.scheduler.add(sequence))
-        return ticket
+        running, waiting = self.limits.running, self.limits.queue
+        if len(self.tickets) >= running + waiting:
+            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
+            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
+        self.tickets[ticket.sequence] = ticket
+        self.commands.put(lambda: self.engine.scheduler.add(ticket.sequence))
 
     def cancel(self, ticket):
         """The engine drops it before its next step, unless it is over."""
@@ -75,13 +80,13 @@ class Worker(threading.Thread):
             self.commands.put(lambda: self.engine.cancel(ticket.sequence))
 
     def change_model(self, *model):
-        """A future that is done when `engine.change_model(*model)` has happened.
+        """Awaitable: done when `engine.change_model(*model)` has happened. Raises what that raises.
 
         What has begun is finished with the old model first; what waits gets the new one.
         """
-        changed = self.loop.create_future()
-        self.commands.put(lambda: self._hold_for((model, changed)))
-        return changed
+        changed = Future()
+        self.commands.put(lambda: self._hold_for(model, changed))
+        return asyncio.wrap_future(changed, loop=self.loop)
 
     def stop(self):
         """End the thread after the present step."""
@@ -105,28 +110,24 @@ class Worker(threading.Thread):
 
     def _obey(self):
         """Do what the loop has asked for; wait for it if there is nothing else to do."""
-        idle = self.engine.idle() and self.next_model is None
-        with_wait = True
-        while True:
-            try:
-                self.commands.get(block=idle and with_wait)()
-            except queue.Empty:
-                break
-            with_wait = False
+        wait = self.engine.idle() and self.next_model is None
+        with suppress(queue.Empty):
+            while True:
+                self.commands.get(block=wait)()
+                wait = False
         if self.next_model is not None and not self.engine.scheduler.unfinished():
             (model, changed), self.next_model = self.next_model, None
             try:
                 self.engine.change_model(*model)
+                changed.set_result(None)
             except Exception as error:  # noqa: BLE001 - such as no memory: the old model goes on
                 self.engine.scheduler.hold_new = False
-                self._tell(_settle, changed, None, error)
-            else:
-                self._tell(_settle, changed, self.engine.version, None)
+                changed.set_exception(error)
 
-    def _hold_for(self, next_model):
-        if self.next_model is not None:
-            raise AssertionError("two models at once; the gate lets one through at a time")
-        self.next_model, self.engine.scheduler.hold_new = next_model, True
+    def _hold_for(self, model, changed):
+        assert self.next_model is None, "two models at once; the gate lets one through at a time"
+        if changed.set_running_or_notify_cancel():  # else whoever waited has gone
+            self.next_model, self.engine.scheduler.hold_new = (model, changed), True
 
     def _drop_all(self, error, last):
         scheduler = self.engine.scheduler
@@ -135,7 +136,7 @@ class Worker(threading.Thread):
             self.engine.cancel(sequence)
         self.failed = last
         if last and self.next_model is not None:
-            self._tell(_settle, self.next_model[1], None, error)
+            self.next_model[1].set_exception(error)
         self._tell(self._fail, dropped, last)
 
     def _tell(self, function, *args):
@@ -145,8 +146,7 @@ class Worker(threading.Thread):
     def _deliver(self, drawn, version):
         now = time.monotonic()
         for one in drawn:
-            ticket = self.tickets.get(one.sequence)
-            if ticket is None:  # cancelled meanwhile
+            if (ticket := self.tickets.get(one.sequence)) is None:  # cancelled meanwhile
                 continue
             if ticket.first_s is None:
                 ticket.first_s, ticket.version = now - ticket.submitted_s, version
@@ -157,18 +157,6 @@ class Worker(threading.Thread):
             ticket.news.set()
 
     def _fail(self, sequences, last):
-        for ticket in list(self.tickets.values()) if last else [self.tickets.get(s) for s in sequences]:
-            if ticket is not None:
-                self.tickets.pop(ticket.sequence, None)
-                ticket.finish = "error"
-                ticket.error = Refusal(500, "the engine failed while it computed this; try again", "engine_failed")
-                ticket.news.set()
-
-
-def _settle(future, result, error):
-    if future.done():  # whoever waited has gone
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        for sequence in list(self.tickets) if last else sequences:
+            if (ticket := self.tickets.pop(sequence, None)) is not None:
+                ticket.fail(Refusal(500, "the engine failed while it computed this; try again", "engine_failed"))

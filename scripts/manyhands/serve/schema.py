@@ -1,0 +1,148 @@
+"""What a request may say: OpenAI's fields as pydantic models, and each fault as one sentence.
+
+    request = read(body, ChatRequest)                       # bytes of JSON; Refusal (400) for what is wrong
+    ids, stop_ids, stop_strings = request.encode(words)     # ValueError for what the vocabulary cannot say
+
+A field that nobody knows is refused, lest a misspelt one change the answer in silence. To support a field of `NEUTRAL`,
+take it out there and declare it in `Request`.
+"""
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from manyhands.serve.limits import Refusal
+from manyhands.serve.sampler import Sampling
+
+# what we do not have, and the values (besides null) that ask for nothing
+NEUTRAL = {
+    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "tool_calls": ([],),
+    "annotations": ([],), "audio": (), "prediction": (),
+}  # fmt: skip
+# what changes no answer here
+HARMLESS = {
+    "user", "name", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+}  # fmt: skip
+
+
+class Strict(BaseModel):
+    """No unknown fields, no "1" for 1. Null is the same as nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, body):
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if not (value is None or name in HARMLESS or value in NEUTRAL.get(name, ()))
+        }
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class Request(Strict):
+    """What both kinds of request have in common."""
+
+    model: object = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)  # none: all that the context has room for
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)  # the newer name, which wins
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field([], max_length=4)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def one_or_many(cls, stop):
+        return [stop] if isinstance(stop, str) else stop
+
+    @property
+    def sampling(self):
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions: the text after a prompt."""
+
+    source: ClassVar[str] = "prompt"  # the field with the text
+    prompt: str = Field(min_length=1)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def one_in_a_list(cls, prompt):
+        return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+
+    def encode(self, words):
+        """(ids, ids that end the text, strings that end it). Raises ValueError for a character without a token."""
+        return words.encode(self.prompt), words.markers, ()
+
+
+class Message(Strict):
+    role: str
+    content: str
+
+    @field_validator("role")
+    @classmethod
+    def older_name(cls, role):
+        return "system" if role == "developer" else role
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def joined(cls, content):
+        """OpenAI's clients may send content as a list of parts."""
+        if not isinstance(content, list):
+            return content
+        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
+            raise ValueError("only text is understood")
+        return "".join(part["text"] for part in content)
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions: the reply to a conversation."""
+
+    source: ClassVar[str] = "messages"
+    messages: list[Message] = Field(min_length=1, max_length=256)
+
+    def encode(self, words):
+        """(ids, ids that end the reply, strings that end it). Raises ValueError for messages that the template refuses."""
+        ids, stop_ids = words.encode_chat([message.model_dump() for message in self.messages])
+        return ids, stop_ids, words.chat_stops()
+
+
+class CheckpointRequest(Strict):
+    """POST /admin/checkpoint: which step to judge."""
+
+    step: str = "newest"
+
+    @field_validator("step", mode="before")
+    @classmethod
+    def known(cls, step):
+        if step not in ("newest", "best") and not (type(step) is int and step >= 0):
+            raise ValueError("use newest, best or a number")
+        return str(step)
+
+
+def read(body, kind):
+    """An object of `kind`, one of the models above, out of bytes of JSON. Raises Refusal (400) for its first fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        reason = "is not supported with this value" if place in NEUTRAL else "is no field of this request"
+        raise Refusal(400, f"{place} {reason}; leave it out", "unsupported_value", place)
+    sentence = fault["msg"].removeprefix("Value error, ")
+    code = "invalid_json" if fault["type"] == "json_invalid" else "invalid_value"
+    raise Refusal(400, f"{place}: {sentence}" if place else sentence, code, place or None)
