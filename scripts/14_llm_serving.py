@@ -22,7 +22,7 @@
 # - draw the next token by temperature, top-k and top-p, and say what each cuts off;
 # - build a KV cache, prove that it changes nothing, and predict its bytes;
 # - say which part of the work waits for memory and which for arithmetic;
-# - speed up decoding by a small model's guesses, and prove that the text's distribution stays the same;
+# - speed up decoding by a small model's draft tokens, and prove that the text's distribution stays the same;
 # - serve many users at once, and let a new model in without dropping anyone.
 #
 # **You need** attention and the parameters of a GPT from [lesson 01](01_one_device.ipynb). The models are trained as in
@@ -44,13 +44,13 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 3, warm-up 3, sampler 7, cache 9, rooflines 5, guesses 11, batching 5, zoo 2. Builds A to C
+# Minutes of the CORE: start 3, warm-up 3, sampler 7, cache 9, rooflines 5, draft tokens 11, batching 5, zoo 2. Builds A to C
 # take about three minutes each and are in these numbers.
 #
 # *Say:* training reads a text once, all positions at a time. Serving writes it, one position at a time. Every section
 # is a way to do more than one position for each time that the weights are read.
 #
-# *Three usual mistakes:* thinking that the cache holds queries; thinking that guesses make the text worse; thinking that a
+# *Three usual mistakes:* thinking that the cache holds queries; thinking that draft tokens make the text worse; thinking that a
 # batch of 16 takes 16 times as long.
 #
 # *When late:* give solution A, show the stored table of rooflines, keep builds B and C.
@@ -63,7 +63,7 @@
 # %% tags=["parameters"]
 n_ranks = 2  # processes; in a script the launcher decides
 steps = 200  # of training of the large model, and of the small one, 2 to 2000
-texts = 4  # texts that each rank writes with guesses, for each number of guesses, at least 2
+texts = 4  # texts that each rank writes for each number of draft tokens, at least 2
 draws = 3000  # tokens that are drawn to compare distributions, 500 to 100000
 
 # %% [markdown]
@@ -105,7 +105,7 @@ V, T = len(corpus.vocab), 64
 metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
 
 # %% [markdown]
-# You train two models: ShakespeareGPT, and a small one with 1 layer of width 32, which will guess for the large one. All ranks
+# You train two models: ShakespeareGPT, and a small one with 1 layer of width 32, which will draft for the large one. All ranks
 # train both together. Afterwards each rank holds a copy and writes its own texts, in float64, so that "equal" can mean 1e-10.
 
 
@@ -480,33 +480,33 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # </details>
 
 # %% [markdown]
-# ## Guess, then check: speculative decoding (CORE, 11 min)
+# ## Draft, then check: speculative decoding (CORE, 11 min)
 #
 # **Why.** For one user, decode reads all weights to write one token. A call on five positions takes hardly longer, but needs the
-# next four tokens in advance. So let a small model *guess* them, and let the large one judge all of them in one call:
+# next four tokens in advance. So let a small model *draft* them, and let the large one judge all of them in one call:
 # [**speculative decoding**](../assets/glossary.md#speculative-decoding) (Leviathan et al. 2023; Chen et al. 2023).
 #
-# ![A small model guesses four tokens; one call of the large model gives its probabilities at five places; the first two
-# guesses are kept, the third is replaced, the rest is thrown away](../assets/14_guesses.svg)
+# ![A small model drafts four tokens; one call of the large model gives its probabilities at five places; the first two
+# draft tokens are kept, the third is replaced, the rest is thrown away](../assets/14_draft_tokens.svg)
 #
-# The small model draws a guess x from its probabilities q. The large one would have drawn from its own, p. Keep x with probability
-# **min(1, p(x)/q(x))**. Otherwise draw a token from what q gives too little of: **max(0, p - q)**, divided by its sum.
+# The small model draws a draft token x from its probabilities q. The large one would have drawn from its own, p. Keep x with
+# probability **min(1, p(x)/q(x))**. Otherwise draw a token from what q gives too little of: **max(0, p - q)**, divided by its sum.
 #
-# **Predict.** Two tokens: p = (0.5, 0.5), q = (0.9, 0.1). How often is a guess kept? And what is written in the end?
+# **Predict.** Two tokens: p = (0.5, 0.5), q = (0.9, 0.1). How often is a draft token kept? And what is written in the end?
 #
 # <details><summary>Answer</summary>
 #
-# Guess 0 comes with 0.9 and is kept with 5/9, together 0.5. Guess 1 comes with 0.1 and is always kept. In all **0.6** are kept, which
+# Token 0 is drafted with 0.9 and kept with 5/9, together 0.5. Token 1 is drafted with 0.1 and always kept. In all **0.6** are kept, which
 # is the sum of min(p, q). In the other 0.4, max(0, p - q) = (0, 0.4) gives token 1. So token 0 is written with probability 0.5, and
-# token 1 with 0.1 + 0.4 = 0.5: exactly p. A bad guesser costs time, but never changes the distribution of the text.
+# token 1 with 0.1 + 0.4 = 0.5: exactly p. A bad draft model costs time, but never changes the distribution of the text.
 #
 # </details>
 #
 # ### Build C: keep it, or draw another
 #
-# Write `judged`: it returns the token to write, and whether that is the guess. `u` and `v` are two random numbers in [0, 1), one for
-# each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the tokens must follow p,
-# *and* as many guesses as possible must be kept.
+# Write `judged`: it returns the token to write, and whether that is the draft token. `u` and `v` are two random numbers in [0, 1), one
+# for each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the tokens must follow p,
+# *and* as many draft tokens as possible must be kept.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -515,8 +515,8 @@ catch_up(globals(), "kept", "drawn", "to_draw_from", "forward", "attend")
 
 # %%
 # %%ranks
-def judged(guess, p_V, q_V, u, v):
-    """(token, was it the guess?) for a guess that was drawn from q, so that the token follows p."""
+def judged(draft_token, p_V, q_V, u, v):
+    """(token, was it the draft token?) for a draft token that was drawn from q, so that the token follows p."""
     raise NotImplementedError  # your turn
 
 
@@ -526,9 +526,9 @@ checks.judged(judged, ranks)
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
 # solution C
-def judged(guess, p_V, q_V, u, v):
-    if u * q_V[guess] < p_V[guess]:
-        return guess, True
+def judged(draft_token, p_V, q_V, u, v):
+    if u * q_V[draft_token] < p_V[draft_token]:
+        return draft_token, True
     return drawn((p_V - q_V).clamp(min=0), v), False
 
 
@@ -564,7 +564,7 @@ p_V, q_V = (torch.softmax(model(place_BT)[0][0, -1].cpu(), -1) for model in (tar
 three = torch.tensor(uniforms(seed=100 + rank, n=3 * draws)).view(draws, 3).tolist()
 ways = {
     "p itself": [drawn(p_V, u) for u, _, _ in three],
-    "guesses, judged": [judged(drawn(q_V, w), p_V, q_V, u, v)[0] for u, v, w in three],
+    "draft tokens, judged": [judged(drawn(q_V, w), p_V, q_V, u, v)[0] for u, v, w in three],
     "q, unjudged": [drawn(q_V, w) for _, _, w in three],
 }
 for name, tokens in ways.items():
@@ -575,22 +575,22 @@ for name, tokens in ways.items():
     assert found < limit(cells) or name == "q, unjudged"
 
 # %% [markdown]
-# Now the whole loop. Both models have a cache, from which the keys and values of rejected guesses must be cut off again.
+# Now the whole loop. Both models have a cache, from which the keys and values of rejected draft tokens must be cut off again.
 
 
 # %%
 # %%ranks
 def cached(model, cache, ids, start):
     """Logits [T, V], on the CPU, of ids from `start` on; what the cache holds from there on is dropped."""
-    start = min(start, cache[0][0].shape[2]) if cache else 0  # it may lack the last guess
+    start = min(start, cache[0][0].shape[2]) if cache else 0  # it may lack the last draft token
     for layer, (k_BHTE, v_BHTE) in list(cache.items()):
         cache[layer] = k_BHTE[:, :, :start], v_BHTE[:, :, :start]
     new_BT = torch.tensor([ids[start:]], device=device)
     return forward(model, new_BT, start, lambda *layer_qkv: attend(cache, *layer_qkv))[0].cpu()
 
 
-def guesses_of(cache, ids, number, numbers, judged_to):
-    """(guesses after `ids`, the probabilities that each was drawn from)"""
+def draft_tokens_of(cache, ids, number, numbers, judged_to):
+    """(draft tokens after `ids`, the probabilities that each was drawn from)"""
     ids, rows, start = list(ids), [], judged_to
     for _ in range(number):
         rows.append(to_draw_from(cached(draft, cache, ids, start)[-1]))
@@ -600,23 +600,23 @@ def guesses_of(cache, ids, number, numbers, judged_to):
 
 
 # %% [markdown]
-# One round of `speculate`: k guesses, one call of the large model, and a verdict on each guess until the first is rejected. If all are
+# One round of `speculate`: k draft tokens, one call of the large model, and a verdict on each until the first is rejected. If all are
 # kept, the call has also given the probabilities for one more token.
 
 
 # %%
 # %%ranks
 def speculate(prompt, n, k, seed):
-    """(n tokens after the prompt, calls of the large model, guesses made, guesses kept)"""
+    """(n tokens after the prompt, calls of the large model, draft tokens made, draft tokens kept)"""
     ids, caches, numbers = list(prompt), ({}, {}), iter(uniforms(seed, 4 * (k + 1) * n))
     calls = made = held = done = 0  # done: positions whose keys stay as they are
     while len(ids) < len(prompt) + n:
         room = min(k, len(prompt) + n - len(ids) - 1)
-        guessed, q = guesses_of(caches[1], ids, room, numbers, done)
-        p = [to_draw_from(row_V) for row_V in cached(target, caches[0], ids + guessed, done)[-room - 1 :]]
+        drafted, q = draft_tokens_of(caches[1], ids, room, numbers, done)
+        p = [to_draw_from(row_V) for row_V in cached(target, caches[0], ids + drafted, done)[-room - 1 :]]
         calls, made, done = calls + 1, made + room, len(ids)
-        for guess, p_V, q_V in zip(guessed, p, q, strict=False):
-            token, right = judged(guess, p_V, q_V, next(numbers), next(numbers))
+        for draft_token, p_V, q_V in zip(drafted, p, q, strict=False):
+            token, right = judged(draft_token, p_V, q_V, next(numbers), next(numbers))
             ids.append(token)
             held, done = held + right, done + right
             if not right:
@@ -627,10 +627,10 @@ def speculate(prompt, n, k, seed):
 
 
 # %% [markdown]
-# **The experiment: what is a guesser worth?** If each guess is kept with probability α, a call writes (1 - α^(k+1))/(1 - α)
+# **The experiment: what is a draft model worth?** If each draft token is kept with probability α, a call writes (1 - α^(k+1))/(1 - α)
 # tokens on average (Leviathan et al., equation 1). You can measure α without speculating: it is the sum of min(p, q), averaged over
-# the places of a text. We take the *validation text* for that; then each rank writes texts of its own with k guesses. **Expect** points
-# near the dashed line, which flattens because the k-th guess counts only if all before it were kept.
+# the places of a text. We take the *validation text* for that; then each rank writes texts of its own with k draft tokens. **Expect**
+# points near the dashed line, which flattens because the k-th draft token counts only if all before it were kept.
 
 # %%
 # %%ranks --timeout 180
@@ -646,10 +646,10 @@ metrics.exact(per_call=mine)
 
 # %%
 # %%ranks
-from manyhands.plots.guesses import tokens_per_call
+from manyhands.plots.draft_tokens import tokens_per_call
 
 if rank == 0:
-    show(tokens_per_call(per_call, predicted, alpha), "tokens_per_call", "tokens per call against guesses")
+    show(tokens_per_call(per_call, predicted, alpha), "tokens_per_call", "tokens per call against draft tokens")
     ratios = {k: statistics.mean(rates) / predicted[k] for k, rates in per_call.items()}
     say(
         f"alpha {alpha:.2f} on the validation text; measured / predicted: "
@@ -660,12 +660,12 @@ if rank == 0:
     say(f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} tokens per call than the formula says")
 
 # %% [markdown]
-# The formula gives every guess the same α. Real texts have easy stretches and hard places, and what our models write is not the
+# The formula gives every draft token the same α. Real texts have easy stretches and hard places, and what our models write is not the
 # validation text; a few texts also scatter. To save *time*, k calls of the small model and one call on k + 1 positions must cost less
-# than the calls that they replace. For one user of a large model they do. A full server has no idle arithmetic to spend on guesses.
+# than the calls that they replace. For one user of a large model they do. A full server has no idle arithmetic to spend on draft tokens.
 
 # %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: guesses</summary>
+# <details><summary>For the instructor: draft tokens</summary>
 #
 # *Draw* the bars of p and q over each other: what is common is kept, what sticks out of p is drawn instead. *Usual mistake:* drawing
 # again from p after a refusal. The check says what that does. *When late:* show the stored plot.
@@ -746,7 +746,7 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A published script for speculative decoding guesses the small model's *likeliest* token, instead of drawing one, and judges it by
+# A published script for speculative decoding drafts the small model's *likeliest* token, instead of drawing one, and judges it by
 # the rule of Build C, with q from softmax. The text looks fine. **What is wrong?** The cell measures theirs, and a mended one.
 
 # %% jupyter={"source_hidden": true}
@@ -773,10 +773,10 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The rule is exact for guesses that are *drawn from the q that it is given*. Here the likeliest token is guessed with certainty, so
-# its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the distribution that you draw from, after
+# The rule is exact for draft tokens that are *drawn from the q that it is given*. Here the likeliest token is drafted with certainty,
+# so its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the distribution that you draw from, after
 # temperature, top-k, top-p or argmax. The author confirmed it when a reader asked why greedy texts differed:
-# [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a guesser that ignores the temperature:
+# [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a draft model that ignores the temperature:
 # [dflash#74](https://github.com/z-lab/dflash/issues/74).
 #
 # </details>
@@ -1053,7 +1053,7 @@ checks.may_serve(may_serve, ranks, solution=True)
 # 1. Temperature, top-k and top-p change the probabilities; the token that crosses top-p is kept.
 # 2. Keys and values never change in a causal model: store 2 N B S D numbers, compute each position once.
 # 3. Prefill waits for arithmetic, decode for memory: in decode, more positions per call are nearly free.
-# 4. Guesses kept with min(1, p/q), else redrawn from max(0, p - q), leave p exact, if q is what they were drawn from.
+# 4. Draft tokens kept with min(1, p/q), else redrawn from max(0, p - q), leave p exact, if q is what they were drawn from.
 # 5. Texts join and leave the batch between steps and share the blocks of equal beginnings, and none changes another.
 #
 # ## Further reading

@@ -1,4 +1,4 @@
-"""Lesson 14's own lines: its loop with a cache, its guesses against the exact distribution, its counts of steps."""
+"""Lesson 14's own lines: its loop with a cache, its draft tokens against the exact distribution, its counts of steps."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from test_decoding import chi_square_limit, gpt
 LESSON = "14_llm_serving"
 NAMES = (
     "kept", "drawn", "to_draw_from", "write", "forward", "attend", "write_cached", "judged", "chi_square", "limit", "cached",
-    "guesses_of", "speculate", "continuous_steps",
+    "draft_tokens_of", "speculate", "continuous_steps",
 )  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def test_the_cache_ends_with_what_was_judged_right(ours):
     assert (found - ours.target(torch.tensor([[1, 2, 3, 9, 8]]))[0][0, 3:]).abs().max() < 1e-10
 
 
-def test_a_twin_guesses_everything(ours):
-    """Every guess is kept only if both caches hold the same as if there were none."""
+def test_a_twin_drafts_everything_right(ours):
+    """Every draft token is kept only if both caches hold the same as if there were none."""
     twins = taken_from(LESSON, *NAMES, device=ours.device, target=ours.target, draft=ours.target)
     for k in (1, 3):
         text, calls, made, held = twins.speculate([1, 2, 3], 29, k, seed=5)
@@ -54,7 +54,7 @@ def test_a_twin_guesses_everything(ours):
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_what_is_written_with_guesses_follows_the_large_model(ours, k):
+def test_what_is_written_with_draft_tokens_follows_the_large_model(ours, k):
     """The first two tokens after a prompt, against their exact probabilities."""
     first_V = torch.softmax(ours.target(torch.tensor([[1, 2]]))[0][0, -1], -1)
     after = ours.target(torch.tensor([[1, 2, a] for a in range(11)]))[0][:, -1]
@@ -64,7 +64,7 @@ def test_what_is_written_with_guesses_follows_the_large_model(ours, k):
     assert cells > 4 and chi < chi_square_limit(cells)
 
 
-def test_calls_guesses_and_tokens_add_up(ours):
+def test_calls_draft_tokens_and_tokens_add_up(ours):
     for k in (1, 4):
         text, calls, made, held = ours.speculate([1, 2], 30, k, seed=1)
         assert len(text) == 30 == calls + held and calls >= 30 / (k + 1) and held <= made <= k * calls

@@ -1,4 +1,4 @@
-"""Figures of lesson 14: three knobs, the cache, the roofline, guesses, batches."""
+"""Figures of lesson 14: three knobs, the cache, the roofline, draft tokens, batches."""
 
 import math
 
@@ -108,15 +108,15 @@ def roofline():
     return figure
 
 
-def guesses():
-    figure, axes = card(92, 42, "four guesses, one call of the large model")
+def draft_tokens():
+    figure, axes = card(92, 42, "four draft tokens, one call of the large model")
     write(axes, 2, 9, "small model", ha="left", weight="bold")
     write(axes, 2, 20, "large model", ha="left", weight="bold")
     write(axes, 2, 33, "written", ha="left", weight="bold")
-    text, guessed, written = "TH", "E KI", "E C"
+    text, drafted, written = "TH", "E KI", "E C"
     for i, letter in enumerate(text):
         cell(axes, 20 + 8 * i, 7, letter, width=6, height=4, size=12)
-    for i, letter in enumerate(guessed):
+    for i, letter in enumerate(drafted):
         x = 36 + 8 * i
         box(axes, x, 7, 6, 4, {" ": "␣"}.get(letter, letter), face=tint(OTHER, 0.3), edge=OTHER, size=12)
         verdict, gone = (("keep", False), ("keep", False), ("refuse", False), ("not looked at", True))[i]
@@ -173,6 +173,6 @@ FIGURES = {
     "14_sampling": sampling,
     "14_cache": cache,
     "14_roofline": roofline,
-    "14_guesses": guesses,
+    "14_draft_tokens": draft_tokens,
     "14_batching": batching,
 }

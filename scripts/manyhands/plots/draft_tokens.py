@@ -1,4 +1,4 @@
-"""Plot of lesson 14: tokens per call of a large model against the number of guesses."""
+"""Plot of lesson 14: tokens per call of a large model against the number of draft tokens."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from manyhands.plots.looks import MEASURED, PREDICTED, WHISKERS
 def tokens_per_call(samples, predicted, alpha):
     """Points of each text's tokens per call, with whiskers from the least to the most, and the formula as a line.
 
-    samples: {guesses: rates of texts}; predicted: {guesses: rate}; alpha: the share of guesses that are kept.
+    samples: {draft tokens: rates of texts}; predicted: {draft tokens: rate}; alpha: the share of them that are kept.
     """
     from matplotlib.figure import Figure
 
@@ -24,7 +24,7 @@ def tokens_per_call(samples, predicted, alpha):
         color=PREDICTED["color"],
     )  # fmt: skip
     axes.set(
-        xlabel="guesses k per call of the large model", ylabel="tokens written per call", xticks=ks, ylim=(1, None),
+        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call", xticks=ks, ylim=(1, None),
         title="points: mean of the texts; whiskers: least and most",
     )  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
