@@ -67,6 +67,9 @@ def refuse_senseless(options):
         raise ValueError(f"invalid --gate-tolerance {options.gate_tolerance} (0 or more)")
     if not options.name:
         raise ValueError("--name is empty; give the model a name")
+    for name, value in vars(options.cap).items():
+        if value is not None and not value > 0:
+            raise ValueError(f"invalid --cap.{name.replace('_', '-')} {value} (more than 0)")
 
 
 def aligned():

@@ -137,7 +137,7 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
         (["MODEL", "--step", "newest", "--port", "99999"], {}, "invalid port 99999 (1 to 65535)"),
         (["MODEL", "--watch-s", "0"], {}, "invalid --watch-s 0.0 (1 or more)"),
         (["MODEL", "--drain-s", "-1"], {}, "invalid --drain-s -1 (0 or more)"),
-        (["MODEL", "--cap.running", "0"], {}, "invalid limit running=0; use more than 0"),
+        (["MODEL", "--cap.running", "0"], {}, "invalid --cap.running 0 (more than 0)"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
         (["MODEL", "--host", "203.0.113.7"], {}, "203.0.113.7:8000 cannot be listened on"),
         (["MODEL", "--gate-text", "TINY"], {}, "tokens of TINY are known to the model; name a text by --gate-text"),

@@ -19,11 +19,6 @@ class Limits:
     block_size: int = 16  # positions in a block
     prefill_tokens: int = 256  # of prompts in one step
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise ValueError(f"invalid limit {name}={value}; use more than 0")
-
 
 class Refusal(HTTPException):
     """An answer that is no text: HTTP's status, a sentence, and OpenAI's words for its kind."""

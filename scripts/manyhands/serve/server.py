@@ -86,7 +86,7 @@ def server_of(app, connections=1024, drain_s=30):
 
 
 def run(app, bound, connections=1024, drain_s=30):
-    """Serve on the socket until a signal, with one line on stderr per event."""
+    """Serve on the socket until a signal, with one line on stderr per event. Raises KeyboardInterrupt if somebody did not wait."""
     server, handler = server_of(app, connections, drain_s), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     # who does not wait gets no traceback for each request that is cut off
@@ -102,3 +102,5 @@ def run(app, bound, connections=1024, drain_s=30):
     for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn takes them over, and after it gives them back
         signal.signal(number, end)
     server.run(sockets=[bound])
+    if server.force_exit:
+        raise KeyboardInterrupt
