@@ -335,7 +335,7 @@ metrics.close(first_loss_close=first_loss)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-from manyhands.predict.bytes_per_parameter import RECIPES
+from manyhands.predict.memory import RECIPES
 
 say(f"{'':20} bytes per parameter" + "".join(f"{name:>12}" for name in large_models))
 for name in ("fp32", "bf16", "bf16 + fp32 master", "fp32 + autocast"):
@@ -610,7 +610,7 @@ dist.barrier()  # here the others wait
 # %%ranks
 import statistics
 
-from manyhands.predict import flops, peaks
+from manyhands.predict import flops
 
 if rank == 0:
     step_flops = flops.flops_per_token(shakespeare) * sequences * 64
@@ -618,7 +618,7 @@ if rank == 0:
     speed, fastest = step_flops / statistics.median(step_s), statistics.median(peak)
     say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
     say(f"MFU {statistics.median(mfu):.2g} % of that peak ({mfu[0]:.2g} to {mfu[-1]:.2g})")
-    if listed := peaks.dense_peak(device, "fp32"):
+    if listed := flops.dense_peak(device, "fp32"):
         say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
     tok_per_s = sequences * 64 / statistics.median(step_s)
     metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)

@@ -248,7 +248,7 @@ say(f"at rest {len(share_p)} numbers; gathered {len(whole_P)}, the first 38 of t
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-from manyhands.predict.bytes_per_parameter import zero_bytes
+from manyhands.predict.memory import zero_bytes
 
 if rank == 0:
     say("GB on each of        1       8      64   1,024 ranks")
@@ -1176,7 +1176,7 @@ def watched_step(flags):
         with seen.phase("update"):
             optimizer.step()
             optimizer.zero_grad()
-    return seen, spread.held_by_formula.gathered
+    return seen, spread.held_by_formula.unsharded_parameters
 
 
 timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "fsdp block, grad_op")}
@@ -1192,7 +1192,7 @@ if rank == 0:
     figure = memory_stacks({name: seen.samples for name, (seen, _) in timelines.items()})
     show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
     for name, (seen, formula) in timelines.items():
-        gathered, other = seen.highest("gathered") / 1e6, seen.highest("other") / 1e6
+        gathered, other = seen.highest("unsharded_parameters") / 1e6, seen.highest("other") / 1e6
         say(f"{name:20} gathered {gathered:.2f} MB at most, formula {formula / 1e6:.2f}; other {other:.2f}")
     if recorded_runs.runs("06"):
         here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}

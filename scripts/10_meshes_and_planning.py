@@ -540,8 +540,8 @@ checks.recommend(recommend, ranks, solution=True)
 # %%
 # %%ranks
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question
-from manyhands.predict.planned_model import preset_model
+from manyhands.predict.layouts import Question
+from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 
 if rank == 0:
@@ -606,9 +606,9 @@ from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.parallelize import parallelize
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question, families
-from manyhands.predict.plan_memory import planned_bytes
-from manyhands.predict.planned_model import PlannedModel
+from manyhands.predict.layouts import Question, families
+from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import PlannedModel
 
 tiny = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
 node = replace(machine_named("h100"), gpus_per_node=per_node)
@@ -656,7 +656,7 @@ for candidate in chosen:
     everyone = [None] * world_size
     dist.all_gather_object(everyone, held_after_a_step(candidate))
     fullest = max(everyone, key=lambda held: sum(held.values()))
-    planned = planned_bytes(tiny, candidate.layout, candidate.options)
+    planned = bytes_per_rank(tiny, candidate.layout, candidate.options)
     rows.append((str(candidate), fullest, planned.parameters + planned.gradients + planned.optimizer))
 metrics.exact(held_bytes={name: sum(held.values()) for name, held, _ in rows})
 

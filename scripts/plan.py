@@ -35,9 +35,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
+from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
-from manyhands.predict.plan_layouts import LONG, SCHEDULES, Question
-from manyhands.predict.planned_model import MODELS, PlannedModel, preset_model
+from manyhands.predict.models import MODELS, PlannedModel, preset_model
 from manyhands.predict.planner import plan
 
 NOTHING_FITS, SENSELESS = 1, 2
@@ -160,7 +160,7 @@ def main(argv=None):
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return SENSELESS
-    from manyhands.predict.plan_report import as_dict, as_text
+    from manyhands.predict.report import as_dict, as_text
 
     print(json.dumps(as_dict(answer), indent=1) if args.json else as_text(answer, args.top, args.all))
     if args.plot and answer.best:
@@ -194,8 +194,8 @@ def _show_machines():
 
 
 def _show_published(args):
-    from manyhands.predict.published_report import published_text
     from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops
+    from manyhands.predict.report import published_text
 
     print(published_text())
     if args.plot:

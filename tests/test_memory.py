@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT
+from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.measure.tensor_bytes import Bytes, tensor_bytes
-from manyhands.predict.rank_memory import bytes_per_rank, checkpoint_bytes, parameter_terms
+from manyhands.predict.memory import bytes_per_rank, checkpoint_bytes, weights_in_order
+from manyhands.predict.models import model_of
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65 --train.global-batch 4"
@@ -26,9 +28,8 @@ def held(flags, world_size):
 
 
 def measure(ranks, flags):
-    """{kind: bytes} that this rank holds after a step; copies and what is gathered are those of a step's peak."""
+    """{kind: bytes} that this rank holds after a step; copies and unsharded parameters are those of a step's peak."""
     from manyhands.data.corpus import get_batch
-    from manyhands.measure.memory_timeline import MemoryTimeline
     from manyhands.parallel.optimizer import build_optimizer
     from manyhands.parallel.parallelize import parallelize
 
@@ -46,7 +47,7 @@ def measure(ranks, flags):
         optimizer.zero_grad()
         with MemoryTimeline(model, optimizer) as seen:
             parallel.forward_backward(*share)
-        at_peak = {kind: seen.highest(kind) for kind in ("copies", "gathered")}
+        at_peak = {kind: seen.highest(kind) for kind in ("copies", "unsharded_parameters")}
     own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's, inside
     steps = sum(4 for state in own.state.values() if "step" in state)
     at_rest = {
@@ -112,14 +113,15 @@ def test_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool, world_si
 
 def test_adam_in_fp32_takes_sixteen_bytes_per_parameter():
     """ZeRO, section 3.1, counts 4 for the weights, 4 for the gradients and 8 for the moments."""
-    assert held("--model.vocab-size 65", 1) == Bytes(4 * 816_705, 4 * 816_705, 8 * 816_705)
-    assert held("--model.vocab-size 65", 8) == held("--model.vocab-size 65", 1), "replicas save nothing"
+    for ranks in (1, 8):  # replicas save nothing
+        found = held("--model.vocab-size 65", ranks)
+        assert (found.parameters, found.gradients, found.optimizer) == (4 * 816_705, 4 * 816_705, 8 * 816_705)
+        assert found.copies == found.unsharded_parameters == found.accumulated_gradients == 0
 
 
 def test_sgd_keeps_nothing_and_fp64_doubles():
     sgd, fp64 = held("--model.vocab-size 65 --optimizer.name sgd", 1), held("--train.precision fp64", 1)
-    assert sgd == Bytes(4 * 816_705, 4 * 816_705)
-    assert fp64.total == 32 * 816_705
+    assert sgd.between_steps == 8 * 816_705 and fp64.between_steps == 32 * 816_705
 
 
 def test_autocast_keeps_a_copy_in_two_bytes_per_parameter():
@@ -147,16 +149,16 @@ def test_fsdp_gathers_the_root_and_one_unit_and_larger_units_take_more():
     V, T, D = 68, 64, 128  # a vocabulary of 65, padded to split over 4 ranks
     root, block = V * D + T * D + 2 * D + V * (D + 1), 12 * D**2 + 10 * D
     flags = "--model.vocab-size 65 --parallel.strategy fsdp"
-    assert held(flags, 4).gathered == 4 * (root + block)
-    assert held(f"{flags} --train.precision bf16", 4).gathered == 2 * (root + block)
-    assert held(f"{flags} --parallel.wrapping block_group:2", 4).gathered == 4 * (root + 2 * block)
+    assert held(flags, 4).unsharded_parameters == 4 * (root + block)
+    assert held(f"{flags} --train.precision bf16", 4).unsharded_parameters == 2 * (root + block)
+    assert held(f"{flags} --parallel.wrapping block_group:2", 4).unsharded_parameters == 4 * (root + 2 * block)
     outside = V * D + V * (D + 1)  # token embedding and head are units of their own, smaller than a block
-    assert held(f"{flags} --parallel.wrapping block_and_size", 4).gathered == 4 * (root - outside + block)
-    assert held(f"{flags} --parallel.sharding grad_op", 4).gathered == 4 * (root + 4 * block), (
+    assert held(f"{flags} --parallel.wrapping block_and_size", 4).unsharded_parameters == 4 * (root - outside + block)
+    assert held(f"{flags} --parallel.sharding grad_op", 4).unsharded_parameters == 4 * (root + 4 * block), (
         "all stay until the backward"
     )
     smaller = held(f"{flags} --parallel.wrapping size:50000", 4)
-    assert smaller.gathered < 4 * (root + block), "an MLP is a unit of its own"
+    assert smaller.unsharded_parameters < 4 * (root + block), "an MLP is a unit of its own"
 
 
 def test_tensor_ranks_hold_norms_and_half_of_the_biases_whole():
@@ -181,20 +183,46 @@ def test_a_checkpoint_is_as_large_under_every_strategy():
     assert checkpoint_bytes(config, options) == 12 * 816_705
 
 
+# ------------------------------------------------------------------ the model that is counted
+
+
 @pytest.mark.parametrize(
     "variant", ["", "--model.tie", "--model.qkv-bias", "--model.tie --model.qkv-bias --model.n-layer 7"]
 )
-def test_the_terms_add_up_to_the_parameters_of_the_model(variant):
-    config = read(f"--model.vocab-size 65 {variant}", 1)[0]
+def test_the_weights_that_are_counted_are_those_of_the_model_in_its_order(variant):
+    config, layout, _ = read(f"--model.vocab-size 65 {variant}", 1)
     with torch.device("meta"):
-        named = dict(GPT(config).named_parameters())
-    terms = parameter_terms(config)
-    assert sum(terms.values()) == config.num_params() == sum(p.numel() for p in named.values())
-    for term, part in (
-        ("token embedding", "tokens."), ("position embedding", "positions."), ("qkv", ".qkv."), ("head", "head."),
-        ("attention out", "attention.out."), ("mlp up", ".up."), ("mlp down", ".down."), ("layer norms", ".norm_"),
-    ):  # fmt: skip
-        assert terms[term] == sum(p.numel() for name, p in named.items() if part in name), term
+        shapes = [tuple(p.shape) for p in GPT(config).parameters()]
+    model = model_of(config)
+    assert [w.shape for w in weights_in_order(model, layout, ((config.n_layer, True, True),))] == shapes
+    assert model.num_params() == config.num_params()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.vocab-size 5000 --train.global-batch 16",
+        "--model.vocab-size 5000 --train.global-batch 16 --train.precision bf16",
+        "--model.vocab-size 65 --train.global-batch 16 --model.n-layer 8",
+    ],
+)
+def test_the_peak_of_a_step_is_what_is_counted_workspace_included(flags):
+    """Between micro-batches, when gradients are there already."""
+    config, _, options = read(flags, 1)
+    torch.manual_seed(0)
+    model, (ids, targets) = GPT(config), torch.randint(config.vocab_size, (2, 16, config.block_size))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def forward_backward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.train.precision == "bf16"):
+            loss = model(ids, targets)[1]
+        loss.backward()
+
+    forward_backward()
+    optimizer.step()
+    with MemoryTimeline(model, optimizer) as seen:
+        forward_backward()
+    assert held(flags, 1).on_gpu == pytest.approx(seen.peak.total, rel=0.02)
 
 
 # ------------------------------------------------------------------ the scale
@@ -242,13 +270,5 @@ def test_what_fsdp_has_gathered_is_weighed_apart_from_the_shards(pool):
     P = read("--model.vocab-size 66", 2)[0].num_params()
     for found in pool.run(2, weigh_between_forward_and_backward):
         assert found == [
-            Bytes(parameters=2 * P), Bytes(parameters=2 * P, gathered=4 * P), Bytes(parameters=2 * P, gradients=2 * P),
+            Bytes(parameters=2 * P), Bytes(parameters=2 * P, unsharded_parameters=4 * P), Bytes(parameters=2 * P, gradients=2 * P),
         ]  # fmt: skip
-
-
-def test_no_weight_gets_a_number():
-    with torch.device("meta"):
-        assert GPT(read("--preset olmo-7b", 64)[0]).num_params() == 6_715_153_764
-    config, _, options = read("--preset olmo-7b", 64)
-    bytes_ = bytes_per_rank(config, Layout(shard=64), options)
-    assert bytes_.parameters == pytest.approx(4 * 6_715_153_764 / 64, rel=1e-3)

@@ -84,7 +84,7 @@ def test_samples_go_through_the_phases_and_leave_what_was_there(step):
     assert all(value >= 0 for sample in seen.samples for value in sample.bytes.values())
     assert set(seen.samples[0].bytes) == set(KINDS)
     end = seen.samples[-1].bytes
-    assert end["gradients"] == end["activations"] == end["gathered"] == end["copies"] == 0
+    assert end["gradients"] == end["activations"] == end["unsharded_parameters"] == end["copies"] == 0
     assert seen.peak.total == max(sample.total for sample in seen.samples)
     assert seen.peak.phase == "backward"  # everything saved, and a result of the moment
 
@@ -243,7 +243,7 @@ def _sharded(ranks, keep_gathered):
 
 
 @pytest.mark.parametrize("keep_gathered", [False, True])
-def test_fully_sharded_weights_are_own_shards_and_gathered_for_the_moment(pool, keep_gathered):
+def test_fully_sharded_weights_are_own_shards_and_unsharded_for_the_moment(pool, keep_gathered):
     P = CONFIG.num_params()
     root = P - 3 * (12 * 48**2 + 10 * 48)
     for own, block, steps in pool.run(2, _sharded, keep_gathered):
@@ -255,9 +255,11 @@ def test_fully_sharded_weights_are_own_shards_and_gathered_for_the_moment(pool, 
             assert highest["optimizer"] == pytest.approx(8 * own, rel=0.02)
             # the root stays from its forward on; of the blocks all do, or the one at work alone
             at_end = next(held for phase, held in reversed(samples) if phase == "forward")
-            assert at_end["gathered"] == pytest.approx(4 * (root + keep_gathered * 3 * block), rel=0.02)
-            assert highest["gathered"] == pytest.approx(4 * (root + (3 if keep_gathered else 1) * block), rel=0.02)
-            assert samples[-1][1]["gathered"] == 0
+            assert at_end["unsharded_parameters"] == pytest.approx(4 * (root + keep_gathered * 3 * block), rel=0.02)
+            assert highest["unsharded_parameters"] == pytest.approx(
+                4 * (root + (3 if keep_gathered else 1) * block), rel=0.02
+            )
+            assert samples[-1][1]["unsharded_parameters"] == 0
             assert samples[0][1]["other"] < 5000  # gloo's own buffers are there when it works, not before
 
 
@@ -348,7 +350,7 @@ def test_the_stack_has_an_area_for_each_kind_in_order_and_differs_by_hatching(st
     _, seen = step
     figure = memory_stack(seen.samples, "a step")
     areas = figure.axes[0].collections
-    assert len(areas) == 5  # nothing gathered, no copies
+    assert len(areas) == 5  # nothing unsharded, no copies
     hatches = [area.get_hatch() or "" for area in areas]
     assert len(set(hatches)) == 5
     labels = [text.get_text() for text in figure.legends[0].get_texts()]

@@ -198,9 +198,9 @@ def test_each_published_run_is_a_point_fitted_ones_are_hollow_and_others_share_a
 
 def test_the_lessons_eight_layouts_exist_on_four_ranks():
     """The lesson's nodes are half of the ranks: what the planner calls hybrid then shards over one of them."""
+    from manyhands.predict.layouts import Question, families
     from manyhands.predict.machines import machine_named
-    from manyhands.predict.plan_layouts import Question, families
-    from manyhands.predict.planned_model import PlannedModel
+    from manyhands.predict.models import PlannedModel
 
     tiny = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
     node = replace(machine_named("h100"), gpus_per_node=2)

@@ -11,11 +11,11 @@ import sys
 import pytest
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
+from manyhands.predict.layouts import SCHEDULES, Question
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_command import start_lines, train_flags
-from manyhands.predict.plan_layouts import SCHEDULES, Question
-from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan
+from manyhands.predict.report import start_lines, train_flags
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manyhands.predict.layouts import Question, families
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question, families
-from manyhands.predict.plan_memory import planned_bytes
-from manyhands.predict.planned_model import PlannedModel
+from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import PlannedModel
 from manyhands.predict.planner import CLOSE, plan
 
 H100 = machine_named("h100")
@@ -43,7 +43,7 @@ def with_little_memory(question, pick, factor):
     if not found:
         return question
     one = found[pick % len(found)]
-    needed = planned_bytes(question.model, one.layout, one.options).on_gpu
+    needed = bytes_per_rank(question.model, one.layout, one.options).on_gpu
     return dataclasses.replace(question, machine=dataclasses.replace(H100, memory_bytes=needed / factor))
 
 
@@ -55,7 +55,7 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
     for one in answer.ranked:
         layout, held = one.candidate.layout, one.held
         assert held.on_gpu <= question.machine.memory_bytes
-        assert held == planned_bytes(question.model, layout, one.candidate.options)
+        assert held == bytes_per_rank(question.model, layout, one.candidate.options)
         assert sum(held.by_kind().values()) == held.on_gpu + held.on_host and min(held.by_kind().values()) >= 0
         assert layout.pipeline * layout.data * layout.context * layout.tensor == question.gpus
         assert layout.data * layout.micro_batches * one.candidate.micro_batch == question.global_batch

@@ -3,14 +3,13 @@
 import dataclasses
 
 import pytest
-from manyhands.predict.link_time import LINK_SHARE, Group
-from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question, families, name_of
-from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes
-from manyhands.predict.plan_report import as_text
-from manyhands.predict.plan_work import planned_work
-from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.layouts import Question, families, name_of
+from manyhands.predict.machines import LINK_SHARE, Group, machine_named
+from manyhands.predict.memory import bytes_per_rank, state_of_rank
+from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan, unbalanced_s, weakest_assumption
+from manyhands.predict.rank_work import planned_work
+from manyhands.predict.report import as_text
 from manyhands.predict.step_time import Assumptions, step_time
 
 H100 = machine_named("h100")
@@ -40,12 +39,12 @@ def test_a_context_axis_divides_activations_and_leaves_weights_as_data_ranks_do(
     plain = candidate("zero3 8", LONG, 8)
     context = candidate("zero3 2 x context 4", LONG, 8)
     assert (context.layout.shard, context.layout.data, context.layout.world_size) == (8, 2, 8)
-    whole, share = (planned_bytes(LONG, one.layout, one.options) for one in (plain, context))
+    whole, share = (bytes_per_rank(LONG, one.layout, one.options) for one in (plain, context))
     assert share.activations == pytest.approx(whole.activations / 4, rel=1e-3)
-    assert bytes_at_rest(LONG, plain.layout, plain.options) == bytes_at_rest(LONG, context.layout, context.options)
+    assert state_of_rank(LONG, plain.layout, plain.options) == state_of_rank(LONG, context.layout, context.options)
     replicas = candidate("replicas 2 x context 4", LONG, 8)
     assert (replicas.layout.replicate, replicas.layout.shard, replicas.layout.data) == (8, 1, 2)
-    parameters, gradients, *_ = bytes_at_rest(LONG, replicas.layout, replicas.options)
+    parameters, gradients, *_ = state_of_rank(LONG, replicas.layout, replicas.options)
     assert parameters == gradients == 4 * LONG.num_params(), "each context rank has all weights"
 
 
@@ -81,7 +80,8 @@ def test_attention_costs_a_context_rank_its_share_of_the_whole_and_hides_the_rin
         step_time(shared, slow).context_s,
         sum(m.sent.inside for m in hidden.messages if m.axis == "context"),
     )
-    attention_s = 3 * 32 * shared.attention_flops / (H100.peak_flops * Assumptions().matmul_share)
+    attention_flops = sum(m.behind_flops for m in shared.messages if m.axis == "context")
+    attention_s = attention_flops / (H100.peak_flops * Assumptions().matmul_share)
     assert waited == pytest.approx(link / (5e9 * LINK_SHARE) - attention_s, rel=0.01)
 
 
@@ -141,8 +141,8 @@ def test_a_token_costs_its_own_experts_and_the_padding_that_mfu_leaves_out():
     assert padded.computed_flops() - MOE.computed_flops() == pytest.approx(0.25 * 2 * 2 * expert)
     one = candidate("zero3 8, experts over 8", MOE, 8)
     assert (
-        planned_bytes(padded, one.layout, one.options).activations
-        > planned_bytes(MOE, one.layout, one.options).activations
+        bytes_per_rank(padded, one.layout, one.options).activations
+        > bytes_per_rank(MOE, one.layout, one.options).activations
     )
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_share_experts_hold_a_part_of_them_and_all_of_the_dense_weigh
         ("zero3 8, experts over 8", dense / 8 + experts / 8),
     ):
         one = candidate(name, MOE, 8)
-        parameters, _, optimizer, _, gathered = bytes_at_rest(MOE, one.layout, one.options)
+        parameters, _, optimizer, _, gathered = state_of_rank(MOE, one.layout, one.options)
         assert (parameters, optimizer) == (pytest.approx(4 * held), pytest.approx(8 * held)), name
         if name.startswith("zero3"):
             around = 2 * 32000 * 2048 + 2048

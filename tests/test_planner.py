@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -17,18 +18,22 @@ from manyhands.measure.saved_activations import count_saved
 from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
 from manyhands.predict import flops
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
-from manyhands.predict.in_flight import held_at_once
-from manyhands.predict.link_time import LINK_SHARE, Group
-from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
-from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, orders_of, simulate
-from manyhands.predict.plan_layouts import SCHEDULES, Question, families
-from manyhands.predict.plan_memory import bytes_at_rest, planned_bytes, stages_of_ranks
-from manyhands.predict.plan_work import planned_work
-from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.layouts import SCHEDULES, Question, families
+from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, machine_from_file, machine_named
+from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import PlannedModel, preset_model
+from manyhands.predict.pipeline_schedules import (
+    bubble_formula,
+    held_at_once,
+    in_flight,
+    orders_of,
+    simulate,
+    stages_of_ranks,
+)
 from manyhands.predict.planner import CLOSE, plan, smallest_fit, weakest_assumption
-from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank
+from manyhands.predict.rank_work import planned_work
 from manyhands.predict.step_time import Assumptions, step_time
-from manyhands.predict.step_traffic import per_step
+from manyhands.predict.traffic import Traffic, per_step
 
 ODD = PlannedModel("odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42)  # splits where it must
 TINY = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=2, n_embd=16)
@@ -51,29 +56,6 @@ def one(model, gpus, name, batch=24, machine=H100, **kwargs):
 
 
 # ------------------------------------------------------------------ bytes
-
-
-@pytest.mark.parametrize(
-    "model, gpus",
-    [(ODD, 1), (ODD, 4), (ODD, 6), (dataclasses.replace(ODD, tie=True, qkv_bias=True), 8)],
-)
-def test_bytes_at_rest_are_those_of_the_formula_that_builds_the_model_to_the_byte(model, gpus):
-    machine = dataclasses.replace(H100, gpus_per_node=gpus if gpus == 6 else 8)
-    seen = 0
-    for candidate in candidates(model, gpus, machine=machine, checkpointing=("none",), most_micro_batch=1):
-        expected = bytes_per_rank(config_of(model), candidate.layout, candidate.options)
-        assert bytes_at_rest(model, candidate.layout, candidate.options) == dataclasses.astuple(expected), candidate
-        seen += 1
-    assert seen >= (2 if gpus == 1 else 5)
-
-
-def test_activations_and_accumulated_gradients_are_those_of_the_course():
-    six = dataclasses.replace(H100, gpus_per_node=6)
-    for candidate in candidates(ODD, 6, 12, six, checkpointing=("block",)):
-        held = planned_bytes(ODD, candidate.layout, candidate.options)
-        given = config_of(ODD), candidate.layout, candidate.options
-        assert held.activations == activation_bytes(*given)
-        assert held.accumulated == accumulated_bytes(*given)
 
 
 def held_by_ranks(ranks, jobs):
@@ -141,36 +123,37 @@ def test_real_ranks_hold_what_is_planned_within_two_percent(pool, gpus, names):
     jobs = [(config_of(TINY), c.options) for c in chosen]
     measured = pool.run(gpus, held_by_ranks, jobs, timeout_s=120)
     for i, candidate in enumerate(chosen):
-        held = planned_bytes(TINY, candidate.layout, candidate.options)
+        held = bytes_per_rank(TINY, candidate.layout, candidate.options)
         fullest = max(sum(rank[i][:3]) for rank in measured)
-        assert held.parameters + held.gradients + held.optimizer == pytest.approx(fullest, rel=0.02), candidate
+        assert held.between_steps == pytest.approx(fullest, rel=0.02), candidate
 
 
 def test_fsdp_really_adds_up_whole_gradients_between_micro_batches(pool):
     several = one(TINY, 2, "zero3 2", 8, checkpointing=("none",), most_micro_batch=1)
-    planned = planned_bytes(TINY, several.layout, several.options)
+    planned = bytes_per_rank(TINY, several.layout, several.options)
     measured = pool.run(2, held_by_ranks, [(config_of(TINY), several.options)], timeout_s=120)
     assert several.layout.micro_batches == 4
-    assert planned.accumulated == 4 * TINY.num_params() == max(rank[0][3] for rank in measured)
+    assert planned.accumulated_gradients == 4 * TINY.num_params() == max(rank[0][3] for rank in measured)
     at_once = [c for c in candidates(TINY, 2, 8) if str(c) == "zero3 2" and c.layout.micro_batches == 1]
-    assert planned_bytes(TINY, at_once[0].layout, at_once[0].options).accumulated == 0
+    assert bytes_per_rank(TINY, at_once[0].layout, at_once[0].options).accumulated_gradients == 0
 
 
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("n_layer, pipeline, v", [(5, 1, 1), (5, 2, 2), (7, 3, 2), (8, 4, 1), (9, 4, 2)])
-def test_the_depth_is_cut_as_the_pipeline_cuts_it(n_layer, pipeline, v):
-    owners = stage_owners("Interleaved1F1B", pipeline, v)
+def test_the_depth_is_cut_as_the_pipeline_cuts_it(n_layer, pipeline, v, schedule):
+    owners = stage_owners(schedule if v == 2 else "1F1B", pipeline, v)
     ranges = layers_of_stages(n_layer, len(owners))
     expected = [
         tuple((len(ranges[s]), s == 0, s == len(owners) - 1) for s, owner in enumerate(owners) if owner == rank)
         for rank in range(pipeline)
     ]
-    assert stages_of_ranks(n_layer, pipeline, v) == expected
+    assert stages_of_ranks(n_layer, pipeline, v, schedule) == expected
 
 
 def test_offload_counts_on_the_host_what_is_not_on_the_gpu():
     zero3, offload = (one(ODD, 2, name) for name in ("zero3 2", "offload 2"))
-    there, here = (planned_bytes(ODD, c.layout, c.options) for c in (zero3, offload))
-    assert here.on_host == here.parameters + here.gradients + here.optimizer and there.on_host == 0
+    there, here = (bytes_per_rank(ODD, c.layout, c.options) for c in (zero3, offload))
+    assert here.on_host == here.between_steps and there.on_host == 0
     assert here.on_gpu == there.on_gpu - here.on_host
 
 
@@ -186,7 +169,7 @@ def test_more_recomputation_never_needs_more_bytes(gpus):
         for kind in ("none", "selective", "block")
     }
     for row in zip(*by_kind.values(), strict=True):
-        none, selective, block = (planned_bytes(model, c.layout, c.options).on_gpu for c in row)
+        none, selective, block = (bytes_per_rank(model, c.layout, c.options).on_gpu for c in row)
         assert block <= selective <= none, row[0]
 
 
@@ -313,20 +296,18 @@ def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
 @pytest.mark.parametrize(
     "name, flags", [("replicas 8", "ddp --parallel.all-reduce buckets"), ("zero3 8", "fsdp"), ("zero1 8", "zero1")]
 )
-def test_messages_of_data_parallelism_are_those_that_the_course_counts(name, flags):
+def test_messages_of_data_ranks_are_those_that_real_ranks_send(name, flags):
     model = preset_model("gpt2")
     candidate = next(c for c in candidates(model, 8, 512) if str(c) == name and c.micro_batch == 64)
     options = read_options(f"--preset gpt2 --train.micro-batch 64 --parallel.strategy {flags}".split())
     expected = per_step(config_of(model), resolve_layout(options, config_of(model), 8), options)
-    work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
-    found = {}
-    for message in step_time(work, H100).messages:
-        found[message.operation] = found.get(message.operation, 0) + message.payload_bytes
-    assert set(found) == set(expected)
-    for operation, payload in found.items():
-        # the root is gathered once per step, and what it holds is padded
-        slack = model.vocab_size * model.n_embd * 2 * 1.05 if operation == "all_gather" else 1e-3 * payload
-        assert payload == pytest.approx(expected[operation].payload_bytes, abs=slack)
+    calls, payloads = Counter(), Counter()
+    for message in step_time(
+        planned_work(model, candidate.layout, candidate.options, candidate.sharing), H100
+    ).messages:
+        calls[message.operation] += message.calls
+        payloads[message.operation] += message.payload_bytes
+    assert {op: Traffic(calls[op], payloads[op]) for op in calls} == expected
 
 
 def test_a_ring_sends_its_factor_and_crosses_nodes_once_per_node():
@@ -413,7 +394,7 @@ def test_offload_sends_fp32_weights_up_twice_per_micro_batch_and_gradients_down_
     share = model.num_params() / 8 * 4
     copied = next(m for m in time.messages if m.axis == "host")
     assert candidate.layout.micro_batches == 8
-    assert time.sent().host == copied.payload_bytes == pytest.approx(share * (2 * 8 + 1))
+    assert time.sent().host == copied.payload_bytes == pytest.approx(share * (2 * 8 + 1), rel=1e-4), "padding included"
     fast = dataclasses.replace(H100, host_bytes_per_s=2 * H100.host_bytes_per_s)
     assert step_time(work, fast).host_s == pytest.approx(time.host_s / 2)
 
@@ -471,10 +452,8 @@ def test_what_does_not_fit_is_never_recommended(model, memory_gb, gpus, batch):
         assert resolve_layout(options, config, gpus, 8) == layout, "the trainer takes it"
     if answer.best:
         layout, options = answer.best.candidate.layout, answer.best.candidate.options
-        needed = activation_bytes(config, layout, options)
-        held = bytes_per_rank(config, layout, options)
-        needed += held.copies + held.gathered if options.parallel.offload else held.total
-        assert needed <= machine.memory_bytes, "by the formulas that know nothing of the planner"
+        needed = bytes_per_rank(config, layout, options)  # as the dry run counts
+        assert needed == answer.best.held and needed.on_gpu <= machine.memory_bytes
         assert answer.best.step_s <= answer.fastest_s * CLOSE
         assert all(0 < found.mfu < 1 for found in answer.ranked)
     for _, sentence in answer.refused:

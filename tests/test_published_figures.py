@@ -10,9 +10,9 @@ import torch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.predict.activation_memory import published_bytes, slide_values
-from manyhands.predict.bytes_per_parameter import RECIPES, state_bytes, zero_bytes
-from manyhands.predict.peaks import listed_peak
-from manyhands.predict.step_traffic import ideal_volume
+from manyhands.predict.flops import listed_peak
+from manyhands.predict.memory import RECIPES, state_bytes, zero_bytes
+from manyhands.predict.traffic import ideal_volume
 from manyhands.widgets.bits import bits, from_pattern
 from manyhands.widgets.memory import MODELS
 from manyhands.widgets.sizes import devices_needed

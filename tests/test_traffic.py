@@ -6,7 +6,7 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.predict.step_traffic import Traffic, ideal_volume, per_step
+from manyhands.predict.traffic import Traffic, ideal_volume, per_step
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
-from manyhands.predict.bytes_per_parameter import state_bytes, zero_bytes
-from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.predict.memory import state_bytes, state_of_rank, zero_bytes
+from manyhands.predict.models import model_of
 from manyhands.widgets import display as display_module
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.floats import FloatControls, in_words, show_floats
@@ -75,11 +75,11 @@ def test_what_is_no_pattern_and_no_format_is_refused():
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_bars_are_zeros_stages_and_what_is_gathered(stage):
+def test_the_bars_are_zeros_stages_and_what_is_unsharded(stage):
     found = bytes_by_kind(MODELS["7B"], "bf16 + fp32 master", stage, 64)
-    gathered = found.pop("gathered", 0)
+    unsharded = found.pop("unsharded parameters", 0)
     assert sum(found.values()) == pytest.approx(zero_bytes(MODELS["7B"].num_params(), 64, stage))
-    assert (gathered > 0) == (stage == 3)
+    assert (unsharded > 0) == (stage == 3)
 
 
 @pytest.mark.parametrize("recipe, precision", [("fp32", "fp32"), ("fp32 + autocast", "bf16")])
@@ -88,7 +88,7 @@ def test_the_bars_are_what_the_trainer_takes_within_two_per_cent(recipe, precisi
     settings = {"train": {"precision": precision}, "parallel": {"strategy": strategy}}
     options = merged(from_preset("nano"), settings, "test")
     layout = Layout(shard=16) if strategy == "fsdp" else Layout(replicate=16)
-    expected = bytes_per_rank(MODELS["7B"], layout, options).total
+    expected = sum(state_of_rank(model_of(MODELS["7B"]), layout, options))
     assert sum(bytes_by_kind(MODELS["7B"], recipe, stage, 16).values()) == pytest.approx(expected, rel=0.02)
 
 
@@ -96,7 +96,7 @@ def test_on_one_rank_all_stages_hold_the_recipe():
     config = MODELS["GPT-2"]
     for stage in range(4):
         found = bytes_by_kind(config, "bf16", stage, 1)
-        found.pop("gathered", 0)
+        found.pop("unsharded parameters", 0)
         assert sum(found.values()) == state_bytes(config.num_params(), "bf16")
 
 

@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from manyhands.predict.layouts import Question
 from manyhands.predict.machines import machine_named
-from manyhands.predict.plan_layouts import Question
-from manyhands.predict.planned_model import preset_model
+from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan
-from manyhands.predict.rank_links import Sent, between_nodes, links, partners, payloads_of_7b
+from manyhands.predict.traffic import OnLink, between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets import display as display_module
 from manyhands.widgets.planner import planner_figure, show_planner
 from manyhands.widgets.rank_grid import ORDERS, rank_grid_figure, show_rank_grid
@@ -43,8 +43,8 @@ def test_the_partners_of_a_rank_are_those_of_the_lesson():
 
 def test_rings_send_on_stages_send_both_ways_and_one_rank_sends_nothing():
     found = links({"pipeline": 3, "tensor": 4}, {"pipeline": 10.0, "tensor": 8.0})
-    assert found[0, 4] == found[4, 0] == found[4, 8] == Sent("pipeline", 10.0) and (8, 0) not in found
-    assert found[0, 1] == found[3, 0] == Sent("tensor", 12.0) and (1, 0) not in found
+    assert found[0, 4] == found[4, 0] == found[4, 8] == OnLink("pipeline", 10.0) and (8, 0) not in found
+    assert found[0, 1] == found[3, 0] == OnLink("tensor", 12.0) and (1, 0) not in found
     assert len(found) == 4 * 4 + 3 * 4
     assert links({"pipeline": 1, "data": 1, "tensor": 1}, payloads_of_7b(GRID)) == {}
 

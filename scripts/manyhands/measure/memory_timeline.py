@@ -15,8 +15,8 @@ Every storage is followed from its birth to its end, views of it count once (see
     parameters    of the model, and what the optimizer updates; of a DTensor this rank's shard
     optimizer     the optimizer's state, on this rank
     gradients     what parameters' .grad hold at the end of a phase, or when the optimizer's step begins
-    activations   made in this step and kept for the backward; those of a recomputation while they last
-    gathered      whole weights that FSDP or ZeRO-3 put together from the shards of all ranks, for the moment
+    activations   made in this step and kept for the backward; those of activation checkpointing while they last
+    unsharded_parameters   whole weights that FSDP or ZeRO-3 gathered from the shards of all ranks, for the moment
     copies        weights once more in another precision, such as autocast's
     other         the rest: results of the moment, the batch, what messages travel in, whole gradients before they are cut
 
@@ -31,7 +31,7 @@ import torch
 
 from manyhands.measure.storages import Storages
 
-KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered", "copies", "other")
+KINDS = ("parameters", "optimizer", "gradients", "activations", "unsharded_parameters", "copies", "other")
 
 
 @dataclass(frozen=True)

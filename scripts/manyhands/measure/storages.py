@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # what a storage was, when several are true of it: the first
-PRECEDENCE = ("parameters", "gradients", "optimizer", "gathered", "copies", "activations", "other")
+PRECEDENCE = ("parameters", "gradients", "optimizer", "unsharded_parameters", "copies", "activations", "other")
 _PLACES = {kind: place for place, kind in enumerate(PRECEDENCE)}
 
 
@@ -28,7 +28,7 @@ class _Storage:
 class Storages:
     """Follows the storages on `device` between `start()` and `stop()`; `mark(tensor, kind)` says what one is for.
 
-    What is saved for the backward is marked "activations" by itself, and gathered or cast weights "gathered" and "copies".
+    What is saved for the backward is marked "activations" by itself, gathered weights "unsharded_parameters", cast ones "copies".
     `boundary(label)` is a point at which the bytes of that moment are wanted; births write one with `self.label`.
     """
 
@@ -159,7 +159,7 @@ class Storages:
         for tensor in _tensors([*args, *kwargs.values()] if kwargs else args):
             known = self._follow(tensor, born=False)
             if known is not None and known.born and isinstance(tensor, torch.nn.Parameter):
-                self._set(known, "gathered")  # a weight, made in this step
+                self._set(known, "unsharded_parameters")  # a weight, made in this step
             if operator.namespace == "c10d" and known is not None:
                 self._messages.add(known.number)
         if operator is torch.ops.aten.copy_.default:
@@ -173,7 +173,7 @@ class Storages:
                 continue
             if not ours:
                 self._under_other_hooks.append(known)
-            if operator is torch.ops.aten._to_copy.default and self._is(args[0], "parameters", "gathered"):
+            if operator is torch.ops.aten._to_copy.default and self._is(args[0], "parameters", "unsharded_parameters"):
                 self._set(known, "copies")
         if len(self._kinds) > count:
             self._log.append(self.label)

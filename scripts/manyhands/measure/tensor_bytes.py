@@ -1,7 +1,7 @@
-"""Bytes of one rank by kind, and the scale: what tensors really take, against which `rank_memory`'s formulas are held.
+"""Bytes of one rank by kind, and the scale: what tensors really take, against which `predict.memory`'s formulas are held.
 
     held = tensor_bytes(model, optimizer)       # Bytes
-    print(held.parameters, held.gradients, held.optimizer, held.gathered, held.total)
+    print(held.parameters, held.gradients, held.optimizer, held.unsharded_parameters, held.total)
 
 All bytes are those of one rank.
 """
@@ -22,7 +22,7 @@ class Bytes:
     gradients: int = 0
     optimizer: int = 0  # Adam's moments
     copies: int = 0  # the weights once more: in low precision for the products, or a master copy
-    gathered: int = 0  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
+    unsharded_parameters: int = 0  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
 
     @property
     def total(self):
@@ -35,12 +35,12 @@ def tensor_bytes(model, optimizer=None):
     `model` is a module; `optimizer` a torch optimizer, a ZeroRedundancyOptimizer, or an object that has one as an attribute
     (ValueError if it has none). Of a DTensor the local shard counts. Each storage counts once and as a whole: views of one
     buffer (flat vectors, DDP's buckets, FSDP's padded shards) do not count twice, and padding and Adam's step counters, 4
-    bytes per tensor, do count. `gathered` are the whole weights that stand where FSDP's shards do at other times, between
+    bytes per tensor, do count. `unsharded_parameters` are the whole weights that stand where FSDP's shards do at other times, between
     forward and backward; then the optimizer alone knows the shards, so name it. Not seen: activations, and copies in
     another precision.
     """
     own = _optimizers(optimizer)
-    whole = _gathered(model)
+    whole = _unsharded(model)
     parameters = [p for p in model.parameters() if id(p) not in whole]
     parameters += [p for part in own for group in part.param_groups for p in group["params"]]
     gradients = [p.grad for p in [*parameters, *whole.values()] if p.grad is not None]
@@ -49,7 +49,7 @@ def tensor_bytes(model, optimizer=None):
         parameters=_bytes(parameters, counted),
         gradients=_bytes(gradients, counted),
         optimizer=_bytes([tensor for part in own for tensor in _tensors(part.state)], counted),
-        gathered=_bytes(whole.values(), counted),
+        unsharded_parameters=_bytes(whole.values(), counted),
     )
 
 
@@ -68,7 +68,7 @@ def _optimizers(optimizer):
     return [part for value in found for part in _optimizers(value)]
 
 
-def _gathered(model):
+def _unsharded(model):
     """{id: parameter} of what FSDP has made whole for now: in its modules every other parameter is a DTensor."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return {id(p): p for unit in units for p in unit.parameters() if not isinstance(p, DTensor)}

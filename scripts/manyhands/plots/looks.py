@@ -47,7 +47,7 @@ BYTES = {  # kind: (colour, hatch), bottom to top, what lasts first
     "optimizer": ("#8c8c8c", "...."),
     "gradients": ("#a6761d", "\\\\\\\\"),
     "activations": ("#c7e0b4", "oo"),
-    "gathered": ("#b3a2d0", "xxxx"),
+    "unsharded_parameters": ("#b3a2d0", "xxxx"),
     "copies": ("#e6d5ef", "||||"),
     "other": (GROUND, "----"),
 }

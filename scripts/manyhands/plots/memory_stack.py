@@ -35,7 +35,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
             continue
         top = [low + height for low, height in zip(floor, heights, strict=True)]
         axes.fill_between(events, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
-        keys.append(Patch(fc=colour, ec=INK, lw=0.4, hatch=hatch, label=kind))
+        keys.append(Patch(fc=colour, ec=INK, lw=0.4, hatch=hatch, label=kind.replace("_", " ")))
         floor = top
     if predicted:
         keys.append(Line2D([], [], **HERE, label="predicted"))
@@ -113,7 +113,9 @@ def memory_stacks(timelines):
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"memory, {unit}")
     there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
-    keys = [Patch(fc=BYTES[k][0], ec=INK, lw=0.4, hatch=BYTES[k][1], label=k) for k in reversed(there)]
+    keys = [
+        Patch(fc=BYTES[k][0], ec=INK, lw=0.4, hatch=BYTES[k][1], label=k.replace("_", " ")) for k in reversed(there)
+    ]
     figure.legend(handles=keys, loc="outside right center", frameon=False, handleheight=1.4)
     return figure
 

@@ -7,7 +7,7 @@ published(rows).savefig("published.png")
 from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, LIMIT, PREDICTED, tint
 
 GB = 1e9
-KINDS = {"accumulated": "gradients", "momentary": "other"}  # those that `looks` has no colour of its own for
+KINDS = {"accumulated_gradients": "gradients", "workspace": "other"}  # those that `looks` has no colour of its own for
 COMPUTE, MESSAGES = (
     ("compute", "memory", "optimizer"),
     ("tensor", "context", "experts", "pipeline", "data", "host"),
@@ -26,7 +26,7 @@ def plans(rows, memory_bytes, title):
     left, right = figure.subplots(1, 2, sharey=True)
     longest = max(sum(seconds.values()) for _, _, seconds in rows)
     for row, (_, held, seconds) in enumerate(rows):
-        _stack(left, row, [(kind, size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
+        _stack(left, row, [(kind.replace("_", " "), size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
         shown = [(part, value) for part, value in seconds.items() if value > longest / 500]
         _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in shown])
     left.axvline(memory_bytes / GB, **LIMIT, label="memory")
@@ -53,7 +53,7 @@ def _stack(axes, row, pieces):
 
 def _look_of_bytes(kind):
     colour, hatch = BYTES[KINDS.get(kind, kind)]
-    return (tint(colour, 0.5), hatch) if kind == "accumulated" else (colour, hatch)
+    return (tint(colour, 0.5), hatch) if kind == "accumulated_gradients" else (colour, hatch)
 
 
 def _look_of_time(part):

@@ -15,25 +15,17 @@ Shapes: B sequences, T positions, V tokens in the vocabulary, D width, H heads, 
 from dataclasses import replace
 from functools import lru_cache
 
-from manyhands.predict.in_flight import held_at_once
-from manyhands.predict.precision import PRECISION_BYTES, weight_bytes
+from manyhands.predict.models import model_of
+from manyhands.predict.pipeline_schedules import held_at_once
 
+PRECISION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is multiplied
 AROUND = ("final norm", "head", "loss", "ids")  # the layers
 FULL = ("norms", "final norm", "loss")  # what autocast leaves in the weights' precision
-WHOLE = (
-    "norms",
-    "qkv",
-    "mlp up",
-    "routing",
-    "final norm",
-    "head",
-    "loss",
-    "ids",
-)  # what tensor ranks hold alike
+WHOLE = ("norms", "qkv", "mlp up", "routing", "final norm", "head", "loss", "ids")  # what tensor ranks hold alike
 ID_BYTES = 8  # of a token id, a position or a target: int64
 
 
-def saved_bytes(config, sequences, itemsize=4):
+def saved_bytes(config, sequences: int, itemsize: int = 4) -> dict[str, float]:
     """{term: bytes} that autograd keeps of our GPT between forward and backward, for `sequences` whole sequences.
 
     Per token and layer 16 D + H + 4 numbers: each norm keeps its input (D) and two statistics, each linear its input (D for
@@ -47,11 +39,10 @@ def saved_bytes(config, sequences, itemsize=4):
     """
     if config.dropout:
         raise ValueError(f"dropout={config.dropout} keeps masks that are not counted here; use dropout=0")
-    N, H, V, T = config.n_layer, config.n_head, config.vocab_size, config.block_size
+    model = model_of(config)
+    N, H, V, T = model.n_layer, model.n_head, model.vocab_size, model.block_size
     tokens = sequences * T
-    per_token = _llama_numbers(config) if getattr(config, "style", "gpt") == "llama" else _gpt_numbers(config)
-    if getattr(config, "n_expert", 1) > 1:
-        per_token = _with_experts(config, per_token)
+    per_token = _numbers(model)
     terms = {term: count * tokens * itemsize for term, count in per_token.items()}
     terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
     terms["loss"] = V * tokens * max(itemsize, 4)
@@ -59,55 +50,33 @@ def saved_bytes(config, sequences, itemsize=4):
     return {**terms, "ids": ID_BYTES * (2 * tokens + T) + max(itemsize, 4)}
 
 
-def _gpt_numbers(config):
-    """{term: numbers per token} of all layers and what is around them."""
-    N, D = config.n_layer, config.n_embd
-    return {
-        "norms": N * 2 * (D + 2),
-        "qkv": N * D,
-        "attention": N * 3 * D,
-        "attention out": N * D,
-        "mlp up": N * D,
-        "gelu": N * 4 * D,
-        "mlp down": N * 4 * D,
-        "final norm": D + 2,
-        "head": D,
-        "loss": config.vocab_size,
-    }
+def _numbers(model):
+    """{term: numbers per token} of all layers and what is around them.
 
+    A Llama's (see `models`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V. SwiGLU, down(silu(gate) up),
+    keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is the norm's output, kept once for
+    both. What turns queries and keys by their positions is linear: it keeps tables alone.
 
-def _llama_numbers(config):
-    """The same of a Llama (see `planned_model`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V.
-
-    SwiGLU, down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is
-    the norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
+    Where `routed` copies of a token pass through experts, each MLP's terms so many times, and the routing: the router's input
+    (D) and its probabilities (E), and each expert's output for the gradient of its weight.
     """
-    N, D, M, kv_width = config.n_layer, config.n_embd, config.n_hidden, config.kv_width
+    N, D, M, routed = model.n_layer, model.n_embd, model.n_hidden, model.routed
+    statistics, gelu = (1, 3 * M) if model.style == "llama" else (2, M)
     return {
-        "norms": N * 2 * (D + 1),
+        "norms": N * 2 * (D + statistics),
         "qkv": N * D,
-        "attention": N * (D + 2 * kv_width),
+        "attention": N * (D + 2 * model.kv_width),
         "attention out": N * D,
-        "mlp up": N * D,
-        "gelu": N * 3 * M,
-        "mlp down": N * M,
-        "final norm": D + 1,
+        "mlp up": N * D * routed,
+        "gelu": N * gelu * routed,
+        "mlp down": N * M * routed,
+        "final norm": D + statistics,
         "head": D,
-        "loss": config.vocab_size,
-    }
+        "loss": model.vocab_size,
+    } | ({"routing": N * (D + model.n_expert + routed * D)} if model.n_expert > 1 else {})
 
 
-def _with_experts(config, numbers):
-    """The same where `routed` copies of a token pass through experts: each MLP's terms so many times, and the routing.
-
-    Routing keeps the router's input (D) and its probabilities (E), and each expert's output for the gradient of its weight.
-    """
-    N, D, routed = config.n_layer, config.n_embd, config.routed
-    mlp = {term: numbers[term] * routed for term in ("mlp up", "gelu", "mlp down")}
-    return numbers | mlp | {"routing": N * (D + config.n_expert + routed * D)}
-
-
-def published_bytes(config, sequences):
+def published_bytes(config, sequences: int) -> int:
     """Bytes of activations by Korthikanti et al. 2022 (section 4.1): N B (34 T D + 5 H T^2).
 
     They assume 16-bit activations, dropout after attention's scores, attention and MLP with masks of a byte, all scores kept
@@ -117,7 +86,7 @@ def published_bytes(config, sequences):
     return N * sequences * (34 * T * D + 5 * H * T**2)
 
 
-def slide_values(config, sequences):
+def slide_values(config, sequences: int) -> dict[str, int]:
     """{term: values} by the formula of many slides, for one forward. Values, not bytes: multiply by the size of one.
 
     5 N B T D + B N H T^2 + 2 B V T + 2 B T D + 2 B T. It counts attention's scores, which flash attention never keeps, and
@@ -134,13 +103,19 @@ def slide_values(config, sequences):
     }
 
 
-def sequences_at_once(layout, options):
+def weight_bytes(options) -> int:
+    """Bytes of a number that the optimizer updates: bf16 and fp16 keep theirs in fp32."""
+    return max(PRECISION_BYTES[options.train.precision], PRECISION_BYTES["fp32"])
+
+
+def sequences_at_once(layout, options) -> int:
     """Sequences of a rank's micro-batch."""
     return options.train.global_batch // layout.data // layout.micro_batches
 
 
-def activation_bytes(config, layout, options):
+def activation_bytes(config, layout, options) -> int:
     """Bytes of all micro-batches between their forward and their backward on a rank; with a pipeline at most."""
+    config = model_of(config)
     terms = rank_terms(config, layout, options)
     a_layer = sum(size for term, size in terms.items() if term not in AROUND) / config.n_layer
     around = sum(terms[term] for term in AROUND)
@@ -148,16 +123,12 @@ def activation_bytes(config, layout, options):
     if layout.pipeline == 1:
         return int(config.n_layer * kept + again + around)
     ranks = held_at_once(
-        options.parallel.schedule,
-        config.n_layer,
-        layout.pipeline,
-        layout.micro_batches,
-        layout.stages_per_rank,
+        options.parallel.schedule, config.n_layer, layout.pipeline, layout.micro_batches, layout.stages_per_rank
     )
     return int(max(layers * kept + heads * around for layers, heads in ranks) + again)
 
 
-def rank_terms(config, layout, options):
+def rank_terms(config, layout, options) -> dict[str, float]:
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
     parallel = options.parallel
     return _terms(
@@ -195,10 +166,7 @@ def _kept(config, layout, options, a_layer):
 
 def _products(config):
     """Numbers per token that a layer's products and attention give: (split over tensor ranks, whole)."""
-    D, routed = config.n_embd, getattr(config, "routed", 1)
-    if getattr(config, "style", "gpt") == "llama":
-        inside = 2 * D + 2 * config.kv_width + 2 * config.n_hidden * routed
-    else:
-        inside = 4 * D + 4 * D * routed
+    D, routed = config.n_embd, config.routed
+    up = config.n_hidden * (2 if config.style == "llama" else 1)
     # with experts also what came to them, so that no token is sent again
-    return inside, D + routed * D * (2 if getattr(config, "n_expert", 1) > 1 else 1)
+    return 2 * D + 2 * config.kv_width + up * routed, D + routed * D * (2 if config.n_expert > 1 else 1)

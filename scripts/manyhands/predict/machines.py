@@ -1,7 +1,10 @@
-"""What a GPU and its links can do: a small table with its sources, or your own numbers from a file.
+"""What a GPU and its links can do: a small table with its sources, or your own numbers from a file; and what a collective takes.
 
     machine = machine_named("h100")                # Machine: peak, memory, bandwidths
     machine = machine_from_file("mine.toml")       # the same fields; `base = "h100"` takes what it leaves out from the table
+    group = Group(machine, ranks=64, stride=8)     # 64 ranks, of which each node has one
+    group.seconds("all_gather", payload_bytes)     # alpha and beta, with the number of nodes that the ranks are on
+    group.sent("all_gather", payload_bytes)        # Sent(inside, between, host): bytes that a GPU sends over each link
 
 A GPU is what torch calls a device: of an MI250X one die, of a Max 1550 one stack. Bandwidths are of one direction, as vendors
 state them unless a source says "measured"; `step_time` counts with a share of them.
@@ -9,9 +12,18 @@ state them unless a source says "measured"; `step_time` counts with a share of t
 
 import tomllib
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import ceil, log2
 from pathlib import Path
 
-from manyhands.predict.peaks import listed_peak
+from manyhands.predict.flops import listed_peak
+
+# Assumptions, by order of magnitude: what nccl-tests and osu-tests print of small and of large messages on such machines.
+# Nothing here is fitted.
+LINK_SHARE = 0.8  # of a stated bandwidth that a collective attains
+LAUNCH_S = 10e-6  # of a collective's kernel
+HOP_INSIDE_S, HOP_BETWEEN_S = 1e-6, 5e-6  # of a message to the next rank
+RING_FACTOR = {"all_reduce": 2}  # of what all other operations send
 
 
 @dataclass(frozen=True)
@@ -80,14 +92,14 @@ MACHINES = {
 }  # fmt: skip
 
 
-def machine_named(name):
+def machine_named(name: str) -> Machine:
     """The Machine of the table. Raises ValueError for an unknown name."""
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is unknown; use one of {', '.join(MACHINES)}, or a file that ends in .toml")
     return MACHINES[name]
 
 
-def machine_from_file(path):
+def machine_from_file(path: str | Path) -> Machine:
     """A Machine from a TOML file with the fields of the class, over `base`. Raises ValueError with the cure."""
     path = Path(path)
     try:
@@ -104,3 +116,95 @@ def machine_from_file(path):
     if missing := [name for name in known if name not in values and name != "site"]:
         raise ValueError(f'{path} leaves out {", ".join(missing)}; name them, or a base = "h100"')
     return Machine(**values)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one GPU sends, on average over its group, inside its node and to other nodes; and copies from and to its host."""
+
+    inside: float = 0.0
+    between: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other):
+        return Sent(self.inside + other.inside, self.between + other.between, self.host + other.host)
+
+    def __mul__(self, count):
+        return Sent(self.inside * count, self.between * count, self.host * count)
+
+
+@dataclass(frozen=True)
+class Group:
+    """`ranks` ranks, `stride` apart, that talk to each other while all other groups of their axis do the same.
+
+    Bandwidth is a ring's: an all-reduce sends 2 (n-1)/n of the payload from each rank, an all-gather and a reduce-scatter half
+    of that (Patarasuk and Yuan 2009); "ring" is an all-gather of which each rank uses a piece at a time. An all-to-all sends
+    each rank its own piece: most of it leaves the node where most ranks are on others. A ring that leaves the node is as fast
+    as the share of the node's network cards that its ranks have: all groups of an axis work at the same time.
+    """
+
+    machine: Machine
+    ranks: int
+    stride: int = 1
+    link_share: float = LINK_SHARE
+
+    @cached_property
+    def on_a_node(self) -> int:
+        """Ranks of the group that share a node."""
+        return max(1, min(self.ranks, int(self.machine.gpus_per_node) // self.stride))
+
+    @cached_property
+    def nodes(self) -> int:
+        return ceil(self.ranks / self.on_a_node)
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """Of the slowest link of the ring, in one direction."""
+        inside, between = self.machine.inside_bytes_per_s, self.machine.between_bytes_per_s
+        if self.nodes == 1:
+            return inside * self.link_share
+        return min(inside if self.on_a_node > 1 else between, self.on_a_node * between) * self.link_share
+
+    def seconds(self, operation: str, payload_bytes: float, calls: int = 1) -> float:
+        """Of `calls` collectives with a payload of `payload_bytes` together. 0 for one rank alone."""
+        if self.ranks == 1 or not calls:
+            return 0.0
+        latency_s = calls * self._latency_s(operation)
+        if operation == "send":
+            link = self.machine.inside_bytes_per_s if self.nodes == 1 else self.machine.between_bytes_per_s
+            return payload_bytes / (link * self.link_share) + latency_s
+        if operation == "all_to_all":
+            # both kinds of links work at once, and each GPU has its share of the node's cards
+            sent, machine = self.sent(operation, payload_bytes), self.machine
+            slowest_s = max(sent.inside / machine.inside_bytes_per_s, sent.between / machine.between_bytes_per_s)
+            return slowest_s / self.link_share + latency_s
+        return self._volume(operation, payload_bytes) / self.bytes_per_s + latency_s
+
+    def sent(self, operation: str, payload_bytes: float) -> Sent:
+        """The Sent of a collective."""
+        crossing = self.nodes / self.ranks if self.nodes > 1 else 0.0
+        if operation == "all_to_all":
+            crossing = (self.ranks - self.on_a_node) / max(1, self.ranks - 1)
+        elif operation == "send":  # from stage to stage, in a line
+            crossing = min(1.0, (self.nodes - 1) / max(1, self.ranks - 1))
+        volume = self._volume(operation, payload_bytes)
+        return Sent(volume * (1 - crossing), volume * crossing)
+
+    def _volume(self, operation, payload_bytes):
+        if operation == "send":
+            return payload_bytes
+        return RING_FACTOR.get(operation, 1) * (self.ranks - 1) / self.ranks * payload_bytes
+
+    def _latency_s(self, operation):
+        """A ring visits every rank; an all-reduce may take a tree instead, up and down."""
+        if operation == "send":
+            return replace(self, ranks=2)._latency_s("all_gather")
+        between = self.nodes if self.nodes > 1 else 0
+        if operation == "all_to_all":  # messages to all ranks are under way together
+            return LAUNCH_S + (HOP_BETWEEN_S if between else HOP_INSIDE_S)
+        ring = (self.ranks - 1 - between) * HOP_INSIDE_S + between * HOP_BETWEEN_S
+        if operation == "all_reduce":
+            tree = log2(self.on_a_node) * HOP_INSIDE_S + log2(self.nodes) * HOP_BETWEEN_S
+            return LAUNCH_S + 2 * min(ring, tree)
+        launches = self.ranks - 1 if operation == "ring" else 1
+        return launches * LAUNCH_S + max(ring, 0)

@@ -3,7 +3,8 @@
     orders = orders_of("1F1B", p=4, m=8)                   # orders[rank]: the rank's actions, in the order in which it runs them
     run = simulate(orders)                                 # raises ValueError for a schedule that waits in a circle
     run.bubble, run.in_flight                              # 3/11, [4, 3, 2, 1]
-    run.slots                                              # what each rank did when, for `figures.schedule`
+    run.slots                                              # what each rank did when, for `plots.schedule`
+    held_at_once("1F1B", n_layer=32, p=4, m=16)            # ((32, 0), (8, 1)): layers and heads of the first and last rank
 
 p ranks, m micro-batches, v stages per rank; stage s is on rank s % p. An action is a tuple (kind, stage, micro-batch):
 
@@ -20,20 +21,16 @@ zero-bubble order their actions as torch.distributed.pipelining does, so m need 
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-)  # names of torch.distributed.pipelining
-TIMES = {
-    "F": 1,
-    "B": 2,
-    "I": 1,
-    "W": 1,
-}  # backward multiplies twice as much as forward, one half each for I and W
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")  # names of torch.distributed.pipelining
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules whose forwards all come before the backwards
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
+# backward multiplies twice as much as forward, one half each for I and W
+TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
+# micro-batches whose activations a rank holds: until B, or until W, as torch 2.13 keeps the graph of I for it
+HOLDS = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 class Action(NamedTuple):
@@ -76,12 +73,12 @@ class Run:
         return 1 - busy / whole
 
 
-def gpipe(rank, p, m):
+def gpipe(rank: int, p: int, m: int) -> list[Action]:
     """All forwards, then all backwards."""
     return [Action(kind, rank, i) for kind in "FB" for i in range(m)]
 
 
-def one_f_one_b(rank, p, m):
+def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
     """p - rank forwards to begin with (m, if there are fewer), then a backward for each forward."""
     ahead = min(m, p - rank)
     order = [Action("F", rank, i) for i in range(ahead)]
@@ -92,7 +89,7 @@ def one_f_one_b(rank, p, m):
     return order
 
 
-def interleaved(rank, p, m, v=2):
+def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[Action]:
     """1F1B over v stages per rank: a round of micro-batches through one stage, then through the next.
 
     Raises ValueError where m does not split into rounds of equal size, of which there are max(1, m // p).
@@ -106,7 +103,7 @@ def interleaved(rank, p, m, v=2):
     return order
 
 
-def zero_bubble(rank, p, m, v=1):
+def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """ZB-H1: interleaved with each backward in two halves; the second fills what would be idle. Raises as `interleaved`."""
     size = _round_size(p, m)
     ahead = min(m * v, (v - 1) * size + (p - 1 - rank))
@@ -119,7 +116,7 @@ def zero_bubble(rank, p, m, v=1):
     return order + weights[max(m * v - rank, 0) :]
 
 
-def orders_of(schedule, p, m, v=1):
+def orders_of(schedule: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
     """[each rank's actions] of a schedule in SCHEDULES; v counts for the last two only.
 
     Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and as `interleaved`.
@@ -127,7 +124,7 @@ def orders_of(schedule, p, m, v=1):
     return [order_of(schedule, rank, p, m, v) for rank in range(max(p, 1))]  # p=0 is refused there
 
 
-def order_of(schedule, rank, p, m, v=1):
+def order_of(schedule: str, rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """The actions of one rank of them. Raises as `orders_of`."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
@@ -140,7 +137,7 @@ def order_of(schedule, rank, p, m, v=1):
     return (interleaved if schedule == "Interleaved1F1B" else zero_bubble)(rank, p, m, v)
 
 
-def bubble_formula(schedule, p, m, v=1):
+def bubble_formula(schedule: str, p: int, m: int, v: int = 1) -> Fraction:
     """The idle share of a schedule's time by its formula, a Fraction: messages take no time, B takes as long as I and W.
 
     For the last two where m >= p; zero-bubble's is for F, I and W of equal length.
@@ -149,7 +146,7 @@ def bubble_formula(schedule, p, m, v=1):
     return Fraction(p - 1, work + p - 1)
 
 
-def needs(action, num_stages):
+def needs(action: Action, num_stages: int) -> list[Action]:
     """The actions, of this and other ranks, that must be done before `action` may begin."""
     kind, s, i = action
     if kind == "F":
@@ -160,21 +157,66 @@ def needs(action, num_stages):
     return [Action("F", s, i), *after]
 
 
-def in_flight(order):
+def in_flight(order: list[Action]) -> int:
     """The most micro-batches (times stages) whose activations a rank holds at once: from F to B, or to W."""
     held = most = 0
     for kind, *_ in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+        held += HOLDS[kind]
         most = max(most, held)
     return most
 
 
-def simulate(orders, times=TIMES, message=0, needs=needs):
+@cache
+def held_at_once(schedule: str, n_layer: int, p: int, m: int, v: int = 1) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((layers, heads) of the first rank, of the last rank): the most that each holds between forward and
+    backward at a time, counted per micro-batch.
+
+    The first rank has the most layers and the most micro-batches in flight, the last one has the head. `m` is a multiple of
+    p. A V-shaped schedule, which `pipeline_schedules` does not know, gets a bound: 2 p micro-batches of all its layers.
+    """
+    layers = [[count for count, *_ in stages] for stages in stages_of_ranks(n_layer, p, v)[:: max(1, p - 1)]]
+    if schedule in ALL_AT_ONCE:
+        return (m * sum(layers[0]), 0), (m * sum(layers[1]), m)
+    if schedule not in SCHEDULES:
+        most = min(m, 2 * p)
+        return (most * sum(layers[0]), 1), (most * sum(layers[1]), 1)
+    m = min(m, 4 * p)  # more change nothing: it is a steady state
+    first, last = (_held(order_of(schedule, rank, p, m, v), p, of) for rank, of in zip((0, p - 1), layers, strict=True))
+    return (first[0], 0), last
+
+
+def stages_of_ranks(
+    n_layer: int, p: int, v: int = 1, schedule: str = "1F1B"
+) -> list[tuple[tuple[int, bool, bool], ...]]:
+    """Per pipeline rank its stages: (layers, whether it is the first, whether it is the last).
+
+    As `parallel.pipeline_stage` cuts the depth: the first stages get what is left over, the last one never does. Around in a
+    loop, or with a V-shaped schedule down the ranks and up again.
+    """
+    least, extra = divmod(n_layer, p * v)
+    stages = [(least + (s < extra), s == 0, s == p * v - 1) for s in range(p * v)]
+    if schedule in V_SHAPED and v == 2:
+        return [(stages[rank], stages[2 * p - 1 - rank]) for rank in range(p)]
+    return [tuple(stages[rank::p]) for rank in range(p)]
+
+
+def _held(order, p, layers):
+    """(most layers, most micro-batches of the last stage) that are between F and B, or F and W, at a time."""
+    held, last, most = 0, 0, (0, 0)
+    for kind, stage, _ in order:
+        chunk = stage // p
+        held += HOLDS[kind] * layers[chunk]
+        last += HOLDS[kind] * (chunk == len(layers) - 1)
+        most = max(most[0], held), max(most[1], last)
+    return most
+
+
+def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0, needs=needs) -> Run:
     """Run the orders of all ranks on a clock: each rank does its actions one after the other, as soon as it can.
 
     `times` gives the length of each kind, or of (kind, stage) where stages differ. What comes from another rank costs its
-    receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is missing or twice there, and where ranks wait
-    for each other in a circle.
+    receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is missing
+    or twice there, and where ranks wait for each other in a circle.
     """
     orders = [[Action(*action) for action in order] for order in orders]
     num_stages = _refuse_incomplete(orders)
@@ -241,7 +283,7 @@ def _circle(orders, next_up, ended, needs):
     return f"the schedule never ends: {', '.join(waits)}"
 
 
-def slots_of(spans):
+def slots_of(spans: list) -> list[Slot]:
     """The slots among the spans of a virtual network: its computing, where a span's name is "kind stage micro-batch"."""
     found = []
     for span in spans:
@@ -251,6 +293,6 @@ def slots_of(spans):
     return found
 
 
-def named(action):
+def named(action: Action) -> str:
     """An action in words: F of micro-batch 3 on stage 0."""
     return f"{action[0]} of micro-batch {action[2]} on stage {action[1]}"

@@ -12,14 +12,13 @@ recomputation, then the simpler schedule, then less memory.
 from dataclasses import dataclass, replace
 
 from manyhands.config.layout import SPLIT_BACKWARD
-from manyhands.predict.plan_command import not_trained
-from manyhands.predict.plan_layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, families
-from manyhands.predict.plan_memory import AT_REST, PlannedBytes, bytes_at_rest, planned_bytes
-from manyhands.predict.plan_work import planned_work
+from manyhands.predict.layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, divisors, families
+from manyhands.predict.memory import AT_REST, RankBytes, bytes_per_rank, state_of_rank
+from manyhands.predict.rank_work import planned_work
 from manyhands.predict.step_time import Assumptions, StepTime, step_time
 
 CLOSE = 1.05
-MOST_NODES = 65_536  # where the search for a machine that is large enough ends
+MOST_NODES = 600  # where the search for a machine that is large enough ends
 GB = 1e9
 
 
@@ -28,20 +27,20 @@ class Plan:
     """A layout that fits, and what it is predicted to take."""
 
     candidate: Candidate
-    held: PlannedBytes
+    held: RankBytes
     time: StepTime
     mfu: float  # model FLOPs per second over the peak of all GPUs
     tokens_per_s: float  # of all GPUs together
 
     @property
-    def name(self):
+    def name(self) -> str:
         return str(self.candidate)
 
     @property
-    def step_s(self):
+    def step_s(self) -> float:
         return self.time.total_s
 
-    def complexity(self):
+    def complexity(self) -> tuple:
         """For `sorted`: the simplest plan first."""
         layout, parallel = self.candidate.layout, self.candidate.options.parallel
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
@@ -65,16 +64,27 @@ class Answer:
     schedules: tuple[Plan, ...] = ()
 
     @property
-    def best(self):
+    def best(self) -> Plan | None:
         return self.ranked[0] if self.ranked else None
 
     @property
-    def best_trained(self):
+    def best_trained(self) -> Plan | None:
         """The first of `ranked` that train.py can run, or None."""
         return next((one for one in self.ranked if not not_trained(self.question, one.candidate)), None)
 
 
-def plan(question, assumed=None):
+def not_trained(question: Question, candidate: Candidate) -> str:
+    """Why train.py cannot run a plan, in a sentence; "" where it can."""
+    if question.model.style != "gpt":
+        return "train.py trains the course's GPT alone: there is no command for this model"
+    if question.model.n_expert > 1:
+        return "train.py has no experts: there is no command for this model"
+    if candidate.layout.context > 1:
+        return "train.py has no context axis: there is no command for this layout"
+    return ""
+
+
+def plan(question: Question, assumed: Assumptions | None = None) -> Answer:
     """The Answer to a Question."""
     plans, refused, tried = {}, [], 0
     for family in families(question):
@@ -108,9 +118,9 @@ def _by_schedule(ranked, plans):
 
 
 def _measured(question, variants):
-    """[(candidate, its PlannedBytes, or None where they do not fit)]."""
+    """[(candidate, its RankBytes, or None where they do not fit)]."""
     for candidate in variants:
-        held = planned_bytes(question.model, candidate.layout, candidate.options)
+        held = bytes_per_rank(question.model, candidate.layout, candidate.options)
         yield candidate, held if held.on_gpu <= question.machine.memory_bytes else None
 
 
@@ -132,7 +142,7 @@ def _simplest(plans):
 def _does_not_fit(question, family):
     """Why a family is refused whose smallest variant is too large: the sentence with its bytes."""
     held, candidate = min(
-        ((planned_bytes(question.model, one.layout, one.options), one) for one in family.variants),
+        ((bytes_per_rank(question.model, one.layout, one.options), one) for one in family.variants),
         key=lambda pair: pair[0].on_gpu,
     )
     kinds = sorted(held.by_kind().items(), key=lambda kind: -kind[1])
@@ -146,20 +156,14 @@ def _does_not_fit(question, family):
     )
 
 
-def smallest_fit(question, start=1):
+def smallest_fit(question: Question, start: int = 1) -> int | None:
     """The smallest number of GPUs, whole nodes if more than one, on which something fits; None up to MOST_NODES nodes.
 
     The batch stays as it is, so that a number that does not split it may fail where a smaller one fits.
     """
     per_node = int(question.machine.gpus_per_node)
-    counts = [n for n in range(1, per_node + 1) if per_node % n == 0]
-    nodes = 2
-    while nodes <= min(MOST_NODES, question.global_batch * question.model.n_layer):
-        counts.append(nodes * per_node)
-        nodes += 1
-        if len(counts) > 600:
-            break
-    for gpus in counts:
+    most = min(MOST_NODES, question.global_batch * question.model.n_layer)
+    for gpus in (*divisors(per_node), *(nodes * per_node for nodes in range(2, most + 1))):
         if gpus >= start and _something_fits(replace(question, gpus=gpus)):
             return gpus
     return None
@@ -171,14 +175,14 @@ def _something_fits(question):
     for family in families(question, checkpointing=("block", "none"), most_micro_batch=1):
         for candidate in family.variants:
             options = candidate.options
-            if not options.parallel.offload and sum(bytes_at_rest(model, candidate.layout, options)) > room:
+            if not options.parallel.offload and sum(state_of_rank(model, candidate.layout, options)) > room:
                 continue
-            if planned_bytes(model, candidate.layout, options).on_gpu <= room:
+            if bytes_per_rank(model, candidate.layout, options).on_gpu <= room:
                 return True
     return False
 
 
-def weakest_assumption(question, best):
+def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
     """(sentence, seconds of a step if it is wrong): the assumption on which the recommended plan hangs most."""
     a = Assumptions()
     doubts = {
@@ -206,6 +210,6 @@ def weakest_assumption(question, best):
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
 
 
-def unbalanced_s(question, best):
+def unbalanced_s(question: Question, best: Plan) -> float:
     """Seconds of a step if the busiest rank's experts get twice the mean of tokens."""
     return _timed(question, best.candidate, best.held, Assumptions(routing=2.0)).step_s

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from manyhands.predict.machines import MACHINES, Machine
-from manyhands.predict.planned_model import PlannedModel, preset_model
+from manyhands.predict.models import PlannedModel, preset_model
+from manyhands.predict.rank_work import Work
 from manyhands.predict.step_time import Assumptions, step_time
-from manyhands.predict.work import Work
+from manyhands.predict.traffic import Message
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,7 @@ def published_work(run):
         "block": (flops, layers * a_layer),
     }[run.checkpointing]
     return Work(
-        tensor=t,
-        pipeline=run.pipeline,
-        replicate=data if run.sharing in ("replicas", "zero1") else 1,
-        shard=1 if run.sharing in ("replicas", "zero1") else data,
         micro_batches=run.global_batch // data // b,
-        stages_per_rank=run.stages_per_rank,
-        sharing=run.sharing,
         layers=int(layers),
         layers_flops=flops,
         head_flops=tokens * model.head_flops() / t,
@@ -188,16 +183,31 @@ def published_work(run):
         layers_bytes=layers * a_layer,
         again_bytes=again[1],
         around_bytes=4 * tokens * (D + model.vocab_size) / t,
-        tensor_calls=int(layers * (6 if run.checkpointing == "block" else 4)) if t > 1 else 0,
-        tensor_payload=tokens * D * 2,
-        stream_bytes=tokens * D * 2 / (t if run.sequence_parallel else 1),
-        stream_scattered=run.scattered and not run.sequence_parallel,
-        parameters=parameters,
+        owned=parameters / (1 if run.sharing == "replicas" else data),
+        messages=tuple(message for message in _published_messages(run, data, parameters) if message.ranks > 1),
         units=int(layers) + 1,
-        gather_bytes=2,
-        gradient_bytes=2,
-        overlap=run.overlap,
+        bubble=(run.pipeline - 1) / run.stages_per_rank,
     )
+
+
+def _published_messages(run, data, parameters):
+    """Of Megatron-LM and its like: 16-bit activations, weights and gradients."""
+    model, t, m = run.model, run.tensor, run.global_batch // data // run.micro_batch
+    layers = model.n_layer / run.pipeline  # on average
+    stream = run.micro_batch * model.block_size * model.n_embd * 2
+    calls, units = m * int(layers * (6 if run.checkpointing == "block" else 4)), int(layers) + 1
+    yield Message("tensor", "all_reduce", calls, calls * stream, t, 1)
+    calls, shared = m * 2 * run.stages_per_rank, t if run.sequence_parallel or run.scattered else 1
+    yield Message("pipeline", "send", calls, calls * stream / shared, run.pipeline, t * data)
+    gradients = "last backward" if run.overlap else ""
+    if run.sharing == "zero2":
+        behind = "first forward" if run.overlap else ""
+        yield Message("data", "all_gather", units, parameters * 2, data, t, behind)
+        yield Message("data", "reduce_scatter", units, parameters * 2, data, t, gradients)
+        return
+    yield Message("data", "all_reduce", units, parameters * 2, data, t, gradients)
+    if run.sharing == "zero1":
+        yield Message("data", "broadcast", units, parameters * 2, data, t)
 
 
 def predicted_tflops(run, assumed=None):

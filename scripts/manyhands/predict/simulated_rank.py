@@ -11,7 +11,6 @@ forward keeps. Only layouts of strategy fsdp: replicas would have to be moved to
 It runs in a process of its own, because a process has one default process group, and ranks are in theirs.
 """
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -29,13 +28,13 @@ from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import shard
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.predict.memory import bytes_per_rank
 
 VOCAB_SIZE = 65  # of a preset without a vocabulary: the corpus's
 PER_NODE = 8
 
 
-def in_own_process(worlds, flags, timeout_s=150):
+def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) -> list[dict]:
     """[what `simulate` returns] for each number of ranks in `worlds`. Local; nothing is sent.
 
     Raises ValueError with the sentence of what was refused, subprocess.TimeoutExpired after `timeout_s`.
@@ -51,7 +50,7 @@ def in_own_process(worlds, flags, timeout_s=150):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def simulate(gpus, flags):
+def simulate(gpus: int, flags: list[str]) -> dict:
     """{"layout", "held", "planned", "seconds"} of rank 0 among `gpus`; held and planned are {kind: bytes}.
 
     Raises OptionError or LayoutError for flags that do not go together, ValueError for a strategy other than fsdp.
@@ -66,7 +65,7 @@ def simulate(gpus, flags):
     return {
         "layout": str(layout),
         "held": held,
-        "planned": dataclasses.asdict(bytes_per_rank(config, layout, options)),
+        "planned": bytes_per_rank(config, layout, options).by_kind(),
         "seconds": time.perf_counter() - start,
     }
 
@@ -112,7 +111,7 @@ def _parts(config, layout, options):
     return [Stage(model, layers[i]) for i, owner in enumerate(owners) if owner == 0]
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     worlds, *flags = argv
     try:
         for gpus in worlds.split(","):

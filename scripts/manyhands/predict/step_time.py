@@ -1,23 +1,25 @@
 """How long a training step takes: compute, memory, messages that nothing hides, and the bubble, each in seconds.
 
-    time = step_time(work, machine)          # StepTime; work is a Work: what one GPU does, by `plan_work` or `published_runs`
+    time = step_time(work, machine)          # StepTime; work is a Work: what one GPU does (see `rank_work`)
     time.total_s, time.bubble_s
 
 Two constants are fitted, on two published runs (see `published_runs.fit`), and never per row: the share of the peak that
 matrix products attain, and how often the bytes that a forward leaves for its backward pass through the GPU's memory. All
-else is arithmetic over the table of machines and the assumptions of `link_time`.
+else is arithmetic over the table of machines and the assumptions of `machines`.
 
-A micro-batch on a stage takes: 2 (forward) + 4 (backward) + 2 (recomputation) operations per weight at that share of the
+A micro-batch on a stage takes: 2 (forward) + 4 (backward) + 2 (checkpointing) operations per weight at that share of the
 peak; 1 + 2 + 1 passes of the memory-bound bytes; and the messages of tensor parallelism, which wait for nobody. 1F1B
 idles for (P - 1) micro-batches, with v stages per rank for a v-th of that (Narayanan et al. 2021, section 2.2). Zero-bubble
 idles for a third of that again, if F, I and W take equally long (ZB-H1, Qi et al. 2024, arXiv:2401.10241): an assumption.
 """
 
-from dataclasses import dataclass, field, fields
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from manyhands.predict.link_time import LINK_SHARE, Sent
-from manyhands.predict.step_messages import Message, context_s, data_s, experts_s, pipeline_s, tensor_s
+from manyhands.predict.machines import LINK_SHARE, Group, Machine, Sent
+from manyhands.predict.rank_work import Work
+from manyhands.predict.traffic import Message
 
 MATMUL_SHARE = 0.666  # of the dense peak; fitted
 MEMORY_PASSES = 2.22  # of each byte that is kept; fitted
@@ -73,47 +75,68 @@ class StepTime:
 PARTS = tuple(f.name.removesuffix("_s") for f in fields(StepTime) if f.name != "messages")
 
 
-def step_time(work, machine, assumed=None):
-    """The StepTime of a `Work` on a Machine."""
-    a = assumed or Assumptions()
-    m, messages = work.micro_batches, []
+def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) -> StepTime:
+    """The StepTime of a Work on a Machine."""
+    a, m = assumed or Assumptions(), work.micro_batches
     flop_s = 1 / (machine.peak_flops * a.matmul_share)
     byte_s = a.memory_passes / machine.memory_bytes_per_s
-    more = a.routing - 1 if work.expert > 1 else 0.0  # a rank with all experts has all tokens, whoever gets them
+    more = (
+        a.routing - 1
+    )  # of experts that are spread over ranks: a rank with all experts has all tokens, whoever gets them
     forward = work.layers_flops + more * work.expert_flops + work.head_flops
     kept_bytes = work.layers_bytes + more * work.expert_bytes + work.around_bytes
     forward_s = forward * flop_s + kept_bytes * byte_s
     backward_s = 2 * forward_s + work.again_flops * flop_s + work.again_bytes * byte_s
     launching_s = work.layers * KERNELS * KERNEL_S * (4 if work.again_flops or work.again_bytes else 3)
     late_s = max(0.0, launching_s - forward_s - backward_s)
-    waits_s = {
-        "tensor_s": tensor_s(work, machine, a, messages),
-        "pipeline_s": pipeline_s(work, machine, a, messages),
-        "context_s": context_s(work, machine, a, messages),
-        "experts_s": experts_s(work, machine, a, messages),
-    }
+    sent, waits_s = _waits(work, machine, a, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
     around_s = 3 * (work.head_flops * flop_s + work.around_bytes * byte_s)
-    # the bubble is made of layers: the head stands on the last stage alone
-    idle = (work.pipeline - 1) / work.stages_per_rank * (work.idle_share if a.halves_fill else 1.0)
-    bubble_s = idle * (forward_s + backward_s - around_s + late_s + sum(waits_s.values()))
-    unhidden_s = data_s(work, machine, a, messages, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
+    # the bubble is made of layers, and of what each of their micro-batches waits for: the head stands on the last stage alone
+    idle = work.bubble * (work.idle_share if a.halves_fill else 1.0)
+    waited_s = sum(waits_s[axis] for axis in ("tensor", "pipeline", "context", "experts")) / m
     optimizer_s, host_s = work.owned * OPTIMIZER_BYTES / machine.memory_bytes_per_s, 0.0
-    if work.sharing == "offload":
-        # FSDP copies fp32 weights up for each forward and backward, and casts them there; gradients come down once
-        moved = work.owned * work.gradient_bytes * (2 * m + 1)
-        messages.append(Message("host", "copy", work.units * (2 * m + 1), moved, Sent(host=moved)))
-        # the host's Adam is taken to be as slow as the link
-        moved += work.owned * OPTIMIZER_BYTES
-        optimizer_s, host_s = 0.0, moved / (machine.host_bytes_per_s * a.link_share)
+    if work.offload:  # the host's Adam is taken to be as slow as the link
+        copied = sum(message.payload_bytes for message in sent if message.axis == "host")
+        optimizer_s, host_s = 0.0, (copied + work.owned * OPTIMIZER_BYTES) / (machine.host_bytes_per_s * a.link_share)
     cast_s = work.cast_bytes / machine.memory_bytes_per_s
     return StepTime(
         compute_s=m * (3 * forward + work.again_flops) * flop_s,
         memory_s=m * ((3 * kept_bytes + work.again_bytes) * byte_s + cast_s),
-        bubble_s=bubble_s,
-        data_s=unhidden_s,
+        tensor_s=waits_s["tensor"],
+        pipeline_s=waits_s["pipeline"],
+        bubble_s=idle * (forward_s + backward_s - around_s + late_s + waited_s),
+        data_s=waits_s["data"],
         optimizer_s=optimizer_s,
         host_s=host_s,
         launch_s=m * late_s,
-        messages=tuple(messages),
-        **{part: m * seconds for part, seconds in waits_s.items()},
+        context_s=waits_s["context"],
+        experts_s=waits_s["experts"],
+        messages=tuple(sent),
     )
+
+
+def _waits(work, machine, a, forward_s, backward_s):
+    """([Message with what a GPU of the machine sends], {axis: seconds of a step that the GPU waits for it})."""
+    m, flop_s = work.micro_batches, 1 / (machine.peak_flops * a.matmul_share)
+    compute_s = {
+        "first forward": forward_s, "forwards": m * forward_s, "backwards": (m - 1) * backward_s, "last backward": backward_s
+    }  # fmt: skip
+    sent, waits_s, behind_s = [], defaultdict(float), defaultdict(float)
+    for message in work.messages:
+        # the busiest rank's experts get more tokens
+        payload = message.payload_bytes * (a.routing if message.axis == "experts" else 1)
+        if message.axis == "host":
+            sent.append(replace(message, sent=Sent(host=payload)))
+            continue
+        group = Group(machine, message.ranks, message.stride, a.link_share)
+        seconds = group.seconds(message.operation, payload, message.calls)
+        sent.append(replace(message, payload_bytes=payload, sent=group.sent(message.operation, payload)))
+        if a.overlap and message.behind:
+            behind_s[message.axis, message.behind] += seconds
+        else:
+            hidden_s = message.behind_flops * flop_s if a.overlap else 0.0
+            waits_s[message.axis] += max(0.0, seconds - hidden_s)
+    for (axis, phase), seconds in behind_s.items():
+        # what is left of messages that come in pieces: at least one piece, which nothing can hide
+        waits_s[axis] += max(seconds - compute_s[phase], seconds / work.units)
+    return sent, waits_s

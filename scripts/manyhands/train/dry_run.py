@@ -7,7 +7,6 @@ What it prints is a configuration file: the resolved options in TOML, and what f
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -22,9 +21,8 @@ from manyhands.launch.join import end
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.limits import available_memory_bytes
 from manyhands.launch.screen import write
-from manyhands.measure.tensor_bytes import Bytes
-from manyhands.predict.activation_memory import activation_bytes, sequences_at_once
-from manyhands.predict.rank_memory import accumulated_bytes, bytes_per_rank, checkpoint_bytes
+from manyhands.predict.activation_memory import sequences_at_once
+from manyhands.predict.memory import AT_REST, bytes_per_rank, checkpoint_bytes
 from manyhands.train.chosen_text import corpus_of
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
@@ -65,9 +63,6 @@ def describe(options, world_size, per_node=None):
     tokens = train.global_batch * config.block_size
     held = bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
-    activations, at_once = activation_bytes(config, layout, options), sequences_at_once(layout, options)
-    accumulated = accumulated_bytes(config, layout, options)
-    peak = held.total + activations + accumulated
     facts = [
         f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
         f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
@@ -84,26 +79,34 @@ def describe(options, world_size, per_node=None):
             else ["not checked: vocabulary and prompt against the corpus, which is not on this machine yet"]
         ),
         "",
-        "a rank keeps between two steps (the fullest rank):",
-        *(f"  {field.name:<11}{gib(getattr(held, field.name)):>14}" for field in dataclasses.fields(Bytes)),
-        f"  {'total':<11}{gib(held.total):>14}",
-        "and within a step",
-        f"  {'activations':<11}{gib(activations):>14}  of micro-batches of {at_once} sequence{'s' * (at_once > 1)},"
-        f" activation checkpointing {options.parallel.activation_checkpointing}{', without the masks of dropout' * (config.dropout > 0)}",
-        *(
-            [
-                f"  {'gradients':<11}{gib(accumulated):>14}  whole, until the last of {layout.micro_batches} micro-batches"
-            ]
-            if accumulated
-            else []
-        ),
-        f"  {'at its peak':<11}{gib(peak):>14}  and what single operations need for the moment",
-        fits(peak, options.gpu_gib, min(per_node, world_size)),
+        *held_lines(held, options, layout, config.dropout > 0),
+        fits(held.on_gpu, options.gpu_gib, min(per_node, world_size)),
         "",
         "start it with",
         *(f"  {line}" for line in launch_lines(world_size, sys.argv[1:])),
     ]
     return "\n".join([f"# {fact}".rstrip() for fact in facts] + ["", to_toml(options)])
+
+
+def held_lines(held, options, layout, dropout):
+    """What the fullest rank holds, a line per kind: between two steps, and within one."""
+    sequences, checkpointing = sequences_at_once(layout, options), options.parallel.activation_checkpointing
+    said = {
+        "activations": f"of micro-batches of {sequences} sequence{'s' * (sequences > 1)}, activation checkpointing"
+        f" {checkpointing}{', without the masks of dropout' * dropout}",
+        "accumulated_gradients": f"whole, until the last of {layout.micro_batches} micro-batches",
+        "workspace": "of single operations: the logits and their gradient above all",
+        "optimizer": "in the host's memory, as parameters and gradients are" * held.offload,
+    }
+    lines = {
+        kind: f"  {kind.replace('_', ' '):<22}{gib(size):>14}  {said.get(kind, '')}".rstrip()
+        for kind, size in held.by_kind().items() if size or kind in AT_REST
+    }  # fmt: skip
+    within = [line for kind, line in lines.items() if kind not in AT_REST]
+    total = f"  {'total':<22}{gib(held.between_steps):>14}"
+    peak = f"  {'at its peak':<22}{gib(held.on_gpu):>14}"
+    between = [lines[kind] for kind in AT_REST]
+    return ["a rank keeps between two steps (the fullest rank):", *between, total, "and within a step", *within, peak]
 
 
 def _corpus_at_hand(options):

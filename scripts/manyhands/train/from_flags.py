@@ -15,7 +15,7 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.parallelize import parallelize
 from manyhands.parallel.strategy import Strategy, full_model
-from manyhands.predict import rank_memory, step_traffic
+from manyhands.predict import memory, traffic
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class ModelFromFlags:
     options: Options
 
     @property
-    def held_by_formula(self):
-        """The `Bytes` of the fullest rank."""
-        return rank_memory.bytes_per_rank(self.config, self.layout, self.options)
+    def held_by_formula(self) -> memory.RankBytes:
+        """The `RankBytes` of the fullest rank."""
+        return memory.bytes_per_rank(self.config, self.layout, self.options)
 
     @property
-    def sent_by_formula(self):
+    def sent_by_formula(self) -> dict[str, traffic.Traffic]:
         """{collective: Traffic} of a step; ValueError for a strategy without a formula."""
-        return step_traffic.per_step(self.config, self.layout, self.options)
+        return traffic.per_step(self.config, self.layout, self.options)
 
 
 def model_from_flags(flags, ranks, vocab_size, start=full_model):

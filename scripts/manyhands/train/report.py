@@ -26,7 +26,7 @@ import torch.distributed as dist
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.screen import write
 from manyhands.measure.timing import peak_memory_gib
-from manyhands.predict import flops, peaks
+from manyhands.predict import flops
 from manyhands.train import columns
 from manyhands.train.columns import screen_width
 from manyhands.train.step_timer import StepTimer
@@ -58,8 +58,8 @@ class Report:
         self.resumed = (0, 0)  # the step at which a resumed run goes on, and the tokens seen until then
         self.timer = StepTimer(ranks.device, clock)
         self.flops_per_token = flops.flops_per_token(config)
-        self.peak = peaks.dense_peak(ranks.device, options.train.precision)
-        self.peak_name = f"{peaks.device_name(ranks.device)} in {options.train.precision}"
+        self.peak = flops.dense_peak(ranks.device, options.train.precision)
+        self.peak_name = f"{flops.device_name(ranks.device)} in {options.train.precision}"
         if self.peak:
             self.peak_name = f"{self.peak / 1e12:,.1f} TFLOP/s, the dense peak of {self.peak_name}"
         self.began = now()
@@ -320,7 +320,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
     micro = f" in {layout.micro_batches} micro-batches" if layout.micro_batches > 1 else ""
     tokens = train.global_batch * block
     epochs = train.steps * tokens / max(1, len(corpus.train_ids))
-    device = peaks.device_name(ranks.device)
+    device = flops.device_name(ranks.device)
     facts = {
         "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
         "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "

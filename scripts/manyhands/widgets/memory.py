@@ -5,8 +5,7 @@ from manyhands.config.options import from_preset, merged
 from manyhands.gpt.model import GPTConfig
 from manyhands.plots.looks import BYTES, INK, LIMIT
 from manyhands.predict.activation_memory import saved_bytes
-from manyhands.predict.bytes_per_parameter import RECIPES, as_recipe
-from manyhands.predict.rank_memory import bytes_per_rank
+from manyhands.predict.memory import RECIPES, as_recipe, bytes_per_rank
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 MODELS = {
@@ -22,16 +21,16 @@ GIGA = {"GB": 10**9, "GiB": 2**30}
 MEGA = {"GB": ("MB", 10**6), "GiB": ("MiB", 2**20)}  # what is less than one
 LOOK_OF = {
     "weights": "parameters", "master": "copies", "moments": "optimizer", "gradients": "gradients", "cast": "other",
-    "gathered": "gathered", "activations": "activations",
+    "unsharded parameters": "unsharded_parameters", "activations": "activations",
 }  # fmt: skip
 
 
 def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
     """{kind: bytes} of one rank under a stage of ZeRO (0: DDP), with `sequences` whole sequences per rank and forward.
 
-    Kinds are those of a Recipe, what FSDP gathers (the root and a block, in the precision of the products) and activations
+    Kinds are those of a Recipe, what FSDP unshards (the root and a block, in the precision of the products) and activations
     (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and takes more). Shares
-    are equal parts; `rank_memory.bytes_per_rank` counts the padding too.
+    are equal parts; `predict.memory.bytes_per_rank` counts the padding too.
     """
     recipe, P = as_recipe(recipe), config.num_params()
     share = [1 / n_ranks if stage >= first else 1 for first in (1, 2, 3)]  # optimizer, gradients, weights
@@ -42,15 +41,15 @@ def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
         "moments": recipe.moments * P * share[0],
         "gradients": recipe.gradients * P * share[1],
         "cast": 0 if stage == 3 else recipe.cast * P,  # FSDP casts what it gathers
-        "gathered": _gathered(config, low, n_ranks) if stage == 3 else 0,
+        "unsharded parameters": _unsharded(config, low, n_ranks) if stage == 3 else 0,
         "activations": sum(saved_bytes(config, sequences, low).values()) if sequences else 0,
     }
     return {kind: n_bytes for kind, n_bytes in found.items() if n_bytes}
 
 
-def _gathered(config, itemsize, n_ranks):
+def _unsharded(config, itemsize, n_ranks):
     options = merged(from_preset("nano"), {"parallel": {"strategy": "fsdp"}}, "widget")
-    return bytes_per_rank(config, Layout(shard=n_ranks), options).gathered * itemsize / 4
+    return bytes_per_rank(config, Layout(shard=n_ranks), options).unsharded_parameters * itemsize / 4
 
 
 def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):

@@ -1,9 +1,9 @@
 """The planner to play with: a model, a machine, GPUs and a batch; a ranked table of the plans that fit, and their bars."""
 
 from manyhands.plots.plans import plans
+from manyhands.predict.layouts import Question
 from manyhands.predict.machines import MACHINES, machine_named
-from manyhands.predict.plan_layouts import Question
-from manyhands.predict.planned_model import MODELS, preset_model
+from manyhands.predict.models import MODELS, preset_model
 from manyhands.predict.planner import plan, smallest_fit
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 

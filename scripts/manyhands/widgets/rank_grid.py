@@ -5,7 +5,7 @@ from math import prod
 
 from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET
-from manyhands.predict.rank_links import between_nodes, links, partners, payloads_of_7b
+from manyhands.predict.traffic import between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 AXES = ("pipeline", "data", "tensor")

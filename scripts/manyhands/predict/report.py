@@ -1,24 +1,33 @@
-"""What a plan says: plain text for people, a dict for programs.
+"""What a plan says: plain text for people, a dict for programs, and how to start it; and published runs, predicted.
 
     print(as_text(answer, top=8))
     json.dumps(as_dict(answer))
+    train_flags(question, candidate)      # ["--preset", "olmo-7b", "--train.global-batch", "512", ...]
+    start_lines(question, candidate)      # lines of a shell that submit it as a job
+    print(published_text())               # plan.py --published
 
 Sizes are in decimal GB, as vendors state memories.
 """
 
+import dataclasses
 import re
+import shlex
 from collections import Counter
 
-from manyhands.predict.link_time import Sent
-from manyhands.predict.plan_command import not_trained, start_lines, train_flags
-from manyhands.predict.plan_layouts import SCHEDULES
-from manyhands.predict.planner import CLOSE, GB, smallest_fit, unbalanced_s, weakest_assumption
+from manyhands.config.options import from_preset
+from manyhands.config.presets import PRESETS
+from manyhands.predict.layouts import SCHEDULES, Candidate, Question
+from manyhands.predict.machines import Sent
+from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
+from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
+from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
 
+GB = 1e9
 # replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
 AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 
 
-def as_text(answer, top=8, show_all=False):
+def as_text(answer: Answer, top: int = 8, show_all: bool = False) -> str:
     """The whole answer, as lines. `top` rows of the ranking; show_all: every one, and every refusal."""
     lines = [*_question(answer.question), ""]
     if answer.best is None:
@@ -206,7 +215,7 @@ def _refusals(answer, show_all):
     return lines
 
 
-def as_dict(answer):
+def as_dict(answer: Answer) -> dict:
     """The answer as plain values: bytes, seconds, counts. The same keys for every plan."""
     question, runs = answer.question, answer.best_trained
     found = {
@@ -259,3 +268,83 @@ def _plan_dict(question, one):
         "tokens_per_s": one.tokens_per_s,
         "train_flags": train_flags(question, one.candidate),
     }
+
+
+# ------------------------------------------------------------------ how to start it
+
+
+def train_flags(question: Question, candidate: Candidate) -> list[str] | None:
+    """The words behind `python scripts/train.py`. None where it cannot run the plan: see `not_trained`."""
+    if not_trained(question, candidate):
+        return None
+    preset = question.model.name if question.model.name in PRESETS else "nano"
+    base, flags = from_preset(preset), ["--preset", preset]
+    for group in ("model", "train", "parallel"):
+        before, after = getattr(base, group), getattr(candidate.options, group)
+        for field in dataclasses.fields(after):
+            value = getattr(after, field.name)
+            if value != getattr(before, field.name):
+                flags += _flag(f"{group}.{field.name}", value)
+    return flags
+
+
+def _flag(name, value):
+    name = name.replace("_", "-")
+    group, option = name.split(".")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--{group}.no-{option}"]
+    return [f"--{name}", str(value)]
+
+
+def start_lines(question: Question, candidate: Candidate) -> list[tuple[str, str]]:
+    """[(what it is for, line)]: to look at first, then to run here or as a job. [] where train.py cannot run it.
+
+    Several nodes need a job; its directives are written once, with the site's name (see jobs/README.md).
+    """
+    flags = train_flags(question, candidate)
+    if flags is None:
+        return []
+    words, gpus = shlex.join(flags), question.gpus
+    per_node = min(int(question.machine.gpus_per_node), gpus)
+    room = f"{question.machine.memory_bytes / 2**30:.0f}"
+    lines = [("check it", f"python scripts/train.py {words} --ranks {gpus} --gpu-gib {room} --dry-run")]
+    if gpus == 1:
+        return [*lines, ("run it", f"python scripts/train.py {words}")]
+    if gpus == per_node:
+        lines.append(("run it", f"python scripts/launch.py --nproc {gpus} -- {words}"))
+    stamp = f"python -m manyhands.jobs.stamp stamp --site {question.machine.site} --nodes {gpus // per_node} --gpus {per_node}"
+    return [
+        *lines,
+        ("a job, once", stamp),
+        ("Slurm", f"sbatch jobs/train.slurm {words}"),
+        ("PBS", f'qsub -v TRAIN_ARGS="{words}" jobs/train.pbs'),
+    ]
+
+
+# ------------------------------------------------------------------ published runs
+
+
+def published_text() -> str:
+    """The tables of published runs: predicted, published, residual, and what each rests on."""
+    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
+    lines = [
+        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the peak, kept"
+        f" bytes pass {MEMORY_PASSES:.2f} times through memory.",
+        "TFLOP/s per GPU, counted as the source counts them.",
+    ]
+    for source in dict.fromkeys(run.source for run in RUNS):
+        runs = [run for run in RUNS if run.source == source]
+        lines += ["", source, head, *(_published_row(run) for run in runs)]
+        middle, worst = summary(runs)
+        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
+        lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
+        lines += [
+            f"  assumed, as the source leaves it open: {said}" for said in dict.fromkeys(run.assumed for run in runs)
+        ]
+    return "\n".join(lines)
+
+
+def _published_row(run):
+    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
+    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
+    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"

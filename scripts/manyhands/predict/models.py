@@ -13,21 +13,30 @@ Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value h
 
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import ceil, prod
+from typing import NamedTuple
 
 from manyhands.config.presets import PRESETS
 
 SHAKESPEARE_VOCAB_SIZE = 65  # what a preset without a vocabulary gets from the corpus
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight of the model: its shape, the dim that tensor ranks split (none: each holds it whole), and its use."""
+class Weight(NamedTuple):
+    """A weight of the model, or what a tensor rank has of it."""
 
+    module: str  # its name in the GPT; of a layer's weights the name within the layer
     shape: tuple[int, ...]
-    split: int | None = None
+    split: int | None = None  # the dim that tensor ranks split; none: each holds it whole
     linear: bool = False  # of a linear layer: autocast keeps a copy in low precision
     expert: bool = False  # of one of several experts, which expert parallelism spreads over ranks
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def of_tensor_rank(self, tensor: int) -> "Weight":
+        """What the first of `tensor` ranks has of it: DTensor gives the first ranks the larger parts."""
+        return self._replace(shape=tuple(ceil(n / tensor) if d == self.split else n for d, n in enumerate(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -91,101 +100,104 @@ class PlannedModel:
             )
 
     @property
-    def kv_width(self):
+    def kv_width(self) -> int:
         """Numbers of a token's key, over all key-value heads."""
         return self.n_embd // self.n_head * self.n_kv_head
 
     @property
-    def routed(self):
+    def routed(self) -> int | float:
         """Copies of a token that a layer's MLPs compute with, padding included: 1 without experts."""
-        return self.top_k * (self.capacity or 1.0)
+        return self.top_k * (self.capacity or 1)
 
-    def layer_weights(self, experts=None):
-        """[Weight] of one layer, with so many of its experts; none: with all."""
-        count = self.n_expert if experts is None else experts
-        router = [Weight((self.n_expert, self.n_embd), None, True)] if self.n_expert > 1 else []
-        return [*self._attention_weights(), *router, *self.mlp_weights() * count]
+    def layer_weights(self, experts: int | None = None) -> list[Weight]:
+        """Of one layer, in the order of `GPT.parameters()`, with so many of its experts; none: with all."""
+        D, kv, llama = self.n_embd, self.kv_width, self.style == "llama"
+        norms = [[Weight(name, (D,))] * (1 if llama else 2) for name in ("norm_1", "norm_2")]
+        if llama:
+            linears = [("q", (D, D), 0), ("k", (kv, D), 0), ("v", (kv, D), 0), ("out", (D, D), 1)]
+        else:
+            linears = [("qkv", (3 * D, D), 0), ("out", (D, D), 1), ("out", (D,), None)]
+            linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
+        attention = [Weight(f"attention.{name}", shape, split, True) for name, shape, split in linears]
+        router = [Weight("router", (self.n_expert, D), None, True)] if self.n_expert > 1 else []
+        mlps = self.mlp_weights() * (self.n_expert if experts is None else experts)
+        return [*norms[0], *attention, *norms[1], *router, *mlps]
 
-    def _attention_weights(self):
-        """Of attention, and the two norms."""
-        D = self.n_embd
-        if self.style == "llama":
-            linears = [(D, D, 0), (self.kv_width, D, 0), (self.kv_width, D, 0), (D, D, 1)]
-            return [Weight((D,))] * 2 + [Weight((o, i), split, True) for o, i, split in linears]
-        biases = [Weight((3 * D,), 0, True)] if self.qkv_bias else []
-        return [
-            *[Weight((D,))] * 4,
-            Weight((3 * D, D), 0, True), *biases,
-            Weight((D, D), 1, True), Weight((D,), None, True),
-        ]  # fmt: skip
-
-    def mlp_weights(self):
+    def mlp_weights(self) -> list[Weight]:
         """Of one MLP, or expert."""
-        D, M, expert = self.n_embd, self.n_hidden, self.n_expert > 1
-        shapes = [((4 * D, D), 0), ((4 * D,), 0), ((D, 4 * D), 1), ((D,), None)]
+        D, M = self.n_embd, self.n_hidden
+        linears = [("up", (M, D), 0), ("up", (M,), 0), ("down", (D, M), 1), ("down", (D,), None)]
         if self.style == "llama":
-            shapes = [((M, D), 0), ((M, D), 0), ((D, M), 1)]
-        return [Weight(shape, split, True, expert) for shape, split in shapes]
+            linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]
+        return [Weight(f"mlp.{name}", shape, split, True, self.n_expert > 1) for name, shape, split in linears]
 
-    def front_weights(self):
-        """[Weight] before the layers. A tied embedding is the head's weight, too."""
-        positions = [] if self.style == "llama" else [Weight((self.block_size, self.n_embd))]
-        return [Weight((self.vocab_size, self.n_embd), 0, self.tie), *positions]
+    def front_weights(self) -> list[Weight]:
+        """Before the layers. A tied embedding is the head's weight, too."""
+        positions = [] if self.style == "llama" else [Weight("positions", (self.block_size, self.n_embd))]
+        return [Weight("tokens", (self.vocab_size, self.n_embd), 0, self.tie), *positions]
 
-    def back_weights(self):
-        """[Weight] behind the layers: the last norm and, unless it is tied, the head."""
+    def back_weights(self) -> list[Weight]:
+        """Behind the layers: the last norm and, unless it is tied, the head."""
         D, V = self.n_embd, self.vocab_size
-        norm = [Weight((D,))] * (1 if self.style == "llama" else 2)
-        head = [] if self.tie else [Weight((V, D), 0, True)]
-        bias = [Weight((V,), 0, True)] if head and self.style == "gpt" else []
-        return [*norm, *head, *bias]
+        shapes = [] if self.tie else [(V, D)] if self.style == "llama" else [(V, D), (V,)]
+        norm = [Weight("norm", (D,))] * (1 if self.style == "llama" else 2)
+        return norm + [Weight("head", shape, 0, True) for shape in shapes]
 
     @cache  # noqa: B019 - models are few, and asked thousands of times
-    def num_params(self):
+    def num_params(self) -> int:
         """Parameters, by the shapes; of a gpt as `GPTConfig.num_params` has them."""
         once = self.front_weights() + self.back_weights()
-        return self.n_layer * sum(prod(w.shape) for w in self.layer_weights()) + sum(prod(w.shape) for w in once)
+        return self.n_layer * sum(w.numel for w in self.layer_weights()) + sum(w.numel for w in once)
 
-    def active_params(self):
+    def active_params(self) -> int:
         """Of them, what one token passes through: all but the experts that it is not sent to."""
-        idle = self.n_layer * (self.n_expert - self.top_k) * sum(prod(w.shape) for w in self.mlp_weights())
+        idle = self.n_layer * (self.n_expert - self.top_k) * sum(w.numel for w in self.mlp_weights())
         return self.num_params() - idle
 
     @cache  # noqa: B019
-    def layer_flops(self):
+    def layer_flops(self) -> int:
         """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of attention.
 
         As in `flops.flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
         """
-        products = sum(prod(w.shape) for w in self.layer_weights(self.top_k) if len(w.shape) == 2)
+        products = sum(w.numel for w in self.layer_weights(self.top_k) if len(w.shape) == 2)
         return 2 * products + self.attention_flops()
 
-    def expert_flops(self):
+    def expert_flops(self) -> float:
         """What a layer's experts compute per token, forward, padding included; 0 without experts."""
         if self.n_expert == 1:
             return 0.0
-        return 2 * self.routed * sum(prod(w.shape) for w in self.mlp_weights() if len(w.shape) == 2)
+        return 2 * self.routed * sum(w.numel for w in self.mlp_weights() if len(w.shape) == 2)
 
-    def computed_flops(self):
+    def computed_flops(self) -> float:
         """`layer_flops` and the padding: what a GPU really computes of a layer per token, forward."""
         return self.layer_flops() + self.expert_flops() * (1 - self.top_k / self.routed)
 
-    def attention_flops(self):
+    def attention_flops(self) -> int:
         """Of them, what attention multiplies beside its linear layers: scores, and their product with V."""
         return 4 * self.n_embd * self.block_size
 
-    def head_flops(self):
+    def head_flops(self) -> int:
         """Of the head per token, forward."""
         return 2 * self.vocab_size * self.n_embd
 
-    @cache  # noqa: B019 - models are few, and asked thousands of times
-    def flops_per_token(self):
+    @cache  # noqa: B019
+    def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward: what MFU counts, recomputation left out."""
         return 3 * (self.n_layer * self.layer_flops() + self.head_flops())
 
 
 @cache
-def share_of(model, context):
+def model_of(config: object) -> PlannedModel:
+    """The PlannedModel of a GPTConfig; a PlannedModel as it is."""
+    if isinstance(config, PlannedModel):
+        return config
+    names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "tie", "qkv_bias", "dropout")
+    return PlannedModel("a GPT", **{name: getattr(config, name) for name in names})
+
+
+@cache
+def share_of(model: PlannedModel, context: int) -> PlannedModel:
     """The model that one of so many context ranks sees: its share of the positions."""
     return replace(model, block_size=model.block_size // context) if context > 1 else model
 
@@ -201,7 +213,7 @@ MIXTRAL = PlannedModel("mixtral-8x7b", 32000, 32768, 32, 32, 4096, 8, 14336, "ll
 MODELS = (*PRESETS, *LLAMAS, MIXTRAL.name)
 
 
-def preset_model(name):
+def preset_model(name: str) -> PlannedModel:
     """The PlannedModel of a preset of the trainer, of one of LLAMAS, or of MIXTRAL. Raises ValueError for an unknown name."""
     if name == MIXTRAL.name:
         return MIXTRAL

@@ -4,40 +4,64 @@
         family.refused, family.variants          # a sentence of the trainer's own check, or [Candidate]
 
 A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule and
-recomputation. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory), Interleaved1F1B and
-InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one GPU per rank. Tensor ranks
-always use sequence and, without a pipeline, loss parallelism: they cost nothing more and save memory. Two axes are planned
-that `train.py` does not have (see `planned_layout`): context ranks, for long sequences or where a question asks for them, and
-ranks that the experts of a model are spread over.
+activation checkpointing. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory),
+Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one GPU per
+rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and save memory.
+
+Two axes are planned that `train.py` does not have. Ranks of the context axis share each sequence: a rank has two of 2 c equal
+pieces of it, one from the front and one from the back (zig-zag), so that all have as much attention to do under the causal
+mask. They have the same weights, or shards of the same weights, and sum their gradients with the data ranks: for all that is
+about weights they are data ranks, and `replicate` and `shard` count them. Experts are spread over `expert` neighbours among
+these, which keep the dense weights as they are. From the inside: tensor, context, shard, replicate, pipeline.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import NamedTuple
 
 from manyhands.config.layout import SPLIT_BACKWARD, Layout, LayoutError, resolve_layout
 from manyhands.config.options import ModelOptions, Options, from_preset
 from manyhands.config.presets import PRESETS
 from manyhands.predict.machines import Machine
-from manyhands.predict.plan_axes import all_axes
-from manyhands.predict.planned_layout import planned_layout
-from manyhands.predict.planned_model import PlannedModel, share_of
+from manyhands.predict.models import PlannedModel, share_of
 
 LARGEST_MICRO_BATCH, MOST_TOKENS = 64, 131_072  # what is larger saves no time
-LONG, SHORTEST = (
-    8192,
-    4096,
-)  # positions of a sequence that is worth a context axis, and of a rank's share of it
+# positions of a sequence that is worth a context axis, and of a rank's share of it
+LONG, SHORTEST = 8192, 4096
 CHECKPOINTING = ("none", "selective", "block")
 # {schedule: stages per rank}, the simplest first
 SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
-# {how data ranks share: (strategy, its options)}; the simplest first
-SHARINGS = {
-    "replicas": ("ddp", {}),
-    "zero1": ("zero1", {}),
-    "zero2": ("fsdp", {"sharding": "grad_op"}),
-    "zero3": ("fsdp", {"sharding": "full"}),
-    "hybrid": ("fsdp", {"sharding": "hybrid"}),
-    "offload": ("fsdp", {"sharding": "full", "offload": True}),
+
+
+class Sharing(NamedTuple):
+    """How data ranks share weights, gradients and optimizer: as the trainer is told, and on which axis they stand."""
+
+    strategy: str
+    axis: str
+    options: dict = {}  # noqa: RUF012 - of `options.parallel`, never changed
+
+
+SHARINGS = {  # the simplest first
+    "replicas": Sharing("ddp", "replicate"),
+    "zero1": Sharing("zero1", "replicate"),
+    "zero2": Sharing("fsdp", "shard", {"sharding": "grad_op"}),
+    "zero3": Sharing("fsdp", "shard", {"sharding": "full"}),
+    "hybrid": Sharing("fsdp", "shard", {"sharding": "hybrid"}),
+    "offload": Sharing("fsdp", "shard", {"sharding": "full", "offload": True}),
 }
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Layout):
+    """A Layout whose data ranks hold a part of a sequence, or a part of the experts."""
+
+    context: int = 1  # of replicate x shard
+    expert: int = 1  # of replicate x shard
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks that see different sequences."""
+        return self.replicate * self.shard // self.context
 
 
 @dataclass(frozen=True)
@@ -50,9 +74,8 @@ class Question:
     global_batch: int
     offload: bool = True  # may state rest in the host's memory?
     schedule: str | None = None  # of pipelines, a key of SCHEDULES; none: each of them is tried
-    context: int | None = (
-        None  # ranks that share a sequence; none: powers of two, for sequences of LONG positions and more
-    )
+    # ranks that share a sequence; none: powers of two, for sequences of LONG positions and more
+    context: int | None = None
 
     def __post_init__(self):
         for name, least in (("gpus", 1), ("global_batch", 1)):
@@ -79,11 +102,11 @@ class Question:
             )
 
     @property
-    def per_node(self):
+    def per_node(self) -> int:
         """GPUs of a node that take part."""
         return int(min(self.machine.gpus_per_node, self.gpus))
 
-    def contexts(self):
+    def contexts(self) -> list[int]:
         """Degrees of context parallelism to try: where a rank keeps SHORTEST positions or more, attention hides the ring."""
         if self.context is not None:
             return [self.context]
@@ -104,7 +127,7 @@ class Candidate:
     options: Options
 
     @property
-    def micro_batch(self):
+    def micro_batch(self) -> int:
         return self.options.train.micro_batch
 
     def __str__(self):
@@ -120,7 +143,7 @@ class Family:
     refused: str = ""
 
 
-def name_of(sharing, layout):
+def name_of(sharing: str, layout: Layout) -> str:
     """A layout for people: "zero3 8 x tensor 8"; 1 is left out."""
     context = layout.context
     data = f"{layout.replicate} x {layout.shard // context}" if sharing == "hybrid" else str(layout.data)
@@ -133,14 +156,86 @@ def name_of(sharing, layout):
     return f"{name}, experts over {layout.expert}" if layout.expert > 1 else name
 
 
-def families(question, checkpointing=CHECKPOINTING, most_micro_batch=LARGEST_MICRO_BATCH):
+class Axes(NamedTuple):
+    """A product of axes and a way to share, before a batch is cut."""
+
+    context: int
+    tensor: int
+    pipeline: int
+    group: int  # ranks that see different tokens: data ranks, times context
+    sharing: str
+    expert: int
+
+    @property
+    def data(self) -> int:
+        return self.group // self.context
+
+    def shard(self, per_node: int) -> int:
+        """Of `data` the ranks that share weights."""
+        if self.sharing == "hybrid":
+            return per_node // self.tensor // self.context
+        return self.data if SHARINGS[self.sharing].axis == "shard" else 1
+
+    def with_own(self, layout: Layout) -> Layout:
+        """A Layout of the trainer, which knows no context ranks and no experts, with them."""
+        if self.context == self.expert == 1:
+            return layout
+        axis, sizes = SHARINGS[self.sharing].axis, asdict(layout)
+        return PlannedLayout(**sizes | {axis: sizes[axis] * self.context}, context=self.context, expert=self.expert)
+
+
+def all_axes(question: Question) -> Iterator[Axes]:
+    """Every Axes of a question."""
+    per_node = question.per_node
+    for context in question.contexts():
+        for tensor in divisors(question.gpus // context):
+            if tensor > per_node or per_node % tensor:
+                continue
+            if question.context is None and context > 1 and context * tensor > per_node:
+                continue  # a ring between nodes is for those who ask for it
+            for pipeline in divisors(question.gpus // context // tensor):
+                group = question.gpus // tensor // pipeline
+                for sharing in _sharings(question, context, tensor, pipeline, group):
+                    for expert in _experts(question.model, sharing, tensor, group, per_node):
+                        yield Axes(context, tensor, pipeline, group, sharing, expert)
+
+
+def divisors(n: int) -> list[int]:
+    """Smallest first."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _sharings(question, context, tensor, pipeline, group):
+    """What makes sense for so many data ranks; zero1 goes with nothing else, and the trainer says so itself."""
+    within = question.per_node // tensor
+    names = ["replicas"]
+    if group > 1:
+        names += ["zero2", "zero3"] + (["zero1"] if tensor == pipeline == 1 else [])
+        if 1 < within < group and group % within == 0 and within % context == 0:
+            names.append("hybrid")
+    return names + ["offload"] * question.offload
+
+
+def _experts(model, sharing, tensor, group, per_node):
+    """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
+    if sharing in ("zero1", "hybrid"):
+        return [1]
+    degrees = [degree for degree in divisors(model.n_expert) if group % degree == 0]
+    return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= per_node), degrees[-1]})
+
+
+def families(
+    question: Question,
+    checkpointing: tuple[str, ...] = CHECKPOINTING,
+    most_micro_batch: int = LARGEST_MICRO_BATCH,
+) -> Iterator[Family]:
     """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
     base = base_options(question.model)
     for axes in all_axes(question):
         yield _family(question, base, axes, checkpointing, most_micro_batch)
 
 
-def base_options(model):
+def base_options(model: PlannedModel) -> Options:
     """The Options that a command line starts from: the model's preset, or nano with the model's sizes."""
     options = from_preset(model.name) if model.name in PRESETS else from_preset("nano")
     sizes = {f.name: getattr(model, f.name) for f in fields(ModelOptions) if f.name not in ("dropout", "vocab_size")}
@@ -151,11 +246,7 @@ def base_options(model):
 def _family(question, base, axes, checkpointing, most_micro_batch):
     model, tensor, pipeline = question.model, axes.tensor, axes.pipeline
     shard = axes.shard(question.per_node)
-    over = "replicate" if axes.sharing in ("replicas", "zero1") else "shard"
-    whole = Layout(pipeline, axes.group // shard, shard // axes.context or 1, tensor)
-    if over == "replicate":
-        whole = Layout(pipeline, axes.data, 1, tensor)
-    name = name_of(axes.sharing, planned_layout(whole, over, axes.context, axes.expert))
+    name = name_of(axes.sharing, axes.with_own(Layout(pipeline, axes.data // shard, shard, tensor)))
     if model.n_kv_head != model.n_head and model.n_kv_head % tensor:
         sentence = f"{model.n_kv_head} key-value heads do not split over {tensor} tensor ranks"
         return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
@@ -168,13 +259,13 @@ def _family(question, base, axes, checkpointing, most_micro_batch):
         schedules, most = schedules[:1], 1
     for micro_batch in micro_batches(question.global_batch, axes.data, most):
         for schedule in schedules:
-            options = _options(base, question, axes, whole.shard, micro_batch, schedule)
+            options = _options(base, question, axes, shard, micro_batch, schedule)
             try:
                 layout = resolve_layout(options, share, question.gpus // axes.context)
             except LayoutError as error:
                 refused = refused or str(error)
                 continue
-            layout = planned_layout(layout, over, axes.context, axes.expert)
+            layout = axes.with_own(layout)
             for kind in checkpointing:
                 if kind == "selective" and pipeline > 1 and schedule in SPLIT_BACKWARD:
                     continue  # the trainer refuses it
@@ -185,7 +276,7 @@ def _family(question, base, axes, checkpointing, most_micro_batch):
     return Family(name, tuple(variants), "" if variants else refused)
 
 
-def micro_batches(global_batch, data, most):
+def micro_batches(global_batch: int, data: int, most: int) -> list[int]:
     """Powers of two up to `most` that divide a data rank's share, the smallest first; [1] where that is no whole number."""
     share = global_batch // data
     if global_batch % data:
@@ -194,10 +285,10 @@ def micro_batches(global_batch, data, most):
 
 
 def _options(base, question, axes, shard, micro_batch, schedule):
-    strategy, extra = SHARINGS[axes.sharing]
-    tensor, pipeline, positions = axes.tensor, axes.pipeline, question.model.block_size // axes.context
+    sharing, tensor, pipeline = SHARINGS[axes.sharing], axes.tensor, axes.pipeline
+    positions = question.model.block_size // axes.context
     changes = {
-        "strategy": strategy,
+        "strategy": sharing.strategy,
         "tensor": tensor if tensor > 1 else None,
         "pipeline": pipeline if pipeline > 1 else None,
         "shard": shard if axes.sharing == "hybrid" else None,
@@ -213,11 +304,6 @@ def _options(base, question, axes, shard, micro_batch, schedule):
         "activation_checkpointing": "none",
         "stages_per_rank": None,
     }
-    train = replace(
-        base.train,
-        global_batch=question.global_batch,
-        micro_batch=micro_batch,
-        precision="bf16",
-        compile=False,
-    )
-    return replace(base, train=train, parallel=replace(base.parallel, **changes | extra))
+    batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
+    train = replace(base.train, **batch, precision="bf16", compile=False)
+    return replace(base, train=train, parallel=replace(base.parallel, **changes | sharing.options))

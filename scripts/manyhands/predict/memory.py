@@ -1,0 +1,399 @@
+"""Bytes of a rank under a layout, in closed form: nothing is allocated, nothing communicates, and nothing needs torch.
+
+    held = bytes_per_rank(config, layout, options)     # RankBytes of the fullest rank: a GPTConfig's, or a PlannedModel's
+    held.parameters, held.optimizer, held.on_gpu       # what must fit
+    state_bytes(65_288_471_656, "bf16 + fp32 master")  # on paper, before any layout: 16 bytes each, 1,045 GB
+    zero_bytes(7.5e9, n_ranks=64, stage=3)             # 1.9e9 bytes on each rank
+
+The dry run, the planner and the lessons all count by this one model. Counted: the weights that the optimizer updates, their
+gradients, Adam's two moments, copies in another precision, what FSDP unshards, activations (see `activation_memory`) and what
+single operations need. Not counted: masks of dropout, buffers of the communication library, the allocator's waste.
+After Rajbhandari et al. 2020 (ZeRO), section 5; each function says what it assumes. Tests hold it to real ranks.
+"""
+
+import heapq
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
+from math import ceil, prod
+from typing import NamedTuple
+
+from manyhands.predict.activation_memory import PRECISION_BYTES, activation_bytes, sequences_at_once, weight_bytes
+from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
+from manyhands.predict.pipeline_schedules import stages_of_ranks
+
+MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer keeps per parameter; SGD has no momentum here
+AT_REST = ("parameters", "gradients", "optimizer")  # what lasts from step to step, and what offload moves to the host
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, by kind: each at its most within a step."""
+
+    parameters: int  # what the optimizer updates
+    gradients: int
+    optimizer: int  # Adam's moments
+    copies: int  # the weights once more: in low precision for the products, or a master copy
+    unsharded_parameters: int  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
+    activations: int
+    accumulated_gradients: (
+        int  # FSDP with several micro-batches: of whole units, until the last one sums them over the ranks
+    )
+    workspace: int  # logits and their gradient in 32 bits; under FSDP the whole gradient of a unit before it is cut
+    offload: bool = False
+
+    @property
+    def between_steps(self) -> int:
+        """What lasts from one step to the next."""
+        return sum(getattr(self, kind) for kind in AT_REST)
+
+    @property
+    def on_host(self) -> int:
+        """What offload keeps in the host's memory instead."""
+        return self.between_steps if self.offload else 0
+
+    @property
+    def on_gpu(self) -> int:
+        """What the GPU's memory must hold at its fullest moment."""
+        return sum(self.by_kind().values()) - self.on_host
+
+    def by_kind(self) -> dict[str, int]:
+        """{kind: bytes}."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+
+
+def bytes_per_rank(config, layout, options) -> RankBytes:
+    """The RankBytes of the fullest rank: with a pipeline, of the one whose stages hold the most.
+
+    `config` is a GPTConfig or a PlannedModel, `layout` and `options` are the trainer's.
+    """
+    model = model_of(config)
+    return RankBytes(
+        *state_of_rank(model, layout, options),
+        activation_bytes(share_of(model, layout.context), layout, options),
+        _accumulated_gradients(model, layout, options),
+        _workspace(model, layout, options),
+        options.parallel.offload,
+    )
+
+
+def checkpoint_bytes(config, options) -> int:
+    """What a checkpoint holds under every strategy: weights and optimizer, whole, in their own precision."""
+    return config.num_params() * weight_bytes(options) * (1 + MOMENTS[options.optimizer.name])
+
+
+# ------------------------------------------------------------------ weights, gradients, optimizer
+
+
+class State(NamedTuple):
+    """The first five kinds of RankBytes: what does not depend on the batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    copies: int = 0
+    unsharded_parameters: int = 0
+
+
+def state_of_rank(model: PlannedModel, layout, options) -> State:
+    """The State of the fullest rank; many layouts differ in their batch alone, so it is remembered."""
+    return _state(
+        model, _as_one_batch(layout), layout.dp_mode(options), keeps_unsharded(options.parallel),
+        options.parallel.wrapping, options.parallel.zero_stage, options.parallel.schedule, weight_bytes(options),
+        PRECISION_BYTES[options.train.precision], MOMENTS[options.optimizer.name],
+    )  # fmt: skip
+
+
+@cache
+def _as_one_batch(layout):
+    return replace(layout, micro_batches=1)
+
+
+def keeps_unsharded(parallel) -> bool:
+    """Whether FSDP keeps all units whole from the forward to the end of the backward."""
+    return parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
+
+
+@cache
+def _state(model, layout, dp_mode, keeps, wrapping, zero_stage, schedule, size, low, moments):
+    found = []
+    ranks = stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, schedule)
+    for stages in dict.fromkeys(ranks):  # many are alike
+        if dp_mode == "fsdp":
+            found.append(_fsdp(model, stages, layout, keeps, wrapping, size, low, moments))
+        elif dp_mode == "deepspeed":
+            found.append(_deepspeed(model, stages, layout, zero_stage, size, low, moments))
+        else:
+            owners = layout.replicate if dp_mode == "zero1" else 1
+            found.append(_whole(model, stages, layout, owners, size, low, moments))
+    return max(found, key=sum)
+
+
+def _weights(model, stages, layout):
+    """[(how often, Weight)] of a pipeline rank: of each weight what its first tensor rank has."""
+    found = []
+    for layers, is_first, is_last in stages:
+        layer, front, back = _shares(model, layout.tensor, layout.expert)
+        found += [(layers, weight) for weight in layer]
+        found += [(1, weight) for weight in front * is_first + back * is_last]
+    return found
+
+
+@cache
+def _shares(model, tensor, expert):
+    """What a tensor rank has of a layer, with its share of the experts, of what is before the layers, and behind them."""
+    all_weights = model.layer_weights(model.n_expert // expert), model.front_weights(), model.back_weights()
+    return [[weight.of_tensor_rank(tensor) for weight in weights] for weights in all_weights]
+
+
+def _numel(weights):
+    return sum(times * weight.numel for times, weight in weights)
+
+
+def _whole(model, stages, layout, owners, size, low, moments):
+    """ddp, tp, pp: a rank has its part of the model for itself. The gradients are the buckets that are sent.
+
+    Autocast keeps a copy of what its linear layers multiply with and add, from the forward until the backward has used it;
+    embeddings and norms it leaves as they are. With zero1, ZeroRedundancyOptimizer gives the optimizer's state to `owners`
+    ranks: whole tensors, the largest first, each to the rank that has the least so far.
+    """
+    weights = _weights(model, stages, layout)
+    owned = count = _numel(weights)
+    if owners > 1:
+        loads = [0] * owners  # a heap
+        for numel in sorted((weight.numel for times, weight in weights for _ in range(times)), reverse=True):
+            heapq.heapreplace(loads, loads[0] + numel)
+        owned = max(loads)
+    linear = _numel([(times, weight) for times, weight in weights if weight.linear])
+    return State(count * size, count * size, moments * owned * size, linear * low if low < size else 0)
+
+
+def _fsdp(model, stages, layout, keeps, wrapping, size, low, moments):
+    """fully_shard cuts each weight along its first dim and pads: all ranks have what the first has. Gradients lie alike.
+
+    Whole at the same time, in the precision of the products: the root, which stays, and the most of a unit with the units
+    around it; where they stay for the step, all units. A unit that is fetched early would come on top.
+    """
+    held = unsharded = 0
+    for stage in stages:
+        units = fsdp_units(model, layout.tensor, layout.expert, *stage, wrapping)
+        *units, root = ((unit, *padded(unit.weights, layout)) for unit in units)
+        held += root[1] + sum(unit.times * part for unit, part, _ in units)
+        if keeps:
+            unsharded += root[2] + sum(unit.times * whole for unit, _, whole in units)
+        else:
+            unsharded += root[2] + max((padded(unit.nested, layout)[1] for unit, *_ in units), default=0)
+    return State(held * size, held * size, moments * held * size, 0, unsharded * low)
+
+
+def padded(weights: list[Weight], layout) -> tuple[int, int]:
+    """Numbers of these weights, padding included: (that a rank holds, that it gathers).
+
+    Ranks that the experts are spread over hold different ones: so many fewer share an expert.
+    """
+    held = whole = 0
+    for weight in weights:
+        ranks = max(1, layout.shard // layout.expert) if weight.expert else layout.shard
+        part = ceil(weight.shape[0] / ranks) * prod(weight.shape[1:])
+        held, whole = held + part, whole + part * ranks
+    return held, whole
+
+
+class Unit(NamedTuple):
+    """What FSDP gathers by one message: `times` alike."""
+
+    times: int
+    weights: list[Weight]  # its own, without those of units further inside
+    nested: list[Weight]  # its own, and those of the units around it: the root's left out
+
+
+@cache
+def fsdp_units(
+    model: PlannedModel, tensor: int, expert: int, layers: int, is_first: bool, is_last: bool, wrapping: str
+) -> list[Unit]:
+    """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which has what is left, if anything."""
+    layer = model.layer_weights(model.n_expert // expert)
+    around = model.front_weights() * is_first + model.back_weights() * is_last
+    kind, _, count = wrapping.partition(":")
+    if kind == "size":
+        inner, of_root = _units_of_size(layer, int(count), is_layer=True)
+        outer, left = _units_of_size(around, int(count), is_layer=False)
+        units = [(layers, *unit) for unit in inner] + [(1, *unit) for unit in outer]
+        around = of_root * layers + left
+    else:
+        step = int(count) if kind == "block_group" else 1
+        units = [(layers // step, layer * step), (1, layer * (layers % step))]
+        if kind == "block_and_size":
+            units += [(1, [w for w in around if w.module == name]) for name in ("tokens", "head")]
+            around = [w for w in around if w.module not in ("tokens", "head")]
+        units = [(times, own, own) for times, own in units if times and own]
+    return [
+        Unit(times, *([weight.of_tensor_rank(tensor) for weight in weights] for weights in both))
+        for times, *both in (*units, (1, around, []))
+    ]
+
+
+def _units_of_size(weights, least, is_layer):
+    """([(own weights, those of the units around it too)], the weights in no unit): modules of `least` parameters or more,
+    innermost first, that count what is in no unit further inside."""
+    paths = [weight.module.split(".") for weight in weights]
+    modules = {tuple(path[:depth]) for path in paths for depth in range(0 if is_layer else 1, len(path) + 1)}
+    found, left = {}, weights
+    for module in sorted(modules, key=lambda path: (-len(path), path)):
+        own = [weight for weight in left if _is_inside(weight, module)]
+        if sum(weight.numel for weight in own) >= least:
+            found[module] = own
+            left = [weight for weight in left if not _is_inside(weight, module)]
+    around = {module: [other for other in found if other == module[: len(other)]] for module in found}
+    return [(own, [w for other in around[module] for w in found[other]]) for module, own in found.items()], left
+
+
+def _is_inside(weight, module):
+    return tuple(weight.module.split("."))[: len(module)] == module
+
+
+def _deepspeed(model, stages, layout, zero_stage, size, low, moments):
+    """DeepSpeed's ZeRO cuts what it shards into equal parts; gradients and weights are fp32, as this course sets it up.
+
+    Stages 1 and 2 keep a master copy of a rank's part beside the whole weights. Stage 3 keeps up to LIVE_NUMEL numbers of
+    what it has gathered until the step is over.
+    """
+    from manyhands.parallel.deepspeed_engine import LIVE_NUMEL  # late: it brings torch
+
+    count = _numel(_weights(model, stages, layout))
+    share = ceil(count / layout.replicate)
+    if zero_stage < 3:
+        gradients = count if zero_stage == 1 else share
+        copies = share * size + (count * low if low < size else 0)
+        return State(count * size, gradients * size, moments * share * size, copies)
+    return State(share * size, share * size, moments * share * size, 0, min(count, LIVE_NUMEL) * low)
+
+
+# ------------------------------------------------------------------ within a step
+
+
+def rank_parameters(model: PlannedModel, layout, schedule: str = "1F1B") -> tuple[int, int]:
+    """(parameters of the fullest pipeline rank, those of experts among them): its tensor share, before sharding over data."""
+    _, *counts = _fullest(model, _as_one_batch(layout), schedule)
+    return tuple(counts)
+
+
+def fullest_stages(model: PlannedModel, layout) -> tuple[tuple[int, bool, bool], ...]:
+    """The stages of that rank: see `stages_of_ranks`."""
+    return _fullest(model, _as_one_batch(layout), "1F1B")[0]
+
+
+@cache
+def _fullest(model, layout, schedule):
+    found = []
+    for stages in stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, schedule):
+        weights = _weights(model, stages, layout)
+        found.append((stages, _numel(weights), _numel([pair for pair in weights if pair[1].expert])))
+    return max(found, key=lambda rank: rank[1:])
+
+
+def weights_in_order(model: PlannedModel, layout, stages) -> list[Weight]:
+    """What a tensor rank has of each weight of these stages, in the order of `parameters()`."""
+    layer, front, back = _shares(model, layout.tensor, layout.expert)
+    return [w for layers, is_first, is_last in stages for w in front * is_first + layer * layers + back * is_last]
+
+
+def _accumulated_gradients(model, layout, options):
+    """Gradients that FSDP holds whole until the last micro-batch, in the precision in which it sums them; 0 with one alone."""
+    ranks = layout.replicate * layout.shard
+    if layout.dp_mode(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
+        return 0
+    numbers, experts = rank_parameters(model, layout, options.parallel.schedule)
+    if layout.expert == ranks:  # no other rank has these experts: nothing is to be summed
+        numbers -= experts
+    return numbers * weight_bytes(options)
+
+
+def _workspace(model, layout, options):
+    """What single operations need for the moment: the most of it.
+
+    The logits in 32 bits and their gradient, on the last stage; under FSDP the gradient of the largest unit, in low precision
+    and once more in 32 bits, on its way into a reduce-scatter; on context ranks the keys and values of another rank and their
+    gradients, here and on their way; tokens on their way to experts and back.
+    """
+    low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
+    split = layout.tensor if options.parallel.loss_parallel else 1
+    tokens = sequences_at_once(layout, options) * model.block_size // layout.context
+    found = 2 * 4 * tokens * ceil(model.vocab_size / split)
+    if layout.context > 1:
+        found += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
+    if layout.expert > 1:
+        found += ceil(2 * tokens * model.routed * model.n_embd * low)
+    if layout.dp_mode(options) != "fsdp":
+        return found
+    largest = _largest_unit(model, layout.tensor, layout.expert, layout.pipeline == 1, options.parallel.wrapping)
+    return found + largest * (low + size)
+
+
+@cache
+def _largest_unit(model, tensor, expert, is_last, wrapping):
+    """Parameters of the largest unit of FSDP on the first stage, or on the only one."""
+    units = fsdp_units(model, tensor, expert, model.n_layer, True, is_last, wrapping)
+    return max(sum(weight.numel for weight in unit.weights) for unit in units)
+
+
+# ------------------------------------------------------------------ on paper
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes that training keeps per parameter, by kind."""
+
+    weights: float  # what the forward multiplies with, or is cast from
+    gradients: float
+    master: float  # the weights once more, exact, where the update goes
+    moments: float  # Adam's two
+    cast: float = 0  # autocast's copies, which live from the forward to the backward
+
+    @property
+    def total(self) -> float:
+        """Bytes per parameter while a step runs, the copies of a cast included."""
+        return sum(astuple(self))
+
+
+# Adam or AdamW throughout. "bf16 + fp32 master" is the mixed precision of Rajbhandari et al. 2020, section 3.1 (2 + 2 + 12).
+# Many slides take its 2 + 12 and leave the gradients out.
+RECIPES = {
+    "fp32": Recipe(weights=4, gradients=4, master=0, moments=8),
+    "bf16": Recipe(weights=2, gradients=2, master=0, moments=4),
+    "bf16 + fp32 master": Recipe(weights=2, gradients=2, master=4, moments=8),
+    "fp32 + autocast": Recipe(weights=4, gradients=4, master=0, moments=8, cast=2),
+    "14P of many slides": Recipe(weights=2, gradients=0, master=4, moments=8),
+}
+
+
+def state_bytes(num_params: float, recipe: str | Recipe) -> int:
+    """Bytes of weights, gradients, optimizer and copies of `num_params` parameters, on one device that holds all.
+
+    `recipe` is a Recipe, or a name in RECIPES. No activations. Raises ValueError for an unknown name.
+    """
+    return round(num_params * as_recipe(recipe).total)
+
+
+def as_recipe(recipe: str | Recipe) -> Recipe:
+    """The Recipe of a name in RECIPES; a Recipe as it is. Raises ValueError."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is unknown; use one of {', '.join(RECIPES)}, or a Recipe")
+    return RECIPES[recipe]
+
+
+def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> float:
+    """Bytes of each of `n_ranks` ranks under a stage of ZeRO (0: none, plain data parallelism).
+
+    Rajbhandari et al. 2020, figure 1: 2 bytes of weights, 2 of gradients and `k` of optimizer state per parameter (12:
+    Adam's moments and a master copy, in fp32). Stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3
+    the weights too; into parts of equal size, without unsharded parameters, without activations.
+    Raises ValueError for another stage, or less than one rank.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
+    if n_ranks < 1:
+        raise ValueError(f"n_ranks={n_ranks} is too small; use at least 1")
+    weights, gradients, optimizer = (1 / n_ranks if stage >= first else 1 for first in (3, 2, 1))
+    return num_params * (2 * weights + 2 * gradients + k * optimizer)

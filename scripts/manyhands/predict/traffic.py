@@ -1,0 +1,309 @@
+"""What a rank communicates in one training step, by formula: operations, calls and payload bytes.
+
+    messages(model, layout, options, layers=32)    # [Message] on every axis of a plan: what `step_time` takes for a machine
+    per_step(config, layout, options)              # {"all_gather": Traffic(calls=9, payload_bytes=...)}: as `wire.watch()` counts
+    ideal_volume(stage=3, num_params=P)            # 3 P numbers: what the method needs, whatever a library does
+    links(sizes, payloads_of_7b(sizes))            # who sends how much to whom, where ranks stand on a grid of axes
+
+A step here is forward, backward and `optimizer.step()`. Beside it the trainer sends two single numbers, the mean loss and,
+where gradients are sharded, their norm. A payload is the whole tensor that a collective is about (see `wire`); what then
+goes over the wires depends on the algorithm: in a ring 2 (n-1)/n of it for an all-reduce, (n-1)/n for the others.
+
+Messages of data ranks are held to real ranks by tests, to the call and the byte; those of the other axes to counts by hand.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, weight_bytes
+from manyhands.predict.machines import Sent
+from manyhands.predict.memory import fsdp_units, fullest_stages, keeps_unsharded, padded, weights_in_order
+from manyhands.predict.models import PlannedModel, model_of
+
+FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Collectives of one kind in a step, of one rank, in a group of `ranks` ranks that are `stride` apart."""
+
+    axis: str  # tensor, pipeline, context, experts, data or host
+    operation: str
+    calls: int
+    payload_bytes: float  # of all calls together
+    ranks: int
+    stride: int
+    # the compute that may hide it: a micro-batch's first forward, its "forwards", "backwards" or "last backward" of a step; else
+    # it is waited for, but for the time of so many operations of attention
+    behind: str = ""
+    behind_flops: float = 0.0
+    sent: Sent = Sent()  # by a GPU of a machine: `step_time` knows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one collective operation, and their payloads together in bytes."""
+
+    calls: int
+    payload_bytes: int
+
+
+def ideal_volume(stage: int, num_params: float) -> float:
+    """Numbers per step and rank that a stage of ZeRO needs to move; 0 is plain data parallelism. ValueError for another.
+
+    Rajbhandari et al. 2020, section 7, counts a reduce-scatter or an all-gather of P numbers as P (a ring sends (n-1)/n of
+    it), and an all-reduce, which is one of each, as 2 P. Stages 1 and 2 reduce-scatter gradients and all-gather updated
+    weights: 2 P. Stage 3 gathers the weights for the forward and again for the backward: 3 P.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
+    return (3 if stage == 3 else 2) * num_params
+
+
+def per_step(config, layout, options) -> dict[str, Traffic]:
+    """{operation: Traffic} of one rank in one step: strategies ddp, zero1 and fsdp. Nothing is allocated.
+
+    In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred bytes,
+    not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises ValueError for other
+    strategies, and with tensor or pipeline ranks.
+    """
+    strategy = options.parallel.strategy
+    if strategy not in ("ddp", "zero1", "fsdp") or layout.tensor > 1 or layout.pipeline > 1:
+        raise ValueError(
+            f"there is no formula for strategy={strategy} with tensor={layout.tensor} and pipeline={layout.pipeline};"
+            " use ddp, zero1 or fsdp, without tensor and pipeline ranks"
+        )
+    flat = strategy == "ddp" and options.parallel.all_reduce != "buckets"
+    calls, payloads = Counter(), Counter()
+    for message in _data(model_of(config), layout, options, flat):
+        calls[message.operation] += message.calls
+        payloads[message.operation] += message.payload_bytes
+    return {operation: Traffic(calls[operation], payloads[operation]) for operation in calls}
+
+
+def messages(model: PlannedModel, layout, options, layers: int) -> list[Message]:
+    """Every Message of a step in which a rank runs `layers` layers. One of GPUs: DDP sends buckets.
+
+    In low precision is what tensor ranks send; sums of gradients and what stages send are in fp32, as the trainer has them.
+    """
+    found = []
+    for axis, of_axis in OF_AXIS.items():
+        if getattr(layout, axis) > 1:
+            found += of_axis(model, layout, options, layers)
+    return found + [message for message in _data(model, layout, options) if message.ranks > 1]
+
+
+def forwards(layout, options) -> int:
+    """Forwards of a layer per micro-batch: block checkpointing repeats it, for both halves of a backward that is split."""
+    if options.parallel.activation_checkpointing != "block":
+        return 1
+    return 3 if layout.pipeline > 1 and options.parallel.schedule in SPLIT_BACKWARD else 2
+
+
+def tokens_at_once(model: PlannedModel, layout, options) -> int:
+    """Of a micro-batch, on a rank: context ranks share the positions."""
+    return sequences_at_once(layout, options) * model.block_size // layout.context
+
+
+def _tensor(model, layout, options, layers):
+    """Two all-reduces per layer in a forward, two in the backward, or the pairs that sequence parallelism puts in their place."""
+    calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
+    routed = model.routed if layout.expert > 1 else 1  # summed over tensor ranks before or after tokens come back
+    payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options) * (1 + routed) / 2
+    yield Message("tensor", "all_reduce", calls, calls * payload, layout.tensor, 1)
+
+
+def _pipeline(model, layout, options, layers):
+    """The stream to the next stage, and its gradient back: none of it is taken to be hidden."""
+    calls = 2 * layout.stages_per_rank * layout.micro_batches
+    payload = tokens_at_once(model, layout, options) * model.n_embd * weight_bytes(options)
+    stride = layout.tensor * layout.replicate * layout.shard
+    yield Message("pipeline", "send", calls, calls * payload, layout.pipeline, stride)
+
+
+def _context(model, layout, options, layers):
+    """Keys and values, and with them their gradients, on their way around the ring of context ranks.
+
+    Each rank computes with the block that it has while the next one arrives (Liu et al. 2023, Ring Attention,
+    arXiv:2310.01889): what takes longer than attention's products is waited for. With zig-zag shares, of the first and the
+    last positions together, all ranks have as much to do under the causal mask.
+    """
+    low, times = _low(options), forwards(layout, options)
+    numbers = sequences_at_once(layout, options) * model.block_size * 2 * model.kv_width / layout.tensor  # of one layer
+    flops = tokens_at_once(model, layout, options) * model.attention_flops() / layout.tensor
+    # torch sums gradients of K and V in fp32 on their way
+    for itemsize, passes, work in ((low, times, times), (low + weight_bytes(options), 1, 2)):
+        calls = layers * passes * layout.micro_batches
+        behind = layers * layout.micro_batches * work * flops
+        yield Message("context", "ring", calls, calls * numbers * itemsize, layout.context, layout.tensor, "", behind)
+
+
+def _experts(model, layout, options, layers):
+    """All-to-alls that send tokens to their experts and back, in the forward and in the backward."""
+    calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
+    # positions are split over the tensor ranks, or not
+    share = layout.tensor if options.parallel.sequence_parallel else 1
+    payload = tokens_at_once(model, layout, options) * model.routed * model.n_embd * _low(options) / share
+    yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor)
+
+
+def _low(options):
+    return PRECISION_BYTES[options.train.precision]
+
+
+# {axis of a Layout: its messages}; those of data ranks come on top
+OF_AXIS = {"tensor": _tensor, "pipeline": _pipeline, "context": _context, "expert": _experts}
+
+# ------------------------------------------------------------------ data parallelism
+
+
+def _data(model, layout, options, flat=False):
+    """Messages of data parallelism; dense weights and experts have groups of their own."""
+    parallel, mode = options.parallel, layout.dp_mode(options)
+    if mode == "fsdp":
+        return _fsdp(model, layout, keeps_unsharded(parallel), parallel.wrapping, _low(options), weight_bytes(options))
+    return _replicas(model, layout, mode == "zero1", flat, weight_bytes(options))
+
+
+def _groups(layout, expert):
+    """((ranks, stride) of those that shard, of those that replicate) a weight that `expert` ranks have different ones of."""
+    if layout.shard > 1:
+        return (layout.shard // expert, layout.tensor * expert), (layout.replicate, layout.tensor * layout.shard)
+    return (1, 1), (layout.replicate // expert, layout.tensor * expert)
+
+
+@cache
+def _replicas(model, layout, zero1, flat, size):
+    """Gradients, once per step, in DDP's buckets, or on CPUs in one flat vector; one rank alone has nothing to add up, but DDP
+    does not look. A pipeline's are summed in pieces when all micro-batches are done.
+
+    zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P together, where
+    the ideal is 2 P.
+    """
+    found, weights = [], weights_in_order(model, layout, fullest_stages(model, layout))
+    for expert in (1, layout.expert) if layout.expert > 1 else (1,):
+        own = [w.numel * size for w in weights if layout.expert == 1 or w.expert == (expert > 1)]
+        group, behind = _groups(layout, expert)[1], "" if layout.pipeline > 1 else "last backward"
+        buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
+        if buckets:
+            found.append(Message("data", "all_reduce", len(buckets), sum(buckets), *group, behind))
+        if zero1:
+            found.append(Message("data", "broadcast", len(own), sum(own), *group))
+    return found
+
+
+def buckets_of(sizes: list[int]) -> list[int]:
+    """Bytes of DDP's buckets from the third step on: filled in the order in which gradients come, last layers first.
+
+    A bucket is closed by the gradient with which it reaches its limit (Li et al. 2020, section 3.2.3). Gradients come in the
+    order of the backward: the weights reversed, of a linear layer the bias first.
+    """
+    buckets, limit, fill = [], FIRST_BUCKET, 0
+    for n_bytes in reversed(sizes):
+        fill += n_bytes
+        if fill >= limit:
+            buckets.append(fill)
+            limit, fill = LATER_BUCKETS, 0
+    return [*buckets, fill] if fill else buckets
+
+
+@cache
+def _fsdp(model, layout, keeps, wrapping, low, size):
+    """Per unit: gathers in the precision of the products, and sums of gradients in that of the weights.
+
+    Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward and,
+    as they are resharded after it, again for the backward, in each micro-batch; the root stays, since the backward begins with
+    it. Where units are kept, all stay to the end of the step. Gradients are summed in the last micro-batch alone. Between
+    replicas (axis replicate) the shards of the sums are added up once more.
+
+    Not counted: with several micro-batches and a wrapping so fine that nothing is left to the root (size:1), torch 2.13
+    gathers the last unit once more.
+    """
+    found, m = [], layout.micro_batches
+    for expert in (1, layout.expert) if layout.expert > 1 else (1,):
+        shards, replicas = _groups(layout, expert)
+        calls = numbers = inner_calls = inner_numbers = 0  # of all units, and of all but the roots
+        for stage in fullest_stages(model, layout):
+            units = fsdp_units(model, layout.tensor, layout.expert, *stage, wrapping)
+            for unit in units:
+                own = [w for w in unit.weights if layout.expert == 1 or w.expert == (expert > 1)]
+                if whole := padded(own, layout)[1]:
+                    calls, numbers = calls + unit.times, numbers + unit.times * whole
+                    if unit is not units[-1]:
+                        inner_calls, inner_numbers = inner_calls + unit.times, inner_numbers + unit.times * whole
+        if shards[0] > 1:
+            gathers = [(calls, numbers, 1, "first forward")] if keeps else [
+                (calls, numbers, m, "forwards"), (inner_calls, inner_numbers, m - 1, "backwards"),
+                (inner_calls, inner_numbers, 1, "last backward"),
+            ]  # fmt: skip
+            for count, gathered, times, behind in gathers:
+                if count * times:
+                    payload = gathered * times * low
+                    found.append(Message("data", "all_gather", count * times, payload, *shards, behind))
+            found.append(Message("data", "reduce_scatter", calls, numbers * size, *shards, "last backward"))
+        if replicas[0] > 1:
+            found.append(Message("data", "all_reduce", calls, numbers // shards[0] * size, *replicas, "last backward"))
+    return found
+
+
+# ------------------------------------------------------------------ a grid of ranks
+
+
+TOKENS, WIDTH, LAYERS, PARAMETERS = 2048, 4096, 32, 6.7e9  # lesson 10's 7B model, one sequence per micro-batch
+MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class OnLink:
+    """What goes over one link in a step, in one direction."""
+
+    axis: str
+    bytes: float
+
+
+def partners(sizes: dict[str, int], rank: int) -> dict[str, list[int]]:
+    """{axis: ranks of the group that `rank` is in, in order}, on a grid of {axis: ranks}, the last axis fastest."""
+    axes, found = list(sizes), {}
+    for i, axis in enumerate(axes):
+        stride = prod(sizes[other] for other in axes[i + 1 :])
+        first = rank - rank // stride % sizes[axis] * stride
+        found[axis] = list(range(first, first + sizes[axis] * stride, stride))
+    return found
+
+
+def payloads_of_7b(sizes: dict[str, int]) -> dict[str, float]:
+    """{axis: bytes that a rank communicates on it in a step}: a micro-batch's activations, gradients in fp32, all-reduces of layers."""
+    activation = 2 * TOKENS * WIDTH  # bf16
+    return {
+        "pipeline": MICRO_BATCHES * activation,  # as many bytes come back
+        "data": 4 * PARAMETERS / (sizes["pipeline"] * sizes["tensor"]),
+        "tensor": MICRO_BATCHES * 4 * LAYERS / sizes["pipeline"] * activation,
+    }
+
+
+def links(sizes: dict[str, int], payloads: dict[str, float]) -> dict[tuple[int, int], OnLink]:
+    """{(from rank, to rank): OnLink} of a step: to the next rank of a ring 2 (n-1)/n of an all-reduce's payload (lesson 02);
+    stages send activations to the next one and gradients back, in a line."""
+    found = {}
+    for rank in range(prod(sizes.values())):
+        for axis, group in partners(sizes, rank).items():
+            n, me = len(group), group.index(rank)
+            if axis == "pipeline":
+                for other in (me - 1, me + 1):
+                    if 0 <= other < n:
+                        found[rank, group[other]] = OnLink(axis, payloads[axis])
+            elif n > 1:
+                found[rank, group[(me + 1) % n]] = OnLink(axis, 2 * (n - 1) / n * payloads[axis])
+    return found
+
+
+def between_nodes(sent: dict[tuple[int, int], OnLink], per_node: int) -> dict[str, float]:
+    """{axis: bytes of a step that leave a node, all ranks together}; an axis that sends nothing is left out."""
+    found = {}
+    for (start, end), one in sent.items():
+        leaves = start // per_node != end // per_node
+        found[one.axis] = found.get(one.axis, 0.0) + leaves * one.bytes
+    return found
