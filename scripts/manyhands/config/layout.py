@@ -35,7 +35,7 @@ class Layout:
     tensor: int = 1
     micro_batches: int = 1  # per data rank and step: accumulation, or what fills a pipeline
     stages_per_rank: int = 1
-    # axes that no run has: see `predict.planned_layout`
+    # axes that no run has: see `predict.layouts`
     context = expert = 1
 
     @property
