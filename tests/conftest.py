@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 # threads that wait for work without spinning: ranks, and tests that run beside each other, share the cores. Before torch.
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
+from forked_python import ForkedPython  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 # on a busy machine an example may take a second: that is no fault of what is tested
@@ -31,6 +33,24 @@ def pool():
     """Up to eight ranks that stay for all tests: `pool.run(n, function, *args)`; see rank_pool."""
     with RankPool(8) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def forked_python():
+    """A Python that starts programs and ranks in a moment: they are forked from a process that has imported torch."""
+    with tempfile.TemporaryDirectory(prefix="mh-") as folder, ForkedPython(folder) as python:
+        yield python.executable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_forks(request):
+    """In the files of FORKED whatever is started with sys.executable is a fork; see forked_python."""
+    if request.path.name in FORKED:
+        before, sys.executable = sys.executable, request.getfixturevalue("forked_python")
+        yield
+        sys.executable = before
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +113,11 @@ WAIT = [
     "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
 ]  # fmt: skip
 FIRST = LESSONS + WAIT
+# what starts many programs; not what looks at command lines in /proc, or at the memory of what it has started
+FORKED = [
+    "test_lessons.py", "test_stand_in_device.py", "test_train_program.py", "test_align_program.py", "test_sample.py",
+    "test_prepare_data.py", "test_bad_input.py", "test_dry_run.py", "test_serve_program.py", "test_own_text.py",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

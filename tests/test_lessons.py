@@ -18,7 +18,7 @@ from manyhands.course.folders import ROOT
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
 from manyhands.launch.metrics import compare
-from manyhands.tools.lesson_run import find_metrics
+from manyhands.tools.lesson_run import find_metrics, write_kernelspec
 from papermill.inspection import inspect_notebook
 
 LESSONS = find_lessons(ROOT)
@@ -93,7 +93,10 @@ def test_every_exercise_has_a_folded_solution(lesson):
 @pytest.mark.timeout(600)
 def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
     """The nbval run on the lesson's own number of ranks: cells tagged nbval-check-output must print what is stored."""
+    kernel = tmp_path / "jupyter" / "kernels" / "manyhands"  # before the one that is installed: this one is a fork
+    write_kernelspec(kernel)
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path), "MANYHANDS_LIVE": "0"}
+    environ["JUPYTER_PATH"] = str(tmp_path / "jupyter")
     environ.pop("PYTEST_CURRENT_TEST", None)
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval-lax", "-q", "-x",
