@@ -5,7 +5,7 @@
     python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from SFT  # draw answers, judge them, learn from both
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/align.py grpo --from SFT
     python scripts/align.py sft --from outputs/train/latest --lora.rank 4   # thin matrices learn, the rest is frozen
-    python scripts/align.py grpo --from SFT --grpo.reward in_order          # a reward that can be hacked: watch accuracy
+    python scripts/align.py grpo --from SFT --grpo.reward in_order          # a reward that can be hacked
 
 `--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file.
 The first stage appends the chat template's four markers to the model's tokens. A stage's checkpoints are read by

@@ -43,12 +43,7 @@ def arguments_of(argv, error=None):
     own.add_argument("--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters")
     own.add_argument("--vocab-size", type=int, help="size of the BPE's vocabulary, 257 or more (4096)")
     own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
-    own.add_argument(
-        "--blank-lines",
-        type=int,
-        default=2,
-        help="so many end a document of plain text (2); 0: a file is one",
-    )
+    own.add_argument("--blank-lines", type=int, default=2, help="so many end a document (2); 0: a file is one")
     own.add_argument("--text-field", default="text", help="where JSON lines have their text (text)")
     own.add_argument("--near", type=float, default=0.8, help="similar documents are copies; 2: only equal ones (0.8)")
     own.add_argument("--min-characters", type=int, default=100, help="a shorter document is dropped (100)")
@@ -61,40 +56,24 @@ def arguments_of(argv, error=None):
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
     least, most = 257, 10**6  # tokens in the vocabulary
-    faults = [
-        (given.verify and given.files, "--verify reads a prepared text and takes no files; leave them out"),
-        (
-            given.files and not given.to,
-            "--to FOLDER says where the prepared text goes; name one, such as data/mine",
-        ),
-        (given.to and not given.files, "--to needs files to prepare; name some"),
-        (
-            given.vocab_size is not None and given.tokenizer == "char",
-            "--vocab-size is for bpe; a tokenizer of characters has a token for each character of the text",
-        ),
-        (
-            given.vocab_size is not None and given.vocab_size < least,
-            f"--vocab-size {given.vocab_size} has no room for 256 bytes and the separator; use {least} or more",
-        ),
-        (
-            not 0 < given.validation < 1,
-            f"--validation {given.validation} is no share; use more than 0 and less than 1",
-        ),
-        (
-            given.vocab_size is not None and given.vocab_size > most,
-            f"--vocab-size {given.vocab_size} is too large; use at most {most}",
-        ),
-        (
-            not 0 <= given.blank_lines <= 1000,
-            f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000",
-        ),
-        (not given.near >= 0.5, f"--near {given.near} finds everything alike; use 0.5 or more"),
-        (given.min_characters < 0, f"--min-characters {given.min_characters} is negative; use 0 or more"),
-    ]
+    size = least if given.vocab_size is None else given.vocab_size
+    char = "a tokenizer of characters has a token for each character of the text"
+    faults = {
+        "--verify reads a prepared text and takes no files; leave them out": given.verify and given.files,
+        "--to FOLDER says where the prepared text goes; name one, such as data/mine": given.files and not given.to,
+        "--to needs files to prepare; name some": given.to and not given.files,
+        f"--vocab-size is for bpe; {char}": given.vocab_size is not None and given.tokenizer == "char",
+        f"--vocab-size {size} has no room for 256 bytes and the separator; use {least} or more": size < least,
+        f"--vocab-size {size} is too large; use at most {most}": size > most,
+        f"--validation {given.validation} is no share; use more than 0 and less than 1": not 0 < given.validation < 1,
+        f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000": not 0 <= given.blank_lines <= 1000,
+        f"--near {given.near} finds everything alike; use 0.5 or more": not given.near >= 0.5,
+        f"--min-characters {given.min_characters} is negative; use 0 or more": given.min_characters < 0,
+    }
     for name in ("min_letters", "max_repeated", "max_runs"):
         value = getattr(given, name)
-        faults.append((not 0 <= value <= 1, f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"))
-    return next((sentence for wrong, sentence in faults if wrong), None)
+        faults[f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"] = not 0 <= value <= 1
+    return next((sentence for sentence, wrong in faults.items() if wrong), None)
 
 
 def fetch_shakespeare(require):

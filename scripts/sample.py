@@ -63,16 +63,13 @@ def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
 
 def refuse_senseless(options):
     """Raises ValueError for a value that no model can make sense of."""
+    length, temperature, top_k = options.length, options.temperature, options.top_k
     faults = {
-        f"--length {options.length} is negative; use 0 or more": options.length < 0,
-        f"--temperature {options.temperature} is negative; use 0 for the likeliest token": options.temperature < 0,
-        f"--top-k {options.top_k} leaves nothing to draw; use 1 or more": options.top_k is not None
-        and options.top_k < 1,
-        f"--temperature {options.temperature} is no number to divide by; use 0 or more": not math.isfinite(
-            options.temperature
-        ),
-        "--system is for --chat; add it, or leave the system's message out": options.system is not None
-        and not options.chat,
+        f"--length {length} is negative; use 0 or more": length < 0,
+        f"--temperature {temperature} is negative; use 0 for the likeliest token": temperature < 0,
+        f"--top-k {top_k} leaves nothing to draw; use 1 or more": top_k is not None and top_k < 1,
+        f"--temperature {temperature} is no number to divide by; use 0 or more": not math.isfinite(temperature),
+        "--system is for --chat; add it, or leave it out": options.system is not None and not options.chat,
         "--prompt is empty; give the text at least one character to start from": not options.prompt,
     }
     for sentence, wrong in faults.items():

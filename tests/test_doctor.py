@@ -271,7 +271,7 @@ def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):
     says(doctor.data, "warning", "not here", "prepare_data.py", "MANYHANDS_SHAKESPEARE=")
     (tmp_path / shakespeare.FILE_NAME).write_text("To be, or not to be")
     says(doctor.data, "error", "is not the course's Shakespeare")
-    monkeypatch.setattr(shakespeare, "_is_shakespeare", lambda content: True)
+    monkeypatch.setattr(shakespeare, "checked", lambda content, where, cure: content)
     says(doctor.data, "ok", "19 bytes, checked")
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE", str(tmp_path / "gone"))
     says(doctor.data, "error", "cannot be read")

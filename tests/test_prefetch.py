@@ -26,7 +26,7 @@ def test_same_batches_same_order_and_no_thread_left_wherever_the_loop_ends(batch
     with Prefetch(batches, depth) as ahead:
         got = [batch for _, batch in zip(range(taken), ahead, strict=False)]
     assert got == batches[:taken]
-    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 class Source:
@@ -74,12 +74,12 @@ def test_waiting_and_reading_are_counted_apart(monkeypatch):
             yield k
 
     with Prefetch(five_seconds_each(3), depth=4) as ahead:
-        until(lambda: not ahead._thread.is_alive())
+        until(lambda: all(future.done() for future in ahead._ready))
         assert list(ahead) == [0, 1, 2]
     assert (ahead.waited_s, ahead.read_s) == (0, 15)
 
     def loop_waits():
-        until(lambda: ahead._changed._waiters)
+        until(lambda: ahead._ready and ahead._ready[0]._condition._waiters)
 
     ahead = Prefetch(five_seconds_each(3, loop_waits), depth=4)
     with ahead:

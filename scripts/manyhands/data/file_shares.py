@@ -17,13 +17,8 @@ import torch
 import torch.distributed as dist
 
 from manyhands.data.shakespeare import DataError
-from manyhands.data.token_file import (
-    DTYPES,
-    compare,
-    describe_tokens,
-    memory_map,
-    write_tokens,
-)
+from manyhands.data.token_file import DTYPES, compare, describe_tokens, memory_map, write_tokens
+from manyhands.launch.agreement import Agreement
 
 AT_ONCE = 2**30  # bytes per call of MPI: many libraries count in 32 bits
 
@@ -47,22 +42,16 @@ def write_own_files(folder, ids, world_size):
         write_tokens(_own_file(folder, rank, world_size), ids[share(len(ids), rank, world_size)])
 
 
-def read_own_file(folder, rank, world_size=None):
-    """This rank's share from its own file in `folder`: tensor [b], its sha256 checked.
-
-    `world_size` picks the set that was written for so many ranks; None: the only one there. Raises DataError.
-    """
-    pattern = f"tokens-{rank:05d}-of-*.bin"
-    sets = {int(path.stem[-5:]) for path in Path(folder).glob(pattern)}
-    if world_size is None and len(sets) == 1:
-        world_size = sets.pop()
-    elif world_size not in sets:
-        wanted = "one set of files" if world_size is None else f"a file for rank {rank} of {world_size} ranks"
-        held = f"files for {' and for '.join(map(str, sorted(sets)))} ranks" if sets else f"no {pattern}"
-        raise DataError(
-            f"{folder} does not hold {wanted} but {held}; write them with write_own_files(), or say world_size"
-        )
+def read_own_file(folder, rank, world_size):
+    """This rank's share from its own file in `folder`: tensor [b], its sha256 checked. Raises DataError."""
     path = _own_file(folder, rank, world_size)
+    if not path.exists():
+        sets = sorted(int(other.stem[-5:]) for other in Path(folder).glob(f"tokens-{rank:05d}-of-*.bin"))
+        held = f"files for {' and for '.join(map(str, sets))} ranks" if sets else "none"
+        raise DataError(
+            f"{folder} does not hold a file for rank {rank} of {world_size} ranks but {held}; write them with "
+            "write_own_files()"
+        )
     tokens = describe_tokens(path)
     content = np.fromfile(path, np.dtype(tokens.dtype).newbyteorder("<"))
     compare(tokens, hashlib.sha256(content).hexdigest())
@@ -80,7 +69,8 @@ def read_mpi_io(path, comm, at_once=AT_ONCE):
         raise ValueError("read_mpi_io needs an MPI world; start with mpiexec -n 4 python ...")
     from mpi4py import MPI
 
-    tokens = _agreed(lambda: describe_tokens(path) if comm.rank == 0 else None, comm.allgather)[0]
+    agreement = _OverMPI(comm, None, DataError)
+    tokens = agreement.gather(agreement.all(lambda: describe_tokens(path) if comm.rank == 0 else None))[0]
     mine = share(tokens.count, comm.rank, comm.size)
     content = np.empty(mine.stop - mine.start, np.dtype(tokens.dtype).newbyteorder("<"))
     rest, offset = memoryview(content.view(np.uint8)), mine.start * tokens.itemsize
@@ -96,8 +86,15 @@ def read_mpi_io(path, comm, at_once=AT_ONCE):
         if missing:
             raise DataError(f"{path} ends {missing} bytes before the share of rank {comm.rank} does; copy it again")
 
-    _agreed(read, comm.allgather)
+    agreement.all(read)
     return torch.from_numpy(content)
+
+
+class _OverMPI(Agreement):
+    """Among the ranks of a communicator, which need no process group of torch's."""
+
+    def gather(self, value):
+        return self.ranks.allgather(value)
 
 
 def _read_together(MPI, comm, path, offset, rest, rounds, at_once):
@@ -131,19 +128,16 @@ def scatter_from_readers(path, n_readers, ranks):
     row = next(row for row in rows if row.start <= ranks.rank < row.stop)
     reads = ranks.rank == row.start
 
-    def gather(outcome):
-        outcomes = [None] * n
-        dist.all_gather_object(outcomes, outcome)
-        return outcomes
-
-    found = _agreed(lambda: describe_tokens(path) if reads else None, gather)
+    agreement = Agreement(ranks, None, DataError)
+    found = agreement.gather(agreement.all(lambda: describe_tokens(path) if reads else None))
     tokens = found[0]  # rank 0 reads in any case
     if any(other and (other.count, other.sha256) != (tokens.count, tokens.sha256) for other in found):
         raise DataError(
             f"{tokens.path} differs between the nodes of ranks {[row.start for row in rows]}; copy it again"
         )
     # as bytes: gloo does not send uint16
-    mine_b = torch.empty(_length(tokens, ranks.rank, n) * tokens.itemsize, dtype=torch.uint8)
+    mine = share(tokens.count, ranks.rank, n)
+    mine_b = torch.empty((mine.stop - mine.start) * tokens.itemsize, dtype=torch.uint8)
     if reads:
         whole = memory_map(path)
         parts = [whole[share(tokens.count, r, n)].view(torch.uint8) for r in range(row.start, row.stop)]
@@ -154,25 +148,3 @@ def scatter_from_readers(path, n_readers, ranks):
     elif len(mine_b):
         dist.recv(mine_b, row.start)
     return mine_b.view(DTYPES[tokens.dtype])
-
-
-def _length(tokens, rank, world_size):
-    mine = share(tokens.count, rank, world_size)
-    return mine.stop - mine.start
-
-
-def _agreed(call, gather):
-    """What `call()` gave on each rank; if it failed on any, the first failure is raised on all. All ranks call it."""
-    try:
-        outcome = (call(), None)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for a word, whatever happened
-        first_line = str(error).partition("\n")[0]  # MPI adds a stack of its own
-        outcome = (
-            None,
-            first_line if isinstance(error, DataError) else f"{type(error).__name__}: {first_line}",
-        )
-    outcomes = gather(outcome)
-    errors = [error for _, error in outcomes if error]
-    if errors:
-        raise DataError(errors[0])
-    return [value for value, _ in outcomes]

@@ -9,9 +9,11 @@ A thread helps where reading waits for a disk or a network, or computes without 
 do. Where preparing a batch is Python's own work, use a DataLoader with worker processes.
 """
 
-import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+END = object()  # what reading gives behind the last batch
 
 
 class Prefetch:
@@ -27,16 +29,14 @@ class Prefetch:
         if depth < 1:
             raise ValueError(f"depth={depth} keeps no batch ready; use 1 or more")
         self.depth, self.waited_s, self.read_s = depth, 0.0, 0.0
-        self._batches, self._thread = batches, None
-        self._ready, self._error = deque(), None
-        self._ended = self._closed = False
-        self._changed = threading.Condition()
+        self._batches, self._iterator, self._thread = batches, None, None
+        self._ready = deque()  # futures, in order
 
     def __enter__(self):
-        if self._thread is not None or self._closed:
+        if self._thread is not None:
             raise RuntimeError("this Prefetch has been used; make a new one for the next epoch")
-        self._thread = threading.Thread(target=self._read_ahead, name="prefetch", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ready.extend(self._thread.submit(self._read) for _ in range(self.depth))
         return self
 
     def __exit__(self, *_):
@@ -44,13 +44,10 @@ class Prefetch:
 
     def close(self):
         """End the thread and drop what it had ready. Called twice, nothing happens."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
-        self._batches = self._error = None  # an error holds the frames, and so the batches, of where it came from
+            self._thread.shutdown(cancel_futures=True)
+        self._ready.clear()
+        self._batches = self._iterator = None
 
     def __iter__(self):
         return self
@@ -58,46 +55,28 @@ class Prefetch:
     def __next__(self):
         if self._thread is None:
             raise RuntimeError("no thread reads yet; write `with Prefetch(batches) as ahead: for batch in ahead`")
+        if not self._ready:
+            raise StopIteration
         begin = time.perf_counter()
-        with self._changed:
-            while not (self._ready or self._ended or self._closed):
-                self._changed.wait()
-            self.waited_s += time.perf_counter() - begin
-            if self._ready:
-                batch = self._ready.popleft()
-                self._changed.notify_all()
-                return batch
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        raise StopIteration
-
-    def _read_ahead(self):
-        error = None
         try:
-            iterator = iter(self._batches)
-            while self._room():
-                begin = time.perf_counter()
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    break
-                finally:
-                    self.read_s += time.perf_counter() - begin
-                with self._changed:
-                    if not self._closed:
-                        self._ready.append(batch)
-                    self._changed.notify_all()
-                del batch  # else a batch that was handed over lives on here
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, it belongs to the loop that asked
-            error = raised
-        with self._changed:
-            self._error, self._ended = error, True
-            self._changed.notify_all()
+            batch = self._ready[0].result()
+        except BaseException:
+            self._ready.clear()  # it is raised once
+            raise
+        finally:
+            self.waited_s += time.perf_counter() - begin
+        self._ready.popleft()
+        if batch is END:
+            self._ready.clear()
+            raise StopIteration
+        self._ready.append(self._thread.submit(self._read))
+        return batch
 
-    def _room(self):
-        """Wait until fewer than `depth` batches are ready. False once closed."""
-        with self._changed:
-            while len(self._ready) >= self.depth and not self._closed:
-                self._changed.wait()
-            return not self._closed
+    def _read(self):
+        begin = time.perf_counter()
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            return next(self._iterator, END)
+        finally:
+            self.read_s += time.perf_counter() - begin

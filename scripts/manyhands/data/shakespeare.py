@@ -65,27 +65,23 @@ def prepared_notice(path):
 
 
 def _named_file(path):
+    cure = "or unset the variable"
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); name the file or unset the variable"
+            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); name the file {cure}"
         ) from None
-    if not _is_shakespeare(content):
-        raise DataError(
-            f"MANYHANDS_SHAKESPEARE={path} is not the course's Shakespeare ({_difference(content)}); "
-            f"name the file that data/README.md describes or unset the variable"
-        )
-    return content
+    return checked(content, f"MANYHANDS_SHAKESPEARE={path}", f"name the file that data/README.md describes {cure}")
 
 
-def _is_shakespeare(content):
-    return hashlib.sha256(content).hexdigest() == SHA256
-
-
-def _difference(content):
+def checked(content, where, cure):
+    """`content`, if it is Shakespeare. Raises DataError, with the cure, if it is not."""
     sha256 = hashlib.sha256(content).hexdigest()
-    return f"{len(content):,} bytes of {NUM_BYTES:,}, sha256 {sha256[:8]} instead of {SHA256[:8]}"
+    if sha256 != SHA256:
+        differs = f"{len(content):,} bytes of {NUM_BYTES:,}, sha256 {sha256[:8]} instead of {SHA256[:8]}"
+        raise DataError(f"{where} is not the course's Shakespeare ({differs}); {cure}")
+    return content
 
 
 def cache_folders():
@@ -109,12 +105,7 @@ def from_cache():
             content = path.read_bytes()
         except OSError:  # not there, or not ours to read
             continue
-        if not _is_shakespeare(content):
-            raise DataError(
-                f"{path} is not the course's Shakespeare ({_difference(content)}); "
-                f"delete it, or name the right file in MANYHANDS_SHAKESPEARE"
-            )
-        return path, content
+        return path, checked(content, path, "delete it, or name the right file in MANYHANDS_SHAKESPEARE")
     return None
 
 
@@ -158,13 +149,8 @@ def download(url):
         return None, f"no answer from {url}"
     if "error" in outcome:
         return None, f"no answer from {url}: {outcome['error']}"
-    if not _is_shakespeare(outcome["content"]):
-        raise DataError(
-            f"what {url} sent is not the course's Shakespeare ({_difference(outcome['content'])}); "
-            f"get the file in another way and set MANYHANDS_SHAKESPEARE to it, "
-            f"or set MANYHANDS_SHAKESPEARE_URL= to do without"
-        )
-    return outcome["content"], None
+    otherwise = "set MANYHANDS_SHAKESPEARE to it, or set MANYHANDS_SHAKESPEARE_URL= to do without"
+    return checked(outcome["content"], f"what {url} sent", f"get the file in another way and {otherwise}"), None
 
 
 def offline_text():
