@@ -14,7 +14,6 @@ cure.
 """
 
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +107,7 @@ def write_text(options):
 
     kind = options.device
     if kind == "auto":
-        kind, _ = gpus_here(os.environ)
+        kind, _ = gpus_here()
     elif kind != "cpu" and gpus_here({"MANYHANDS_DEVICE": kind})[0] != kind:
         raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
     model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))

@@ -90,7 +90,7 @@ def device_of(options):
     from manyhands.launch.devices import gpus_here
 
     if options.device == "auto":
-        return gpus_here(os.environ)[0]
+        return gpus_here()[0]
     if options.device != "cpu" and gpus_here({"MANYHANDS_DEVICE": options.device})[0] != options.device:
         raise ValueError(f"--device {options.device}: torch sees no GPU of that kind here; use --device cpu")
     return options.device

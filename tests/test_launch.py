@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launch import allocation, commands, devices, join, limits, rendezvous
+from manyhands.launch import allocation, commands, devices, join, limits, rendezvous, settings
 from manyhands.launch.launchers import LAUNCHERS, Launcher, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -114,6 +114,28 @@ def test_an_outer_mpiexec_is_forgotten_and_nothing_else():
         "MPI_LOCALNRANKS",
     }
     assert left["PATH"] == "/bin" and "HYDRA_BOOTSTRAP" not in left
+
+
+def test_every_variable_of_the_course_is_listed_with_its_meaning(root):
+    files = [
+        path for place in ("scripts/manyhands", "jobs") for path in (root / place).rglob("*.*") if path.suffix != ".pyc"
+    ]
+    used = {name for path in files for name in re.findall(r"MANYHANDS_[A-Z_]+[A-Z]", path.read_text("utf-8"))}
+    assert used == set(re.findall(r"MANYHANDS_[A-Z_]+[A-Z]", settings.__doc__))
+
+
+def test_few_modules_read_the_environment(root):
+    readers = [
+        path.name for path in (root / "scripts" / "manyhands").rglob("*.py") if "os.environ" in path.read_text("utf-8")
+    ]
+    assert len(readers) <= 12, "ask launch.settings"
+
+
+@pytest.mark.parametrize("said", ["soon", "0", "-1", "inf"])
+def test_an_idle_time_that_is_none_is_refused(monkeypatch, said):
+    monkeypatch.setenv("MANYHANDS_IDLE_S", said)
+    with pytest.raises(LaunchError, match=f"invalid MANYHANDS_IDLE_S '{said}'"):
+        settings.idle_s()
 
 
 # ---------------------------------------------------------------- on what do I compute?

@@ -7,7 +7,6 @@ never ask the web.
 """
 
 import hashlib
-import os
 import sys
 import threading
 from http.client import HTTPException
@@ -15,6 +14,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from manyhands.course.folders import DATA, write_whole
+from manyhands.launch import settings
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -34,11 +34,11 @@ def find():
 
     Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
-    if named := os.environ.get("MANYHANDS_SHAKESPEARE"):
-        return _named_file(Path(named).expanduser()), None
+    if named := settings.shakespeare_named():
+        return _named_file(named), None
     if (cached := from_cache()) is not None:
         return cached[1], None
-    url = os.environ.get("MANYHANDS_SHAKESPEARE_URL", URL)
+    url = settings.shakespeare_url(URL)
     if not url:
         return None, "MANYHANDS_SHAKESPEARE_URL is empty"
     content, why_not = download(url)
@@ -89,9 +89,9 @@ def cache_folders():
 
     `make shared` puts a class's data into the environment.
     """
-    if named := os.environ.get("MANYHANDS_DATA"):
-        return [Path(named).expanduser()]
-    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
+    if named := settings.data_named():
+        return [named]
+    users = Path(settings.environment().get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
     course = DATA  # not there when the package was installed without the course around it
     shared = Path(sys.prefix) / "share" / "manyhands" / "data"
     return [*(folder for folder in (course, shared) if folder.is_dir()), users]

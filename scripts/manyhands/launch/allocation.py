@@ -1,5 +1,7 @@
 """Where ranks can run: this machine, or the nodes that a scheduler gave us; and the MPI that is here."""
 
+from __future__ import annotations
+
 import functools
 import importlib.metadata
 import os
@@ -9,11 +11,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.launch.launchers import expand_hosts
 from manyhands.launch.limits import cores_here
+from manyhands.launch.settings import environment, mpiexec_named
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
@@ -38,8 +42,9 @@ class Allocation:
     job: int = 0  # its number, or this process's
 
     @classmethod
-    def find(cls, environ=os.environ):
-        """Raises RanksError where a node file cannot be read, or names no node."""
+    def find(cls, environ: Mapping[str, str] | None = None) -> Allocation:
+        """Where this process, or the one that has `environ`, may start ranks. Raises RanksError where a node file cannot be read, or names no node."""
+        environ = environment() if environ is None else environ
         if "PBS_NODEFILE" in environ:
             lines = _node_file(environ["PBS_NODEFILE"])
             if "SLURM_JOB_ID" not in environ:  # Debian's qsub sets it inside Slurm jobs
@@ -58,10 +63,10 @@ class Allocation:
         return cls("local", (LOOPBACK,), job=os.getpid())
 
     @property
-    def num_nodes(self):
+    def num_nodes(self) -> int:
         return len(self.hosts)
 
-    def default_ranks(self):
+    def default_ranks(self) -> int:
         return self.slots or min(MOST_RANKS_BY_DEFAULT, max(2, cores_here()))
 
 
@@ -92,7 +97,12 @@ def _slurm_cpus(environ, nodes):
     return total or nodes
 
 
-def own_address():
+def loopback_gloo() -> dict[str, str]:
+    """What keeps gloo on loopback: its name is another one on a Mac."""
+    return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+
+def own_address() -> str:
     """This host's address as other nodes see it."""
     address = socket.gethostbyname(platform.node())
     if not address.startswith("127."):
@@ -106,7 +116,7 @@ def own_address():
         return probe.getsockname()[0]
 
 
-def words_of(environ, name):
+def words_of(environ: Mapping[str, str], name: str) -> list[str]:
     """A command, or flags, that a variable holds, as a list. Raises RanksError for a quote that is not closed."""
     try:
         return shlex.split(environ.get(name, ""))
@@ -114,7 +124,7 @@ def words_of(environ, name):
         raise RanksError(f"{name}={environ[name]} cannot be read ({error}): close the quote") from None
 
 
-def loopback_mpi():
+def loopback_mpi() -> dict[str, str]:
     """LOOPBACK_MPI where MPI is the MPICH of the PyPI wheel; a site's own MPI and NCCL's plug-ins know better: {}."""
     try:
         importlib.metadata.version("mpich")
@@ -123,15 +133,15 @@ def loopback_mpi():
     return dict(LOOPBACK_MPI)
 
 
-def find_mpiexec():
+def find_mpiexec() -> list[str] | None:
     """The mpiexec of this environment as a command (MANYHANDS_MPIEXEC overrides it), or None."""
-    if "MANYHANDS_MPIEXEC" in os.environ:
-        return words_of(os.environ, "MANYHANDS_MPIEXEC") or None
+    if (named := mpiexec_named()) is not None:
+        return words_of({"MANYHANDS_MPIEXEC": named}, "MANYHANDS_MPIEXEC") or None
     own = Path(sys.prefix) / "bin" / "mpiexec"
-    return [str(own)] if own.exists() else find_site_mpiexec(os.environ)
+    return [str(own)] if own.exists() else find_site_mpiexec(environment())
 
 
-def find_site_mpiexec(environ):
+def find_site_mpiexec(environ: Mapping[str, str]) -> list[str] | None:
     """The first mpiexec in PATH that neither this environment nor PBS brought, as a command, or None.
 
     PBS's own is a wrapper that looks for another mpiexec, and fails where there is none; pbsdsh lies beside it.
@@ -144,7 +154,7 @@ def find_site_mpiexec(environ):
 
 
 @functools.cache
-def version_of(*mpiexec):
+def version_of(*mpiexec: str) -> str:
     """What an mpiexec says of itself, "" where it does not start."""
     try:
         return subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
@@ -152,11 +162,11 @@ def version_of(*mpiexec):
         return ""
 
 
-def is_open_mpi(mpiexec):
+def is_open_mpi(mpiexec: Sequence[str]) -> bool:
     return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
 
 
-def srun(allocation, n_ranks, *flags):
+def srun(allocation: Allocation, n_ranks: int, *flags: str) -> list[str]:
     """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
     nodes = min(allocation.num_nodes, n_ranks)
     inside = ["--overlap"] if allocation.kind == "slurm step" else []  # beside the step that this process is in
@@ -164,14 +174,14 @@ def srun(allocation, n_ranks, *flags):
     return ["srun", *inside, *counts, *flags]
 
 
-def mpi_launcher(n_ranks, folder=None, environ=os.environ):
+def mpi_launcher(n_ranks: int, folder=None) -> list[str] | None:
     """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
 
     None where there is no MPI.
     """
-    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
+    if "SLURM_STEP_ID" in environment() and shutil.which("srun"):  # Hydra dies inside a job step
         out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
-        return srun(Allocation.find(environ), n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
+        return srun(Allocation.find(), n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

@@ -5,7 +5,6 @@ Commands are lists from end to end: what people give as flags never meets a shel
 
 import argparse
 import importlib.util
-import os
 import platform
 import re
 import shlex
@@ -15,10 +14,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
+from manyhands.launch import settings
 from manyhands.launch.allocation import (
     Allocation,
     RanksError,
@@ -50,12 +51,18 @@ PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
 
 
-def command_for(program, environ, nproc=None, starter=None):
+def command_for(
+    program: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    nproc: int | None = None,
+    starter: str | None = None,
+) -> list[str]:
     """The list that starts `program` (a script and its flags) on every node of where this is. Raises RanksError.
 
     `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
     per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
     """
+    environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)
     nodes = where.num_nodes
     _say_if_packed(where, environ)
@@ -189,7 +196,9 @@ def _reads_options(program):
     return program.resolve() == TRAIN.resolve() and "read_options" in program.read_text("utf-8")
 
 
-def main(argv=None, description=None, refuse_flags=None):
+def main(
+    argv: Sequence[str] | None = None, description: str | None = None, refuse_flags: Callable | None = None
+) -> int:
     """The program behind `scripts/launch.py`; returns its exit status.
 
     `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and leaves with SystemExit.
@@ -214,7 +223,7 @@ def main(argv=None, description=None, refuse_flags=None):
     if not args.program.is_file():
         parser.error(f"there is no program {args.program}; flags of the program come after `--`")
     try:
-        command = command_for([str(args.program), *argv[at + 1 :]], os.environ, args.nproc, args.starter)
+        command = command_for([str(args.program), *argv[at + 1 :]], None, args.nproc, args.starter)
     except RanksError as error:
         parser.error(str(error))
     if refuse_flags and _reads_options(args.program):
@@ -223,16 +232,16 @@ def main(argv=None, description=None, refuse_flags=None):
     return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
 
 
-def environment(several):
+def rank_environment(several: bool) -> dict[str, str]:
     """What the ranks find in their environment: what is set already, and what makes ranks on CPUs faster."""
-    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **os.environ}
+    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **settings.environment()}
     if several:
         environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
     return environ
 
 
 def _with_retries(command, idle_s, retries):
-    environ = environment(several="--nproc-per-node=1" not in command)
+    environ = rank_environment(several="--nproc-per-node=1" not in command)
     for attempt in range(retries + 1):
         status, heard = _once(command, environ, idle_s)
         if status in NOT_AGAIN or heard or attempt == retries:

@@ -7,10 +7,12 @@ everybody to the CPU. `choose` is pure, it works on what the ranks said.
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
+from manyhands.launch import settings
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.limits import cpus, quota_cores
 from manyhands.launch.ranks import name_ranks
@@ -21,10 +23,9 @@ MASKS = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
 }
-WANTED = ("auto", "cpu", "cuda", "xpu")
 
 
-def look(environ) -> dict:
+def look(environ: Mapping[str, str]) -> dict:
     """What this process sees, as plain values: it travels to rank 0 as JSON.
 
     `gpus` maps "cuda" and "xpu" to a list with one identity per visible device; `why_not` says what is missing.
@@ -62,20 +63,18 @@ def _identity(properties):
     return ":".join(map(str, place)).strip(":")
 
 
-def wanted(device: str, environ) -> str:
+def wanted(device: str, environ: Mapping[str, str] | None = None) -> str:
     """What a program that says `device` gets: "auto" leaves it to MANYHANDS_DEVICE, as a site or a preflight sets it.
 
     Raises LaunchError where that names no device.
     """
-    named = environ.get("MANYHANDS_DEVICE") or "auto"
-    if named not in WANTED:
-        raise LaunchError(f"MANYHANDS_DEVICE={named!r} is unknown; use one of {', '.join(WANTED)}")
+    named = settings.device(environ)
     return named if device == "auto" else device
 
 
-def gpus_here(environ) -> tuple[str, int]:
+def gpus_here(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
     """("cuda" or "xpu", devices that this process sees), or ("cpu", 0); MANYHANDS_DEVICE rules the others out."""
-    named = wanted("auto", environ)
+    named = settings.device(environ)
     for kind in ("cuda", "xpu"):
         backend = getattr(torch, kind, None)
         if named in ("auto", kind) and backend is not None and backend.is_available():
@@ -89,8 +88,8 @@ def choose(wanted: str, offers: list[dict]) -> dict:
     `reason` is a sentence where "auto" fell back to the CPU, else empty.
     Raises LaunchError for an unknown `wanted`, and where a GPU was asked for and there are too few.
     """
-    if wanted not in WANTED:
-        raise LaunchError(f"device={wanted!r} is unknown; use one of {', '.join(WANTED)}")
+    if wanted not in settings.DEVICES:
+        raise LaunchError(f"device={wanted!r} is unknown; use one of {', '.join(settings.DEVICES)}")
     reasons = {}
     for kind in ("cuda", "xpu") if wanted == "auto" else (wanted,) * (wanted != "cpu"):
         indices, reasons[kind] = _one_each(kind, offers)

@@ -5,9 +5,8 @@
     srun --ntasks 4 python scripts/02_collectives.py --repeats 3
     python scripts/02_collectives.py            # a world of one takes the same path
 
-`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on. The course's own
-settings are read where they are used: MANYHANDS_OUTPUTS by `run_folder`, MANYHANDS_DATA and MANYHANDS_SHAKESPEARE by
-`shakespeare`, the scheduler's variables by `allocation`.
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on, `settings` what
+the course's own variables are.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import platform
 import sys
 import time
@@ -28,7 +26,8 @@ import torch.distributed as dist
 
 from manyhands.course import lesson_parameters
 from manyhands.course.stale_script import stale_script
-from manyhands.launch import devices
+from manyhands.launch import devices, settings
+from manyhands.launch.allocation import loopback_gloo
 from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
 from manyhands.launch.program import say_nothing_yet, say_status
 from manyhands.launch.ranks import Ranks, joined, remember
@@ -63,8 +62,8 @@ def join(
     script = (lesson or {}).get("__file__", f"{name}.py" if name else None)
     try:
         if name is None:
-            name = _take_flags(lesson, script) if script else os.environ.get("MANYHANDS_LESSON", "")
-        wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0], os.environ)
+            name = _take_flags(lesson, script) if script else settings.lesson()
+        wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0])
         ranks = _enter(name, wanted, timeout_s, quiet)
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
@@ -157,12 +156,11 @@ def end(text: str, status: int, stream: str = "stderr", everybody: bool = False)
 def _enter(name, wanted, timeout_s, quiet):
     info = resolve()
     if info.launcher == "torchrun":
-        for variable in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
-            del os.environ[variable]
+        settings.forget(without_launchers(settings.environment(), only="mpich"))
     if info.mpi and info.launcher != "notebook":
         info = ask_mpi(info)
     if info.single_node:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        settings.set_default(**loopback_gloo())
     store = store_for(info, timeout_s)
     offers, plan = _agree(store, info, wanted)
     if "error" in plan:
@@ -196,7 +194,7 @@ def _agree(store, info, wanted):
 
     Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
     """
-    offer = devices.look(os.environ) | {"local_rank": info.local_rank}
+    offer = devices.look(settings.environment()) | {"local_rank": info.local_rank}
     store.set(f"offer{info.rank}", json.dumps(offer))
     if info.rank == 0:
         offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]

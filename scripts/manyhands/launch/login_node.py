@@ -1,27 +1,35 @@
 """Is this the login node of a cluster, where work of many processes is not welcome?"""
 
-import os
+from __future__ import annotations
+
 import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from manyhands.launch import settings
 
 NAMES = re.compile(r"(^|[-_.])(login|uan|front-?end|headnode|submit)([-_]?\d+)?([-_.]|$)", re.IGNORECASE)
 ANSWER_S = 5.0
 
 
-def login_node(environ=None, hostname=None, ask=None):
+def login_node(
+    environ: Mapping[str, str] | None = None,
+    hostname: str | None = None,
+    ask: Callable[[Sequence[str]], str | None] | None = None,
+) -> str | None:
     """Why this is a login node, as a phrase for a sentence, or None if it is not.
 
     By the host's name, or because a scheduler answers here that does not count this host among its compute nodes.
     MANYHANDS_LOGIN_NODE=1 or =0 says it outright. `ask(command) -> output, or None if it fails` is for tests.
     """
-    environ = os.environ if environ is None else environ
+    environ = settings.environment() if environ is None else environ
     hostname = hostname or socket.gethostname()
     ask = ask or _ask
-    if "MANYHANDS_LOGIN_NODE" in environ:
-        return "MANYHANDS_LOGIN_NODE says so" if environ["MANYHANDS_LOGIN_NODE"] not in ("", "0") else None
+    if (said := settings.login_node(environ)) is not None:
+        return "MANYHANDS_LOGIN_NODE says so" if said else None
     if any(name in environ for name in ("SLURMD_NODENAME", "PBS_NODEFILE", "PBS_JOBID")):
         return None  # inside a job
     if NAMES.search(hostname):
@@ -37,7 +45,7 @@ def login_node(environ=None, hostname=None, ask=None):
     return None
 
 
-def refuse_on_login_node(what):
+def refuse_on_login_node(what: str) -> str:
     """A sentence that refuses `what` ("make preflight") on a login node, or "" where it may run."""
     if reason := login_node():
         return (

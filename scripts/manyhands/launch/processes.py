@@ -29,6 +29,7 @@ from pathlib import Path
 import psutil
 
 from manyhands.launch.launchers import is_a_rank, without_launchers
+from manyhands.launch.settings import environment
 
 MARK = "MANYHANDS_RUN"
 LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
@@ -150,7 +151,7 @@ class Supervised:
         self.family = Family(self.mark)
         self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
         self.process = subprocess.Popen(
-            [*with_us(), *command], env={**(os.environ if environ is None else environ), MARK: self.mark}, cwd=cwd,
+            [*with_us(), *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -193,7 +194,7 @@ def supervise(
 
     Ranks that run `program` at the time-out print their stacks first. Once `stop` is set, the command is ended.
     """
-    environ = {**(os.environ if environ is None else environ), "PYTHONFAULTHANDLER": "1"}
+    environ = {**(environment() if environ is None else environ), "PYTHONFAULTHANDLER": "1"}
     stop, peak_bytes, sample_s = stop or threading.Event(), 0, 0.02
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
@@ -344,7 +345,7 @@ class Torchrun(Supervised):
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}",
             f"--max-restarts={restarts}", *flags, str(program), *map(str, given),
         ]  # fmt: skip
-        environ = without_launchers(os.environ, "PET_")  # flags of torchrun, as a job file sets them
+        environ = without_launchers(environment(), "PET_")  # flags of torchrun, as a job file sets them
         with open(self.log, "ab") as output:
             super().__init__(command, output, environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
 

@@ -16,9 +16,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
+from manyhands.launch import settings
 from manyhands.launch.launchers import claimed
 from manyhands.launch.ranks import joined
 from manyhands.launch.screen import mend_streams
@@ -82,21 +82,22 @@ def is_first_rank() -> bool:
 
 def say_status(status: int, why: str = "") -> None:
     """Rank 0 of a program says how it ends; the last word counts. A file that cannot be written is no failure."""
-    if path := os.environ.get(STATUS_FILE):
+    if path := settings.status_file():
         with contextlib.suppress(OSError):  # on another node than the one who asked: it does without
-            Path(path).write_text(json.dumps([status, why]))
+            path.write_text(json.dumps([status, why]))
 
 
 def say_nothing_yet() -> None:
     """A program begins: what was said before it is not of its end."""
-    if path := os.environ.get(STATUS_FILE):
+    if path := settings.status_file():
         with contextlib.suppress(OSError):
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def read_status() -> int | None:
     """The status that the program has left in the file that this environment names, or None: it was killed, or raised."""
+    path = settings.status_file()
     try:
-        return json.loads(Path(os.environ[STATUS_FILE]).read_text())[0]
-    except (OSError, ValueError, LookupError):
+        return json.loads(path.read_text())[0] if path else None
+    except (OSError, ValueError):
         return None

@@ -6,7 +6,6 @@ interface, so rank 0 binds the socket itself and hands it to the store.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -17,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manyhands.launch import settings
 from manyhands.launch.allocation import LOOPBACK, loopback_mpi, own_address
 from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 
@@ -54,10 +54,10 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
     import torch.distributed as dist  # late: a notebook's rank brings torch when a lesson joins
 
     if info.launcher == "notebook":
-        host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
-        if (host, int(port)) not in _stores:
-            _stores[host, int(port)] = _tcp_store(info, host, int(port), _listener, timeout_s)
-        return dist.PrefixStore(f"cell{_cell}/join{next(_joins)}", _stores[host, int(port)])
+        where = settings.store_address()
+        if where not in _stores:
+            _stores[where] = _tcp_store(info, *where, _listener, timeout_s)
+        return dist.PrefixStore(f"cell{_cell}/join{next(_joins)}", _stores[where])
     if info.world_size == 1:
         return dist.HashStore()  # nobody else to reach: nothing listens
     if info.mpi:
@@ -124,10 +124,9 @@ def import_mpi(info: RankInfo):
     Raises LaunchError where mpi4py or its MPI library is missing.
     """
     if info.single_node and launcher_named(info.launcher).mpi == "wheel":
-        for name, value in loopback_mpi().items():
-            os.environ.setdefault(name, value)
+        settings.set_default(**loopback_mpi())
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; ours carries what lies on the host alone.
-    os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"
+    settings.set_variables(MPICH_GPU_SUPPORT_ENABLED="0")
     try:
         with warnings.catch_warnings():  # mpi4py warns of a foreign launcher on each rank; `ask_mpi` says it once
             warnings.simplefilter("ignore", RuntimeWarning)

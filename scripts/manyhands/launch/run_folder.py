@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
+from manyhands.launch import settings
 from manyhands.launch.ranks import joined
 from manyhands.launch.screen import say
 
@@ -53,11 +54,10 @@ def point_latest_to(folder):
 
 def outputs_folder():
     """Where all runs leave their folders, made if need be: see `run_folder`."""
-    if named := os.environ.get("MANYHANDS_OUTPUTS"):
-        folder = Path(named).expanduser()
-        if not can_be_written(folder):
+    if named := settings.outputs_named():
+        if not can_be_written(named):
             raise ValueError(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
-        return folder
+        return named
     course = ROOT / "outputs"
     # a package that was installed without the course around it has no place of its own
     if (ROOT / "pyproject.toml").is_file() and can_be_written(course):

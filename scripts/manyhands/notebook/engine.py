@@ -18,7 +18,7 @@ import threading
 
 from IPython import get_ipython
 
-from manyhands.launch import rendezvous
+from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined
 from manyhands.notebook.cell_output import recording, show_figures_as_png
 
@@ -35,7 +35,7 @@ def enter(identity, control, token, store_address):
     identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0.
     """
     global _line
-    os.environ.update(identity, MANYHANDS_STORE=store_address)
+    settings.set_variables(**identity, MANYHANDS_STORE=store_address)
     _line = socket.create_connection(control, timeout=20)
     _line.settimeout(None)
     _tell(hello=int(identity["MANYHANDS_RANK"]), pid=os.getpid(), token=token)
@@ -90,7 +90,7 @@ def _abort_groups():
 
         with contextlib.suppress(Exception):
             c10d._abort_process_group()
-    store_port = int(os.environ["MANYHANDS_STORE"].rsplit(":", 1)[1])
+    _, store_port = settings.store_address()
     for descriptor, _ in _sockets() - _own_sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
             tcp = link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6)

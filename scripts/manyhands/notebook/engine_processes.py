@@ -19,7 +19,16 @@ from pathlib import Path
 import psutil
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_mpi, own_address, srun
+from manyhands.launch import settings
+from manyhands.launch.allocation import (
+    LOOPBACK,
+    RanksError,
+    find_mpiexec,
+    loopback_gloo,
+    loopback_mpi,
+    own_address,
+    srun,
+)
 from manyhands.launch.processes import Family
 from manyhands.notebook.watchdog import MARK
 
@@ -69,17 +78,13 @@ class Processes:
         self._start()
 
     def _start(self):
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
-        environ[MARK] = self.mark
-        environ["MANYHANDS_NOTEBOOK"] = "1"
-        environ["IPYTHONDIR"] = str(self.folder / "ipython")
-        environ["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), *filter(None, [environ.get("PYTHONPATH")])])
-        environ.setdefault("MPLBACKEND", "agg")
-        environ["MPICH_GPU_SUPPORT_ENABLED"] = "0"  # as in rendezvous: MPI carries what lies on the host
-        if self.allocation.num_nodes == 1:
-            environ.update({k: v for k, v in loopback_mpi().items() if k not in environ})
-            environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        unmarked = {k: v for k, v in environ.items() if k != MARK}
+        kept = {k: v for k, v in settings.environment().items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
+        alone = {**loopback_mpi(), **loopback_gloo()} if self.allocation.num_nodes == 1 else {}
+        unmarked = settings.for_python({"MPLBACKEND": "agg", **alone, **kept}, SCRIPTS) | {
+            "MANYHANDS_NOTEBOOK": "1", "IPYTHONDIR": str(self.folder / "ipython"),
+            "MPICH_GPU_SUPPORT_ENABLED": "0",  # as in rendezvous: MPI carries what lies on the host
+        }  # fmt: skip
+        environ = unmarked | {MARK: self.mark}
         self._spawn(
             "watchdog",
             ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)],

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
+from manyhands.launch.settings import environment
 
 KERNEL = "manyhands"
 REMEMBERED = ".manyhands-env"  # one line in the course's folder: the environment that `make ... ENV=` named
@@ -83,9 +84,9 @@ def start_lab(open_browser):
     if not lessons:
         raise ValueError(f"there are no notebooks below {course}; run `make sync`, or start in the course's folder")
     _ask_no_questions()
-    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # not another checkout's kernel of the same name
+    environ = {"JUPYTER_PREFER_ENV_PATH": "1", **environment()}  # not another checkout's kernel of the same name
     # in its terminals `python` and `mpiexec` are the course's
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
         f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",    ]  # fmt: skip
@@ -94,7 +95,7 @@ def start_lab(open_browser):
     if os.geteuid() == 0:
         command.append("--allow-root")
     sys.stdout.flush()
-    os.execv(sys.executable, command)
+    os.execve(sys.executable, command, environ)
 
 
 def _ask_no_questions():

@@ -6,7 +6,6 @@ In a script the line is a comment and the cell's lines run anyway, on every rank
 """
 
 import html
-import os
 import re
 import shlex
 import textwrap
@@ -15,6 +14,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
+from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks
@@ -47,7 +47,7 @@ def ranks(line, cell):
     """%%ranks [--timeout SECONDS]: run this cell on every rank."""
     pool = current_ranks()
     timeout_s = _timeout(line, CELL_S if pool.joined else START_CELL_S)
-    live = _Live() if os.environ.get("MANYHANDS_LIVE", "1") != "0" else None
+    live = _Live() if settings.live() else None
     result = pool.run(
         "#\n" + cell,  # so that line numbers are the cell's, %%ranks being line 1
         timeout_s,

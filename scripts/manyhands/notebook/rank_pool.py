@@ -11,7 +11,7 @@ import os
 import threading
 import time
 
-from manyhands.launch import rendezvous
+from manyhands.launch import rendezvous, settings
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.login_node import login_node
 from manyhands.notebook import engine
@@ -58,7 +58,7 @@ class RankPool:
         self.lesson, self.values = lesson, values
         self.allocation = Allocation.find()
         self.world_size = values.get("n_ranks") or self.allocation.default_ranks()
-        self.mpi = os.environ.get("MANYHANDS_MPI", "on") != "off" if mpi is None else mpi
+        self.mpi = settings.mpi_allowed() if mpi is None else mpi
         reason = login_node() if self.allocation.kind == "local" else None
         if reason and (self.world_size > 2 or self.mpi):
             print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")
@@ -95,7 +95,7 @@ class RankPool:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
-            took = "" if os.environ.get("MANYHANDS_LIVE") == "0" else f", after {time.monotonic() - began:.0f} s"
+            took = f", after {time.monotonic() - began:.0f} s" if settings.live() else ""
             print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
 
     def _wait_for_engines(self):
@@ -163,7 +163,7 @@ class RankPool:
         """Something ran: the idle time starts anew."""
         if self._idle is not None:
             self._idle.cancel()
-        idle_s = float(os.environ.get("MANYHANDS_IDLE_S", 1800))
+        idle_s = settings.idle_s()
         why = f"the ranks were stopped after {idle_s / 60:.0f} idle minutes"
         self._idle = threading.Timer(idle_s, self.stop, [why])
         self._idle.daemon = True
@@ -220,7 +220,6 @@ class RankPool:
 
 
 def _host_and_pid():
-    import os
     import socket
 
     return socket.gethostname(), os.getpid()

@@ -4,14 +4,14 @@ for line in run_under("mpiexec", program, 2):
     print(line)
 """
 
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
-from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+from manyhands.launch import settings
+from manyhands.launch.allocation import Allocation, loopback_gloo, loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.login_node import login_node
 
@@ -53,8 +53,7 @@ def _command(launcher, n_processes, folder):
     if launcher == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [*torchrun, f"--nproc-per-node={n_processes}"]
-    in_a_job = any(name in os.environ for name in ("PBS_NODEFILE", "SLURM_JOB_ID"))
-    if os.environ.get("MANYHANDS_MPI") == "off" or (not in_a_job and login_node()):
+    if not settings.mpi_allowed() or (Allocation.find().kind == "local" and login_node()):
         return None
     mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
     return mpiexec and [*mpiexec, sys.executable]
@@ -67,7 +66,5 @@ def _logs(folder, stream):
 def _environment():
     """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
     # PYTHONUNBUFFERED: a process that writes all of its lines at once does not run into another
-    kept = without_launchers(os.environ, "PYTHONUNBUFFERED")
-    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    path = os.pathsep.join(filter(None, (str(SCRIPTS), kept.get("PYTHONPATH"))))
-    return {"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback, **kept, "PYTHONPATH": path}
+    kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED")
+    return settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback_gloo(), **kept}, SCRIPTS)

@@ -14,12 +14,12 @@ Shapes: b sequences of this data rank, B that all ranks hold alike, T positions,
 """
 
 import logging
-import os
 import warnings
 
 import torch
 
 from manyhands.config.options import OptionError
+from manyhands.launch.settings import set_default
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, evaluating, full_model
 
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def import_deepspeed(device):
     """The module, set up for `device`. Raises OptionError with the cure where it is not installed."""
     # it looks for GPUs by itself, also where the run wants none, and the choice is made when it is imported
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    set_default(DS_ACCELERATOR=device.type)
     try:
         import deepspeed
     except ImportError as error:
@@ -53,7 +53,7 @@ class DeepSpeedParallel(Strategy):
     def __init__(self, config, layout, options, ranks, start=full_model):
         super().__init__(config, layout, options, ranks, start)
         deepspeed = import_deepspeed(ranks.device)
-        os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # mpiexec and srun do not set it
+        set_default(LOCAL_RANK=str(ranks.local_rank))  # mpiexec and srun do not set it
         self.model = start(config, options).to(ranks.device)
         self.modules = [self.model]
         self.stage, self._clipping = options.parallel.zero_stage, 1.0

@@ -12,7 +12,6 @@ It runs in a process of its own, because a process has one default process group
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ import torch.distributed as dist
 from manyhands.config.layout import AXES, LayoutError, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.model import GPT
+from manyhands.launch.launchers import without_launchers
+from manyhands.launch.settings import environment, for_python
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import shard
 from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
@@ -41,8 +42,7 @@ def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) 
     """
     scripts = str(Path(__file__).resolve().parents[2])
     # a launcher's variables would make a rank of it
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environ["PYTHONPATH"] = os.pathsep.join([scripts, environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environ = for_python(without_launchers(environment()), scripts)
     command = [sys.executable, "-m", "manyhands.predict.simulated_rank", ",".join(map(str, worlds)), *flags]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:

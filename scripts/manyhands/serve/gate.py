@@ -8,13 +8,13 @@ A lower training loss is no argument here, and a later step neither: a run may h
 """
 
 import math
-import os
 from dataclasses import dataclass
 
 import torch
 
 from manyhands.checkpoint.export import tokenizer_of
 from manyhands.data import shakespeare
+from manyhands.launch.settings import shakespeare_named
 
 TOKENS = 8192  # of the held-out text, in windows of the model's context
 
@@ -49,7 +49,7 @@ def held_out(words, file=None):
 
 def _corpus():
     """The course's text if it lies here: a server asks the web for nothing."""
-    if os.environ.get("MANYHANDS_SHAKESPEARE"):
+    if shakespeare_named():
         return shakespeare.find()[0].decode()
     cached = shakespeare.from_cache()
     return cached[1].decode() if cached else shakespeare.offline_text()

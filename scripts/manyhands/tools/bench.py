@@ -20,6 +20,7 @@ from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
 from manyhands.launch.commands import TRAIN
 from manyhands.launch.processes import sigterm_interrupts, supervise
+from manyhands.launch.settings import environment
 from manyhands.tools import bench_trainer
 from manyhands.tools.lesson_run import Run
 from manyhands.tools.preflight_report import gather_metadata
@@ -199,7 +200,7 @@ def start_up(ranks, folder, model=bench_trainer.MODEL, timeout_s=180) -> Number:
     ended = supervise(
         [sys.executable, *starter, str(TRAIN), "--train.steps=3", "--train.device=cpu", "--log.no-plots", *flags],
         log=outputs / "train.log", timeout_s=timeout_s,
-        environ={**os.environ, "MANYHANDS_OUTPUTS": str(outputs)} | ({"OMP_NUM_THREADS": "1"} if starter else {}),
+        environ=environment(MANYHANDS_OUTPUTS=str(outputs)) | ({"OMP_NUM_THREADS": "1"} if starter else {}),
     )  # fmt: skip
     lines = [json.loads(line) for path in outputs.glob("train/*/steps.jsonl") for line in path.open()]
     said = [line["start_up_s"] for line in lines if line.get("start_up_s") is not None]

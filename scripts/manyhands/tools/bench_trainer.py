@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
+from manyhands.launch.allocation import loopback_gloo
+from manyhands.launch.settings import environment, for_python, set_default
 
 SEQUENCES = 12  # per rank and step
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64}
@@ -152,14 +154,13 @@ class Crew:
     """A row's processes. They end with the bench, however it ends: their end of the pipe is closed then."""
 
     def __init__(self, row, model, corpus, folder, cores):
-        from manyhands.launch.commands import environment
+        from manyhands.launch.commands import rank_environment
 
         self.row, self.folder, self.members = row, Path(folder), []  # (name, process, our end of its pipe), by world
         self.tokens_per_step = SEQUENCES * row.ranks * model["block_size"]  # of one world
         self.folder.mkdir(parents=True, exist_ok=True)
         # the trainer as scripts/launch.py starts it; the plain loop as anybody does
-        environ = dict(os.environ) if row.is_plain else environment(several=False)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+        environ = for_python(environment() if row.is_plain else rank_environment(several=False), SCRIPTS)
         environ["MANYHANDS_OUTPUTS"] = str(self.folder)
         environ.pop("OMP_NUM_THREADS", None)
         try:
@@ -280,7 +281,7 @@ def run(row, model, corpus_path, rank, store, pipe):
     config = model_config(options, len(corpus.vocab))
     if row.is_plain:
         return plain_loop(config, corpus.train_ids, turns(pipe), row.compiled)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    set_default(**loopback_gloo())
     waits = timedelta(seconds=options.train.timeout_s)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, row.ranks), rank=rank, world_size=row.ranks, timeout=waits

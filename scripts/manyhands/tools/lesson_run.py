@@ -12,6 +12,7 @@ from manyhands.course.pairs import LANGUAGE
 from manyhands.launch.allocation import loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
+from manyhands.launch.settings import environment
 from manyhands.tools.first_error import (
     FirstError,
     first_error_in_log,
@@ -78,7 +79,7 @@ class Run:
 
     def environ(self, base=None):
         # it would take an outer launcher's variables for its own
-        environ = without_launchers(os.environ if base is None else base)
+        environ = without_launchers(environment() if base is None else base)
         environ |= {
             "MANYHANDS_OUTPUTS": str(self.folder / "outputs"),
             "MANYHANDS_LIVE": "0",  # papermill keeps what was shown in between, too

@@ -8,7 +8,6 @@ What it prints is a configuration file: the resolved options in TOML, and what f
 
 import contextlib
 import json
-import os
 import shlex
 import sys
 
@@ -21,6 +20,7 @@ from manyhands.launch.join import end
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.limits import available_memory_bytes
 from manyhands.launch.screen import write
+from manyhands.launch.settings import shakespeare_named
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.predict.memory import AT_REST, bytes_per_rank, checkpoint_bytes
 from manyhands.train.chosen_text import corpus_of
@@ -35,7 +35,7 @@ def dry_run(options):
     A run that would be refused is refused here with the same sentence. Started on many ranks, the first one prints.
     """
     try:
-        place = resolve(os.environ)
+        place = resolve()
         world_size = options.ranks or place.world_size or 1
         if place.rank == 0:
             per_node = None if options.ranks else place.local_world_size
@@ -112,11 +112,11 @@ def held_lines(held, options, layout, dropout):
 def _corpus_at_hand(options):
     """The corpus, or None where it is needed for nothing but a check and would have to be fetched."""
     needed = options.model.vocab_size is None or options.data.folder
-    return corpus_of(options) if needed or os.environ.get("MANYHANDS_SHAKESPEARE") or from_cache() else None
+    return corpus_of(options) if needed or shakespeare_named() or from_cache() else None
 
 
 def _usual_per_node(world_size):
-    nodes = Allocation.find(os.environ).num_nodes
+    nodes = Allocation.find().num_nodes
     return max(1, world_size // nodes) if nodes > 1 else min(world_size, USUAL_PER_NODE)
 
 
@@ -172,12 +172,12 @@ def launch_lines(world_size, flags):
     if world_size == 1:
         return [shlex.join(["python", "scripts/train.py", *flags])]
     try:
-        nodes = Allocation.find(os.environ).num_nodes
+        nodes = Allocation.find().num_nodes
         per_node = world_size // nodes
         lines = [shlex.join(["python", "scripts/launch.py", "--nproc", str(per_node), "--", *flags])]
         if world_size % nodes:
             return [f"{world_size} ranks do not split over the {nodes} nodes here; ask for other nodes"]
-        lines.append(f"which is here: {shlex.join(command_for([str(TRAIN), *flags], os.environ, per_node))}")
+        lines.append(f"which is here: {shlex.join(command_for([str(TRAIN), *flags], nproc=per_node))}")
     except ValueError as error:  # a starter that is missing here
         lines = [str(error)]
     if per_node > USUAL_PER_NODE:

@@ -46,7 +46,7 @@ def defer_signals():
     """
     signal.signal(signal.SIGUSR1, lambda number, frame: _held.append(number))
     with suppress(LaunchError):  # `join` will say so
-        if resolve(os.environ).launcher not in ("alone", "by hand"):
+        if resolve().launcher not in ("alone", "by hand"):
             end_with_parent()
 
 

@@ -10,10 +10,10 @@ Rank 0 also writes rank-0.html and rank-0.txt: how long each Python function too
 a profiled run's tokens/s are not its speed.
 """
 
-import os
-
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from manyhands.launch.settings import set_default
 
 LATER, WARM_UP, TRACED = 4, 2, 3  # steps let pass (compilation, first allocations), warmed up, traced
 SILENT = "99"  # torch's profiler would write "USDT: ... profiler_start" into the table of steps
@@ -32,7 +32,7 @@ class Profile:
     def __enter__(self):
         self.active = self.active and self._guarded(self._make_folder)
         if self.active:
-            os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+            set_default(KINETO_LOG_LEVEL=SILENT)
             self.trace = profile(
                 activities=_activities(),
                 schedule=schedule(**windows(self.steps), repeat=1),

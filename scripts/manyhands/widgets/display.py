@@ -3,8 +3,9 @@
 import base64
 import html
 import io
-import os
 import sys
+
+from manyhands.launch.settings import live
 
 
 def is_live():
@@ -12,7 +13,7 @@ def is_live():
 
     Those set MANYHANDS_LIVE=0: what they show is read later, on a web page, without a kernel.
     """
-    if os.environ.get("MANYHANDS_LIVE", "1") == "0":
+    if not live():
         return False
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if not hasattr(shell, "kernel"):

@@ -1,0 +1,141 @@
+"""The course's own variables. Each is read here, when it is asked for; a value that makes no sense is a LaunchError.
+
+People and sites set:
+    MANYHANDS_OUTPUTS=FOLDER      where runs leave their folders; else outputs/ of the course, else ~/.local/share/manyhands
+    MANYHANDS_DATA=FOLDER         where the corpus is kept; else data/ of the course, else ~/.cache/manyhands
+    MANYHANDS_SHAKESPEARE=FILE    the corpus itself: a run that cannot read it is refused
+    MANYHANDS_SHAKESPEARE_URL=U   a mirror to load the corpus from; empty: the web is never asked
+    MANYHANDS_DEVICE=KIND         cpu, cuda (AMD's too) or xpu; auto, the default: what is there
+    MANYHANDS_MPI=off             a notebook's ranks start without MPI
+    MANYHANDS_MPIEXEC=COMMAND     the mpiexec of a notebook's ranks, with its flags; empty: there is none
+    MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
+    MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
+    MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
+    MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show, read by `serve.access`; else a new one each time
+Programs set for the processes that they start:
+    MANYHANDS_NOTEBOOK, MANYHANDS_RANK, MANYHANDS_WORLD_SIZE, MANYHANDS_LOCAL_RANK, MANYHANDS_LOCAL_WORLD_SIZE, MANYHANDS_MPI,
+    MANYHANDS_NUM_NODES                     a row of `launchers`: who a notebook's rank is
+    MANYHANDS_LESSON, MANYHANDS_STORE       what lesson a notebook's rank is of, and where the ranks meet
+    MANYHANDS_RUN, MANYHANDS_CLUSTER        the marks by which `processes` and the watchdog find what belongs together
+    MANYHANDS_STATUS_FILE                   where rank 0 says how its program ends: `program`
+A batch job's variables (SLURM_*, PBS_*, MPIEXEC, SRUN_FLAGS ...) are `allocation`'s and `commands`'.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from manyhands.launch.launchers import LaunchError
+
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """A copy of this process's environment, with `changes`: what a child gets."""
+    return {**os.environ, **changes}
+
+
+def for_python(environ: Mapping[str, str], *folders: Path) -> dict[str, str]:
+    """`environ` for a child that finds modules in `folders` first."""
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), environ.get("PYTHONPATH")]))}
+
+
+def set_default(**variables: str) -> None:
+    """Set variables that libraries read, unless somebody has set them already."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def set_variables(**variables: str) -> None:
+    """Set variables that libraries read, whatever they were."""
+    os.environ.update(variables)
+
+
+def forget(kept: Mapping[str, str]) -> None:
+    """Remove all variables but those in `kept`."""
+    for name in os.environ.keys() - kept.keys():
+        del os.environ[name]
+
+
+def outputs_named() -> Path | None:
+    """The folder for the folders of runs, where somebody named one."""
+    return _path("MANYHANDS_OUTPUTS")
+
+
+def data_named() -> Path | None:
+    """The folder that keeps the corpus, where somebody named one."""
+    return _path("MANYHANDS_DATA")
+
+
+def shakespeare_named() -> Path | None:
+    """The corpus as a file, where somebody named one."""
+    return _path("MANYHANDS_SHAKESPEARE")
+
+
+def shakespeare_url(default: str) -> str:
+    """From where the corpus is loaded; "" if from nowhere."""
+    return os.environ.get("MANYHANDS_SHAKESPEARE_URL", default)
+
+
+def device(environ: Mapping[str, str] | None = None) -> str:
+    """One of DEVICES."""
+    named = (os.environ if environ is None else environ).get("MANYHANDS_DEVICE") or "auto"
+    if named not in DEVICES:
+        raise LaunchError(f"MANYHANDS_DEVICE={named!r} is unknown; use one of {', '.join(DEVICES)}")
+    return named
+
+
+def mpi_allowed() -> bool:
+    """Whether a notebook may start ranks under MPI."""
+    return os.environ.get("MANYHANDS_MPI") != "off"
+
+
+def mpiexec_named() -> str | None:
+    """The command that starts a notebook's ranks, where somebody named one; "" for none."""
+    return os.environ.get("MANYHANDS_MPIEXEC")
+
+
+def lesson() -> str:
+    """The lesson of a notebook's rank; "" elsewhere."""
+    return os.environ.get("MANYHANDS_LESSON", "")
+
+
+def store_address() -> tuple[str, int]:
+    """(host, port) at which the ranks of a notebook meet."""
+    host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
+    return host, int(port)
+
+
+def status_file() -> Path | None:
+    """Where the end of this program is to be said, if whoever started it wants to hear it."""
+    return _path("MANYHANDS_STATUS_FILE")
+
+
+def login_node(environ: Mapping[str, str]) -> bool | None:
+    """Whether somebody says that this is a login node; None: nobody does."""
+    said = environ.get("MANYHANDS_LOGIN_NODE")
+    return None if said is None else said not in ("", "0")
+
+
+def idle_s() -> float:
+    """Seconds without a cell after which a notebook's ranks end."""
+    said = os.environ.get("MANYHANDS_IDLE_S") or "1800"
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"invalid MANYHANDS_IDLE_S {said!r} (seconds, more than 0)")
+    return seconds
+
+
+def live() -> bool:
+    """Whether people watch: output while a cell runs, and times."""
+    return os.environ.get("MANYHANDS_LIVE") != "0"
+
+
+def _path(name):
+    return Path(os.environ[name]).expanduser() if os.environ.get(name) else None
