@@ -51,8 +51,9 @@ def _command(launcher, n_processes, folder):
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*torchrun, f"--nproc-per-node={n_processes}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
+        # its own way to start Python is `python -u`, by which a print is two writes, and lines run together
+        return [*torchrun, "--no-python", sys.executable]
     if not settings.mpi_allowed() or (Allocation.find().kind == "local" and login_node()):
         return None
     mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
@@ -65,6 +66,6 @@ def _logs(folder, stream):
 
 def _environment():
     """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
-    # PYTHONUNBUFFERED: a process that writes all of its lines at once does not run into another
+    # without PYTHONUNBUFFERED, by which a print is two writes, and lines of several processes run together
     kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED")
     return settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback_gloo(), **kept}, SCRIPTS)
