@@ -77,7 +77,7 @@ def test_a_second_signal_ends_the_process():
 
 
 def held_before(ranks):
-    preemption.hold()
+    preemption.defer_signals()
     os.kill(os.getpid(), signal.SIGUSR1)
     with PreemptionHandler(ranks) as asked:
         return asked.agreed(1)
