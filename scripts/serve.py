@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 """Serve a trained GPT, as OpenAI's clients expect it: text and chat, streamed, many at a time.
 
-    python scripts/serve.py                                            # what lesson 13 or scripts/align.py made last
-    python scripts/serve.py outputs/mine --step newest --port 8123     # a run's checkpoints; or a .safetensors file
-    python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones go live if they are not worse
+    python scripts/serve.py                                         # what lesson 13 or scripts/align.py made last
+    python scripts/serve.py outputs/mine --step newest --port 8123  # a run's checkpoints; or a .safetensors file
+    python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones, if they are not worse
 
 You should see one line with the model, and the address of a chat page with the token in it: open it, or give both to
 `openai.OpenAI(base_url=".../v1", api_key=...)`. Behind a hub: the same page by jupyter-server-proxy, .../proxy/PORT/.
-Where stdout is no terminal, as in a job, the token is only in the file that the line names (mode 0600). It listens on loopback
-unless --host says otherwise; a token is always asked for, since loopback is shared on a login node. The token can be set
-by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because every user of a machine sees flags.
+Where stdout is no terminal, as in a job, the token is only in the file that the line names (mode 0600). It listens on
+loopback unless --host says otherwise; a token is always asked for, since loopback is shared on a login node. The token
+can be set by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because every user of a machine sees flags.
 
-Prompt and answer together fit into the model's context (block_size of its training); what is longer is refused with the
-numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for Prometheus, /healthz needs no token. Ctrl-C or SIGTERM:
-what was asked for is finished, for up to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2: there is
-nothing to serve, or a value makes no sense, with the cure.
+Prompt and answer together fit into the model's context (block_size of its training); what is longer is refused with
+the numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for Prometheus, /healthz needs no token. Ctrl-C or
+SIGTERM: what was asked for is finished, for up to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2:
+there is nothing to serve, or a value makes no sense, with the cure. 130: a second Ctrl-C.
 """
 
 import os
@@ -119,7 +119,7 @@ def make_service(options, load, token):
 
 
 def tell_address(options, address, token):
-    """Print where the page is: with the token on the terminal of its user, without it anywhere else. The file's path."""
+    """Print where the page is: with the token on its user's terminal, without it anywhere else. The file's path."""
     from manyhands.launch.run_folder import outputs_folder
     from manyhands.serve.server import write_address
 

@@ -10,7 +10,6 @@ from live_server import make_model
 from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.serve.decoder import cached_logits, generate
-from manyhands.serve.engine import Engine
 from manyhands.serve.kv_cache import KVCache
 from manyhands.serve.quantized import Int8Linear, quantize, weight_bytes
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
@@ -171,11 +170,8 @@ def _split(ranks, prompts, n, how):
     cache = KVCache(48)
     with torch.no_grad():
         apart = (cached_logits(model, torch.tensor([alone[0]]), cache) - logits).abs().max().item()
-    engine = Engine(model, "split", num_blocks=30, block_size=4, num_heads=4 // ranks.world_size)
-    running = [engine.add(prompt, n, how, seed=3) for prompt in prompts]
-    while engine.step():
-        pass
-    return alone, [sequence.ids for sequence in running], apart, cache.num_bytes()
+    split = [generate(model, torch.tensor([prompt]), n, how, seed=3)[0].tolist() for prompt in prompts]
+    return alone, split, apart, cache.num_bytes()
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])

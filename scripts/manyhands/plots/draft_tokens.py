@@ -24,7 +24,8 @@ def tokens_per_call(samples, predicted, alpha):
         color=PREDICTED["color"],
     )  # fmt: skip
     axes.set(
-        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call", xticks=ks, ylim=(1, None),
+        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call", xticks=ks,
+        ylim=(1, None),
         title="points: mean of the texts; whiskers: least and most",
     )  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)

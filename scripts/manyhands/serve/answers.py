@@ -66,7 +66,7 @@ def event(content):
 
 
 class Stream(StreamingResponse):
-    """The events of an answer. Whatever ends them, `close(why)` is called once; a client who leaves ends them at once."""
+    """The events of an answer. Whatever ends them, `close(why)` is called once."""
 
     media_type = "text/event-stream"
 

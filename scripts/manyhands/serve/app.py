@@ -42,7 +42,7 @@ PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 
 
 def make_app(service, load=None, source=None, watch_s=None):
-    """The ASGI application. Its lifespan starts and stops the service, and looks into `source` each `watch_s` seconds."""
+    """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -144,8 +144,8 @@ def _routes_with_token(service, load):
 def authorise(headers, token):
     """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
 
-    The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query, which
-    proxies and browsers write down.
+    The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query,
+    which proxies and browsers write down.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -157,7 +157,7 @@ def authorise(headers, token):
 
 
 async def respond(service, http_request, kind):
-    """The Response to a request for text. A stream begins with its first token: until then a refusal still has a status."""
+    """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
     request = read(await read_body(http_request, service.limits), kind)
     refuse_model(request.model, service.name)
     ticket = service.submit(request)

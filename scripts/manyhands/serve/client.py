@@ -98,7 +98,7 @@ class Client:
         display(ipywidgets.VBox([field, output]))
 
     def open(self, path, body=None):
-        """The HTTP response to a GET, or to a POST of `body` as JSON. Raises ServerSaid for any status that is no success."""
+        """The HTTP response to a GET, or to a POST of `body` as JSON. Raises ServerSaid if it is an error."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()
         try:

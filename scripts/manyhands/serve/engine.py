@@ -1,12 +1,12 @@
-"""The model, the paged cache and the scheduler together: each step computes a batch and draws a token for each sequence.
+"""The model, the paged cache and the scheduler together: a step computes a batch and draws a token for each sequence.
 
     engine = Engine(model, "step 300", num_blocks=256)
     sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
     while engine.step():                           # [Drawn(sequence, id, finish)], empty when there is nothing to do
         ...
 
-One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing, through the
-layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
+One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing,
+through the layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,13 @@ class Drawn:
 
 class Engine:
     """Serves one model at a time. `vocab_size`: ids from there on are no tokens and are never drawn.
-    `num_heads`: those of this rank, where the model is split over tensor ranks; all of them then add and cancel alike.
 
     Raises ValueError if the blocks cannot hold one sequence of full length.
     """
 
     def __init__(
-        self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None,
-        num_heads=None,
-    ):  # fmt: skip
+        self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None
+    ):
         if num_blocks * block_size < model.config.block_size:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} positions do not hold one sequence of "
@@ -47,7 +45,6 @@ class Engine:
             )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
-        self.num_heads = num_heads
         self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `metrics.Drift`
         self._install(model, version, vocab_size)
 
@@ -55,7 +52,7 @@ class Engine:
         weight, pool = next(model.parameters()), self.pool
         # first what may fail: then nothing has changed
         sizes = pool.num_blocks, pool.block_size
-        cache = PagedCache(model.config, *sizes, weight.dtype, weight.device, self.num_heads)
+        cache = PagedCache(model.config, *sizes, weight.dtype, weight.device)
         self.scheduler.change_model(version)
         self.cache, self.model, self.version = cache, model.eval(), version
         self.vocab_size = vocab_size or model.config.vocab_size
@@ -111,7 +108,7 @@ class Engine:
         return not self.scheduler.waiting and not self.scheduler.running
 
     def _logits(self, works):
-        """Logits [T, V] of each work's positions. All go through the layers as one row; only attention tells them apart."""
+        """Logits [T, V] of each work's positions: one row through the layers; only attention tells them apart."""
         if not works:
             return []
         device, lengths = self.cache.device, [work.stop - work.start for work in works]

@@ -4,7 +4,7 @@
     verdict = judge(candidate, metadata, live, live_metadata, text_ids, tolerance=0.02)
     verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per token of 8,192: not worse"
 
-A lower training loss is no argument here, and a later step neither: a run may have diverged, or trained on another text.
+A lower training loss is no argument here, nor is a later step: a run may have diverged, or seen another text.
 """
 
 import math

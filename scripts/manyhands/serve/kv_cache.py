@@ -1,4 +1,4 @@
-"""Keys and values of the positions that were computed, kept: the plain cache, one rectangle for a batch of equal lengths.
+"""Keys and values of the positions that were computed: the plain cache, one rectangle for a batch of equal lengths.
 
     cache = KVCache(capacity=64)
     logits_BTV = cached_logits(model, prompt_BT, cache)     # prefill: T positions at once

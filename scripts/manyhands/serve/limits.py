@@ -1,4 +1,4 @@
-"""What one server takes on, and how it refuses the rest: one sentence with the cure, in the shape of OpenAI's errors."""
+"""What one server takes on, and how it refuses the rest: a sentence with the cure, in the shape of OpenAI's errors."""
 
 from dataclasses import dataclass
 

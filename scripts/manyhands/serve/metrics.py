@@ -1,8 +1,8 @@
 """What a server counts, for Prometheus: requests, tokens, times, room, and how far prompts are from the training text.
 
 Labels are routes, statuses and reasons, never anything that a client has sent. Drift: `prompt_nats` is the loss on
-recent prompts, per token; `held_out_nats` is the loss on the gate's held-out text. If the first leaves the second behind,
-people write what the model was not trained on.
+recent prompts, per token; `held_out_nats` is the loss on the gate's held-out text. If the first leaves the second
+behind, people write what the model was not trained on.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

@@ -1,5 +1,5 @@
-"""The paged cache: keys and values in blocks that are allocated once, so that sequences of any lengths share the room and
-common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors.
+"""The paged cache: keys and values in blocks that are allocated once, so that sequences of any lengths share the room
+and common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors.
 
     pool = BlockPool(num_blocks=256, block_size=16)
     table = pool.match(digests)                  # blocks of the same beginning, shared: no computation
@@ -12,10 +12,11 @@ common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors.
     logits_1NV = run(model, ids_1N, positions_1N, attend)      # the new positions of all sequences, one after another
 
 Position i of a sequence lies in block table[i // block_size], at place i % block_size. A block is found by a digest of
-*everything before its end*: its own tokens, all earlier ones, and a salt (which model, and whatever else its contents depend
-on). Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et al. 2023,
-PagedAttention); the bookkeeping is the same.
-Shapes: N new positions in all, B sequences with T of them each, S positions that are gathered, P blocks of a table, H heads of size E.
+*everything before its end*: its own tokens, all earlier ones, and a salt (which model, and whatever else its contents
+depend on). Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et
+al. 2023, PagedAttention); the bookkeeping is the same.
+Shapes: N new positions in all, B sequences with T of them each, S positions that are gathered, P blocks of a table,
+H heads of size E.
 """
 
 import hashlib
@@ -124,14 +125,14 @@ class BlockPool:
 class PagedCache:
     """The tensors of `num_blocks` blocks for each layer; who holds which is the pool's business."""
 
-    def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu", num_heads=None):
+    def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
         # keys and values of a position side by side: one write and one gather for both
-        shape = (num_blocks, block_size, num_heads or config.n_head, 2, config.n_embd // config.n_head)
+        shape = (num_blocks, block_size, config.n_head, 2, config.n_embd // config.n_head)
         self.block_size, self.device = block_size, torch.device(device)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
     def attend_for(self, tables, lengths, positions_N):
-        """attend(layer, q, k, v), all [1, H, N, E], for one row of new positions: lengths[b] of a sequence with tables[b].
+        """attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] of one with tables[b].
 
         Sequences of equal lengths lie side by side and look back as one batch; their tables may differ in length.
         """

@@ -1,11 +1,11 @@
-"""Weights in 8 bits: a linear layer reads a quarter of the bytes of float32, and is off by at most half a step per weight.
+"""Weights in 8 bits: a linear layer reads a quarter of float32's bytes; a weight is off by at most half a step.
 
     quantize(model)                       # in place: every linear layer of the blocks
     weight_bytes(model)                   # what decoding reads from memory for each token
 
-One scale per output (the largest weight of its row / 127), weights rounded to the nearest step, activations as they are.
-On a GPU a kernel multiplies the 8-bit weights as it reads them; here they are made float again first, so that this saves
-memory and no time.
+For lesson 14. One scale per output (the largest weight of its row / 127), weights rounded to the nearest step,
+activations as they are. On a GPU a kernel multiplies the 8-bit weights as it reads them; here they are made float again
+first, so that this saves memory and no time.
 """
 
 import torch
@@ -29,14 +29,10 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model):
-    """Replace the linear layers in the blocks of a GPT; embeddings, norms and head stay as they are. Returns the model."""
+    """Replace the linear layers in the blocks of a GPT; embeddings, norms and head stay. Returns the model."""
     for block in model.blocks:
-        for part, name in (
-            (block.attention, "qkv"),
-            (block.attention, "out"),
-            (block.mlp, "up"),
-            (block.mlp, "down"),
-        ):
+        attention, mlp = block.attention, block.mlp
+        for part, name in ((attention, "qkv"), (attention, "out"), (mlp, "up"), (mlp, "down")):
             setattr(part, name, Int8Linear(getattr(part, name)))
     return model
 

@@ -7,9 +7,9 @@
         scheduler.computed(work, next_id)          # next_id: what was drawn after them, None while a prompt goes on
 
 Sequences join and leave between any two steps (Yu et al. 2022, Orca, section 3.1). A step has at most `prefill_tokens`
-positions of prompts, so that a long prompt does not hold up those that are writing. A sequence is admitted when blocks for
-all it has so far, and one more, are free. When blocks run out the youngest gives its own back, and waits; it is computed
-again later, and continues as if nothing had been, because its numbers belong to places (`sampler.uniforms`).
+positions of prompts, so that a long prompt does not hold up those that are writing. A sequence is admitted when blocks
+for all it has so far, and one more, are free. When blocks run out the youngest gives its own back, and waits; it is
+computed again later, and continues as if nothing had been, because its numbers belong to places (`sampler.uniforms`).
 """
 
 from collections import deque
@@ -72,13 +72,7 @@ class Scheduler:
         self.hold_new = False  # no sequence starts: the model is about to change
 
     def add(self, sequence):
-        """Queue a sequence. Raises ValueError if even all blocks could not hold it."""
-        most = self.pool.blocks_for(sequence.prompt_length + sequence.max_tokens)
-        if most > self.pool.num_blocks:
-            raise ValueError(
-                f"{sequence.prompt_length} + {sequence.max_tokens} positions need {most} blocks of "
-                f"{self.pool.block_size}, and there are {self.pool.num_blocks}; ask for fewer tokens"
-            )
+        """Queue a sequence; all blocks together must hold it (`Engine` sees to that)."""
         self.waiting.append(sequence)
 
     def remove(self, sequence, finish="cancelled"):
@@ -93,10 +87,10 @@ class Scheduler:
         self._give_back(sequence)
 
     def plan(self):
-        """The Work of one step: first one position of each that is writing, then prompts. Empty: there is nothing to do."""
+        """The Work of one step: first one position of each that is writing, then prompts. Empty: nothing to do."""
         for sequence in list(self.running):  # the oldest first: it is never the one that gives way
-            if sequence in self.running and not self._make_room(sequence):
-                raise AssertionError("a sequence alone does not fit into all blocks; `add` refuses such")
+            if sequence in self.running:
+                self._make_room(sequence)
         writing = [s for s in self.running if s.computed == len(s.ids) - 1]
         works = [Work(s, s.computed, s.computed + 1) for s in writing]
         budget = self.prefill_tokens
@@ -127,7 +121,7 @@ class Scheduler:
             self.remove(sequence, "length")
 
     def change_model(self, salt):
-        """From now on blocks belong to another model. Raises AssertionError while a sequence of the old one is unfinished."""
+        """From now on blocks belong to another model. No sequence of the old one may be unfinished."""
         assert not self.unfinished(), "sequences of the old model are unfinished"
         self.pool.forget_all()
         self.salt = salt
@@ -167,20 +161,16 @@ class Scheduler:
     def _make_room(self, sequence):
         """A block for the position that `sequence` computes next, if need be by taking those of the youngest."""
         while len(sequence.table) < self.pool.blocks_for(len(sequence.ids)):
-            block = self.pool.take(1)
-            if block is not None:
+            if block := self.pool.take(1):
                 sequence.table += block
                 continue
-            youngest = self.running[-1]
-            if youngest is sequence and len(self.running) == 1:
-                return False
-            self.running.remove(youngest)
+            youngest = self.running.pop()
+            assert self.running, "all blocks together must hold one sequence"
             self._give_back(youngest)
             youngest.preempted += 1
             self.waiting.appendleft(youngest)
             if youngest is sequence:
-                return True
-        return True
+                return
 
     def _give_back(self, sequence):
         self.pool.release(sequence.table)

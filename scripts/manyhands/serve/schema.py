@@ -115,7 +115,7 @@ class ChatRequest(Request):
     messages: list[Message] = Field(min_length=1, max_length=256)
 
     def encode(self, words):
-        """(ids, ids that end the reply, strings that end it). Raises ValueError for messages that the template refuses."""
+        """(ids, ids that end the reply, strings that end it). Raises ValueError for what the template refuses."""
         ids, stop_ids = words.encode_chat([message.model_dump() for message in self.messages])
         return ids, stop_ids, words.chat_stops()
 

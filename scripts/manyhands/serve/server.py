@@ -4,8 +4,8 @@
     path = write_address(folder, address_of(bound), token)
     run(app, bound, drain_s=30)                    # until SIGTERM or Ctrl-C
 
-SIGTERM: no new connections, what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second Ctrl-C
-does not wait. Loopback is shared with everybody on a login node: there is no server without a token.
+SIGTERM: no new connections, what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second
+Ctrl-C does not wait. Loopback is shared with everybody on a login node: there is no server without a token.
 """
 
 import json
@@ -86,7 +86,7 @@ def server_of(app, connections=1024, drain_s=30):
 
 
 def run(app, bound, connections=1024, drain_s=30):
-    """Serve on the socket until a signal, with one line on stderr per event. Raises KeyboardInterrupt if somebody did not wait."""
+    """Serve on the socket until a signal, with a line on stderr per event. A second one: KeyboardInterrupt."""
     server, handler = server_of(app, connections, drain_s), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     # who does not wait gets no traceback for each request that is cut off

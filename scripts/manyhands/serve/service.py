@@ -41,8 +41,11 @@ class Live:
 
 
 class Service:
-    """Everything but HTTP. `name` is what clients call the model; `held_out_ids` [n] are what a new checkpoint is judged on,
-    and `tolerance` is the nats per token by which it may be worse. Without such ids none goes live."""
+    """Everything but HTTP. `name` is what clients call the model.
+
+    `held_out_ids` [n] are what a new checkpoint is judged on, and `tolerance` is the nats per token by which it may be
+    worse. Without such ids none goes live.
+    """
 
     def __init__(self, model, metadata, token, name="manyhands", limits=None, held_out_ids=None, tolerance=0.02):
         self.live, self.token, self.name = Live(model, metadata), token, name

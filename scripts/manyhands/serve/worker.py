@@ -5,8 +5,8 @@
     text, finish = await ticket.more()             # whatever has been drawn since, at once
     worker.cancel(ticket)                          # always, at the end: it costs nothing if it is over
 
-The thread alone touches the engine. It tells the loop once per step what was drawn. A reader who is slow finds more tokens
-at a time; none waits for another, and a ticket never holds more than the model's context.
+The thread alone touches the engine. It tells the loop once per step what was drawn. A slow reader finds more tokens at
+a time; none waits for another, and a ticket never holds more than the model's context.
 """
 
 import asyncio
