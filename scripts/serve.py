@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
 from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.serve.limits import Limits
+from manyhands.serve.schema import Limits
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
 TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:

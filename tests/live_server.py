@@ -12,8 +12,8 @@ from manyhands.align.chat_template import with_markers
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.serve.app import make_app
 from manyhands.serve.decoder import generate
-from manyhands.serve.limits import Limits
 from manyhands.serve.sampler import Sampling
+from manyhands.serve.schema import Limits
 from manyhands.serve.server import address_of, listen, server_of
 from manyhands.serve.service import Service
 

@@ -66,20 +66,6 @@ def test_blocks_of_a_common_beginning_are_shared_and_outlive_their_sequence():
     assert pool.held() == 2 and pool.take(5) is None and pool.available() == 4
 
 
-def test_when_room_is_needed_the_longest_unused_end_is_forgotten_first():
-    pool = BlockPool(4, 1)
-    tables = {}
-    for name, ids in (("old", [1, 2]), ("new", [3, 4])):
-        tables[name] = pool.take(2)
-        for block, digest in zip(tables[name], chained_digests(ids, 1, ""), strict=True):
-            pool.seal(block, digest)
-    for name in tables:
-        pool.release(tables[name])
-    assert pool.take(1) == [tables["old"][1]]
-    assert pool.match(chained_digests([1, 2], 1, "")) == tables["old"][:1]
-    assert pool.match(chained_digests([3, 4], 1, "")) == tables["new"]
-
-
 def test_a_block_that_is_given_back_twice_is_a_bug_and_said():
     pool = BlockPool(2, 1)
     table = pool.take(1)
@@ -164,22 +150,6 @@ def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(reuse, num_blo
     assert (sum(s.preempted for s in served) > 0) == (num_blocks == 16), "the small pool is there to run out"
 
 
-def test_reused_keys_and_values_are_those_that_would_have_been_computed():
-    engine = Engine(MODEL, "a", 40, 4)
-    prompt = requests(3, 1)[0][0][:13] + [1] * 20
-    for _ in range(2):
-        sequence = engine.add(prompt, 5, HOW, seed=1)
-        finish(engine)
-    assert sequence.reused == 32, "eight full blocks of 33 tokens; the last one is computed"
-    kept = engine.pool.match(chained_digests(prompt, 4, "a"))
-    fresh = Engine(MODEL, "a", 40, 4)
-    fresh.add(prompt, 5, HOW, seed=1)
-    fresh.step()
-    table = fresh.scheduler.running[0].table[:8]
-    for ours, theirs in zip(engine.cache.layers, fresh.cache.layers, strict=True):
-        assert (ours[kept] - theirs[table]).abs().max() < 1e-10
-
-
 def test_a_prompt_of_full_blocks_still_computes_its_last_token():
     engine = Engine(MODEL, "a", 40, 4)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -212,19 +182,6 @@ def test_an_end_token_ends_it_and_tokens_without_a_meaning_are_never_drawn():
         assert set(sequence.drawn) <= {0, 1, 2, 3}
         assert (sequence.finish == "stop") == (2 in sequence.drawn) == (sequence.drawn[-1] == 2)
         assert sequence.drawn.count(2) <= 1
-
-
-def test_another_model_finds_no_block_of_the_old_one():
-    engine = Engine(MODEL, "a", 40, 4)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    engine.add(prompt, 3, HOW, seed=2)
-    finish(engine)
-    other = gpt(7)
-    engine.change_model(other, "b")
-    sequence = engine.add(prompt, 3, HOW, seed=2)
-    finish(engine)
-    assert sequence.reused == 0
-    assert sequence.ids == generate(other, torch.tensor([prompt]), 3, HOW, 2)[0].tolist()
 
 
 def test_a_model_is_not_changed_under_an_unfinished_sequence():
@@ -263,11 +220,6 @@ def test_what_the_model_cannot_hold_is_refused_before_it_waits(prompt, n, senten
     with pytest.raises(ValueError, match=sentence):
         engine.add(prompt, n)
     assert engine.idle()
-
-
-def test_too_few_blocks_for_one_sequence_are_refused_at_the_start():
-    with pytest.raises(ValueError, match="11 blocks of 4 positions do not hold one sequence of 48; use 12"):
-        Engine(MODEL, "a", 11, 4)
 
 
 # ---------------------------------------------------------------- whatever comes

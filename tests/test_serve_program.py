@@ -46,14 +46,8 @@ def start(root, exported, folder, *flags, stdout=None, **environ):
     environ = {k: v for k, v in os.environ.items() if k != "MANYHANDS_SERVE_TOKEN"} | {
         "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1", **environ,
     }  # fmt: skip
-    command = [
-        sys.executable,
-        str(root / "scripts" / "serve.py"),
-        str(file),
-        "--gate-text",
-        str(text),
-        *flags,
-    ]
+    program = str(root / "scripts" / "serve.py")
+    command = [sys.executable, program, str(file), "--gate-text", str(text), *flags]
     log = open(folder / "log", "wb")  # noqa: SIM115 - it belongs to the process
     process = subprocess.Popen(command, stdout=stdout or log, stderr=log, env=environ, cwd=folder)
     deadline = time.monotonic() + 100
@@ -100,7 +94,7 @@ def test_a_server_without_a_terminal_keeps_its_secret_and_ends_after_what_was_as
         process.kill()
 
 
-def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port_is_left_alone(
+def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_second_ctrl_c_ends_it_in_silence(
     root, exported, tmp_path
 ):
     token = "chosen-by-the-user-0123456789"
@@ -121,8 +115,17 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_taken_port
         assert token not in (tmp_path / "log").read_text()
         with open(f"/proc/{process.pid}/cmdline", "rb") as words:
             assert token.encode() not in words.read()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        host, port = client.address.removeprefix("http://").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nX-Api-Key: {token}\r\nContent-Length: 9\r\n\r\n{{"
+        with socket.create_connection((host, int(port))) as unfinished:
+            unfinished.sendall(head.encode())
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert process.poll() is None, "it waits for what was asked"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        assert (tmp_path / "log").read_text().splitlines() == ["serve.py: ended by Ctrl-C"]
     finally:
         process.kill()
         os.close(leader)

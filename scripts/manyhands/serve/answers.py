@@ -7,7 +7,7 @@ import time
 
 from starlette.responses import StreamingResponse
 
-from manyhands.serve.limits import Refusal
+from manyhands.serve.schema import Refusal
 
 LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy keeps it, or holds it back

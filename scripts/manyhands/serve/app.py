@@ -33,8 +33,7 @@ from starlette.responses import JSONResponse, Response
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.serve.answers import Answer, Stream
-from manyhands.serve.limits import Refusal
-from manyhands.serve.schema import ChatRequest, CheckpointRequest, CompletionRequest, read
+from manyhands.serve.schema import ChatRequest, CheckpointRequest, CompletionRequest, Refusal, read
 
 log = logging.getLogger("manyhands.serve")
 NO_STORE = {"Cache-Control": "no-store"}

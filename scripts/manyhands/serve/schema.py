@@ -1,4 +1,4 @@
-"""What a request may say: OpenAI's fields as pydantic models, and each fault as one sentence.
+"""What a request may say, OpenAI's fields as pydantic models; and how the rest is refused, each fault as one sentence.
 
     request = read(body, ChatRequest)                       # bytes of JSON; Refusal (400) for what is wrong
     ids, stop_ids, stop_strings = request.encode(words)     # ValueError for what the vocabulary cannot say
@@ -7,12 +7,11 @@ A field that nobody knows is refused, lest a misspelt one change the answer in s
 take it out there and declare it in `Request`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from manyhands.serve.limits import Refusal
-from manyhands.serve.sampler import Sampling
+from starlette.exceptions import HTTPException
 
 # what we do not have, and the values (besides null) that ask for nothing
 NEUTRAL = {
@@ -25,6 +24,36 @@ NEUTRAL = {
 HARMLESS = {
     "user", "name", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one server. Lengths beyond the model's context are refused in any case: its positions are learned."""
+
+    running: int = 32  # requests that are computed at once
+    queue: int = 256  # requests that wait for them; one more gets 429
+    request_s: float = 120.0  # seconds for a whole request, its wait included
+    connections: int = 1024  # open at once
+    body_bytes: int = 1_000_000  # of a request's body
+    body_s: float = 10.0  # seconds for a request's body to arrive
+    blocks: int | None = None  # of the cache; none: for all that run, at full length
+    block_size: int = 16  # positions in a block
+    prefill_tokens: int = 256  # of prompts in one step
+
+
+class Refusal(HTTPException):
+    """An answer that is no text: HTTP's status, a sentence, and OpenAI's words for its kind."""
+
+    def __init__(self, status, sentence, code, param=None, headers=None):
+        super().__init__(status, sentence, headers)
+        self.code, self.param = code, param
+
+    @property
+    def content(self):
+        """The body, as OpenAI's clients expect an error."""
+        kind = "invalid_request_error" if self.status_code < 429 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status_code, kind)
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 class Strict(BaseModel):
@@ -66,10 +95,6 @@ class Request(Strict):
     @classmethod
     def one_or_many(cls, stop):
         return [stop] if isinstance(stop, str) else stop
-
-    @property
-    def sampling(self):
-        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 class CompletionRequest(Request):

@@ -20,8 +20,9 @@ import torch
 
 from manyhands.serve import gate
 from manyhands.serve.engine import Engine
-from manyhands.serve.limits import Limits, Refusal
 from manyhands.serve.metrics import ServerMetrics
+from manyhands.serve.sampler import Sampling
+from manyhands.serve.schema import Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 from manyhands.serve.worker import Ticket, Worker
 
@@ -89,7 +90,8 @@ class Service:
             ids, stop_ids, stop_strings = request.encode(self.words)
             code = "context_length_exceeded"
             max_tokens = request.max_completion_tokens or request.max_tokens or max(1, self.context - len(ids))
-            sequence = self.engine.new_sequence(ids, max_tokens, request.sampling, request.seed, stop_ids)
+            sampling = Sampling(request.temperature, request.top_k, request.top_p)
+            sequence = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, stop_ids)
         except ValueError as error:
             raise Refusal(400, str(error), code, request.source) from None
         ticket = Ticket(sequence, TextSoFar(self.words, (*request.stop, *stop_strings)))

@@ -17,7 +17,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 
-from manyhands.serve.limits import Refusal
+from manyhands.serve.schema import Refusal
 
 log = logging.getLogger("manyhands.serve")
 
