@@ -1,4 +1,4 @@
-"""One cell on a rank and on all of them, without starting ranks: whose error it is, how long it may take, what follows."""
+"""A cell on a rank and on all of them, without starting any: whose error it is, how long it may take, what follows."""
 
 import types
 
@@ -12,7 +12,7 @@ from manyhands.notebook import cell, engine, magic
 
 @pytest.fixture
 def a_rank_on(monkeypatch):
-    """a_rank_on(kind): this process is a rank whose device is of that kind; returns what was given to its synchronize."""
+    """a_rank_on(kind): this process is a rank whose device is of that kind and has this `synchronize`."""
     monkeypatch.setattr(engine, "get_ipython", InteractiveShell.instance)
     monkeypatch.setattr(engine.rendezvous, "begin_cell", lambda number: None)
     before = who.joined()

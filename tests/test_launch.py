@@ -47,7 +47,8 @@ def test_every_launcher_has_a_record():
 NEW_LAUNCHER = """
 from manyhands.launch.launchers import LAUNCHERS, Launcher
 LAUNCHERS.insert(0, Launcher(
-    "jsrun", marks=("JSM_RANK",), needs={"rank": "JSM_RANK", "world_size": "JSM_SIZE", "master_addr": "JSM_HEAD", "master_port": "JSM_PORT"},
+    "jsrun", marks=("JSM_RANK",),
+    needs={"rank": "JSM_RANK", "world_size": "JSM_SIZE", "master_addr": "JSM_HEAD", "master_port": "JSM_PORT"},
     sets=("JSM_",), command="jsrun -n {n} python {script}",
 ))
 from manyhands import join

@@ -51,7 +51,8 @@ def test_on_one_machine_it_is_torchrun_which_passes_signals_on():
 
 def test_in_a_pbs_job_of_several_nodes_it_is_mpiexec_with_the_sites_flags(nodefile):
     environ = {
-        "PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "MPIEXEC": "mpiexec", "MPIEXEC_FLAGS": "--cpu-bind none"
+        "PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "MPIEXEC": "mpiexec",
+        "MPIEXEC_FLAGS": "--cpu-bind none",
     }  # fmt: skip
     assert command_for(PROGRAM, environ) == [
         "mpiexec", "-n", "8", "-ppn", "4", "--cpu-bind", "none", sys.executable, *PROGRAM
@@ -498,8 +499,8 @@ def test_a_request_that_comes_from_the_scheduler_and_from_the_job_file_is_passed
     """torchrun dies of the second one without waiting for its ranks to save."""
     keeper = "import sys; from manyhands.launch.processes import keep; sys.exit(keep(sys.argv[1:])[0])"
     run = subprocess.Popen(
-        [sys.executable, "-c", keeper, sys.executable, "-c", COUNTS], env=os.environ | {"PYTHONPATH": str(root / "scripts")},
-        stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", keeper, sys.executable, "-c", COUNTS],
+        env=os.environ | {"PYTHONPATH": str(root / "scripts")}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     until(run, "ready")
     run.send_signal(signal.SIGTERM)

@@ -65,7 +65,9 @@ program.run_program = lambda name, main: run(name, lambda: (os.kill(os.getpid(),
 if os.environ.pop("IGNORED", ""):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[1], run_name="__main__") if sys.argv[0] == "-m" else runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.argv[0] == "-m":
+    runpy.run_module(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -142,6 +142,7 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
         "first loss": (4.17, "nats", "losses.0"),
         "last loss": (None, "nats", "losses.7"),
     }
+    made = "torch 2.13.0, CUDA 12.8, NCCL 2.27.3; 2026-11-21, commit 1a2b3c4; steps=300"
     assert recorded_runs.beside("03", here, tmp_path).splitlines() == [
         "                       here     h200x4      other",
         "step time, s           0.25     0.0123      4,322",
@@ -149,8 +150,8 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
         "bytes             3,266,820  3,266,820  3,266,820",
         "first loss, nats       4.17       4.17       4.17",
         "last loss, nats           -          -          -",
-        "h200x4: 4 ranks on 4 x NVIDIA H200; torch 2.13.0, CUDA 12.8, NCCL 2.27.3; 2026-11-21, commit 1a2b3c4; steps=300",
-        "other: 8 ranks on 8 x NVIDIA H200; torch 2.13.0, CUDA 12.8, NCCL 2.27.3; 2026-11-21, commit 1a2b3c4; steps=300",
+        f"h200x4: 4 ranks on 4 x NVIDIA H200; {made}",
+        f"other: 8 ranks on 8 x NVIDIA H200; {made}",
     ]
 
 

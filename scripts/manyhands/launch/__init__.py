@@ -1,1 +1,1 @@
-"""How ranks start, meet and end, what machine they run on, and what a run leaves: its folder, its numbers, its words."""
+"""How ranks start, meet and end, what machine they run on, and what a run leaves: folder, numbers, words."""

@@ -5,7 +5,14 @@ found = agreement.on_rank_0(lambda: sorted(folder.iterdir()))     # the same on 
 agreement.all(lambda: write(my_share))                            # raises on all ranks if it failed on any
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch.distributed as dist
+
+from manyhands.launch.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -15,16 +22,16 @@ class Agreement:
     Only exceptions are agreed upon. A rank that dies is noticed by the group itself.
     """
 
-    def __init__(self, ranks, group, kind):
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, kind: type[Exception]):
         self.ranks, self.group, self.kind = ranks, group, kind
 
-    def gather(self, value):
+    def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on all ranks."""
-        values = [None] * self.ranks.world_size
+        values: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all(self, action):
+    def all(self, action: Callable[[], T]) -> T:
         """What `action()` returned on this rank, once it went well on every rank."""
         problem, result = self._try(action)
         for other in self.gather(problem):
@@ -32,9 +39,9 @@ class Agreement:
                 raise self.kind(other)
         return result
 
-    def on_rank_0(self, action):
+    def on_rank_0(self, action: Callable[[], T]) -> T:
         """What `action()` returned on rank 0, on all ranks. The others only wait for it."""
-        outcome = [self._try(action) if self.ranks.rank == 0 else None]
+        outcome: list[Any] = [self._try(action) if self.ranks.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         problem, result = outcome[0]
         if problem is not None:
@@ -50,7 +57,7 @@ class Agreement:
             return said(self.ranks.rank, error), None
 
 
-def said(rank, error):
+def said(rank: int, error: BaseException) -> str:
     """An exception of `rank` as part of a sentence."""
     text = str(error).strip()
     return f"rank {rank}: {type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"

@@ -43,7 +43,7 @@ class Allocation:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None) -> Allocation:
-        """Where this process, or the one that has `environ`, may start ranks. Raises RanksError where a node file cannot be read, or names no node."""
+        """Where a process with this environment may start ranks. Raises RanksError for a node file without nodes."""
         environ = environment() if environ is None else environ
         if "PBS_NODEFILE" in environ:
             lines = _node_file(environ["PBS_NODEFILE"])
@@ -54,12 +54,12 @@ class Allocation:
         if "SLURM_JOB_ID" in environ:
             inside = "SLURM_STEP_ID" in environ
             hosts = tuple(expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))) or (LOOPBACK,)
-            slots = environ.get("SLURM_NTASKS") if not inside else None
-            slots = int(slots) if slots else _slurm_cpus(environ, len(hosts))
+            tasks = environ.get("SLURM_NTASKS") if not inside else None
+            slots = int(tasks) if tasks else _slurm_cpus(environ, len(hosts))
             per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
-            per_node = int(per_node) if per_node.isdecimal() else None
             job = _leading_number(environ["SLURM_JOB_ID"])
-            return cls("slurm step" if inside else "slurm", hosts, slots, per_node, job)
+            kind = "slurm step" if inside else "slurm"
+            return cls(kind, hosts, slots, int(per_node) if per_node.isdecimal() else None, job)
         return cls("local", (LOOPBACK,), job=os.getpid())
 
     @property

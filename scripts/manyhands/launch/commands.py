@@ -59,8 +59,9 @@ def command_for(
 ) -> list[str]:
     """The list that starts `program` (a script and its flags) on every node of where this is. Raises RanksError.
 
-    `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else one
-    per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for the usual.
+    `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else
+    one per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for
+    the usual.
     """
     environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)

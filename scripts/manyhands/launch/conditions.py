@@ -1,7 +1,7 @@
 """Under which conditions a run was made: on what, with which versions, of which commit, when, by which command.
 
-`metrics.json` holds them, so that what was measured on one machine can be shown on another (see `recorded_runs`). Neither host
-names nor folders are in it.
+`metrics.json` holds them, so that what was measured on one machine can be shown on another (see `recorded_runs`).
+Neither host names nor folders are in it.
 """
 
 import platform
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ import torch
 from manyhands.course.folders import ROOT
 from manyhands.launch.launchers import launcher_named
 from manyhands.launch.limits import cores_here
+from manyhands.launch.ranks import Ranks
 
 
-def conditions(ranks):
+def conditions(ranks: Ranks) -> dict:
     """{"hardware", "versions": {...}, "commit", "date", "command"} as JSON can hold them; what is unknown is None."""
     return {
         "hardware": hardware(ranks),
@@ -29,7 +31,7 @@ def conditions(ranks):
     }
 
 
-def hardware(ranks):
+def hardware(ranks: Ranks) -> str:
     """ "4 x NVIDIA H200" or "2 cores of ...", and on how many nodes where they are more than one. What rank 0 sees."""
     if ranks.device.type == "cpu":
         count = cores_here()
@@ -40,7 +42,7 @@ def hardware(ranks):
     return found + (f" on {nodes} nodes" if nodes > 1 else "")
 
 
-def versions(device):
+def versions(device: torch.device) -> dict[str, str | None]:
     """Of torch, CUDA, NCCL, Python and the GPU's driver; None for what this device does not use."""
     cuda = device.type == "cuda"
     return {
@@ -52,8 +54,8 @@ def versions(device):
     }
 
 
-def commit(root=ROOT):
-    """The commit of the course at `root`, and whether files differ from it: "1a2b3c4 with uncommitted changes". Or None."""
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the course at `root`, and whether files differ: "1a2b3c4 with uncommitted changes". Or None."""
     git = ["git", "--no-optional-locks", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -65,7 +67,7 @@ def commit(root=ROOT):
     return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
 
 
-def command(ranks, argv=None):
+def command(ranks: Ranks, argv: Sequence[str] | None = None) -> str:
     """What one types to do the same again; in a notebook, which one it is."""
     argv = sys.argv if argv is None else argv
     if ranks.launcher == "notebook":
@@ -76,7 +78,7 @@ def command(ranks, argv=None):
     return form.format(n=ranks.world_size, local=ranks.local_world_size, nodes=nodes, script=script)
 
 
-def cpu_name():
+def cpu_name() -> str:
     """What the system calls its CPU."""
     try:
         with open("/proc/cpuinfo") as lines:

@@ -5,8 +5,8 @@
     srun --ntasks 4 python scripts/02_collectives.py --repeats 3
     python scripts/02_collectives.py            # a world of one takes the same path
 
-`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on, `settings` what
-the course's own variables are.
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on, `settings`
+what the course's own variables are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from manyhands.launch.screen import mend_streams, write
 PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 NOTEBOOK_S = 3600  # more than the --timeout of any cell
-_again = {}  # the arguments of the last join, until the lesson leaves
+_again: dict[str, Any] = {}  # the arguments of the last join, until the lesson leaves
 
 
 def join(
@@ -116,7 +116,7 @@ def refuse(sentence: str) -> None:
     end(f"{ranks.lesson}.py: {sentence}", 2)
 
 
-def mpi_world():
+def mpi_world() -> Any:
     """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
     info = resolve()
     return import_mpi(info).COMM_WORLD if info.mpi else None
@@ -132,7 +132,7 @@ def _take_flags(lesson, script):
 
 
 def end(text: str, status: int, stream: str = "stderr", everybody: bool = False) -> NoReturn:
-    """End this program, before `join` or after it. Rank 0 says why on `stream`, or everybody where the others do not know.
+    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
 
     All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
     """
@@ -172,8 +172,8 @@ def _enter(name, wanted, timeout_s, quiet):
     if kind != "cpu":
         device = torch.device(kind, plan["indices"][rank])
         getattr(torch, kind).set_device(device)
-    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits longer
-    # than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
+    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits
+    # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
     patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if info.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).

@@ -1,8 +1,8 @@
 """Who am I? The table of launchers, and what this process's environment says by it: a RankInfo.
 
-A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is pure: it looks at a mapping and at nothing
-else, so that recorded environments test it. Rows are in order, because launchers nest: torchrun may have been started by
-mpiexec, mpiexec by srun. The innermost one started *this* process and is asked first.
+A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is pure: it looks at a mapping and at
+nothing else, so that recorded environments test it. Rows are in order, because launchers nest: torchrun may have been
+started by mpiexec, mpiexec by srun. The innermost one started *this* process and is asked first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _of_engine(told, environ):
 
 
 def _in_srun(environ):
-    """Whether this process is a task of an srun. The batch script of a job has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
+    """Whether this process is a task of an srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
     step = environ.get("SLURM_STEP_ID")
     return step is not None and not (step.isdecimal() and int(step) >= BATCH_STEP)
 
@@ -130,7 +130,8 @@ LAUNCHERS = [
         "torchrun",
         marks=("TORCHELASTIC_RUN_ID",),
         needs={
-            "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE",
+            "rank": "RANK", "world_size": "WORLD_SIZE",
+            "local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE",
             "master_port": "MASTER_PORT", "master_addr": "MASTER_ADDR",
         },
         details=_of_agent,
@@ -140,7 +141,7 @@ LAUNCHERS = [
     Launcher(
         "openmpi",
         title="Open MPI",
-        marks=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        marks=tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
         needs={
             "rank": "OMPI_COMM_WORLD_RANK", "world_size": "OMPI_COMM_WORLD_SIZE",
             "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -179,8 +180,8 @@ LAUNCHERS = [
         marks=("SLURM_STEP_ID",),
         unless=lambda environ: not _in_srun(environ),
         needs={
-            "job": "SLURM_JOB_ID", "step": "SLURM_STEP_ID", "rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS",
-            "local_rank": "SLURM_LOCALID", "nodes": "SLURM_STEP_NODELIST",
+            "job": "SLURM_JOB_ID", "step": "SLURM_STEP_ID", "rank": "SLURM_PROCID",
+            "world_size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID", "nodes": "SLURM_STEP_NODELIST",
         },
         details=_of_step,
         mpi="wheel",
@@ -218,7 +219,7 @@ def resolve(environ: Environ | None = None) -> RankInfo:
 
 
 def claimed(what: str, default: int, environ: Environ | None = None) -> int:
-    """The first number that any launcher's variable gives to "rank" or "world_size": for where `resolve` finds no sense."""
+    """The first number that any launcher's variable gives to "rank" or "world_size", where `resolve` raises."""
     environ = os.environ if environ is None else environ
     names = [row.needs.get(what, "") for row in LAUNCHERS] + ["PMIX_RANK"] * (what == "rank")
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default)

@@ -12,7 +12,7 @@ import psutil
 try:
     import resource
 except ImportError:  # not a Unix
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")

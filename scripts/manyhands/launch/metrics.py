@@ -14,12 +14,15 @@ import hashlib
 import json
 import math
 import platform
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from manyhands.course.folders import write_whole
 from manyhands.launch.conditions import conditions
+from manyhands.launch.ranks import Ranks
 from manyhands.launch.run_folder import run_folder
 
 TOLERANCE = {torch.float64: 1e-10}  # between numbers of ranks, at the same global batch
@@ -32,7 +35,7 @@ class Metrics:
     Values are numbers, strings, lists of them, dicts, or tensors (their numbers; large ones: `fingerprint`).
     """
 
-    def __init__(self, ranks, corpus=None, parameters=None):
+    def __init__(self, ranks: Ranks, corpus=None, parameters: Mapping[str, Any] | None = None):
         self.ranks = ranks
         # the number of ranks is the launcher's, not the lesson's: runs on 2 and on 4 are compared
         lesson_parameters = {k: v for k, v in (parameters or {}).items() if k != "n_ranks"}
@@ -52,24 +55,24 @@ class Metrics:
             "conditions": {},
         }
 
-    def exact(self, **values):
+    def exact(self, **values: Any) -> None:
         """Values that are the same, to the bit, from every launcher at the same number of ranks."""
         self.content["exact"] |= {name: _plain(name, value) for name, value in values.items()}
 
-    def close(self, tolerance=None, **values):
+    def close(self, tolerance: float | None = None, **values: Any) -> None:
         """Values that stay within `tolerance` (of 1 or of themselves, what is larger) on any number of ranks.
 
         None: 1e-10 for float64 tensors, else 1e-3.
         """
         for name, value in values.items():
-            limit = tolerance or TOLERANCE.get(getattr(value, "dtype", None), FP32_TOLERANCE)
+            limit = tolerance or TOLERANCE.get(getattr(value, "dtype", torch.float32), FP32_TOLERANCE)
             self.content["close"][name] = {"value": _plain(name, value), "tolerance": limit}
 
-    def measured(self, **values):
+    def measured(self, **values: Any) -> None:
         """Values of this run on this machine, such as times: never compared."""
         self.content["measured"] |= {name: _plain(name, value) for name, value in values.items()}
 
-    def write(self):
+    def write(self) -> Path | None:
         """Write `metrics.json` (rank 0; complete or not at all) and return its path; None on other ranks."""
         if self.ranks.rank != 0:
             return None
@@ -78,7 +81,7 @@ class Metrics:
         return write_whole(run_folder(self.ranks) / "metrics.json", text)
 
 
-def fingerprint(tensors):
+def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     """sha256 over the bytes of tensors (say, `model.parameters()`): bit-equality in one word."""
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -102,7 +105,7 @@ def _plain(name, value):
     raise TypeError(f"metric {name}: {type(value).__name__} is no number, text, list, dict or tensor")
 
 
-def compare(one, other):
+def compare(one: Any, other: Any) -> list[str]:
     """How two runs of a lesson differ where they must not: sentences, none if all is well.
 
     `one` and `other` are contents of metrics.json, or paths of it. Exact values count between runs on as many
@@ -116,7 +119,7 @@ def compare(one, other):
     if all(one[what] == other[what] for what in ("world_size", "device")):
         for name in sorted(one["exact"].keys() | other["exact"].keys()):
             values = [run["exact"].get(name, "missing") for run in (one, other)]
-            differences += _differences(f"exact {name}", *values, 0)
+            differences += _differences(f"exact {name}", values[0], values[1], 0)
     for name in sorted(one["close"].keys() | other["close"].keys()):
         values = [run["close"].get(name, {"value": "missing", "tolerance": 0}) for run in (one, other)]
         tolerance = max(value["tolerance"] for value in values)
@@ -149,15 +152,15 @@ class StepLog:
         log.write(step=step, loss=loss.item(), step_s=step_s)
     """
 
-    def __init__(self, ranks, name="steps.jsonl"):
+    def __init__(self, ranks: Ranks, name: str = "steps.jsonl"):
         self.path = run_folder(ranks) / name if ranks.rank == 0 else None
         self.file = open(self.path, "a", buffering=1) if self.path else None  # noqa: SIM115
 
-    def write(self, **values):
+    def write(self, **values: Any) -> None:
         if self.file:
             self.file.write(json.dumps({name: _plain(name, value) for name, value in values.items()}) + "\n")
 
-    def close(self):
+    def close(self) -> None:
         if self.file:
             self.file.close()
 

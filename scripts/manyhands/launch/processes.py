@@ -2,7 +2,7 @@
 
     with Supervised(command, log) as run: ...                   # what the following three are
     supervise(command, log=path, timeout_s=60)                  # under a time-out, with the memory that it took
-    status, heard = keep(command, idle_s=600)                   # in the place of this program: its output and its signals
+    status, heard = keep(command, idle_s=600)                   # in the place of this program: its output, its signals
     with Torchrun(script, n_ranks=2, log=path) as child: ...    # a torchrun of its own beside the program that runs
 
 A lesson starts kernels, controllers, engines and launchers, several of them in sessions of their own, so neither
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,17 +55,18 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def with_us() -> list[str]:
-    """A prefix by which a command is asked to end when the thread that starts it is gone, with or without its process."""
+    """A prefix by which a command is asked to end when the thread that starts it is gone, even without its process."""
     return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 class Family:
     """The processes that carry one mark. Knows the strangers it has met, so that each is looked at once."""
 
-    def __init__(self, mark, variable=MARK):
-        self.mark, self.variable, self._strangers, self._since_s = mark, variable, set(), time.time()
+    def __init__(self, mark: str, variable: str = MARK):
+        self.mark, self.variable, self._since_s = mark, variable, time.time()
+        self._strangers: set[psutil.Process] = set()
 
-    def members(self):
+    def members(self) -> list[psutil.Process]:
         """Living processes with the mark, except this one."""
         found = []
         for process in psutil.process_iter():
@@ -84,7 +85,7 @@ class Family:
                 continue
         return found
 
-    def memory_bytes(self):
+    def memory_bytes(self) -> int:
         """Memory in use: pages shared by several processes count once where the system tells (Linux)."""
         total = 0
         for process in self.members():
@@ -93,9 +94,10 @@ class Family:
                 total += getattr(memory, "pss", 0) or memory.uss
         return total
 
-    def print_stacks(self, program, patience_s=10.0):
+    def print_stacks(self, program: str, patience_s: float = 10.0) -> None:
         """Make each rank that runs `program` print where it is: Python's fault handler does so when it is aborted."""
-        ranks, others = [], []
+        ranks: list[psutil.Process] = []
+        others: list[psutil.Process] = []
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
                 here = is_a_rank(process.environ()) and program in process.cmdline()
@@ -113,7 +115,7 @@ class Family:
         for process in others:
             _quietly(process.resume)
 
-    def end(self, grace_s=3.0):
+    def end(self, grace_s: float = 3.0) -> None:
         """Ask all members to end, then kill what is left, also what appears meanwhile."""
         members = self.members()
         for process in members:
@@ -121,7 +123,7 @@ class Family:
         psutil.wait_procs(members, timeout=grace_s)
         self.kill()
 
-    def kill(self):
+    def kill(self) -> None:
         """Kill all members, also what appears meanwhile."""
         for _ in range(20):
             members = self.members()
@@ -135,8 +137,8 @@ class Family:
 class Supervised:
     """A command in a session of its own, which ends with us. At the end of the block nothing that it started is left.
 
-    `output` is a file or subprocess.PIPE for what it prints and complains, None: ours. Processes that outlive it are asked
-    to end, and killed after `grace_s`.
+    `output` is a file or subprocess.PIPE for what it prints and complains, None: ours. Processes that outlive it are
+    asked to end, and killed after `grace_s`.
     """
 
     def __init__(
@@ -224,8 +226,8 @@ def supervise(
 
 
 @contextlib.contextmanager
-def sigterm_interrupts():
-    """SIGTERM, which a job gets at its wall time, raises KeyboardInterrupt as Ctrl-C does: runs are ended on the way out."""
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, which a job gets at its wall time, raises KeyboardInterrupt: runs are ended on the way out."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -269,7 +271,8 @@ def keep(
     With `idle_s`, its output goes through a pipe, and a command that prints nothing for so long is ended (status 124).
     """
     run = Supervised(command, subprocess.PIPE if idle_s else None, environ, grace_s=grace_s)
-    heard, told_at = [], []
+    heard: list[int] = []
+    told_at: list[float] = []
 
     def pass_on(number, frame):
         heard.append(number)

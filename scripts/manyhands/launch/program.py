@@ -1,10 +1,11 @@
-"""How every program of the course begins and ends: without a traceback where people stop it, and with a status that is heard.
+"""How every program of the course begins and ends: without a traceback where people stop it, and with a status that is
+heard.
 
     if __name__ == "__main__":
         run_program("plan.py", main)
 
-torchrun turns the status of its ranks into 1. Whoever starts torchrun names a file in the environment (`scripts/launch.py`
-does); rank 0 says there how the program ends, and why. Without the variable nothing is written.
+torchrun turns the status of its ranks into 1. Whoever starts torchrun names a file in the environment
+(`scripts/launch.py` does); rank 0 says there how the program ends, and why. Without the variable nothing is written.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ MEMORY = (
 def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
-    Ctrl-C ends it with status 130 and one sentence, of rank 0. What ignores it still does (nohup, a shell's background).
+    Ctrl-C ends it with status 130 and one sentence, of rank 0. What ignores it still does (nohup, a shell's
+    background).
     """
     mend_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -58,8 +60,8 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
 def end_process(status: int) -> NoReturn:
     """End this process with `status`; a rank has left its group before.
 
-    One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds the
-    last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13).
+    One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds
+    the last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13).
     """
     ranks = joined()
     if ranks is None or ranks.world_size == 1:
@@ -95,7 +97,7 @@ def say_nothing_yet() -> None:
 
 
 def read_status() -> int | None:
-    """The status that the program has left in the file that this environment names, or None: it was killed, or raised."""
+    """The status that the program has left in the file named for it, or None: it was killed, or raised."""
     path = settings.status_file()
     try:
         return json.loads(path.read_text())[0] if path else None

@@ -1,8 +1,9 @@
-"""torchrun without the pages that it prints when a rank fails: `scripts/launch.py` runs this for `torch.distributed.run`.
+"""torchrun without the pages that it prints when a rank fails: `scripts/launch.py` runs this for
+`torch.distributed.run`.
 
-The flags are torchrun's. What ranks say is left alone. A failure ends with one sentence, which names the rank, and with the
-status of the rank that caused it; a signal that was passed on ends without a traceback, and with 0 where the program left in
-good order.
+The flags are torchrun's. What ranks say is left alone. A failure ends with one sentence, which names the rank, and with
+the status of the rank that caused it; a signal that was passed on ends without a traceback, and with 0 where the
+program left in good order.
 """
 
 import logging
@@ -19,7 +20,7 @@ TALKERS = ("agent.server.api", "multiprocessing.api")
 
 
 def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
-    """(exit status, one sentence) on [(rank, exit status, negative where a signal ended it, second in which it was seen)].
+    """(exit status, one sentence) on [(rank, exit status, negative for a signal, second in which it was seen)].
 
     torchrun ends the others with SIGTERM, and later with SIGKILL, and lists them too.
     """
@@ -36,7 +37,7 @@ def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
 
 
 def after_signal(number: int, own: int | None) -> tuple[int, str]:
-    """(exit status, sentence or "") once torchrun has died of a signal that it passed on to a program that said `own`."""
+    """(exit status, sentence or "") once torchrun died of a signal that it passed on to a program that said `own`."""
     if own == 0:
         return 0, f"left in good order on {signal.Signals(number).name}"
     if own is None and number == signal.SIGINT:

@@ -1,7 +1,7 @@
 """Who takes part in a run: `Ranks`, a value that a lesson passes on; and how several ranks are named in a sentence.
 
-`join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else is
-handed `ranks`.
+`join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else
+is handed `ranks`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.course.folders import ASSETS, write_whole
@@ -28,27 +29,27 @@ FIELDS = (
 VENDORS = ("nvidia", "amd", "intel", "(r)", "data center gpu", "instinct")
 
 
-def text(name):
+def text(name: str) -> str:
     """The text of assets/recorded/<name>."""
     return (RECORDED / name).read_text(encoding="utf-8")
 
 
-def numbers(name):
+def numbers(name: str) -> dict:
     """The content of a JSON file in assets/recorded."""
     return json.loads(text(name))
 
 
-def runs(lesson, folder=None):
+def runs(lesson: str, folder: Path | None = None) -> list[dict]:
     """The recorded runs of a lesson ("06" or "06_zero_fsdp"), sorted by name: dicts with FIELDS."""
     files = sorted((folder or RECORDED).glob(f"{_full_name(lesson)}.*.json"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def beside(lesson, here, folder=None):
-    """A table of this run's numbers beside each recorded run's, or that there is none, and the two commands that make one.
+def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> str:
+    """A table of this run's numbers beside each recorded run's; without one, the two commands that make it.
 
-    `here`: {label: (value, unit)} or {label: (value, unit, name in `measured` or `exact`)}; without a name the label is the
-    name. A dot goes into a dict or a list: "times.ddp". What a run did not record is "-".
+    `here`: {label: (value, unit)} or {label: (value, unit, name in `measured` or `exact`)}; without a name the label is
+    the name. A dot goes into a dict or a list: "times.ddp". What a run did not record is "-".
     """
     name, others = _full_name(lesson), runs(lesson, folder)
     if not others:
@@ -72,7 +73,7 @@ def beside(lesson, here, folder=None):
     return "\n".join([line.rstrip() for line in lines] + [describe(run) for run in others])
 
 
-def describe(run):
+def describe(run: dict) -> str:
     """Where, when and with what a recorded run was made, in a line."""
     known = {
         "torch": run["versions"]["torch"],
@@ -82,21 +83,21 @@ def describe(run):
     said = ", ".join(f"{what} {version}" for what, version in known.items() if version)
     set_to = " ".join(f"{name}={value}" for name, value in run["parameters"].items())
     return (
-        f"{run['name']}: {run['world_size']} ranks on {run['hardware']}; {said}; {run['date']}, commit {run['commit'] or 'unknown'}"
-        + (f"; {set_to}" if set_to else "")
+        f"{run['name']}: {run['world_size']} ranks on {run['hardware']}; {said}; {run['date']}, "
+        f"commit {run['commit'] or 'unknown'}" + (f"; {set_to}" if set_to else "")
     )
 
 
-def record(metrics, folder=None, name=None, cpu=False):
-    """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json; returns the path.
+def record(metrics: dict, folder: Path | None = None, name: str | None = None, cpu: bool = False) -> Path:
+    """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json: the path.
 
-    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU (unless `cpu`), for one
-    that does not say under which conditions it was made, and for a name that is no plain word.
+    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU (unless `cpu`),
+    for one that does not say under which conditions it was made, and for a name that is no plain word.
     """
     if metrics["device"] == "cpu" and not cpu:
         raise ValueError(
-            f"this run of {metrics['lesson']} was on a CPU, and what is recorded are runs on GPUs; run it on a GPU node, "
-            "or record it all the same with --cpu"
+            f"this run of {metrics['lesson']} was on a CPU, and what is recorded are runs on GPUs; "
+            "run it on a GPU node, or record it all the same with --cpu"
         )
     if not metrics.get("conditions"):
         raise ValueError(f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again")
@@ -111,7 +112,7 @@ def record(metrics, folder=None, name=None, cpu=False):
     return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def default_name(metrics):
+def default_name(metrics: dict) -> str:
     """ "4 x NVIDIA A100-SXM4-40GB on 2 nodes" -> "a100-sxm4-40gbx4"; a CPU is "cpux4"."""
     hardware = metrics["conditions"]["hardware"].lower()
     kind = "cpu" if metrics["device"] == "cpu" else re.sub(r"^\d+ x | on \d+ nodes$", "", hardware)
@@ -153,7 +154,7 @@ def _shown(value):
     return str(value)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     from manyhands.launch.run_folder import outputs_folder
 

@@ -23,7 +23,9 @@ from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_stores: dict[tuple[str, int], dist.Store] = {}  # at known addresses: rank 0 must not close one while others come back
+_stores: dict[
+    tuple[str | None, int | None], dist.Store
+] = {}  # at known addresses: rank 0 must not close one while others come back
 _joins = count()  # such a store outlives a join: each join has a corner of its own in it
 _cell = 0  # number of the notebook's cell that runs: all ranks agree on it
 _listener: socket.socket | None = None  # rank 0's, from the start of a notebook's ranks until their first join
@@ -100,8 +102,8 @@ def ask_mpi(info: RankInfo) -> RankInfo:
     world = mpi.COMM_WORLD
     if info.world_size is None and world.size == 1:  # each process is alone, and the others do not know of it
         raise Unreachable(
-            f"{info.launcher} started this process as rank {info.rank} and does not say of how many, and MPI says rank 0"
-            f" of 1: the launcher and mpi4py ({mpi.get_vendor()[0]}) belong to different MPIs;"
+            f"{info.launcher} started this process as rank {info.rank} and does not say of how many, and MPI says"
+            f" rank 0 of 1: the launcher and mpi4py ({mpi.get_vendor()[0]}) belong to different MPIs;"
             " start with `python scripts/launch.py --starter torchrun`"
         )
     if world.rank != info.rank or world.size != (info.world_size or world.size):

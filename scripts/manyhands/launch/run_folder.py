@@ -1,4 +1,4 @@
-"""Where a run leaves its files: a folder of its own, and `latest` beside it; and figures, which appear where you are."""
+"""Where a run leaves its files: a folder of its own, `latest` beside it; and figures, which appear where you are."""
 
 import io
 import os
@@ -9,19 +9,21 @@ from pathlib import Path
 
 from manyhands.course.folders import ROOT
 from manyhands.launch import settings
-from manyhands.launch.ranks import joined
+from manyhands.launch.ranks import Ranks, joined
 from manyhands.launch.screen import say
 
-_folders = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
+_folders: dict[
+    int, tuple[Ranks, Path]
+] = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
 
 
-def run_folder(ranks, latest=True):
+def run_folder(ranks: Ranks, latest: bool = True) -> Path:
     """This run's folder, made on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
 
     One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
-    another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's outputs/, else (a course that
-    cannot be written) in ~/.local/share/manyhands/outputs, which is said once.
-    Raises ValueError if MANYHANDS_OUTPUTS, or none of the other places, can be written.
+    another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's
+    outputs/, else (a course that cannot be written) in ~/.local/share/manyhands/outputs, which is said once. Raises
+    ValueError if MANYHANDS_OUTPUTS, or none of the other places, can be written.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
@@ -44,7 +46,7 @@ def _new_folder(lesson, name):
     raise AssertionError(f"a hundred runs are named {lesson / name}")
 
 
-def point_latest_to(folder):
+def point_latest_to(folder: Path) -> None:
     """`latest` beside a run's folder names it from now on."""
     with suppress(OSError):  # a file system without links has no `latest`
         link = folder.parent / f".latest-{folder.name}"
@@ -52,7 +54,7 @@ def point_latest_to(folder):
         link.replace(folder.parent / "latest")  # at once: a reader finds the old run or the new one
 
 
-def outputs_folder():
+def outputs_folder() -> Path:
     """Where all runs leave their folders, made if need be: see `run_folder`."""
     if named := settings.outputs_named():
         if not can_be_written(named):
@@ -71,8 +73,8 @@ def outputs_folder():
     return users
 
 
-def can_be_written(folder):
-    """Whether files can be made in `folder`, which is made if need be. Tried: its mode does not know a read-only disk."""
+def can_be_written(folder: Path) -> bool:
+    """Whether files can be made in `folder`, which is made if need be. Tried: modes do not know a read-only disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -98,6 +100,7 @@ def show(figure, name: str, alt: str) -> None:
             raw=True,
         )
         return
+    assert ranks is not None, "join first: a figure lies in the run's folder"
     path = run_folder(ranks) / f"{name}.svg"
     figure.savefig(path)
     say(f"figure {path}: {alt}")

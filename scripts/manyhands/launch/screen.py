@@ -9,6 +9,7 @@ import io
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from manyhands.launch.ranks import joined
@@ -25,13 +26,13 @@ def say(text: object) -> None:
     write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
 
 
-def text_plot(values, title: str, width: int = 72, height: int = 11) -> str:
+def text_plot(values: Sequence[float], title: str, width: int = 72, height: int = 11) -> str:
     """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
     places = list(range(len(values)))
     return text_curves([(places, list(values), "dot")], title, width, height, step_ticks(places))
 
 
-def step_ticks(steps):
+def step_ticks(steps: Sequence[int]) -> tuple[list[int], list[str]]:
     """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
     first, last = min(steps), max(steps)
     places = sorted({round(first + (last - first) * i / 4) for i in range(5)})
@@ -59,7 +60,7 @@ def text_curves(curves, title: str, width: int, height: int, ticks=None) -> str:
 
 
 def _levels(values, rows):
-    """Values at equal distances, each in the middle of one of `rows` rows, and how they are written; None: all are equal.
+    """Values at equal distances, each in the middle of one of `rows` rows, as written; None: all are equal.
 
     plotext takes five levels for any number of rows, and sets those that fall between two rows at the nearest one.
     """
@@ -116,7 +117,7 @@ def mend_streams() -> None:
 
 
 def write(text: str) -> None:
-    """Write to stdout, now. Nothing that is wrong with the screen or the log ends a run: what cannot be shown is lost."""
+    """Write to stdout, now. Nothing wrong with the screen or the log ends a run: what cannot be shown is lost."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """The course's own variables. Each is read here, when it is asked for; a value that makes no sense is a LaunchError.
 
 People and sites set:
-    MANYHANDS_OUTPUTS=FOLDER      where runs leave their folders; else outputs/ of the course, else ~/.local/share/manyhands
+    MANYHANDS_OUTPUTS=FOLDER      where runs leave their folders; else outputs/ of the course, else in ~/.local/share
     MANYHANDS_DATA=FOLDER         where the corpus is kept; else data/ of the course, else ~/.cache/manyhands
     MANYHANDS_SHAKESPEARE=FILE    the corpus itself: a run that cannot read it is refused
     MANYHANDS_SHAKESPEARE_URL=U   a mirror to load the corpus from; empty: the web is never asked
@@ -11,10 +11,10 @@ People and sites set:
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
     MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
     MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
-    MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show, read by `serve.server`; else a new one each time
+    MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.server`); else a new one
 Programs set for the processes that they start:
-    MANYHANDS_NOTEBOOK, MANYHANDS_RANK, MANYHANDS_WORLD_SIZE, MANYHANDS_LOCAL_RANK, MANYHANDS_LOCAL_WORLD_SIZE, MANYHANDS_MPI,
-    MANYHANDS_NUM_NODES                     a row of `launchers`: who a notebook's rank is
+    MANYHANDS_NOTEBOOK, MANYHANDS_RANK, MANYHANDS_WORLD_SIZE, MANYHANDS_LOCAL_RANK, MANYHANDS_LOCAL_WORLD_SIZE,
+    MANYHANDS_MPI, MANYHANDS_NUM_NODES      a row of `launchers`: who a notebook's rank is
     MANYHANDS_LESSON, MANYHANDS_STORE       what lesson a notebook's rank is of, and where the ranks meet
     MANYHANDS_RUN, MANYHANDS_CLUSTER        the marks by which `processes` and the watchdog find what belongs together
     MANYHANDS_STATUS_FILE                   where rank 0 says how its program ends: `program`

@@ -9,7 +9,8 @@ GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
 LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
 
-# What CUDA, HIP, NCCL and Intel's XCCL say once a process cannot go on with its device or its peers: it must start again.
+# What CUDA, HIP, NCCL and Intel's XCCL say once a process cannot go on with its device or its peers: it must start
+# again.
 LOST_DEVICE = re.compile(
     r"AcceleratorError|(CUDA|HIP|NCCL|RCCL|XCCL|oneCCL|SYCL|UR) error|device-side assert|NCCL communicator|"
     r"Watchdog caught|UR_RESULT_ERROR|ZE_RESULT_ERROR"

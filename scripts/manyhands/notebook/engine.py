@@ -155,8 +155,8 @@ def run_cell(source, cell, live):
 
 
 def _await_device():
-    """Wait until this rank's device has done what the cell gave it. A collective of NCCL returns before it is done: what
-    hangs or fails in it belongs to this cell, not to the next one that waits for the device."""
+    """Wait until this rank's device has done what the cell gave it. A collective of NCCL returns before it is done:
+    what hangs or fails in it belongs to this cell, not to the next one that waits for the device."""
     global _awaits_device
     ranks = joined()
     if ranks is None or ranks.device.type == "cpu":

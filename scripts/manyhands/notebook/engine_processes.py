@@ -35,7 +35,8 @@ from manyhands.notebook.watchdog import MARK
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
-# A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
+# A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as
+# there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
 KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
@@ -99,7 +100,8 @@ class Processes:
         security = self.folder / "profile" / "security"
         self.connection_file = security / "ipcontroller-client.json"
         engine = [
-            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}", f"--timeout={START_TIMEOUT_S}",
+            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}",
+            f"--timeout={START_TIMEOUT_S}",
             f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}", "--IPEngine.max_heartbeat_misses=200",
             "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What `make lab`, `make kernel` and `make shared` do once the environment is there.
 
-    python -m manyhands.notebook.jupyter kernel [--user]    # a kernel named "Many Hands", here or for this user's JupyterLab
+    python -m manyhands.notebook.jupyter kernel [--user]    # a kernel "Many Hands", here or for this user's JupyterLab
     python -m manyhands.notebook.jupyter remember           # this environment is the course's, also for the next `make`
     python -m manyhands.notebook.jupyter lab [--open no]    # start JupyterLab on the first lesson
 
@@ -66,7 +66,7 @@ def _python_of(kernel):
 
 
 def remember():
-    """Note in the course's folder that its environment is this one: the Makefile's targets and the job files read it."""
+    """Note in the course's folder that this is its environment: the Makefile's targets and the job files read it."""
     note = course_here() / REMEMBERED
     try:
         write_whole(note, f"{sys.prefix}\n")

@@ -158,7 +158,8 @@ class _Live:
         shown = _ANSI.sub("", "\n".join(lines)).rstrip()
         page = {
             "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
-            "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">{html.escape(shown)}\n'
+            "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">'
+            f"{html.escape(shown)}\n"
             f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0</i></pre>",
         }
         if self.handle is None:

@@ -22,8 +22,8 @@ LAST_LINES = 3  # of a program that failed
 def run_under(launcher, program, n_processes=1, timeout_s=60):
     """The lines that `n_processes` of `program` (its text) print, sorted: which is first is an accident.
 
-    launcher: torchrun, mpiexec or python (which starts one process). Where there is no MPI, or the program fails or does
-    not end within `timeout_s`, the lines say that. Raises ValueError for another launcher.
+    launcher: torchrun, mpiexec or python (which starts one process). Where there is no MPI, or the program fails or
+    does not end within `timeout_s`, the lines say that. Raises ValueError for another launcher.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher={launcher!r} is none of {', '.join(LAUNCHERS)}")

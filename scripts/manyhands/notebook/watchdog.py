@@ -2,10 +2,10 @@
 
     python -m manyhands.notebook.watchdog PARENT_PID MARK FOLDER
 
-Every process of a cluster, and every process that those start, carries MANYHANDS_CLUSTER=MARK in its environment.
-The watchdog runs in a session of its own, so that what kills the kernel does not reach it, looks at the kernel
-once a second, and afterwards kills what carries the mark and removes FOLDER. Asked to end by SIGTERM, as at the end of a
-job or of a preflight, it does so at once: nobody else would.
+Every process of a cluster, and every process that those start, carries MANYHANDS_CLUSTER=MARK in its environment. The
+watchdog runs in a session of its own, so that what kills the kernel does not reach it, looks at the kernel once a
+second, and afterwards kills what carries the mark and removes FOLDER. Asked to end by SIGTERM, as at the end of a job
+or of a preflight, it does so at once: nobody else would.
 """
 
 import shutil
