@@ -30,6 +30,10 @@ SHELL = /bin/bash
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+lock: environment  ## write scripts/requirements.lock anew: hashes of the pins in requirements.txt
+	@grep -v '^torch==' requirements.txt | "$(BIN)/uv" pip compile - -q --generate-hashes --no-deps --no-annotate \
+	  --no-header --universal --python-version 3.11.7 -o scripts/requirements.lock
+
 environment:
 	@$(SETUP) --venv "$(VENV)" $(if $(ENV_HERE),--use,$(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)") \
 	  $(if $(filter yes,$(REBUILD)),--rebuild))

@@ -4,6 +4,9 @@
     python3 scripts/setup_environment.py --venv .venv --site-python PATH   # on a site's Python: its torch, its MPI
     python3 scripts/setup_environment.py --venv /path --copy               # for a class: nothing points to this folder
 
+uv installs, from PATH or as a wheel; pip where there is no uv. Both check each file's hash (requirements.lock), but not
+torch's: it has a build per kind of GPU, and sites and indexes bring their own, so that its version alone is fixed.
+
 Nothing happens where the environment is up to date: a stamp in it holds what it was built from, also the site's Python,
 so that it is named once. Nothing is ever removed but by --rebuild, and only from an environment that this course built
 for itself; a shared one is used as it is. TORCH_INDEX names the package index to take torch from, such as
@@ -13,6 +16,7 @@ https://download.pytorch.org/whl/cpu, whose builds for Linux lack the gigabytes 
 # An old Python must get as far as the sentence that says it is too old: no syntax newer than 3.6 in this file.
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -20,6 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +32,11 @@ OLDEST = (3, 11, 5)  # of what all pins accept
 STAMP = "manyhands-stamp"  # in an environment that a course built: from what, and for which course
 REMEMBERED = ".manyhands-env"  # in a course that uses an environment built elsewhere: its folder
 THE_SITES = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
+LOCK = Path(__file__).with_name("requirements.lock")  # the pins again, with the hashes of their files: `make lock`
+UV_HAS = {  # what uv calls what pip is told by its configuration
+    "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
+    "trusted-host": "UV_INSECURE_HOST", "no-index": "UV_NO_INDEX", "cert": "SSL_CERT_FILE",
+}  # fmt: skip
 ASK_SITE = """
 import importlib.metadata as m, json, os, sys
 sites = [d for d in m.distributions() if d.metadata["Name"]]
@@ -80,9 +90,9 @@ def main():
     print(f"building the environment in {venv}; this takes minutes, once", flush=True)
     make_venv(venv, site_python or sys.executable, dict(wanted, **{"from": None}), bool(built) and options.rebuild)
     if site is None:
-        install(venv, requirements())
+        install(venv, requirements(), compiled=options.copy)
     else:
-        install_beside(venv, site)
+        install_beside(venv, site, compiled=options.copy)
     install_course(venv, options.copy)
     write_stamp(venv, wanted)
 
@@ -172,6 +182,12 @@ def requirements():
     return {re.split(r"[=<>\[; ]", line)[0].lower().replace("_", "-"): line for line in lines if line}
 
 
+def locked():
+    """{name: lines of requirements.lock, a pin and the hashes of its files}."""
+    blocks = re.split(r"^(?=\w)", LOCK.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    return {block.split("==")[0].lower().replace("_", "-"): block for block in blocks}
+
+
 def ranges():
     """{name: (2, 6)}: the oldest versions that pyproject.toml accepts."""
     found = re.findall(r'"([\w-]+)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
@@ -185,7 +201,7 @@ def numbers(version):
 
 def what_it_is_built_from(copy):
     """A digest of the pins, of this program, and of the package where it is copied."""
-    files = [ROOT / "requirements.txt", Path(__file__)]
+    files = [ROOT / "requirements.txt", LOCK, Path(__file__)]
     if copy:
         files += sorted((ROOT / "scripts" / "manyhands").rglob("*.py"))
     named = (str(path.relative_to(path.parents[1])).encode() + path.read_bytes() for path in files)
@@ -217,7 +233,7 @@ def ask_site(python):
     return site
 
 
-def install_beside(venv, site):
+def install_beside(venv, site, compiled):
     """Install what the site lacks, and make the site's packages visible behind it.
 
     The site's packages stay as they are, unless they are older than the course can use. What a Jupyter server reads
@@ -226,9 +242,9 @@ def install_beside(venv, site):
     oldest = ranges()
     keep = {name for name, version in site["versions"].items() if numbers(version) >= oldest.get(name, (0,))}
     pins = {name: line for name, line in requirements().items() if name not in THE_SITES}
-    install(venv, {name: line for name, line in pins.items() if name in site["jupyter"]}, "--no-deps")
+    # before the site's is visible: pip would be content with it
+    install(venv, {n: line for n, line in pins.items() if n not in keep or n in site["jupyter"]}, compiled)
     (packages_of(venv) / "site-python.pth").write_text("\n".join(site["paths"]) + "\n")
-    install(venv, {n: line for n, line in pins.items() if n not in keep or n in site["jupyter"]})
     modules = {
         "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"),
         "MANYHANDS_MPIEXEC": shutil.which("mpiexec"),
@@ -264,23 +280,47 @@ def check_python(version, variable):
 
 
 def make_venv(venv, python, unfinished, clear):
-    """A virtual environment, marked as ours from the start, so that a build that is interrupted can be taken up again."""
+    """A virtual environment, marked as ours from the start: a build that is interrupted can be taken up again."""
     venv.mkdir(parents=True, exist_ok=True)
     write_stamp(venv, unfinished)
     run(python, "-m", "venv", *(["--clear"] if clear else []), venv)
     write_stamp(venv, unfinished)
 
 
-def install(venv, pins, *flags):
-    """pip install these lines of requirements.txt."""
-    pip = [venv / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *flags]
-    if "torch" in pins:  # first and alone, so that nothing else chooses a build of it
-        index = os.environ.get("TORCH_INDEX")
-        print("  torch", flush=True)
-        run(*pip, *(["--index-url", index] if index else []), pins["torch"])
-    if pins:
+def install(venv, pins, compiled):
+    """Install these lines of requirements.txt; `compiled`: with bytecode, for those who may not write there."""
+    with tempfile.TemporaryDirectory() as folder:
+        rest = Path(folder) / "requirements.txt"
+        rest.write_text("".join(block for name, block in locked().items() if name in pins))
+        words, environ = installer(venv, Path(folder))
+        words += ["--compile-bytecode"] * (compiled and "uv" in str(words[0]))  # pip does so anyway
         print(f"  {len(pins)} packages", flush=True)
-        run(*pip, *pins.values())
+        # the pins are complete, so nobody else chooses a version; torch comes last and finds all that it asks for
+        run(*words, "--no-deps", "--require-hashes", "-r", rest, environ=environ)
+        if "torch" in pins:
+            index = os.environ.get("TORCH_INDEX")
+            run(*words, *(["--index-url", index] if index else []), pins["torch"], environ=environ)
+
+
+def installer(venv, folder):
+    """(words that install into this environment, the variables that go with them): uv's, else pip's."""
+    python = venv / "bin" / "python"
+    pip, uv = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"], shutil.which("uv")
+    if uv is None:
+        wheel = folder / "uv.txt"
+        wheel.write_text(locked()["uv"])
+        if run(*pip, "--no-deps", "--require-hashes", "-r", wheel, may_fail=True):
+            print("  uv is not to be had, so pip installs, which takes minutes more", flush=True)
+            return pip, {}
+        uv = venv / "bin" / "uv"
+    # where pip was told to look for packages, uv looks too, and takes the best of all indexes, as pip does
+    told = re.findall(r"^\S+\.([\w-]+)=('.*')$", pip_config(python), re.MULTILINE)
+    environ = {UV_HAS[name]: " ".join(ast.literal_eval(text).split()) for name, text in told if name in UV_HAS}
+    return [uv, "pip", "install", "-q", "--python", python], dict(environ, UV_INDEX_STRATEGY="unsafe-best-match")
+
+
+def pip_config(python):
+    return subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE).stdout.decode()
 
 
 def install_course(venv, copy):
@@ -298,14 +338,16 @@ def packages_of(venv):
     return next(venv.glob("lib/python*/site-packages"))
 
 
-def run(*command):
-    """Run a command that cannot be led astray by the user's own settings; ends with a sentence if it fails."""
-    environ = dict(os.environ, PYTHONNOUSERSITE="1", PIP_USER="0")
+def run(*command, environ=(), may_fail=False):
+    """Run a command that the user's settings cannot lead astray: its status, or a sentence and the end if it fails."""
+    environ = dict(environ, **os.environ)
+    environ.update(PYTHONNOUSERSITE="1", PIP_USER="0")
     environ.pop("PYTHONPATH", None)
     words = [str(word) for word in command]
-    status = subprocess.run(words, env=environ).returncode
-    if status:
+    status = subprocess.run(words, env=environ, stderr=subprocess.DEVNULL if may_fail else None).returncode
+    if status and not may_fail:
         stop("{} failed with status {}; its message is above".format(" ".join(words)[:120], status))
+    return status
 
 
 def stop(sentence):

@@ -1,4 +1,4 @@
-"""Two commands do everything: what the Makefile's targets build, install and start. pip is recorded, never run."""
+"""Two commands do everything: what the Makefile's targets build, install and start. Installs are recorded."""
 
 import ast
 import importlib.metadata
@@ -19,33 +19,49 @@ PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njup
 RANGES = 'dependencies = ["torch>=2.6", "mpi4py>=4.0", "numpy>=1.26", "jupyterlab>=4.2"]\n'
 
 
+def lock(root, pins):
+    """Write requirements.txt and its lock, in which every package but torch has a hash."""
+    names = [line for line in pins.splitlines() if "==" in line and "torch" not in line] + ["uv==0.13.9"]
+    (root / "requirements.txt").write_text(pins)
+    (root / "requirements.lock").write_text("".join(f"{name} \\\n    --hash=sha256:{name}\n" for name in sorted(names)))
+
+
 @pytest.fixture
 def course(tmp_path, monkeypatch):
     """A course with a package of one line."""
     root = tmp_path / "course"
     (root / "scripts" / "manyhands").mkdir(parents=True)
     (root / "scripts" / "manyhands" / "__init__.py").write_text("WHERE = __file__\n")
-    (root / "requirements.txt").write_text(PINS)
     (root / "pyproject.toml").write_text(RANGES)
+    lock(root, PINS)
     monkeypatch.setattr(setup_environment, "ROOT", root)
+    monkeypatch.setattr(setup_environment, "LOCK", root / "requirements.lock")
     monkeypatch.delenv("TORCH_INDEX", raising=False)
     return root
 
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The pip commands that were given, as what follows `pip install -q`. Environments are real, but without pip."""
+    """The installs: words, or the pins of a file with hashes. Environments are real, without pip; there is no uv."""
     given, run = [], setup_environment.run
 
-    def record(*command):
+    def record(*command, may_fail=False, environ=()):
         words = [str(word) for word in command]
         if words[1:3] == ["-m", "venv"]:
-            run(*words[:3], "--without-pip", *words[3:])
-        else:
-            assert words[1:5] == ["-m", "pip", "install", "-q"]
-            given.append([word for word in words[5:] if word != "--disable-pip-version-check"])
+            return run(*words[:3], "--without-pip", *words[3:])
+        assert words[1:5] == ["-m", "pip", "install", "-q"]
+        words = [word for word in words[5:] if word != "--disable-pip-version-check"]
+        if words[:3] == ["--no-deps", "--require-hashes", "-r"]:
+            lines = Path(words[3]).read_text().splitlines()
+            words = [line.split(" ")[0] for line in lines[::2]]
+            assert all(line.startswith("    --hash=") for line in lines[1::2])
+        given.append(words)
+        return int(may_fail)
 
     monkeypatch.setattr(setup_environment, "run", record)
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "uv").exists())
+    )
     return given
 
 
@@ -91,17 +107,10 @@ def site_with(folder, *packages):
 # ------------------------------------------------------------------ the environment
 
 
-def test_torch_is_installed_first_and_alone_then_every_pin_and_the_course_as_it_is(course, commands, venv, monkeypatch):
+def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(course, commands, venv, monkeypatch):
     build(monkeypatch, venv)
-    pins = [
-        "torch==2.13.0",
-        "mpi4py==4.1.2",
-        "mpich==5.0.2",
-        "numpy==2.4.6",
-        "jupyterlab==4.6.6",
-        "not_at_the_site==1.0",
-    ]
-    assert commands == [["torch==2.13.0"], pins]
+    pins = ["jupyterlab==4.6.6", "mpi4py==4.1.2", "mpich==5.0.2", "not_at_the_site==1.0", "numpy==2.4.6"]
+    assert commands == [["uv==0.13.9"], pins, ["torch==2.13.0"]]
     assert ask(venv, "__import__('manyhands').WHERE") == str(course / "scripts" / "manyhands" / "__init__.py")
 
 
@@ -115,32 +124,55 @@ def test_an_environment_that_is_up_to_date_is_left_alone_and_another_pin_is_inst
     assert commands == [] and capsys.readouterr().out == ""
     kept = setup_environment.packages_of(venv) / "kept.txt"
     kept.touch()
-    (course / "requirements.txt").write_text(PINS.replace("numpy==2.4.6", "numpy==2.4.7"))
+    lock(course, PINS.replace("numpy==2.4.6", "numpy==2.4.7"))
     build(monkeypatch, venv)
-    assert "numpy==2.4.7" in commands[-1] and kept.exists()
+    assert "numpy==2.4.7" in commands[1] and kept.exists()
 
 
 def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypatch, capsys):
     record = setup_environment.run
 
-    def fail(*command):
-        record(*command)
-        if "pip" in command:
+    def fail(*command, **how):
+        if "pip" in command and not how.get("may_fail"):
             setup_environment.stop("pip failed")
+        return record(*command, **how)
 
     monkeypatch.setattr(setup_environment, "run", fail)
     assert refusal(monkeypatch, capsys, venv) == "pip failed"
     monkeypatch.setattr(setup_environment, "run", record)
     commands.clear()
     build(monkeypatch, venv)
-    assert len(commands) == 2
+    assert len(commands) == 3
 
 
 def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, commands, venv, monkeypatch):
     monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
     build(monkeypatch, venv)
-    assert commands[0] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
+    assert commands[-1] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
     assert "--index-url" not in commands[1]
+
+
+def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(course, commands, venv, monkeypatch):
+    """Here it comes as a wheel: the install of it works. In a shared environment it writes the bytecode, too."""
+    pip, uv = setup_environment.run, []
+
+    def record(*command, may_fail=False, environ=()):
+        if str(command[0]).endswith("uv"):
+            uv.append(([str(word) for word in command[1:]], environ))
+            return 0
+        return 0 if may_fail else pip(*command)
+
+    monkeypatch.setattr(setup_environment, "run", record)
+    said = "global.find-links='/wheels'\nglobal.extra-index-url='https://a.example\\nhttps://b.example'\n:env:.timeout='9'\n"
+    monkeypatch.setattr(setup_environment, "pip_config", lambda python: said)
+    build(monkeypatch, venv, "--copy")
+    (words, environ), (torch, _) = uv
+    assert words[:5] == ["pip", "install", "-q", "--python", str(venv / "bin" / "python")]
+    assert "--compile-bytecode" in words and "--require-hashes" in words and torch[-1] == "torch==2.13.0"
+    assert environ == {
+        "UV_FIND_LINKS": "/wheels", "UV_INDEX": "https://a.example https://b.example",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }  # fmt: skip
 
 
 def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_course(course, commands, venv, monkeypatch):
@@ -285,9 +317,9 @@ def test_every_pin_accepts_the_oldest_python_that_is_accepted():
 
 
 def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(course, commands, venv, monkeypatch):
+    """JupyterLab is installed although the site has it: else this environment's would lack its pages, and jupytext."""
     build(monkeypatch, venv, "--site-python", sys.executable)
-    installed = {word.split("==")[0] for command in commands for word in command if "==" in word}
-    assert installed == {"jupyterlab", "not_at_the_site"}
+    assert commands[1:] == [["jupyterlab==4.6.6", "not_at_the_site==1.0"]]
     for name in ("torch", "mpi4py", "numpy"):
         here = importlib.util.find_spec(name).origin
         assert ask(venv, f"u.find_spec('{name}').origin") == here
@@ -299,20 +331,7 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(cou
 def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(course, commands, venv, tmp_path, monkeypatch):
     site = site_with(tmp_path / "site", ("torch", "2.9.1+cu128"), ("mpi4py", "4.1.0"))
     build(monkeypatch, venv, "--site-python", site)
-    assert [word for command in commands for word in command] == [
-        "numpy==2.4.6", "jupyterlab==4.6.6", "not_at_the_site==1.0",
-    ]  # fmt: skip
-
-
-def test_what_a_jupyter_server_reads_from_its_own_folders_is_installed_even_if_the_site_has_it(
-    course, commands, venv, monkeypatch
-):
-    """Else this environment's JupyterLab would lack its pages, and jupytext in the server."""
-    build(monkeypatch, venv, "--site-python", sys.executable)
-    assert commands[0] == [
-        "--no-deps",
-        "jupyterlab==4.6.6",
-    ]  # before the site's is visible: pip would be content with it
+    assert commands[1:] == [["jupyterlab==4.6.6", "not_at_the_site==1.0", "numpy==2.4.6"]]
 
 
 def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_built(
