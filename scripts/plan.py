@@ -11,20 +11,21 @@
     python scripts/plan.py --published --plot published.png                               # held against published runs
     python scripts/plan.py --machines                                                     # the table, with its sources
 
-You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes ("in",
-"out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it; why the others
-are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py` command and job lines for
-it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share: replicas (DDP), zero1 (optimizer),
-zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3 within a node, replicas between), offload
-(zero3, at rest in the host's memory). "context 4": 4 ranks share each sequence, by ring attention with zig-zag shares; for
-weights they are data ranks. "experts over 8": each of 8 data ranks has an eighth of the experts. Neither of the two is an
-axis of train.py: then the command is of the first row that it can run, if there is one.
+You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes
+("in", "out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it;
+why the others are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py`
+command and job lines for it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share:
+replicas (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3
+within a node, replicas between), offload (zero3, at rest in the host's memory). "context 4": 4 ranks share each
+sequence, by ring attention with zig-zag shares; for weights they are data ranks. "experts over 8": each of 8 data ranks
+has an eighth of the experts. Neither of the two is an axis of train.py: then the command is of the first row that it
+can run, if there is one.
 
-Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests, or, for
-context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants fitted on
-published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, DeepSpeed, CPUs. Nothing here needs
-torch or a GPU. Status 1: nothing fits, and the smallest number of GPUs that would; status 2: the question makes no sense,
-with the cure.
+Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests,
+or, for context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants
+fitted on published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, DeepSpeed, CPUs.
+Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest number of GPUs that would; status 2: the
+question makes no sense, with the cure.
 """
 
 import argparse
@@ -187,15 +188,15 @@ def _show_machines():
         print(
             f"{machine.name:8} {machine.peak_flops / 1e12:6.1f} TFLOP/s bf16  {machine.memory_bytes / 1e9:4.0f} GB at"
             f" {machine.memory_bytes_per_s / 1e9:5.0f} GB/s  {machine.gpus_per_node:2} per node  inside"
-            f" {machine.inside_bytes_per_s / 1e9:4.0f} GB/s  between {machine.between_bytes_per_s / 1e9:4.1f} GB/s per GPU"
+            f" {machine.inside_bytes_per_s / 1e9:4.0f} GB/s  between"
+            f" {machine.between_bytes_per_s / 1e9:4.1f} GB/s per GPU"
         )
         print("         " + " ".join(machine.sources))
     return 0
 
 
 def _show_published(args):
-    from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops
-    from manyhands.predict.report import published_text
+    from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, published_text
 
     print(published_text())
     if args.plot:

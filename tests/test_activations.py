@@ -100,7 +100,8 @@ def test_masks_of_dropout_are_refused_and_not_forgotten():
 
 
 def test_the_published_estimate_without_its_masks_and_scores_is_our_block_in_two_bytes():
-    """34 T D are 32 of tensors and 2 of masks; 5 H T^2 are scores. What ours has beside them are statistics, below 1 %."""
+    """34 T D are 32 of tensors and 2 of masks; 5 H T^2 are scores. What ours has beside them are statistics, below 1
+    %."""
     config = GPTConfig(vocab_size=32100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
     N, T, D, H = 16, 2048, 2048, 16
     assert published_bytes(config, 3) == 3 * N * (34 * T * D + 5 * H * T**2)

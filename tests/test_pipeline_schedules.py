@@ -1,4 +1,5 @@
-"""Pipeline schedules: every action once and nobody waits in a circle, bubbles and memory as in their papers, torch's own order."""
+"""Pipeline schedules: every action once and nobody waits in a circle, bubbles and memory as in their papers, torch's
+own order."""
 
 import itertools
 from fractions import Fraction
@@ -100,7 +101,8 @@ def asked(draw):
 @settings(max_examples=80, derandomize=True)
 @given(asked=asked(), times=st.tuples(*[st.integers(1, 9)] * 4), message=st.integers(0, 3))
 def test_every_schedule_is_valid_whatever_its_actions_take(asked, times, message):
-    """Each micro-batch once through each stage and back, nothing before what it needs, one action of a rank at a time."""
+    """Each micro-batch once through each stage and back, nothing before what it needs, one action of a rank at a
+    time."""
     schedule, p, m, v = asked
     run = simulate(orders_of(*asked), dict(zip("FBIW", times, strict=True)), message)
     ended = {slot.action: slot for slot in run.slots}

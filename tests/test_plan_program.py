@@ -1,4 +1,5 @@
-"""scripts/plan.py as its user meets it: what it prints, that its commands run, what it refuses, and that it needs no torch."""
+"""scripts/plan.py as its user meets it: what it prints, that its commands run, what it refuses, and that it needs no
+torch."""
 
 import importlib.util
 import json

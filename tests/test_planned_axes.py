@@ -1,4 +1,5 @@
-"""Context ranks and experts in a plan: bytes and messages by hand, a published count, and no command that train.py lacks."""
+"""Context ranks and experts in a plan: bytes and messages by hand, a published count, and no command that train.py
+lacks."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""The planner: bytes equal to the course's formulas and to real ranks, nothing recommended that does not fit, honest refusals."""
+"""The planner: bytes equal to the course's formulas and to real ranks, nothing recommended that does not fit, honest
+refusals."""
 
 import dataclasses
 import itertools
@@ -59,8 +60,8 @@ def one(model, gpus, name, batch=24, machine=H100, **kwargs):
 
 
 def held_by_ranks(ranks, jobs):
-    """Per (model, options) the bytes of this rank after a step: (parameters, gradients, optimizer), and the most of whole
-    gradients that FSDP added up between micro-batches."""
+    """Per (model, options) the bytes of this rank after a step: (parameters, gradients, optimizer), and the most of
+    whole gradients that FSDP added up between micro-batches."""
     from manyhands.data.corpus import get_batch
     from manyhands.measure.tensor_bytes import tensor_bytes
     from manyhands.parallel.optimizer import build_optimizer

@@ -1,4 +1,5 @@
-"""Every figure that lessons 01, 06 and 11 quote is what the package computes; where another one is in circulation, why."""
+"""Every figure that lessons 01, 06 and 11 quote is what the package computes; where another one is in circulation,
+why."""
 
 import ast
 import math

@@ -1,4 +1,5 @@
-"""Published runs, predicted: the table is typed in rightly, two constants come from two runs, and the residuals stay small."""
+"""Published runs, predicted: the table is typed in rightly, two constants come from two runs, and the residuals stay
+small."""
 
 import dataclasses
 import re
@@ -47,7 +48,8 @@ def test_a_row_of_the_first_table_agrees_with_its_own_columns(row):
 
 
 def test_operations_are_those_of_the_papers_equation():
-    """Equation 3: F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h), recomputation included; here the head is not computed again."""
+    """Equation 3: F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h), recomputation included; here the head is not computed
+    again."""
     for billions, _, h, layers, *_ in NARAYANAN_ROWS:
         model = BY_NAME[f"GPT {billions}B"].model
         equation = 96 * layers * h**2 * (1 + 2048 / (6 * h) + 51200 / (16 * layers * h))

@@ -94,7 +94,8 @@ def test_the_ideal_volumes_are_two_two_two_and_three_p():
 
 
 def test_libraries_move_more_or_less_than_the_ideal():
-    """ZeroRedundancyOptimizer's stage 1 costs 3 P instead of 2; fully_shard's stage 3 spares the root's second gather."""
+    """ZeroRedundancyOptimizer's stage 1 costs 3 P instead of 2; fully_shard's stage 3 spares the root's second
+    gather."""
     flags = "--model.vocab-size 65"
     config = read(flags, 4)[0]
     P, block = config.num_params(), 12 * 128**2 + 10 * 128

@@ -18,7 +18,7 @@ Every storage is followed from its birth to its end, views of it count once (see
     activations   made in this step and kept for the backward; those of activation checkpointing while they last
     unsharded_parameters   whole weights that FSDP or ZeRO-3 gathered from the shards of all ranks, for the moment
     copies        weights once more in another precision, such as autocast's
-    other         the rest: results of the moment, the batch, what messages travel in, whole gradients before they are cut
+    other         the rest: results of the moment, the batch, messages' buffers, whole gradients before they are cut
 
 Not seen: what an operator allocates and frees inside itself, and what communication libraries and the allocator keep.
 In a FakeTensorMode (model, batch and step made inside it) it tells the same of a model that does not fit here.
@@ -50,8 +50,9 @@ class MemoryTimeline:
     """Follows one rank's memory while the block runs; local, no rank waits for another.
 
     `optimizer` may be a ZeroRedundancyOptimizer. `device` is the one whose memory counts (default: that of the first
-    parameter). It slows a step down by a fifth or so: do not time it. `samples` are there when the block has ended; on a
-    GPU `allocator_peak` then is the most bytes that torch's allocator gave out in it (its counter starts anew), else None.
+    parameter). It slows a step down by a fifth or so: do not time it. `samples` are there when the block has ended; on
+    a GPU `allocator_peak` then is the most bytes that torch's allocator gave out in it (its counter starts anew), else
+    None.
     """
 
     def __init__(self, model, optimizer=None, device=None):

@@ -11,7 +11,8 @@ from manyhands.measure.tensor_bytes import local_part
 
 @dataclass
 class Saved:
-    """What autograd kept of a call: bytes of storages, each once. Those of one module are under its name ("" elsewhere)."""
+    """What autograd kept of a call: bytes of storages, each once. Those of one module are under its name (""
+    elsewhere)."""
 
     result: Any = None
     bytes: int = 0
@@ -22,9 +23,9 @@ class Saved:
 def count_saved(call, model=None):
     """Run `call()` and count what autograd keeps for its backward: a `Saved`. Local.
 
-    Each storage counts once and as a whole, whatever views of it are kept; the parameters of `model` do not, nor what FSDP
-    has gathered of them. Copies that autocast makes of parameters do count. Inside activation checkpointing its inputs
-    count, as nothing else is kept there.
+    Each storage counts once and as a whole, whatever views of it are kept; the parameters of `model` do not, nor what
+    FSDP has gathered of them. Copies that autocast makes of parameters do count. Inside activation checkpointing its
+    inputs count, as nothing else is kept there.
     """
     kept, weights, inside = {}, set(), [""]
 

@@ -1,7 +1,8 @@
 """Real messages that carry the virtual time at which they were sent (see `virtual_network`).
 
 The payload travels through host memory, over gloo, behind eight bytes of time. The messages of a process group have to
-be received in the order in which they were sent, as with any send and recv; those of another `tag` have an order of their own.
+be received in the order in which they were sent, as with any send and recv; those of another `tag` have an order of
+their own.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Births and ends of every storage that operators touch while a block runs, and what each of them was for.
 
-A storage is the memory under a tensor and all views of it. Births are seen by a TorchDispatchMode (below autograd, so that
-nothing is hidden), ends by a weak reference. Kinds are marked whenever they show, and hold for a storage's whole life.
-`memory_timeline` is what users see of it.
+A storage is the memory under a tensor and all views of it. Births are seen by a TorchDispatchMode (below autograd, so
+that nothing is hidden), ends by a weak reference. Kinds are marked whenever they show, and hold for a storage's whole
+life. `memory_timeline` is what users see of it.
 """
 
 import weakref
@@ -28,8 +28,9 @@ class _Storage:
 class Storages:
     """Follows the storages on `device` between `start()` and `stop()`; `mark(tensor, kind)` says what one is for.
 
-    What is saved for the backward is marked "activations" by itself, gathered weights "unsharded_parameters", cast ones "copies".
-    `boundary(label)` is a point at which the bytes of that moment are wanted; births write one with `self.label`.
+    What is saved for the backward is marked "activations" by itself, gathered weights "unsharded_parameters", cast ones
+    "copies". `boundary(label)` is a point at which the bytes of that moment are wanted; births write one with
+    `self.label`.
     """
 
     def __init__(self, device):
@@ -62,7 +63,8 @@ class Storages:
         self._live = {}
 
     def mark(self, tensor, kind, born=True):
-        """The storage under `tensor` is of this kind, unless one earlier in PRECEDENCE is known; of a DTensor the shard."""
+        """The storage under `tensor` is of this kind, unless one earlier in PRECEDENCE is known; of a DTensor the
+        shard."""
         for part in _parts(tensor):
             if (known := self._follow(part, born)) is not None:
                 self._set(known, kind)
@@ -119,7 +121,8 @@ class Storages:
             known.n_bytes, known.born = n_bytes, True
 
     def _delivered(self, to, source):
-        """If this copy delivers a message out of gloo's own buffer, then that was made on the way; gloo may still hold it."""
+        """If this copy delivers a message out of gloo's own buffer, then that was made on the way; gloo may still hold
+        it."""
         to, source = self._follow(to, born=False), self._follow(source, born=False)
         if to is not None and source is not None and to.number in self._messages:
             self._sighted.pop(source.number, None)

@@ -1,4 +1,5 @@
-"""Bytes of one rank by kind, and the scale: what tensors really take, against which `predict.memory`'s formulas are held.
+"""Bytes of one rank by kind, and the scale: what tensors really take, against which `predict.memory`'s formulas are
+held.
 
     held = tensor_bytes(model, optimizer)       # Bytes
     print(held.parameters, held.gradients, held.optimizer, held.unsharded_parameters, held.total)
@@ -32,12 +33,12 @@ class Bytes:
 def tensor_bytes(model, optimizer=None):
     """MEASURED: the `Bytes` of this rank's parameters, gradients and optimizer state. Local; no rank waits for another.
 
-    `model` is a module; `optimizer` a torch optimizer, a ZeroRedundancyOptimizer, or an object that has one as an attribute
-    (ValueError if it has none). Of a DTensor the local shard counts. Each storage counts once and as a whole: views of one
-    buffer (flat vectors, DDP's buckets, FSDP's padded shards) do not count twice, and padding and Adam's step counters, 4
-    bytes per tensor, do count. `unsharded_parameters` are the whole weights that stand where FSDP's shards do at other times, between
-    forward and backward; then the optimizer alone knows the shards, so name it. Not seen: activations, and copies in
-    another precision.
+    `model` is a module; `optimizer` a torch optimizer, a ZeroRedundancyOptimizer, or an object that has one as an
+    attribute (ValueError if it has none). Of a DTensor the local shard counts. Each storage counts once and as a whole:
+    views of one buffer (flat vectors, DDP's buckets, FSDP's padded shards) do not count twice, and padding and Adam's
+    step counters, 4 bytes per tensor, do count. `unsharded_parameters` are the whole weights that stand where FSDP's
+    shards do at other times, between forward and backward; then the optimizer alone knows the shards, so name it. Not
+    seen: activations, and copies in another precision.
     """
     own = _optimizers(optimizer)
     whole = _unsharded(model)

@@ -40,8 +40,8 @@ class Span:
 class Timeline:
     """Records the spans of one rank in real time, in seconds since a zero that all ranks share.
 
-    On one node the ranks share one monotonic clock, and zero is exact; between nodes it is as good as a barrier, about a
-    millisecond. A GPU works asynchronously: synchronise before a span ends, or it shows the launch of the work only.
+    On one node the ranks share one monotonic clock, and zero is exact; between nodes it is as good as a barrier, about
+    a millisecond. A GPU works asynchronously: synchronise before a span ends, or it shows the launch of the work only.
     """
 
     def __init__(self, ranks):

@@ -42,10 +42,11 @@ def median_s(call, repeats, ranks, warm_up=1):
 
 
 def take_turns(calls, rounds, ranks):
-    """{name: [seconds of the slowest rank in each of `rounds` rounds]}; each round makes every call of {name: call} once.
+    """{name: [seconds of the slowest rank in each of `rounds` rounds]}; each round makes every call of {name: call}
+    once.
 
-    So a busy moment of the machine hits all of them, and they can be compared round by round. A first round warms up. All
-    ranks must call it, with the same names and numbers.
+    So a busy moment of the machine hits all of them, and they can be compared round by round. A first round warms up.
+    All ranks must call it, with the same names and numbers.
     """
     taken = {name: [] for name in calls}
     for turn in range(rounds + 1):

@@ -5,8 +5,8 @@
     net.exchange(mine, right, theirs, left)  # a real message, whose virtual cost is latency + bytes / bandwidth
     net.clock_s, net.gather_spans()
 
-The algorithm is real: it runs on real ranks, moves real tensors, and hangs or gives wrong sums if it is wrong. Only *time*
-is computed. A message carries the time at which it was sent; whoever receives it moves its clock to
+The algorithm is real: it runs on real ranks, moves real tensors, and hangs or gives wrong sums if it is wrong. Only
+*time* is computed. A message carries the time at which it was sent; whoever receives it moves its clock to
 
     max(own clock, time sent) + latency + bytes / bandwidth,
 
@@ -28,7 +28,7 @@ A straggler is a rank whose compute takes longer; where the others then wait, th
         with net.step(step):
             net.compute(1e-3, "forward and backward")
             net.all_reduce(gradient)
-    steps = net.gather_steps()       # rank 0: {"compute": [[s of each step] of each rank], "communication", "waiting", "total"}
+    steps = net.gather_steps()       # rank 0: {"compute": [[s of each step] of each rank], "communication": ...}
 """
 
 import math
@@ -74,11 +74,11 @@ class VirtualNetwork:
     """Clocks and links of one rank; every rank makes one with the same arguments.
 
     `inside` is the link between ranks of one node, `between` (default: the same) the link between nodes of
-    `ranks_per_node` ranks each (default: all ranks on one node). `group` is the process group that carries the
-    messages (default: all ranks); destinations and sources are ranks in it. Messages travel through host memory, over gloo.
-    `slowdown` makes compute take longer: {rank: factor}, or a function (rank, step) -> factor that gives the same answer
-    each time it is asked (step: the number given to `step`; outside of steps that of the last one, 0 before the first).
-    Raises ValueError for nodes that the ranks do not fill, and for a slowdown of ranks that there are not.
+    `ranks_per_node` ranks each (default: all ranks on one node). `group` is the process group that carries the messages
+    (default: all ranks); destinations and sources are ranks in it. Messages travel through host memory, over gloo.
+    `slowdown` makes compute take longer: {rank: factor}, or a function (rank, step) -> factor that gives the same
+    answer each time it is asked (step: the number given to `step`; outside of steps that of the last one, 0 before the
+    first). Raises ValueError for nodes that the ranks do not fill, and for a slowdown of ranks that there are not.
     """
 
     def __init__(self, ranks, inside, between=None, ranks_per_node=None, group=None, slowdown=None):
@@ -115,10 +115,11 @@ class VirtualNetwork:
 
     @contextmanager
     def step(self, i):
-        """What this rank does in the block is step `i`: `steps` gets a dict of virtual seconds by lane, and their total.
+        """What this rank does in the block is step `i`: `steps` gets a dict of virtual seconds by lane, and their
+        total.
 
-        A rank waits while what it needs is not there: another rank was late to send, or (in `wait`) asynchronous messages
-        are still on their way.
+        A rank waits while what it needs is not there: another rank was late to send, or (in `wait`) asynchronous
+        messages are still on their way.
         """
         if self._in_step:
             raise ValueError(f"step {i} begins inside step {self._step}; end that one first")
@@ -132,7 +133,8 @@ class VirtualNetwork:
         self.steps.append({**lanes, "total": self.clock_s - start})
 
     def send(self, tensor, dst):
-        """Send; this rank is busy for the message's cost. (In reality it waits until the message is received, as gloo does.)"""
+        """Send; this rank is busy for the message's cost. (In reality it waits until the message is received, as gloo
+        does.)"""
         start = self._now
         stamped_messages.post(tensor, dst, start, self.group).wait()
         self._communicate(f"to {dst}", start, start + self._cost_s(tensor, dst))
@@ -160,8 +162,8 @@ class VirtualNetwork:
     def asynchronous(self, name):
         """Messages in this block run on the communication clock, one block after another; yields their Work.
 
-        The block starts when this rank reaches it (the data is ready) and the block before has ended. The code itself runs
-        at once, so every rank must enter its asynchronous blocks in the same order, as with any collective.
+        The block starts when this rank reaches it (the data is ready) and the block before has ended. The code itself
+        runs at once, so every rank must enter its asynchronous blocks in the same order, as with any collective.
         """
         start = max(self.clock_s, self.communication_clock_s)
         self.communication_clock_s, self._asynchronous = start, True
@@ -207,7 +209,8 @@ class VirtualNetwork:
         return gather(self.spans, self._ranks, group=self.group)
 
     def gather_steps(self):
-        """{"compute" | "communication" | "waiting" | "total": [[seconds of each step] of each rank]} on rank 0, else None.
+        """{"compute" | "communication" | "waiting" | "total": [[seconds of each step] of each rank]} on rank 0, else
+        None.
 
         All ranks call it. Raises ValueError, on all of them, where ranks made different numbers of steps.
         """

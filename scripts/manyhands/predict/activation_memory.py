@@ -1,13 +1,15 @@
-"""What a forward keeps for the backward, by formula: of our GPT, of a rank's step, and by the two formulas in circulation.
+"""What a forward keeps for the backward, by formula: of our GPT, of a rank's step, and by the two formulas in
+circulation.
 
     sum(saved_bytes(config, sequences=8).values()) # of our GPT; `saved_activations.count_saved` counts the same
-    activation_bytes(config, layout, options)      # of the fullest rank, at its fullest moment: on top of bytes_per_rank
+    activation_bytes(config, layout, options)      # of the fullest rank, at its fullest moment
     sequences_at_once(layout, options)             # of a micro-batch
     published_bytes(config, sequences=8)           # Korthikanti et al. 2022: another model in another precision
     slide_values(config, sequences=8)              # the formula of many slides, in values, not bytes
 
-`activation_bytes` is `saved_bytes` for the precision, the recomputation, the tensor ranks and the pipeline of a run. Not
-counted: masks of dropout, and what one operation needs for the moment, of which the gradient of the logits is the largest.
+`activation_bytes` is `saved_bytes` for the precision, the recomputation, the tensor ranks and the pipeline of a run.
+Not counted: masks of dropout, and what one operation needs for the moment, of which the gradient of the logits is the
+largest.
 
 Shapes: B sequences, T positions, V tokens in the vocabulary, D width, H heads, N layers.
 """
@@ -28,14 +30,15 @@ ID_BYTES = 8  # of a token id, a position or a target: int64
 def saved_bytes(config, sequences: int, itemsize: int = 4) -> dict[str, float]:
     """{term: bytes} that autograd keeps of our GPT between forward and backward, for `sequences` whole sequences.
 
-    Per token and layer 16 D + H + 4 numbers: each norm keeps its input (D) and two statistics, each linear its input (D for
-    qkv and for attention's output, D and 4 D in the MLP), attention q, k, v (3 D) and one number per head, GELU its input
-    (4 D). Attention's output and the input of its linear are one storage, and so are the outputs of norms and the inputs of
-    linears; a residual addition keeps nothing. Around the layers 2 D + 2 for norm and head and V for the loss (its
-    log-probabilities, in 32 bits at least; the logits themselves are let go), and the ids.
+    Per token and layer 16 D + H + 4 numbers: each norm keeps its input (D) and two statistics, each linear its input (D
+    for qkv and for attention's output, D and 4 D in the MLP), attention q, k, v (3 D) and one number per head, GELU its
+    input (4 D). Attention's output and the input of its linear are one storage, and so are the outputs of norms and the
+    inputs of linears; a residual addition keeps nothing. Around the layers 2 D + 2 for norm and head and V for the loss
+    (its log-probabilities, in 32 bits at least; the logits themselves are let go), and the ids.
 
-    Assumes: flash or memory-efficient attention, so that no T x T scores are kept; targets given; no dropout (ValueError),
-    no recomputation, no autocast, whose copies would come on top. `itemsize` is of the model's numbers, 4 for float32.
+    Assumes: flash or memory-efficient attention, so that no T x T scores are kept; targets given; no dropout
+    (ValueError), no recomputation, no autocast, whose copies would come on top. `itemsize` is of the model's numbers, 4
+    for float32.
     """
     if config.dropout:
         raise ValueError(f"dropout={config.dropout} keeps masks that are not counted here; use dropout=0")
@@ -53,12 +56,12 @@ def saved_bytes(config, sequences: int, itemsize: int = 4) -> dict[str, float]:
 def _numbers(model):
     """{term: numbers per token} of all layers and what is around them.
 
-    A Llama's (see `models`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V. SwiGLU, down(silu(gate) up),
-    keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is the norm's output, kept once for
-    both. What turns queries and keys by their positions is linear: it keeps tables alone.
+    A Llama's (see `models`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V. SwiGLU,
+    down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is the
+    norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
 
-    Where `routed` copies of a token pass through experts, each MLP's terms so many times, and the routing: the router's input
-    (D) and its probabilities (E), and each expert's output for the gradient of its weight.
+    Where `routed` copies of a token pass through experts, each MLP's terms so many times, and the routing: the router's
+    input (D) and its probabilities (E), and each expert's output for the gradient of its weight.
     """
     N, D, M, routed = model.n_layer, model.n_embd, model.n_hidden, model.routed
     statistics, gelu = (1, 3 * M) if model.style == "llama" else (2, M)
@@ -79,8 +82,8 @@ def _numbers(model):
 def published_bytes(config, sequences: int) -> int:
     """Bytes of activations by Korthikanti et al. 2022 (section 4.1): N B (34 T D + 5 H T^2).
 
-    They assume 16-bit activations, dropout after attention's scores, attention and MLP with masks of a byte, all scores kept
-    (no flash attention), and no parallelism; embeddings, last norm, head and loss are left out as small.
+    They assume 16-bit activations, dropout after attention's scores, attention and MLP with masks of a byte, all scores
+    kept (no flash attention), and no parallelism; embeddings, last norm, head and loss are left out as small.
     """
     N, D, H, T = config.n_layer, config.n_embd, config.n_head, config.block_size
     return N * sequences * (34 * T * D + 5 * H * T**2)
@@ -89,8 +92,8 @@ def published_bytes(config, sequences: int) -> int:
 def slide_values(config, sequences: int) -> dict[str, int]:
     """{term: values} by the formula of many slides, for one forward. Values, not bytes: multiply by the size of one.
 
-    5 N B T D + B N H T^2 + 2 B V T + 2 B T D + 2 B T. It counts attention's scores, which flash attention never keeps, and
-    leaves out q, k, v, attention's output and the inputs of the norms.
+    5 N B T D + B N H T^2 + 2 B V T + 2 B T D + 2 B T. It counts attention's scores, which flash attention never keeps,
+    and leaves out q, k, v, attention's output and the inputs of the norms.
     """
     B, N, D, H = sequences, config.n_layer, config.n_embd, config.n_head
     V, T = config.vocab_size, config.block_size

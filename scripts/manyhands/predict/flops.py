@@ -1,11 +1,11 @@
 """What MFU is made of: the arithmetic that a token costs, and what vendors state that a device can do.
 
-    flops_per_token(config)                                 # floating-point operations of forward and backward, by formula
+    flops_per_token(config)                                 # operations of forward and backward, by formula
     dense_peak(device, "bf16")                              # FLOP/s without sparsity; None: not in the table
     listed_peak("NVIDIA H100 80GB HBM3", 132, "bf16")       # the same by name and number of compute units
 
-MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is flops_per_token x tokens/s / peak. What a device
-does, `timing.gemm_peak` measures.
+MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is flops_per_token x tokens/s / peak. What a
+device does, `timing.gemm_peak` measures.
 
 Shapes: T positions, V tokens in the vocabulary, D width, N layers, H heads of size E = D / H.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Vendors' peaks in TFLOP/s, dense: where a data sheet gives only "with sparsity", half of it. Matrix units where the type
-# has them. Columns: name as torch says it, compute units (a slice of a device, or another cut of the chip, has others),
-# fp64, fp32, tf32, fp16, bf16.
+# Vendors' peaks in TFLOP/s, dense: where a data sheet gives only "with sparsity", half of it. Matrix units where the
+# type has them. Columns: name as torch says it, compute units (a slice of a device, or another cut of the chip, has
+# others), fp64, fp32, tf32, fp16, bf16.
 PEAKS = (
     # NVIDIA H100 Tensor Core GPU Architecture (white paper, 2022); H100 data sheet (2024) for NVL
     (r"NVIDIA H100 80GB HBM3", 132, 66.9, 66.9, 494.7, 989.4, 989.4),
@@ -43,8 +43,8 @@ PEAKS = (
     (r"AMD Instinct MI300X( VF)?", 304, 163.4, 163.4, 653.7, 1307.4, 1307.4),
 )
 KINDS = ("fp64", "fp32", "tf32", "fp16", "bf16")
-# Intel Data Center GPU Max 1550: Jiang, Hot Chips 34 (2022), for 1,024 vector engines on two stacks at 1.6 GHz. A stack is a
-# device by default and has 512 engines, Aurora's have 448: the peak is in proportion.
+# Intel Data Center GPU Max 1550: Jiang, Hot Chips 34 (2022), for 1,024 vector engines on two stacks at 1.6 GHz. A stack
+# is a device by default and has 512 engines, Aurora's have 448: the peak is in proportion.
 MAX_1550 = (52, 52, 419, 839, 839)
 MAX_1550_ENGINES = 1024
 

@@ -3,16 +3,18 @@
     for family in families(Question(model, machine, gpus=64, global_batch=512)):
         family.refused, family.variants          # a sentence of the trainer's own check, or [Candidate]
 
-A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule and
-activation checkpointing. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory),
-Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one GPU per
-rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and save memory.
+A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule
+and activation checkpointing. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory),
+Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one
+GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and
+save memory.
 
-Two axes are planned that `train.py` does not have. Ranks of the context axis share each sequence: a rank has two of 2 c equal
-pieces of it, one from the front and one from the back (zig-zag), so that all have as much attention to do under the causal
-mask. They have the same weights, or shards of the same weights, and sum their gradients with the data ranks: for all that is
-about weights they are data ranks, and `replicate` and `shard` count them. Experts are spread over `expert` neighbours among
-these, which keep the dense weights as they are. From the inside: tensor, context, shard, replicate, pipeline.
+Two axes are planned that `train.py` does not have. Ranks of the context axis share each sequence: a rank has two of 2 c
+equal pieces of it, one from the front and one from the back (zig-zag), so that all have as much attention to do under
+the causal mask. They have the same weights, or shards of the same weights, and sum their gradients with the data ranks:
+for all that is about weights they are data ranks, and `replicate` and `shard` count them. Experts are spread over
+`expert` neighbours among these, which keep the dense weights as they are. From the inside: tensor, context, shard,
+replicate, pipeline.
 """
 
 from collections.abc import Iterator
@@ -98,7 +100,8 @@ class Question:
             raise ValueError(f"context={context} does not split {self.gpus} GPUs; use a divisor of {self.gpus}")
         if context > 1 and positions % (2 * context):
             raise ValueError(
-                f"{positions} positions do not split into 2 x {context} equal pieces for {context} context ranks; use fewer"
+                f"{positions} positions do not split into 2 x {context} equal pieces for {context} context ranks;"
+                " use fewer"
             )
 
     @property
@@ -107,7 +110,8 @@ class Question:
         return int(min(self.machine.gpus_per_node, self.gpus))
 
     def contexts(self) -> list[int]:
-        """Degrees of context parallelism to try: where a rank keeps SHORTEST positions or more, attention hides the ring."""
+        """Degrees of context parallelism to try: where a rank keeps SHORTEST positions or more, attention hides the
+        ring."""
         if self.context is not None:
             return [self.context]
         positions, degrees = self.model.block_size, [1]
@@ -277,7 +281,8 @@ def _family(question, base, axes, checkpointing, most_micro_batch):
 
 
 def micro_batches(global_batch: int, data: int, most: int) -> list[int]:
-    """Powers of two up to `most` that divide a data rank's share, the smallest first; [1] where that is no whole number."""
+    """Powers of two up to `most` that divide a data rank's share, the smallest first; [1] where that is no whole
+    number."""
     share = global_batch // data
     if global_batch % data:
         return [1]

@@ -1,13 +1,14 @@
-"""What a GPU and its links can do: a small table with its sources, or your own numbers from a file; and what a collective takes.
+"""What a GPU and its links can do: a small table with its sources, or your own numbers from a file; and what a
+collective takes.
 
     machine = machine_named("h100")                # Machine: peak, memory, bandwidths
-    machine = machine_from_file("mine.toml")       # the same fields; `base = "h100"` takes what it leaves out from the table
+    machine = machine_from_file("mine.toml")       # the same fields; `base = "h100"` fills in the rest
     group = Group(machine, ranks=64, stride=8)     # 64 ranks, of which each node has one
     group.seconds("all_gather", payload_bytes)     # alpha and beta, with the number of nodes that the ranks are on
     group.sent("all_gather", payload_bytes)        # Sent(inside, between, host): bytes that a GPU sends over each link
 
-A GPU is what torch calls a device: of an MI250X one die, of a Max 1550 one stack. Bandwidths are of one direction, as vendors
-state them unless a source says "measured"; `step_time` counts with a share of them.
+A GPU is what torch calls a device: of an MI250X one die, of a Max 1550 one stack. Bandwidths are of one direction, as
+vendors state them unless a source says "measured"; `step_time` counts with a share of them.
 """
 
 import tomllib
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from manyhands.predict.flops import listed_peak
 
-# Assumptions, by order of magnitude: what nccl-tests and osu-tests print of small and of large messages on such machines.
-# Nothing here is fitted.
+# Assumptions, by order of magnitude: what nccl-tests and osu-tests print of small and of large messages on such
+# machines. Nothing here is fitted.
 LINK_SHARE = 0.8  # of a stated bandwidth that a collective attains
 LAUNCH_S = 10e-6  # of a collective's kernel
 HOP_INSIDE_S, HOP_BETWEEN_S = 1e-6, 5e-6  # of a message to the next rank
@@ -77,14 +78,14 @@ MACHINES = {
             "h200", H100, 141e9, 4800e9, 450e9, 50e9, 8, 64e9,
             sources=("https://www.nvidia.com/en-us/data-center/h200/", DGX_H100),
         ),
-        # a die: 64 GB; half of 3.2768 TB/s; 50 GB/s to a die of another module, the slowest in a ring; four 200 Gb/s cards
-        # for 8 dies; 36 GB/s to the host
+        # a die: 64 GB; half of 3.2768 TB/s; 50 GB/s to a die of another module, the slowest in a ring; four 200 Gb/s
+        # cards for 8 dies; 36 GB/s to the host
         Machine(
             "mi250x", MI250X_DIE, 64e9, 1638e9, 50e9, 12.5e9, 8, 36e9, "frontier",
             (FRONTIER, "https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html"),
         ),
-        # a stack: 64 GB; measured: 1 TB/s of memory, 15 GB/s to a stack of another GPU, the slowest in a ring, 55 GB/s to
-        # the host, or 329 GB/s over 12 of them; eight 200 Gb/s cards for 12 stacks
+        # a stack: 64 GB; measured: 1 TB/s of memory, 15 GB/s to a stack of another GPU, the slowest in a ring, 55 GB/s
+        # to the host, or 329 GB/s over 12 of them; eight 200 Gb/s cards for 12 stacks
         Machine(
             "pvc", MAX_1550_STACK, 64e9, 1000e9, 15e9, 16.7e9, 12, 27e9, "aurora", (AURORA, AURORA_MEASURED),
         ),
@@ -120,7 +121,8 @@ def machine_from_file(path: str | Path) -> Machine:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one GPU sends, on average over its group, inside its node and to other nodes; and copies from and to its host."""
+    """Bytes that one GPU sends, on average over its group, inside its node and to other nodes; and copies from and to
+    its host."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -137,10 +139,11 @@ class Sent:
 class Group:
     """`ranks` ranks, `stride` apart, that talk to each other while all other groups of their axis do the same.
 
-    Bandwidth is a ring's: an all-reduce sends 2 (n-1)/n of the payload from each rank, an all-gather and a reduce-scatter half
-    of that (Patarasuk and Yuan 2009); "ring" is an all-gather of which each rank uses a piece at a time. An all-to-all sends
-    each rank its own piece: most of it leaves the node where most ranks are on others. A ring that leaves the node is as fast
-    as the share of the node's network cards that its ranks have: all groups of an axis work at the same time.
+    Bandwidth is a ring's: an all-reduce sends 2 (n-1)/n of the payload from each rank, an all-gather and a
+    reduce-scatter half of that (Patarasuk and Yuan 2009); "ring" is an all-gather of which each rank uses a piece at a
+    time. An all-to-all sends each rank its own piece: most of it leaves the node where most ranks are on others. A ring
+    that leaves the node is as fast as the share of the node's network cards that its ranks have: all groups of an axis
+    work at the same time.
     """
 
     machine: Machine

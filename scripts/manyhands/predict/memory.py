@@ -1,14 +1,15 @@
 """Bytes of a rank under a layout, in closed form: nothing is allocated, nothing communicates, and nothing needs torch.
 
-    held = bytes_per_rank(config, layout, options)     # RankBytes of the fullest rank: a GPTConfig's, or a PlannedModel's
+    held = bytes_per_rank(config, layout, options)     # RankBytes of the fullest rank; a GPTConfig or a PlannedModel
     held.parameters, held.optimizer, held.on_gpu       # what must fit
     state_bytes(65_288_471_656, "bf16 + fp32 master")  # on paper, before any layout: 16 bytes each, 1,045 GB
     zero_bytes(7.5e9, n_ranks=64, stage=3)             # 1.9e9 bytes on each rank
 
-The dry run, the planner and the lessons all count by this one model. Counted: the weights that the optimizer updates, their
-gradients, Adam's two moments, copies in another precision, what FSDP unshards, activations (see `activation_memory`) and what
-single operations need. Not counted: masks of dropout, buffers of the communication library, the allocator's waste.
-After Rajbhandari et al. 2020 (ZeRO), section 5; each function says what it assumes. Tests hold it to real ranks.
+The dry run, the planner and the lessons all count by this one model. Counted: the weights that the optimizer updates,
+their gradients, Adam's two moments, copies in another precision, what FSDP unshards, activations (see
+`activation_memory`) and what single operations need. Not counted: masks of dropout, buffers of the communication
+library, the allocator's waste. After Rajbhandari et al. 2020 (ZeRO), section 5; each function says what it assumes.
+Tests hold it to real ranks.
 """
 
 import heapq
@@ -35,9 +36,7 @@ class RankBytes:
     copies: int  # the weights once more: in low precision for the products, or a master copy
     unsharded_parameters: int  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
     activations: int
-    accumulated_gradients: (
-        int  # FSDP with several micro-batches: of whole units, until the last one sums them over the ranks
-    )
+    accumulated_gradients: int  # FSDP with several micro-batches: of whole units, until the last micro-batch
     workspace: int  # logits and their gradient in 32 bits; under FSDP the whole gradient of a unit before it is cut
     offload: bool = False
 
@@ -94,13 +93,32 @@ class State(NamedTuple):
     unsharded_parameters: int = 0
 
 
+class Storage(NamedTuple):
+    """What the options say of how weights are kept."""
+
+    dp_mode: str
+    keeps_unsharded: bool  # FSDP keeps all units whole from the forward to the end of the backward
+    wrapping: str
+    zero_stage: int
+    schedule: str
+    size: int  # bytes of a number that the optimizer updates
+    low: int  # and of one that is multiplied
+    moments: int  # numbers of the optimizer per parameter
+
+
+def storage_of(layout, options) -> Storage:
+    """The Storage of the trainer's options under a layout."""
+    parallel = options.parallel
+    keeps = parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
+    return Storage(
+        layout.dp_mode(options), keeps, parallel.wrapping, parallel.zero_stage, parallel.schedule,
+        weight_bytes(options), PRECISION_BYTES[options.train.precision], MOMENTS[options.optimizer.name],
+    )  # fmt: skip
+
+
 def state_of_rank(model: PlannedModel, layout, options) -> State:
     """The State of the fullest rank; many layouts differ in their batch alone, so it is remembered."""
-    return _state(
-        model, _as_one_batch(layout), layout.dp_mode(options), keeps_unsharded(options.parallel),
-        options.parallel.wrapping, options.parallel.zero_stage, options.parallel.schedule, weight_bytes(options),
-        PRECISION_BYTES[options.train.precision], MOMENTS[options.optimizer.name],
-    )  # fmt: skip
+    return _state(model, _as_one_batch(layout), storage_of(layout, options))
 
 
 @cache
@@ -108,24 +126,11 @@ def _as_one_batch(layout):
     return replace(layout, micro_batches=1)
 
 
-def keeps_unsharded(parallel) -> bool:
-    """Whether FSDP keeps all units whole from the forward to the end of the backward."""
-    return parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
-
-
 @cache
-def _state(model, layout, dp_mode, keeps, wrapping, zero_stage, schedule, size, low, moments):
-    found = []
-    ranks = stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, schedule)
-    for stages in dict.fromkeys(ranks):  # many are alike
-        if dp_mode == "fsdp":
-            found.append(_fsdp(model, stages, layout, keeps, wrapping, size, low, moments))
-        elif dp_mode == "deepspeed":
-            found.append(_deepspeed(model, stages, layout, zero_stage, size, low, moments))
-        else:
-            owners = layout.replicate if dp_mode == "zero1" else 1
-            found.append(_whole(model, stages, layout, owners, size, low, moments))
-    return max(found, key=sum)
+def _state(model, layout, storage):
+    ranks = stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, storage.schedule)
+    of_rank = {"fsdp": _fsdp, "deepspeed": _deepspeed}.get(storage.dp_mode, _whole)
+    return max((of_rank(model, stages, layout, storage) for stages in dict.fromkeys(ranks)), key=sum)  # many are alike
 
 
 def _weights(model, stages, layout):
@@ -140,7 +145,7 @@ def _weights(model, stages, layout):
 
 @cache
 def _shares(model, tensor, expert):
-    """What a tensor rank has of a layer, with its share of the experts, of what is before the layers, and behind them."""
+    """What a tensor rank has of a layer, its share of the experts included; before the layers; and behind them."""
     all_weights = model.layer_weights(model.n_expert // expert), model.front_weights(), model.back_weights()
     return [[weight.of_tensor_rank(tensor) for weight in weights] for weights in all_weights]
 
@@ -149,40 +154,42 @@ def _numel(weights):
     return sum(times * weight.numel for times, weight in weights)
 
 
-def _whole(model, stages, layout, owners, size, low, moments):
+def _whole(model, stages, layout, storage):
     """ddp, tp, pp: a rank has its part of the model for itself. The gradients are the buckets that are sent.
 
-    Autocast keeps a copy of what its linear layers multiply with and add, from the forward until the backward has used it;
-    embeddings and norms it leaves as they are. With zero1, ZeroRedundancyOptimizer gives the optimizer's state to `owners`
-    ranks: whole tensors, the largest first, each to the rank that has the least so far.
+    Autocast keeps a copy of what its linear layers multiply with and add, from the forward until the backward has used
+    it; embeddings and norms it leaves as they are. With zero1, ZeroRedundancyOptimizer spreads the optimizer's state
+    over the replicas: whole tensors, the largest first, each to the rank that has the least so far.
     """
+    size, low = storage.size, storage.low
     weights = _weights(model, stages, layout)
     owned = count = _numel(weights)
-    if owners > 1:
-        loads = [0] * owners  # a heap
+    if storage.dp_mode == "zero1":
+        loads = [0] * layout.replicate  # a heap
         for numel in sorted((weight.numel for times, weight in weights for _ in range(times)), reverse=True):
             heapq.heapreplace(loads, loads[0] + numel)
         owned = max(loads)
     linear = _numel([(times, weight) for times, weight in weights if weight.linear])
-    return State(count * size, count * size, moments * owned * size, linear * low if low < size else 0)
+    return State(count * size, count * size, storage.moments * owned * size, linear * low if low < size else 0)
 
 
-def _fsdp(model, stages, layout, keeps, wrapping, size, low, moments):
-    """fully_shard cuts each weight along its first dim and pads: all ranks have what the first has. Gradients lie alike.
+def _fsdp(model, stages, layout, storage):
+    """fully_shard cuts each weight along its first dim and pads: all ranks have what the first has. So are gradients.
 
-    Whole at the same time, in the precision of the products: the root, which stays, and the most of a unit with the units
-    around it; where they stay for the step, all units. A unit that is fetched early would come on top.
+    Whole at the same time, in the precision of the products: the root, which stays, and the most of a unit with the
+    units around it; where they stay for the step, all units. A unit that is fetched early would come on top.
     """
     held = unsharded = 0
     for stage in stages:
-        units = fsdp_units(model, layout.tensor, layout.expert, *stage, wrapping)
+        units = fsdp_units(model, layout.tensor, layout.expert, *stage, storage.wrapping)
         *units, root = ((unit, *padded(unit.weights, layout)) for unit in units)
         held += root[1] + sum(unit.times * part for unit, part, _ in units)
-        if keeps:
+        if storage.keeps_unsharded:
             unsharded += root[2] + sum(unit.times * whole for unit, _, whole in units)
         else:
             unsharded += root[2] + max((padded(unit.nested, layout)[1] for unit, *_ in units), default=0)
-    return State(held * size, held * size, moments * held * size, 0, unsharded * low)
+    held *= storage.size
+    return State(held, held, storage.moments * held, 0, unsharded * storage.low)
 
 
 def padded(weights: list[Weight], layout) -> tuple[int, int]:
@@ -210,7 +217,7 @@ class Unit(NamedTuple):
 def fsdp_units(
     model: PlannedModel, tensor: int, expert: int, layers: int, is_first: bool, is_last: bool, wrapping: str
 ) -> list[Unit]:
-    """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which has what is left, if anything."""
+    """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which may have nothing left."""
     layer = model.layer_weights(model.n_expert // expert)
     around = model.front_weights() * is_first + model.back_weights() * is_last
     kind, _, count = wrapping.partition(":")
@@ -233,8 +240,10 @@ def fsdp_units(
 
 
 def _units_of_size(weights, least, is_layer):
-    """([(own weights, those of the units around it too)], the weights in no unit): modules of `least` parameters or more,
-    innermost first, that count what is in no unit further inside."""
+    """([(weights of a unit, and those of the units around it)], weights in no unit).
+
+    Units are modules of `least` parameters or more that are in no unit further inside: the innermost first.
+    """
     paths = [weight.module.split(".") for weight in weights]
     modules = {tuple(path[:depth]) for path in paths for depth in range(0 if is_layer else 1, len(path) + 1)}
     found, left = {}, weights
@@ -251,28 +260,28 @@ def _is_inside(weight, module):
     return tuple(weight.module.split("."))[: len(module)] == module
 
 
-def _deepspeed(model, stages, layout, zero_stage, size, low, moments):
+def _deepspeed(model, stages, layout, storage):
     """DeepSpeed's ZeRO cuts what it shards into equal parts; gradients and weights are fp32, as this course sets it up.
 
-    Stages 1 and 2 keep a master copy of a rank's part beside the whole weights. Stage 3 keeps up to LIVE_NUMEL numbers of
-    what it has gathered until the step is over.
+    Stages 1 and 2 keep a master copy of a rank's part beside the whole weights. Stage 3 keeps up to LIVE_NUMEL numbers
+    of what it has gathered until the step is over.
     """
     from manyhands.parallel.deepspeed_engine import LIVE_NUMEL  # late: it brings torch
 
-    count = _numel(_weights(model, stages, layout))
+    size, low, count = storage.size, storage.low, _numel(_weights(model, stages, layout))
     share = ceil(count / layout.replicate)
-    if zero_stage < 3:
-        gradients = count if zero_stage == 1 else share
-        copies = share * size + (count * low if low < size else 0)
-        return State(count * size, gradients * size, moments * share * size, copies)
-    return State(share * size, share * size, moments * share * size, 0, min(count, LIVE_NUMEL) * low)
+    moments = storage.moments * share * size
+    if storage.zero_stage == 3:
+        return State(share * size, share * size, moments, 0, min(count, LIVE_NUMEL) * low)
+    gradients = count if storage.zero_stage == 1 else share
+    return State(count * size, gradients * size, moments, share * size + (count * low if low < size else 0))
 
 
 # ------------------------------------------------------------------ within a step
 
 
 def rank_parameters(model: PlannedModel, layout, schedule: str = "1F1B") -> tuple[int, int]:
-    """(parameters of the fullest pipeline rank, those of experts among them): its tensor share, before sharding over data."""
+    """(parameters of the fullest pipeline rank, those of experts among them): what its tensor rank has, unsharded."""
     _, *counts = _fullest(model, _as_one_batch(layout), schedule)
     return tuple(counts)
 
@@ -298,7 +307,7 @@ def weights_in_order(model: PlannedModel, layout, stages) -> list[Weight]:
 
 
 def _accumulated_gradients(model, layout, options):
-    """Gradients that FSDP holds whole until the last micro-batch, in the precision in which it sums them; 0 with one alone."""
+    """Of whole units, in the precision in which FSDP sums them over ranks after the last micro-batch; 0 with one."""
     ranks = layout.replicate * layout.shard
     if layout.dp_mode(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
         return 0
@@ -311,9 +320,9 @@ def _accumulated_gradients(model, layout, options):
 def _workspace(model, layout, options):
     """What single operations need for the moment: the most of it.
 
-    The logits in 32 bits and their gradient, on the last stage; under FSDP the gradient of the largest unit, in low precision
-    and once more in 32 bits, on its way into a reduce-scatter; on context ranks the keys and values of another rank and their
-    gradients, here and on their way; tokens on their way to experts and back.
+    The logits in 32 bits and their gradient, on the last stage; under FSDP the gradient of the largest unit, in low
+    precision and once more in 32 bits, on its way into a reduce-scatter; on context ranks the keys and values of
+    another rank and their gradients, here and on their way; tokens on their way to experts and back.
     """
     low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
     split = layout.tensor if options.parallel.loss_parallel else 1
@@ -355,8 +364,8 @@ class Recipe:
         return sum(astuple(self))
 
 
-# Adam or AdamW throughout. "bf16 + fp32 master" is the mixed precision of Rajbhandari et al. 2020, section 3.1 (2 + 2 + 12).
-# Many slides take its 2 + 12 and leave the gradients out.
+# Adam or AdamW throughout. "bf16 + fp32 master" is the mixed precision of Rajbhandari et al. 2020, section 3.1 (2 + 2 +
+# 12). Many slides take its 2 + 12 and leave the gradients out.
 RECIPES = {
     "fp32": Recipe(weights=4, gradients=4, master=0, moments=8),
     "bf16": Recipe(weights=2, gradients=2, master=0, moments=4),
@@ -387,13 +396,18 @@ def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> fl
     """Bytes of each of `n_ranks` ranks under a stage of ZeRO (0: none, plain data parallelism).
 
     Rajbhandari et al. 2020, figure 1: 2 bytes of weights, 2 of gradients and `k` of optimizer state per parameter (12:
-    Adam's moments and a master copy, in fp32). Stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3
-    the weights too; into parts of equal size, without unsharded parameters, without activations.
-    Raises ValueError for another stage, or less than one rank.
+    Adam's moments and a master copy, in fp32). Stage 1 partitions the optimizer state, stage 2 the gradients too, stage
+    3 the weights too; into parts of equal size, without unsharded parameters, without activations. Raises ValueError
+    for another stage, or less than one rank.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
+    refuse_stage(stage)
     if n_ranks < 1:
         raise ValueError(f"n_ranks={n_ranks} is too small; use at least 1")
     weights, gradients, optimizer = (1 / n_ranks if stage >= first else 1 for first in (3, 2, 1))
     return num_params * (2 * weights + 2 * gradients + k * optimizer)
+
+
+def refuse_stage(stage: int) -> None:
+    """Raises ValueError for what is no stage of ZeRO."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")

@@ -4,9 +4,9 @@
     model = PlannedModel("mine", vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
     model.num_params(), model.flops_per_token()
 
-`style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et al.
-2024): it can be planned, and `train.py` does not train it. Nor does it train a mixture of experts: with `n_expert` above 1 a
-router sends each token to `top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538).
+`style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
+al. 2024): it can be planned, and `train.py` does not train it. Nor does it train a mixture of experts: with `n_expert`
+above 1 a router sends each token to `top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538).
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
@@ -41,7 +41,8 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Sizes, under the names that GPTConfig has for them. Raises ValueError, with the numbers, for what makes no model."""
+    """Sizes, under the names that GPTConfig has for them. Raises ValueError, with the numbers, for what makes no
+    model."""
 
     name: str
     vocab_size: int  # V
@@ -75,12 +76,13 @@ class PlannedModel:
             )
         if self.n_head % self.n_kv_head:
             raise ValueError(
-                f"{self.n_head} heads do not split over {self.n_kv_head} key-value heads; use a divisor of {self.n_head}"
+                f"{self.n_head} heads do not split over {self.n_kv_head} key-value heads;"
+                f" use a divisor of {self.n_head}"
             )
         if self.style == "gpt" and (self.n_kv_head != self.n_head or self.n_hidden != 4 * self.n_embd):
             raise ValueError(
-                f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is 4 x {self.n_embd}"
-                f" wide in its MLP (not {self.n_hidden}); use style=llama"
+                f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is"
+                f" 4 x {self.n_embd} wide in its MLP (not {self.n_hidden}); use style=llama"
             )
         self._refuse_experts()
 
@@ -95,8 +97,8 @@ class PlannedModel:
             )
         if self.capacity is not None and not 1 <= self.capacity <= self.n_expert / self.top_k:
             raise ValueError(
-                f"capacity factor {self.capacity:g}: use 1, which holds a balanced share, to {self.n_expert / self.top_k:g},"
-                f" which holds all tokens on one of {self.n_expert} experts"
+                f"capacity factor {self.capacity:g}: use 1, which holds a balanced share, to"
+                f" {self.n_expert / self.top_k:g}, which holds all tokens on one of {self.n_expert} experts"
             )
 
     @property
@@ -156,7 +158,8 @@ class PlannedModel:
 
     @cache  # noqa: B019
     def layer_flops(self) -> int:
-        """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of attention.
+        """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of
+        attention.
 
         As in `flops.flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
         """
@@ -214,7 +217,8 @@ MODELS = (*PRESETS, *LLAMAS, MIXTRAL.name)
 
 
 def preset_model(name: str) -> PlannedModel:
-    """The PlannedModel of a preset of the trainer, of one of LLAMAS, or of MIXTRAL. Raises ValueError for an unknown name."""
+    """The PlannedModel of a preset of the trainer, of one of LLAMAS, or of MIXTRAL. Raises ValueError for an unknown
+    name."""
     if name == MIXTRAL.name:
         return MIXTRAL
     if name in LLAMAS:

@@ -1,10 +1,10 @@
 """Pipeline schedules as lists of actions, and a simulation of their dependencies: bubble, activations in flight, chart.
 
-    orders = orders_of("1F1B", p=4, m=8)                   # orders[rank]: the rank's actions, in the order in which it runs them
+    orders = orders_of("1F1B", p=4, m=8)                   # orders[rank]: the rank's actions, in its order
     run = simulate(orders)                                 # raises ValueError for a schedule that waits in a circle
     run.bubble, run.in_flight                              # 3/11, [4, 3, 2, 1]
     run.slots                                              # what each rank did when, for `plots.schedule`
-    held_at_once("1F1B", n_layer=32, p=4, m=16)            # ((32, 0), (8, 1)): layers and heads of the first and last rank
+    held_at_once("1F1B", n_layer=32, p=4, m=16)            # ((32, 0), (8, 1)): layers, heads: first, last rank
 
 p ranks, m micro-batches, v stages per rank; stage s is on rank s % p. An action is a tuple (kind, stage, micro-batch):
 
@@ -13,9 +13,9 @@ p ranks, m micro-batches, v stages per rank; stage s is on rank s % p. An action
     I  the first half of B: the input's gradient           needs what B needs
     W  the second half: the gradient of the weights        needs I of its own stage, and nobody waits for it
 
-Sources: GPipe, Huang et al. 2019 (arXiv:1811.06965); 1F1B (there PipeDream-Flush) and interleaved, Narayanan et al. 2021
-(arXiv:2104.04473); zero-bubble, here ZB-H1, Qi et al. 2024 (arXiv:2401.10241), who call I and W B and W. Interleaved and
-zero-bubble order their actions as torch.distributed.pipelining does, so m need be no multiple of p.
+Sources: GPipe, Huang et al. 2019 (arXiv:1811.06965); 1F1B (there PipeDream-Flush) and interleaved, Narayanan et al.
+2021 (arXiv:2104.04473); zero-bubble, here ZB-H1, Qi et al. 2024 (arXiv:2401.10241), who call I and W B and W.
+Interleaved and zero-bubble order their actions as torch.distributed.pipelining does, so m need be no multiple of p.
 """
 
 from collections import Counter
@@ -104,7 +104,8 @@ def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[Action]:
 
 
 def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
-    """ZB-H1: interleaved with each backward in two halves; the second fills what would be idle. Raises as `interleaved`."""
+    """ZB-H1: interleaved with each backward in two halves; the second fills what would be idle. Raises as
+    `interleaved`."""
     size = _round_size(p, m)
     ahead = min(m * v, (v - 1) * size + (p - 1 - rank))
     forwards, backwards = _chunked(rank, p, m, v, size)
@@ -138,7 +139,8 @@ def order_of(schedule: str, rank: int, p: int, m: int, v: int = 1) -> list[Actio
 
 
 def bubble_formula(schedule: str, p: int, m: int, v: int = 1) -> Fraction:
-    """The idle share of a schedule's time by its formula, a Fraction: messages take no time, B takes as long as I and W.
+    """The idle share of a schedule's time by its formula, a Fraction: messages take no time, B takes as long as I and
+    W.
 
     For the last two where m >= p; zero-bubble's is for F, I and W of equal length.
     """
@@ -171,8 +173,9 @@ def held_at_once(schedule: str, n_layer: int, p: int, m: int, v: int = 1) -> tup
     """((layers, heads) of the first rank, of the last rank): the most that each holds between forward and
     backward at a time, counted per micro-batch.
 
-    The first rank has the most layers and the most micro-batches in flight, the last one has the head. `m` is a multiple of
-    p. A V-shaped schedule, which `pipeline_schedules` does not know, gets a bound: 2 p micro-batches of all its layers.
+    The first rank has the most layers and the most micro-batches in flight, the last one has the head. `m` is a
+    multiple of p. A V-shaped schedule, which `pipeline_schedules` does not know, gets a bound: 2 p micro-batches of all
+    its layers.
     """
     layers = [[count for count, *_ in stages] for stages in stages_of_ranks(n_layer, p, v)[:: max(1, p - 1)]]
     if schedule in ALL_AT_ONCE:
@@ -190,8 +193,8 @@ def stages_of_ranks(
 ) -> list[tuple[tuple[int, bool, bool], ...]]:
     """Per pipeline rank its stages: (layers, whether it is the first, whether it is the last).
 
-    As `parallel.pipeline_stage` cuts the depth: the first stages get what is left over, the last one never does. Around in a
-    loop, or with a V-shaped schedule down the ranks and up again.
+    As `parallel.pipeline_stage` cuts the depth: the first stages get what is left over, the last one never does. Around
+    in a loop, or with a V-shaped schedule down the ranks and up again.
     """
     least, extra = divmod(n_layer, p * v)
     stages = [(least + (s < extra), s == 0, s == p * v - 1) for s in range(p * v)]
@@ -214,9 +217,9 @@ def _held(order, p, layers):
 def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0, needs=needs) -> Run:
     """Run the orders of all ranks on a clock: each rank does its actions one after the other, as soon as it can.
 
-    `times` gives the length of each kind, or of (kind, stage) where stages differ. What comes from another rank costs its
-    receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is missing
-    or twice there, and where ranks wait for each other in a circle.
+    `times` gives the length of each kind, or of (kind, stage) where stages differ. What comes from another rank costs
+    its receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is
+    missing or twice there, and where ranks wait for each other in a circle.
     """
     orders = [[Action(*action) for action in order] for order in orders]
     num_stages = _refuse_incomplete(orders)
@@ -284,7 +287,8 @@ def _circle(orders, next_up, ended, needs):
 
 
 def slots_of(spans: list) -> list[Slot]:
-    """The slots among the spans of a virtual network: its computing, where a span's name is "kind stage micro-batch"."""
+    """The slots among the spans of a virtual network: its computing, where a span's name is "kind stage
+    micro-batch"."""
     found = []
     for span in spans:
         if span.lane == "compute":

@@ -4,9 +4,9 @@
     answer.best, answer.ranked, answer.refused     # Plan or None, [Plan], [(name of a family, sentence)]
     smallest_fit(question)                         # where nothing fits: on how many GPUs something would
 
-What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are right,
-the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then less
-recomputation, then the simpler schedule, then less memory.
+What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are
+right, the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then
+less recomputation, then the simpler schedule, then less memory.
 """
 
 from dataclasses import dataclass, replace
@@ -40,13 +40,30 @@ class Plan:
     def step_s(self) -> float:
         return self.time.total_s
 
+    @property
+    def bubble(self) -> float:
+        """The pipeline's idle share of a step."""
+        return self.time.bubble_s / self.step_s
+
+    @property
+    def micro(self) -> str:
+        """Micro-batches and their sequences, "8x4"."""
+        return f"{self.candidate.layout.micro_batches}x{self.candidate.micro_batch}"
+
+    @property
+    def schedule(self) -> str:
+        return self.candidate.options.parallel.schedule
+
+    @property
+    def checkpointing(self) -> str:
+        return self.candidate.options.parallel.activation_checkpointing
+
     def complexity(self) -> tuple:
         """For `sorted`: the simplest plan first."""
-        layout, parallel = self.candidate.layout, self.candidate.options.parallel
+        layout = self.candidate.layout
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
         kind = list(SHARINGS).index(self.candidate.sharing)
-        again = CHECKPOINTING.index(parallel.activation_checkpointing)
-        schedule = list(SCHEDULES).index(parallel.schedule)
+        again, schedule = CHECKPOINTING.index(self.checkpointing), list(SCHEDULES).index(self.schedule)
         # a context axis comes last: train.py has none
         return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
 
@@ -86,18 +103,15 @@ def not_trained(question: Question, candidate: Candidate) -> str:
 
 def plan(question: Question, assumed: Assumptions | None = None) -> Answer:
     """The Answer to a Question."""
-    plans, refused, tried = {}, [], 0
+    plans, refused, tried, room = {}, [], 0, question.machine.memory_bytes
     for family in families(question):
         tried += len(family.variants)
-        fitting = [
-            _timed(question, candidate, held, assumed)
-            for candidate, held in _measured(question, family.variants)
-            if held
-        ]
+        held = [(bytes_per_rank(question.model, one.layout, one.options), one) for one in family.variants]
+        fitting = [_timed(question, one, needed, assumed) for needed, one in held if needed.on_gpu <= room]
         if fitting:
             plans[family.name] = fitting
         else:
-            refused.append((family.name, family.refused or _does_not_fit(question, family)))
+            refused.append((family.name, family.refused or _does_not_fit(room, held)))
     if not plans:
         return Answer(question, (), float("inf"), tuple(refused), tried)
     best, fastest_s = _simplest([one for fitting in plans.values() for one in fitting])
@@ -111,17 +125,10 @@ def _by_schedule(ranked, plans):
     first = next((one for one in ranked if one.candidate.layout.pipeline > 1), None)
     if first is None:
         return ()
-    fastest = {first.candidate.options.parallel.schedule: first}
+    fastest = {first.schedule: first}
     for one in sorted(plans[first.name], key=lambda one: one.step_s):
-        fastest.setdefault(one.candidate.options.parallel.schedule, one)
+        fastest.setdefault(one.schedule, one)
     return tuple(fastest[name] for name in SCHEDULES if name in fastest)
-
-
-def _measured(question, variants):
-    """[(candidate, its RankBytes, or None where they do not fit)]."""
-    for candidate in variants:
-        held = bytes_per_rank(question.model, candidate.layout, candidate.options)
-        yield candidate, held if held.on_gpu <= question.machine.memory_bytes else None
 
 
 def _timed(question, candidate, held, assumed=None):
@@ -139,19 +146,14 @@ def _simplest(plans):
     return min((one for one in plans if one.step_s <= fastest_s * CLOSE), key=Plan.complexity), fastest_s
 
 
-def _does_not_fit(question, family):
+def _does_not_fit(room, held):
     """Why a family is refused whose smallest variant is too large: the sentence with its bytes."""
-    held, candidate = min(
-        ((bytes_per_rank(question.model, one.layout, one.options), one) for one in family.variants),
-        key=lambda pair: pair[0].on_gpu,
-    )
-    kinds = sorted(held.by_kind().items(), key=lambda kind: -kind[1])
-    if held.offload:
-        kinds = [kind for kind in kinds if kind[0] not in AT_REST]
-    largest = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in kinds[:3])
-    room = question.machine.memory_bytes
+    least, candidate = min(held, key=lambda pair: pair[0].on_gpu)
+    on_host = AT_REST if least.offload else ()
+    kinds = {kind.replace("_", " "): size for kind, size in least.by_kind().items() if kind not in on_host}
+    largest = ", ".join(f"{kind} {kinds[kind] / GB:.1f}" for kind in sorted(kinds, key=kinds.get, reverse=True)[:3])
     return (
-        f"needs {held.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"
+        f"needs {least.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"
         f" {candidate.micro_batch} and activation checkpointing {candidate.options.parallel.activation_checkpointing}"
     )
 
@@ -170,7 +172,7 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
 
 
 def _something_fits(question):
-    """Whether any layout fits: with micro-batches of one sequence and the most recomputation, which need the least."""
+    """Whether any layout fits: with micro-batches of one sequence and the most checkpointing, which need the least."""
     model, room = question.model, question.machine.memory_bytes
     for family in families(question, checkpointing=("block", "none"), most_micro_batch=1):
         for candidate in family.variants:
@@ -184,28 +186,28 @@ def _something_fits(question):
 
 def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
     """(sentence, seconds of a step if it is wrong): the assumption on which the recommended plan hangs most."""
-    a = Assumptions()
+    a, layout = Assumptions(), best.candidate.layout
+    hidden = f"messages of data {'and context ' * (layout.context > 1)}parallelism"
     doubts = {
         f"matrix products attain {a.matmul_share:.0%} of the peak, as fitted on A100 with Megatron-LM; at"
-        f" {0.7 * a.matmul_share:.0%}": replace(a, matmul_share=0.7 * a.matmul_share),
-        f"collectives attain {a.link_share:.0%} of the links' stated bandwidth; at {a.link_share / 2:.0%}": replace(
-            a, link_share=a.link_share / 2
-        ),
-        f"kept bytes pass {a.memory_passes:.1f} times through memory, as fitted with Megatron-LM's fused kernels; at twice"
-        " that": replace(a, memory_passes=2 * a.memory_passes),
-        f"messages of data {'and context ' * (best.candidate.layout.context > 1)}parallelism hide behind compute; if none does": replace(
-            a, overlap=False
-        ),
+        f" {0.7 * a.matmul_share:.0%}": {"matmul_share": 0.7 * a.matmul_share},
+        f"collectives attain {a.link_share:.0%} of the links' stated bandwidth; at {a.link_share / 2:.0%}": {
+            "link_share": a.link_share / 2
+        },
+        f"kept bytes pass {a.memory_passes:.1f} times through memory, as fitted with Megatron-LM's fused kernels; at"
+        " twice that": {"memory_passes": 2 * a.memory_passes},
+        f"{hidden} hide behind compute; if none does": {"overlap": False},
     }
-    if best.candidate.layout.pipeline > 1 and best.candidate.options.parallel.schedule in SPLIT_BACKWARD:
-        doubts["the two halves of a backward take as long as a forward each; if they fill no bubble"] = replace(
-            a, halves_fill=False
-        )
-    if best.candidate.layout.expert > 1 and question.model.capacity is None:
-        doubts["tokens spread evenly over the experts; if the busiest rank's experts get twice as many"] = replace(
-            a, routing=2.0
-        )
-    seconds = {said: _timed(question, best.candidate, best.held, changed).step_s for said, changed in doubts.items()}
+    if layout.pipeline > 1 and best.schedule in SPLIT_BACKWARD:
+        said = "the two halves of a backward take as long as a forward each; if they fill no bubble"
+        doubts[said] = {"halves_fill": False}
+    if layout.expert > 1 and question.model.capacity is None:
+        said = "tokens spread evenly over the experts; if the busiest rank's experts get twice as many"
+        doubts[said] = {"routing": 2.0}
+    seconds = {
+        said: _timed(question, best.candidate, best.held, replace(a, **changed)).step_s
+        for said, changed in doubts.items()
+    }
     worst = max(seconds, key=seconds.get)
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
 

@@ -3,8 +3,9 @@
     python scripts/plan.py --published               # the table below with residuals
     fit()                                            # (share of the peak, passes over memory), from FITTED_ON alone
 
-Each run names its source, what was checked and how, and what is assumed because the source leaves it open. TFLOP/s are per
-GPU, counted as the source counts them: with the operations that recomputation repeats ("hardware") or without ("model").
+Each run names its source, what was checked and how, and what is assumed because the source leaves it open. TFLOP/s are
+per GPU, counted as the source counts them: with the operations that recomputation repeats ("hardware") or without
+("model").
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from statistics import median
 from manyhands.predict.machines import MACHINES, Machine
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.rank_work import Work
-from manyhands.predict.step_time import Assumptions, step_time
+from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES, Assumptions, step_time
 from manyhands.predict.traffic import Message
 
 
@@ -66,14 +67,15 @@ def _narayanan(billions, n_head, n_embd, n_layer, tensor, pipeline, gpus, batch,
     return PublishedRun(
         f"GPT {billions}B", NARAYANAN, _gpt(f"{billions}B", n_layer, n_embd, n_head), gpus, tensor, pipeline, batch,
         tflops, "hardware",
-        "parameters by their formula; TFLOP/s against the table's last columns, percent of peak and PFLOP/s together; sizes to 310 B"
-        " against github.com/aws-samples/awsome-distributed-training, 3.test_cases/megatron, which lists them from the table",
+        "parameters by their formula; TFLOP/s against the table's last columns, percent of peak and PFLOP/s together;"
+        " sizes to 310 B against github.com/aws-samples/awsome-distributed-training, 3.test_cases/megatron, which lists"
+        " them from the table",
         "micro-batch 1; v the least above 1 that splits a stage's layers: the table names neither",
         stages_per_rank=_interleaved(n_layer // pipeline) if pipeline > 1 else 1,
     )  # fmt: skip
 
 
-NARAYANAN_ROWS = (  # billions, heads, width, layers, tensor, pipeline, GPUs, batch, TFLOP/s, % of peak, PFLOP/s together
+NARAYANAN_ROWS = (  # billions, heads, width, layers, tensor, pipeline, GPUs, batch, TFLOP/s, % of peak, PFLOP/s in all
     (1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4),
     (3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8),
     (7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2),
@@ -129,8 +131,8 @@ def _llama(gpus, batch_per_data_rank, tflops, _):
         f"Llama 3 405B, {gpus} GPUs", LLAMA, preset_model("llama3-405b"), gpus, 8, 16,
         gpus // 128 * batch_per_data_rank, tflops, "model",
         "TFLOP/s over the peak of 989.4: 43.5 and 40.4 %, where the table says 43 and 41 %; sizes are table 3's",
-        "v = 8, the most that 8 layers per rank allow; micro-batch 1; FSDP gathers once per step; 50 GB/s per GPU between nodes"
-        " (400 Gb/s, section 3.3.1); attention counted without the causal mask's half",
+        "v = 8, the most that 8 layers per rank allow; micro-batch 1; FSDP gathers once per step; 50 GB/s per GPU"
+        " between nodes (400 Gb/s, section 3.3.1); attention counted without the causal mask's half",
         MACHINES["h100"], stages_per_rank=8, checkpointing="none", sequence_parallel=True, flash=True, sharing="zero2",
         overlap=True, scattered=False,
     )  # fmt: skip
@@ -142,7 +144,8 @@ RUNS = (
     *(_smith(*row) for row in SMITH_ROWS),
     PublishedRun(
         "BLOOM 176B", BLOOM, _gpt("bloom-176b", 70, 14336, 112, 250680), 384, 4, 12, 2048, 150, "hardware",
-        "read on the model's card: about 150 TFLOP/s per GPU, 384 A100 of 80 GB, eight per node with four 100 Gb/s links",
+        "read on the model's card: about 150 TFLOP/s per GPU, 384 A100 of 80 GB, eight per node with four 100 Gb/s"
+        " links",
         "micro-batch 2 and 1F1B, as the run's scripts have it; 150 counts recomputation",
         replace(MACHINES["a100-80"], between_bytes_per_s=50e9 / 8), micro_batch=2, sharing="zero1", scattered=False,
     ),
@@ -251,3 +254,28 @@ def summary(runs):
     """(median, largest) size of the residuals, those of the fitted runs left out."""
     sizes = [abs(residual(run)) for run in runs if run.name not in FITTED_ON]
     return median(sizes), max(sizes)
+
+
+def published_text() -> str:
+    """The tables of published runs: predicted, published, residual, and what each rests on."""
+    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
+    lines = [
+        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the"
+        f" peak, kept bytes pass {MEMORY_PASSES:.2f} times through memory.",
+        "TFLOP/s per GPU, counted as the source counts them.",
+    ]
+    for source in dict.fromkeys(run.source for run in RUNS):
+        runs = [run for run in RUNS if run.source == source]
+        lines += ["", source, head, *(_published_row(run) for run in runs)]
+        middle, worst = summary(runs)
+        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
+        lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
+        assumed = dict.fromkeys(run.assumed for run in runs)
+        lines += [f"  assumed, as the source leaves it open: {said}" for said in assumed]
+    return "\n".join(lines)
+
+
+def _published_row(run):
+    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
+    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
+    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"

@@ -1,6 +1,6 @@
 """What a GPU does in a training step: what `step_time` turns into seconds on a machine.
 
-work = planned_work(model, layout, options, sharing="zero3")     # a Work, by the course's formulas; see also `published_runs`
+work = planned_work(model, layout, options, sharing="zero3")     # a Work, by the course's formulas
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class Work:
     layers_flops: float
     head_flops: float
     again_flops: float  # that activation checkpointing repeats
-    # bytes that its forward leaves for its backward; that checkpointing writes once more; of its layers, and around them
+    # bytes that its forward leaves for its backward; that checkpointing writes once more; of its layers, and around
+    # them
     layers_bytes: float
     again_bytes: float
     around_bytes: float

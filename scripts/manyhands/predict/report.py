@@ -1,10 +1,9 @@
-"""What a plan says: plain text for people, a dict for programs, and how to start it; and published runs, predicted.
+"""What a plan says: plain text for people, a dict for programs, and how to start it.
 
     print(as_text(answer, top=8))
     json.dumps(as_dict(answer))
     train_flags(question, candidate)      # ["--preset", "olmo-7b", "--train.global-batch", "512", ...]
     start_lines(question, candidate)      # lines of a shell that submit it as a job
-    print(published_text())               # plan.py --published
 
 Sizes are in decimal GB, as vendors state memories.
 """
@@ -19,11 +18,10 @@ from manyhands.config.presets import PRESETS
 from manyhands.predict.layouts import SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
 from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
-from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, residual, summary
-from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES
 
 GB = 1e9
 # replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
+COLUMNS = ("GB/GPU", "in GB", "out GB", "bubble", "step s")
 AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 
 
@@ -33,10 +31,11 @@ def as_text(answer: Answer, top: int = 8, show_all: bool = False) -> str:
     if answer.best is None:
         return "\n".join([*lines, *_nothing_fits(answer), *_refusals(answer, show_all)])
     rows = answer.ranked if show_all else answer.ranked[:top]
+    fit, refused = len(answer.ranked), len(answer.refused)
     lines += [
-        f"{answer.tried:,} layouts tried; {len(answer.ranked)} ways to split the GPUs fit, {len(answer.refused)} are refused.",
-        f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the others by"
-        " time, each at its best.",
+        f"{answer.tried:,} layouts tried; {fit} ways to split the GPUs fit, {refused} are refused.",
+        f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the"
+        " others by time, each at its best.",
         "",
         *_table(rows),
     ]
@@ -52,12 +51,13 @@ def _question(question):
     active = ""
     if model.n_expert > 1:
         active = f" ({model.active_params():,} active: {model.top_k} of {model.n_expert} experts)"
-    nodes = max(1, question.gpus // machine.gpus_per_node)
+    gpus, nodes = question.gpus, max(1, question.gpus // machine.gpus_per_node)
     return [
-        f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with {model.n_head}"
-        f" heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
-        f"{question.gpus} GPU{'s' * (question.gpus > 1)} {machine.name} in {nodes} node{'s' * (nodes > 1)}: {machine.peak_flops / 1e12:.0f} TFLOP/s,"
-        f" {machine.memory_bytes / GB:.0f} GB, {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
+        f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with"
+        f" {model.n_head} heads, {model.block_size:,} positions; bf16 over fp32 weights, AdamW",
+        f"{gpus} GPU{'s' * (gpus > 1)} {machine.name} in {nodes} node{'s' * (nodes > 1)}:"
+        f" {machine.peak_flops / 1e12:.0f} TFLOP/s, {machine.memory_bytes / GB:.0f} GB,"
+        f" {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
         f" {machine.between_bytes_per_s / GB:g} GB/s between nodes",
         f"a step: {question.global_batch} sequences = {tokens:,} tokens",
     ]
@@ -65,29 +65,24 @@ def _question(question):
 
 def _table(plans):
     """A header and a line per plan, in columns."""
-    names = [one.name + _scheduled(one.candidate) for one in plans]
+    names = [one.name + _scheduled(one) for one in plans]
     wide = max(len(name) for name in names) + 1
-    columns = (
-        f"{'micro':>7}{'checkpointing':>15}{'GB/GPU':>8}{'in GB':>8}{'out GB':>8}{'bubble':>8}{'step s':>8}{'MFU':>6}"
-    )
+    columns = f"{'micro':>7}{'checkpointing':>15}" + "".join(f"{name:>8}" for name in COLUMNS) + f"{'MFU':>6}"
     return [f"{'':4}{'layout':{wide}}{columns}"] + [
         f"{i + 1:2}. {name:{wide}}{_columns(one)}" for i, (name, one) in enumerate(zip(names, plans, strict=True))
     ]
 
 
-def _scheduled(candidate):
+def _scheduled(one):
     """What a name leaves out of a pipeline: its schedule, where it is not 1F1B."""
     known = {"GPipe": " GPipe", "Interleaved1F1B": " interleaved", "InterleavedZeroBubble": " zero bubble"}
-    return known.get(candidate.options.parallel.schedule, "") if candidate.layout.pipeline > 1 else ""
+    return known.get(one.schedule, "") if one.candidate.layout.pipeline > 1 else ""
 
 
 def _columns(one):
-    sent, bubble = one.time.sent(), one.time.bubble_s / one.step_s
-    micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
-    return (
-        f"{micro:>7}{one.candidate.options.parallel.activation_checkpointing:>15}{one.held.on_gpu / GB:8.1f}{sent.inside / GB:8.1f}"
-        f"{sent.between / GB:8.1f}{bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
-    )
+    sent = one.time.sent()
+    sizes = "".join(f"{size / GB:8.1f}" for size in (one.held.on_gpu, sent.inside, sent.between))
+    return f"{one.micro:>7}{one.checkpointing:>15}{sizes}{one.bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
 
 
 def _schedules(answer):
@@ -95,14 +90,12 @@ def _schedules(answer):
     if not answer.schedules:
         return []
     lines = [f"Schedules of {answer.schedules[0].name}, each at its best:"]
-    for one in answer.schedules:
-        micro = f"{one.candidate.layout.micro_batches}x{one.candidate.micro_batch}"
-        again = f"checkpointing {one.candidate.options.parallel.activation_checkpointing}"
-        lines.append(
-            f"    {one.candidate.options.parallel.schedule:22}{one.step_s:8.3g} s, bubble {one.time.bubble_s / one.step_s:4.0%},"
-            f" {one.held.on_gpu / GB:6.1f} GB, of which activations {one.held.activations / GB:.1f} (micro {micro}, {again})"
-        )
-    there = [one.candidate.options.parallel.schedule for one in answer.schedules]
+    lines += [
+        f"    {one.schedule:22}{one.step_s:8.3g} s, bubble {one.bubble:4.0%}, {one.held.on_gpu / GB:6.1f} GB, of which"
+        f" activations {one.held.activations / GB:.1f} (micro {one.micro}, checkpointing {one.checkpointing})"
+        for one in answer.schedules
+    ]
+    there = [one.schedule for one in answer.schedules]
     if answer.question.schedule is None and (missing := [name for name in SCHEDULES if name not in there]):
         lines.append(f"    {', '.join(missing)}: no layout that fits, or refused by the trainer")
     return [*lines, ""]
@@ -115,23 +108,19 @@ def _gb(size):
 
 def _best(answer):
     question, best = answer.question, answer.best
-    held = {kind: size for kind, size in best.held.by_kind().items() if size}
-    kinds = ", ".join(f"{kind} {_gb(size)}" for kind, size in held.items())
-    parts = ", ".join(
-        f"{part} {seconds:.2g}" for part, seconds in best.time.by_part().items() if seconds > best.step_s / 500
-    )
+    kinds = ", ".join(f"{kind.replace('_', ' ')} {_gb(size)}" for kind, size in best.held.by_kind().items() if size)
+    shown = {part: seconds for part, seconds in best.time.by_part().items() if seconds > best.step_s / 500}
     host = f", of which {best.held.on_host / GB:.1f} rest in the host's memory" if best.held.offload else ""
     lines = [
         f"1. {best.name}: {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / question.gpus:,.0f} per GPU",
         f"   GB per GPU: {kinds}{host}",
-        f"   seconds: {parts}",
+        f"   seconds: {', '.join(f'{part} {seconds:.2g}' for part, seconds in shown.items())}",
+        *(f"   {line}" for line in _messages(best.time)),
+        f"   weakest assumption: {weakest_assumption(question, best)[0]}",
     ]
-    lines += [f"   {line}" for line in _messages(best.time)]
-    lines += [f"   weakest assumption: {weakest_assumption(question, best)[0]}"]
     if best.held.offload:
-        lines.append(
-            f"   not checked: {best.held.on_host / GB:.1f} GB per GPU, and as fast an Adam, in the host's memory"
-        )
+        on_host = f"{best.held.on_host / GB:.1f} GB per GPU"
+        lines.append(f"   not checked: {on_host}, and as fast an Adam, in the host's memory")
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
         lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
     return [*lines, *_routing(question, best), *_start(answer)]
@@ -162,7 +151,8 @@ def _routing(question, best):
         said = f"balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
     else:
         late_s = unbalanced_s(question, best)
-        said = f"balanced routing, in time and in memory; with twice as many tokens on the busiest rank {late_s:.2f} s per step"
+        said = "balanced routing, in time and in memory; with twice as many tokens on the busiest rank"
+        said += f" {late_s:.2f} s per step"
     return [f"   assumed of the experts: {said}"]
 
 
@@ -218,7 +208,7 @@ def _refusals(answer, show_all):
 def as_dict(answer: Answer) -> dict:
     """The answer as plain values: bytes, seconds, counts. The same keys for every plan."""
     question, runs = answer.question, answer.best_trained
-    found = {
+    return {
         "question": {
             "model": question.model.name,
             "parameters": question.model.num_params(),
@@ -236,19 +226,18 @@ def as_dict(answer: Answer) -> dict:
         "start": [line for _, line in start_lines(question, runs.candidate)] if runs else [],
         "smallest_fit": question.gpus if answer.best else smallest_fit(question),
     }
-    return found
 
 
 def _plan_dict(question, one):
-    layout, options = one.candidate.layout, one.candidate.options
+    layout = one.candidate.layout
     return {
         "layout": one.name,
         "axes": {axis: getattr(layout, axis) for axis in AXES},
         "sharing": one.candidate.sharing,
-        "schedule": options.parallel.schedule if layout.pipeline > 1 else None,
+        "schedule": one.schedule if layout.pipeline > 1 else None,
         "micro_batches": layout.micro_batches,
         "micro_batch": one.candidate.micro_batch,
-        "activation_checkpointing": options.parallel.activation_checkpointing,
+        "activation_checkpointing": one.checkpointing,
         "bytes": one.held.by_kind() | {"on_gpu": one.held.on_gpu, "on_host": one.held.on_host},
         "seconds": one.time.by_part() | {"total": one.step_s},
         "messages": [
@@ -263,7 +252,7 @@ def _plan_dict(question, one):
             }
             for message in one.time.messages
         ],
-        "bubble": one.time.bubble_s / one.step_s,
+        "bubble": one.bubble,
         "mfu": one.mfu,
         "tokens_per_s": one.tokens_per_s,
         "train_flags": train_flags(question, one.candidate),
@@ -312,39 +301,10 @@ def start_lines(question: Question, candidate: Candidate) -> list[tuple[str, str
         return [*lines, ("run it", f"python scripts/train.py {words}")]
     if gpus == per_node:
         lines.append(("run it", f"python scripts/launch.py --nproc {gpus} -- {words}"))
-    stamp = f"python -m manyhands.jobs.stamp stamp --site {question.machine.site} --nodes {gpus // per_node} --gpus {per_node}"
+    size = f"--nodes {gpus // per_node} --gpus {per_node}"
     return [
         *lines,
-        ("a job, once", stamp),
+        ("a job, once", f"python -m manyhands.jobs.stamp stamp --site {question.machine.site} {size}"),
         ("Slurm", f"sbatch jobs/train.slurm {words}"),
         ("PBS", f'qsub -v TRAIN_ARGS="{words}" jobs/train.pbs'),
     ]
-
-
-# ------------------------------------------------------------------ published runs
-
-
-def published_text() -> str:
-    """The tables of published runs: predicted, published, residual, and what each rests on."""
-    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
-    lines = [
-        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the peak, kept"
-        f" bytes pass {MEMORY_PASSES:.2f} times through memory.",
-        "TFLOP/s per GPU, counted as the source counts them.",
-    ]
-    for source in dict.fromkeys(run.source for run in RUNS):
-        runs = [run for run in RUNS if run.source == source]
-        lines += ["", source, head, *(_published_row(run) for run in runs)]
-        middle, worst = summary(runs)
-        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
-        lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
-        lines += [
-            f"  assumed, as the source leaves it open: {said}" for said in dict.fromkeys(run.assumed for run in runs)
-        ]
-    return "\n".join(lines)
-
-
-def _published_row(run):
-    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
-    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
-    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"

@@ -4,9 +4,9 @@
     fit = power_law(optima)                    # params = scale * budget ** exponent
     low, high = spread(points)["exponent"]     # 90 % of what noise as large as the residuals makes of the same grid
 
-A budget's losses are fitted by a parabola in log N, and the parabolas' lowest points by a straight line in logarithms, as
-in Hoffmann et al. 2022, section 3.2 ("IsoFLOP profiles"). Points are dicts with budget_flops, params and val_loss, such as
-`trainer.isoflop` records.
+A budget's losses are fitted by a parabola in log N, and the parabolas' lowest points by a straight line in logarithms,
+as in Hoffmann et al. 2022, section 3.2 ("IsoFLOP profiles"). Points are dicts with budget_flops, params and val_loss,
+such as `trainer.isoflop` records.
 """
 
 import math
@@ -17,7 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Optimum:
-    """The lowest point of a budget's parabola, and the parabola: loss = c[0] x^2 + c[1] x + c[2] with x = ln(params)."""
+    """The lowest point of a budget's parabola, and the parabola: loss = c[0] x^2 + c[1] x + c[2] with x =
+    ln(params)."""
 
     budget_flops: float
     params: float
@@ -31,7 +32,8 @@ class Optimum:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """params = scale * budget ** exponent, and loss = loss_scale * budget ** loss_exponent (within the range that was seen)."""
+    """params = scale * budget ** exponent, and loss = loss_scale * budget ** loss_exponent (within the range that was
+    seen)."""
 
     scale: float
     exponent: float
@@ -56,7 +58,8 @@ def by_budget(points):
 
 
 def parabola(points):
-    """The `Optimum` of one budget's points. Raises ValueError for fewer than three sizes, or where the curve has no bottom."""
+    """The `Optimum` of one budget's points. Raises ValueError for fewer than three sizes, or where the curve has no
+    bottom."""
     sizes = {point["params"] for point in points}
     if len(sizes) < 3:
         raise ValueError(f"{len(sizes)} sizes make no parabola; train at least 3 for each budget")
@@ -101,8 +104,8 @@ def residuals(points):
 def spread(points, draws=1000, share=0.9, seed=0, ahead=10.0):
     """Ranges that hold `share` of the fits to `draws` grids: the fitted parabolas plus noise as large as the residuals.
 
-    {"exponent": (low, high), "params": ..., "loss": ...}: the last two at `ahead` times the largest budget. A draw without
-    a lowest point in each budget is drawn again, up to ten times as often. Raises ValueError.
+    {"exponent": (low, high), "params": ..., "loss": ...}: the last two at `ahead` times the largest budget. A draw
+    without a lowest point in each budget is drawn again, up to ten times as often. Raises ValueError.
     """
     sigma, _ = residuals(points)
     grids = by_budget(points)

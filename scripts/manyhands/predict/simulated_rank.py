@@ -1,12 +1,13 @@
-"""One rank of a world that is not there: torch builds its share of a model on the fake backend, and the bytes are counted.
+"""One rank of a world that is not there: torch builds its share of a model on the fake backend, and the bytes are
+counted.
 
-    python -m manyhands.predict.simulated_rank 64,1024 --preset olmo-7b --parallel.tensor 8     # JSON: held and planned bytes
-    in_own_process([64, 1024], ["--preset", "olmo-7b", "--parallel.tensor", "8"])              # the same, from a program
+    python -m manyhands.predict.simulated_rank 64,1024 --preset olmo-7b --parallel.tensor 8   # JSON: bytes
+    in_own_process([64, 1024], ["--preset", "olmo-7b", "--parallel.tensor", "8"])           # the same, in Python
 
 `torch.testing._internal.distributed.fake_pg` (torch 2.13) has a process group whose collectives return at once and move
-nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch cuts
-is real: DTensor's and fully_shard's shards, padding included, and Adam's state. Not simulated: anything of time, and what a
-forward keeps. Only layouts of strategy fsdp: replicas would have to be moved to a device.
+nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch
+cuts is real: DTensor's and fully_shard's shards, padding included, and Adam's state. Not simulated: anything of time,
+and what a forward keeps. Only layouts of strategy fsdp: replicas would have to be moved to a device.
 
 It runs in a process of its own, because a process has one default process group, and ranks are in theirs.
 """

@@ -3,14 +3,15 @@
     time = step_time(work, machine)          # StepTime; work is a Work: what one GPU does (see `rank_work`)
     time.total_s, time.bubble_s
 
-Two constants are fitted, on two published runs (see `published_runs.fit`), and never per row: the share of the peak that
-matrix products attain, and how often the bytes that a forward leaves for its backward pass through the GPU's memory. All
-else is arithmetic over the table of machines and the assumptions of `machines`.
+Two constants are fitted, on two published runs (see `published_runs.fit`), and never per row: the share of the peak
+that matrix products attain, and how often the bytes that a forward leaves for its backward pass through the GPU's
+memory. All else is arithmetic over the table of machines and the assumptions of `machines`.
 
-A micro-batch on a stage takes: 2 (forward) + 4 (backward) + 2 (checkpointing) operations per weight at that share of the
-peak; 1 + 2 + 1 passes of the memory-bound bytes; and the messages of tensor parallelism, which wait for nobody. 1F1B
-idles for (P - 1) micro-batches, with v stages per rank for a v-th of that (Narayanan et al. 2021, section 2.2). Zero-bubble
-idles for a third of that again, if F, I and W take equally long (ZB-H1, Qi et al. 2024, arXiv:2401.10241): an assumption.
+A micro-batch on a stage takes: 2 (forward) + 4 (backward) + 2 (checkpointing) operations per weight at that share of
+the peak; 1 + 2 + 1 passes of the memory-bound bytes; and the messages of tensor parallelism, which wait for nobody.
+1F1B idles for (P - 1) micro-batches, with v stages per rank for a v-th of that (Narayanan et al. 2021, section 2.2).
+Zero-bubble idles for a third of that again, if F, I and W take equally long (ZB-H1, Qi et al. 2024, arXiv:2401.10241):
+an assumption.
 """
 
 from collections import defaultdict
@@ -23,8 +24,8 @@ from manyhands.predict.traffic import Message
 
 MATMUL_SHARE = 0.666  # of the dense peak; fitted
 MEMORY_PASSES = 2.22  # of each byte that is kept; fitted
-# Assumption: a layer's forward starts so many kernels, its backward twice as many, and the CPU starts one in so long; what a
-# GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
+# Assumption: a layer's forward starts so many kernels, its backward twice as many, and the CPU starts one in so long;
+# what a GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
 KERNELS, KERNEL_S = 25, 5e-6
 OPTIMIZER_BYTES = 32  # read and written per parameter in fp32: weight, gradient, two moments, and the gradient's norm
 
@@ -91,7 +92,8 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     late_s = max(0.0, launching_s - forward_s - backward_s)
     sent, waits_s = _waits(work, machine, a, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
     around_s = 3 * (work.head_flops * flop_s + work.around_bytes * byte_s)
-    # the bubble is made of layers, and of what each of their micro-batches waits for: the head stands on the last stage alone
+    # the bubble is made of layers, and of what each of their micro-batches waits for: the head stands on the last stage
+    # alone
     idle = work.bubble * (work.idle_share if a.halves_fill else 1.0)
     waited_s = sum(waits_s[axis] for axis in ("tensor", "pipeline", "context", "experts")) / m
     optimizer_s, host_s = work.owned * OPTIMIZER_BYTES / machine.memory_bytes_per_s, 0.0
@@ -118,9 +120,8 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
 def _waits(work, machine, a, forward_s, backward_s):
     """([Message with what a GPU of the machine sends], {axis: seconds of a step that the GPU waits for it})."""
     m, flop_s = work.micro_batches, 1 / (machine.peak_flops * a.matmul_share)
-    compute_s = {
-        "first forward": forward_s, "forwards": m * forward_s, "backwards": (m - 1) * backward_s, "last backward": backward_s
-    }  # fmt: skip
+    compute_s = {"first forward": forward_s, "forwards": m * forward_s}
+    compute_s |= {"backwards": (m - 1) * backward_s, "last backward": backward_s}
     sent, waits_s, behind_s = [], defaultdict(float), defaultdict(float)
     for message in work.messages:
         # the busiest rank's experts get more tokens

@@ -1,15 +1,17 @@
 """What a rank communicates in one training step, by formula: operations, calls and payload bytes.
 
-    messages(model, layout, options, layers=32)    # [Message] on every axis of a plan: what `step_time` takes for a machine
-    per_step(config, layout, options)              # {"all_gather": Traffic(calls=9, payload_bytes=...)}: as `wire.watch()` counts
+    messages(model, layout, options, layers=32)    # [Message] on every axis of a plan, for `step_time`
+    per_step(config, layout, options)              # {"all_gather": Traffic(calls, payload_bytes)}, as `wire` counts
     ideal_volume(stage=3, num_params=P)            # 3 P numbers: what the method needs, whatever a library does
     links(sizes, payloads_of_7b(sizes))            # who sends how much to whom, where ranks stand on a grid of axes
 
-A step here is forward, backward and `optimizer.step()`. Beside it the trainer sends two single numbers, the mean loss and,
-where gradients are sharded, their norm. A payload is the whole tensor that a collective is about (see `wire`); what then
-goes over the wires depends on the algorithm: in a ring 2 (n-1)/n of it for an all-reduce, (n-1)/n for the others.
+A step here is forward, backward and `optimizer.step()`. Beside it the trainer sends two single numbers, the mean loss
+and, where gradients are sharded, their norm. A payload is the whole tensor that a collective is about (see `wire`);
+what then goes over the wires depends on the algorithm: in a ring 2 (n-1)/n of it for an all-reduce, (n-1)/n for the
+others.
 
-Messages of data ranks are held to real ranks by tests, to the call and the byte; those of the other axes to counts by hand.
+Messages of data ranks are held to real ranks by tests, to the call and the byte; those of the other axes to counts by
+hand.
 """
 
 from collections import Counter
@@ -20,7 +22,7 @@ from math import prod
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, weight_bytes
 from manyhands.predict.machines import Sent
-from manyhands.predict.memory import fsdp_units, fullest_stages, keeps_unsharded, padded, weights_in_order
+from manyhands.predict.memory import fsdp_units, fullest_stages, padded, refuse_stage, storage_of, weights_in_order
 from manyhands.predict.models import PlannedModel, model_of
 
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
@@ -36,10 +38,9 @@ class Message:
     payload_bytes: float  # of all calls together
     ranks: int
     stride: int
-    # the compute that may hide it: a micro-batch's first forward, its "forwards", "backwards" or "last backward" of a step; else
-    # it is waited for, but for the time of so many operations of attention
+    # what may hide it: a step's "first forward", its "forwards", "backwards" without the last, or "last backward"
     behind: str = ""
-    behind_flops: float = 0.0
+    behind_flops: float = 0.0  # operations of attention that may hide it
     sent: Sent = Sent()  # by a GPU of a machine: `step_time` knows
 
 
@@ -52,23 +53,23 @@ class Traffic:
 
 
 def ideal_volume(stage: int, num_params: float) -> float:
-    """Numbers per step and rank that a stage of ZeRO needs to move; 0 is plain data parallelism. ValueError for another.
+    """Numbers per step and rank that a stage of ZeRO needs to move; 0 is plain data parallelism. ValueError for
+    another.
 
-    Rajbhandari et al. 2020, section 7, counts a reduce-scatter or an all-gather of P numbers as P (a ring sends (n-1)/n of
-    it), and an all-reduce, which is one of each, as 2 P. Stages 1 and 2 reduce-scatter gradients and all-gather updated
-    weights: 2 P. Stage 3 gathers the weights for the forward and again for the backward: 3 P.
+    Rajbhandari et al. 2020, section 7, counts a reduce-scatter or an all-gather of P numbers as P (a ring sends (n-1)/n
+    of it), and an all-reduce, which is one of each, as 2 P. Stages 1 and 2 reduce-scatter gradients and all-gather
+    updated weights: 2 P. Stage 3 gathers the weights for the forward and again for the backward: 3 P.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
+    refuse_stage(stage)
     return (3 if stage == 3 else 2) * num_params
 
 
 def per_step(config, layout, options) -> dict[str, Traffic]:
     """{operation: Traffic} of one rank in one step: strategies ddp, zero1 and fsdp. Nothing is allocated.
 
-    In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred bytes,
-    not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises ValueError for other
-    strategies, and with tensor or pipeline ranks.
+    In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred
+    bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises
+    ValueError for other strategies, and with tensor or pipeline ranks.
     """
     strategy = options.parallel.strategy
     if strategy not in ("ddp", "zero1", "fsdp") or layout.tensor > 1 or layout.pipeline > 1:
@@ -85,9 +86,9 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
 
 
 def messages(model: PlannedModel, layout, options, layers: int) -> list[Message]:
-    """Every Message of a step in which a rank runs `layers` layers. One of GPUs: DDP sends buckets.
+    """Every Message of a step on GPUs, where DDP sends buckets, of a rank that runs `layers` layers.
 
-    In low precision is what tensor ranks send; sums of gradients and what stages send are in fp32, as the trainer has them.
+    Tensor ranks send in low precision; gradients, and what stages send, go in fp32, as the trainer has them.
     """
     found = []
     for axis, of_axis in OF_AXIS.items():
@@ -97,7 +98,7 @@ def messages(model: PlannedModel, layout, options, layers: int) -> list[Message]
 
 
 def forwards(layout, options) -> int:
-    """Forwards of a layer per micro-batch: block checkpointing repeats it, for both halves of a backward that is split."""
+    """Forwards of a layer per micro-batch: block checkpointing repeats it, for each half of a split backward."""
     if options.parallel.activation_checkpointing != "block":
         return 1
     return 3 if layout.pipeline > 1 and options.parallel.schedule in SPLIT_BACKWARD else 2
@@ -109,7 +110,7 @@ def tokens_at_once(model: PlannedModel, layout, options) -> int:
 
 
 def _tensor(model, layout, options, layers):
-    """Two all-reduces per layer in a forward, two in the backward, or the pairs that sequence parallelism puts in their place."""
+    """Two all-reduces per layer and forward, and two in the backward; or sequence parallelism's pairs instead."""
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
     routed = model.routed if layout.expert > 1 else 1  # summed over tensor ranks before or after tokens come back
     payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options) * (1 + routed) / 2
@@ -128,8 +129,8 @@ def _context(model, layout, options, layers):
     """Keys and values, and with them their gradients, on their way around the ring of context ranks.
 
     Each rank computes with the block that it has while the next one arrives (Liu et al. 2023, Ring Attention,
-    arXiv:2310.01889): what takes longer than attention's products is waited for. With zig-zag shares, of the first and the
-    last positions together, all ranks have as much to do under the causal mask.
+    arXiv:2310.01889): what takes longer than attention's products is waited for. With zig-zag shares, of the first and
+    the last positions together, all ranks have as much to do under the causal mask.
     """
     low, times = _low(options), forwards(layout, options)
     numbers = sequences_at_once(layout, options) * model.block_size * 2 * model.kv_width / layout.tensor  # of one layer
@@ -162,14 +163,14 @@ OF_AXIS = {"tensor": _tensor, "pipeline": _pipeline, "context": _context, "exper
 
 def _data(model, layout, options, flat=False):
     """Messages of data parallelism; dense weights and experts have groups of their own."""
-    parallel, mode = options.parallel, layout.dp_mode(options)
-    if mode == "fsdp":
-        return _fsdp(model, layout, keeps_unsharded(parallel), parallel.wrapping, _low(options), weight_bytes(options))
-    return _replicas(model, layout, mode == "zero1", flat, weight_bytes(options))
+    storage = storage_of(layout, options)
+    if storage.dp_mode == "fsdp":
+        return _fsdp(model, layout, storage)
+    return _replicas(model, layout, storage.dp_mode == "zero1", flat, storage.size)
 
 
 def _groups(layout, expert):
-    """((ranks, stride) of those that shard, of those that replicate) a weight that `expert` ranks have different ones of."""
+    """((ranks, stride) that shard, that replicate) a weight of which `expert` ranks each have another one."""
     if layout.shard > 1:
         return (layout.shard // expert, layout.tensor * expert), (layout.replicate, layout.tensor * layout.shard)
     return (1, 1), (layout.replicate // expert, layout.tensor * expert)
@@ -177,16 +178,16 @@ def _groups(layout, expert):
 
 @cache
 def _replicas(model, layout, zero1, flat, size):
-    """Gradients, once per step, in DDP's buckets, or on CPUs in one flat vector; one rank alone has nothing to add up, but DDP
-    does not look. A pipeline's are summed in pieces when all micro-batches are done.
+    """Gradients, once per step, in DDP's buckets, or on CPUs in one flat vector; one rank alone has nothing to add up,
+    but DDP does not look. A pipeline's are summed in pieces when all micro-batches are done.
 
-    zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P together, where
-    the ideal is 2 P.
+    zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P
+    together, where the ideal is 2 P.
     """
     found, weights = [], weights_in_order(model, layout, fullest_stages(model, layout))
-    for expert in (1, layout.expert) if layout.expert > 1 else (1,):
-        own = [w.numel * size for w in weights if layout.expert == 1 or w.expert == (expert > 1)]
-        group, behind = _groups(layout, expert)[1], "" if layout.pipeline > 1 else "last backward"
+    for expert in sorted({1, layout.expert}):
+        own = [weight.numel * size for weight in weights if _spread(weight, layout) == expert]
+        (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
         buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
         if buckets:
             found.append(Message("data", "all_reduce", len(buckets), sum(buckets), *group, behind))
@@ -198,8 +199,8 @@ def _replicas(model, layout, zero1, flat, size):
 def buckets_of(sizes: list[int]) -> list[int]:
     """Bytes of DDP's buckets from the third step on: filled in the order in which gradients come, last layers first.
 
-    A bucket is closed by the gradient with which it reaches its limit (Li et al. 2020, section 3.2.3). Gradients come in the
-    order of the backward: the weights reversed, of a linear layer the bias first.
+    A bucket is closed by the gradient with which it reaches its limit (Li et al. 2020, section 3.2.3). Gradients come
+    in the order of the backward: the weights reversed, of a linear layer the bias first.
     """
     buckets, limit, fill = [], FIRST_BUCKET, 0
     for n_bytes in reversed(sizes):
@@ -211,42 +212,55 @@ def buckets_of(sizes: list[int]) -> list[int]:
 
 
 @cache
-def _fsdp(model, layout, keeps, wrapping, low, size):
+def _fsdp(model, layout, storage):
     """Per unit: gathers in the precision of the products, and sums of gradients in that of the weights.
 
-    Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward and,
-    as they are resharded after it, again for the backward, in each micro-batch; the root stays, since the backward begins with
-    it. Where units are kept, all stay to the end of the step. Gradients are summed in the last micro-batch alone. Between
-    replicas (axis replicate) the shards of the sums are added up once more.
+    Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward
+    and, as they are resharded after it, again for the backward, in each micro-batch; the root stays, since the backward
+    begins with it. Where units are kept, all stay to the end of the step. Gradients are summed in the last micro-batch
+    alone. Between replicas (axis replicate) the shards of the sums are added up once more.
 
     Not counted: with several micro-batches and a wrapping so fine that nothing is left to the root (size:1), torch 2.13
     gathers the last unit once more.
     """
     found, m = [], layout.micro_batches
-    for expert in (1, layout.expert) if layout.expert > 1 else (1,):
+    for expert in sorted({1, layout.expert}):
         shards, replicas = _groups(layout, expert)
-        calls = numbers = inner_calls = inner_numbers = 0  # of all units, and of all but the roots
+        inner, roots = [], []  # (how often, numbers)
         for stage in fullest_stages(model, layout):
-            units = fsdp_units(model, layout.tensor, layout.expert, *stage, wrapping)
+            units = fsdp_units(model, layout.tensor, layout.expert, *stage, storage.wrapping)
             for unit in units:
-                own = [w for w in unit.weights if layout.expert == 1 or w.expert == (expert > 1)]
-                if whole := padded(own, layout)[1]:
-                    calls, numbers = calls + unit.times, numbers + unit.times * whole
-                    if unit is not units[-1]:
-                        inner_calls, inner_numbers = inner_calls + unit.times, inner_numbers + unit.times * whole
-        if shards[0] > 1:
-            gathers = [(calls, numbers, 1, "first forward")] if keeps else [
-                (calls, numbers, m, "forwards"), (inner_calls, inner_numbers, m - 1, "backwards"),
-                (inner_calls, inner_numbers, 1, "last backward"),
-            ]  # fmt: skip
+                own = [weight for weight in unit.weights if _spread(weight, layout) == expert]
+                if own:
+                    (roots if unit is units[-1] else inner).append((unit.times, padded(own, layout)[1]))
+        calls, numbers = _total(inner + roots)
+        if shards[0] > 1 and storage.keeps_unsharded:
+            found.append(Message("data", "all_gather", calls, numbers * storage.low, *shards, "first forward"))
+        elif shards[0] > 1:
+            gathers = (
+                (calls, numbers, m, "forwards"),
+                (*_total(inner), m - 1, "backwards"),
+                (*_total(inner), 1, "last backward"),
+            )
             for count, gathered, times, behind in gathers:
                 if count * times:
-                    payload = gathered * times * low
-                    found.append(Message("data", "all_gather", count * times, payload, *shards, behind))
-            found.append(Message("data", "reduce_scatter", calls, numbers * size, *shards, "last backward"))
+                    payload = times * gathered * storage.low
+                    found.append(Message("data", "all_gather", times * count, payload, *shards, behind))
+        if shards[0] > 1:
+            found.append(Message("data", "reduce_scatter", calls, numbers * storage.size, *shards, "last backward"))
         if replicas[0] > 1:
-            found.append(Message("data", "all_reduce", calls, numbers // shards[0] * size, *replicas, "last backward"))
+            payload = numbers // shards[0] * storage.size
+            found.append(Message("data", "all_reduce", calls, payload, *replicas, "last backward"))
     return found
+
+
+def _spread(weight, layout):
+    """Ranks of which each has another expert in this weight's place; 1 for a dense one."""
+    return layout.expert if weight.expert else 1
+
+
+def _total(units):
+    return sum(times for times, _ in units), sum(times * numbers for times, numbers in units)
 
 
 # ------------------------------------------------------------------ a grid of ranks
@@ -275,7 +289,7 @@ def partners(sizes: dict[str, int], rank: int) -> dict[str, list[int]]:
 
 
 def payloads_of_7b(sizes: dict[str, int]) -> dict[str, float]:
-    """{axis: bytes that a rank communicates on it in a step}: a micro-batch's activations, gradients in fp32, all-reduces of layers."""
+    """{axis: bytes that a rank communicates on it in a step}: activations, gradients in fp32, all-reduces of layers."""
     activation = 2 * TOKENS * WIDTH  # bf16
     return {
         "pipeline": MICRO_BATCHES * activation,  # as many bytes come back
@@ -285,8 +299,11 @@ def payloads_of_7b(sizes: dict[str, int]) -> dict[str, float]:
 
 
 def links(sizes: dict[str, int], payloads: dict[str, float]) -> dict[tuple[int, int], OnLink]:
-    """{(from rank, to rank): OnLink} of a step: to the next rank of a ring 2 (n-1)/n of an all-reduce's payload (lesson 02);
-    stages send activations to the next one and gradients back, in a line."""
+    """{(from rank, to rank): OnLink} of a step.
+
+    To the next rank of a ring goes 2 (n-1)/n of an all-reduce's payload (lesson 02). Stages stand in a line: they send
+    activations to the next one and gradients back.
+    """
     found = {}
     for rank in range(prod(sizes.values())):
         for axis, group in partners(sizes, rank).items():
