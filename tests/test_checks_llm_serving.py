@@ -133,27 +133,27 @@ def another(weights, v):
     return min(int((sums <= v * sums[-1]).sum()), len(weights) - 1)
 
 
-def judged_by_ratio(guess, p_V, q_V, u, v):  # right; the numbers the other way round
-    if v <= min(1.0, (p_V[guess] / q_V[guess]).item()):
-        return torch.tensor(guess), torch.tensor(True)
+def judged_by_ratio(draft_token, p_V, q_V, u, v):  # right; the numbers the other way round
+    if v <= min(1.0, (p_V[draft_token] / q_V[draft_token]).item()):
+        return torch.tensor(draft_token), torch.tensor(True)
     return another(torch.relu(p_V - q_V), u), False
 
 
 def judged_with(accept, rest):
-    def judged(guess, p_V, q_V, u, v):
-        if u < accept(p_V[guess].item(), q_V[guess].item()):
-            return guess, True
+    def judged(draft_token, p_V, q_V, u, v):
+        if u < accept(p_V[draft_token].item(), q_V[draft_token].item()):
+            return draft_token, True
         return another(rest(p_V, q_V), v), False
 
     return judged
 
 
-def judged_by_argmax(guess, p_V, q_V, u, v):
-    return (guess, True) if u < p_V[guess] / q_V[guess] else (int(missing(p_V, q_V).argmax()), False)
+def judged_by_argmax(draft_token, p_V, q_V, u, v):
+    return (draft_token, True) if u < p_V[draft_token] / q_V[draft_token] else (int(missing(p_V, q_V).argmax()), False)
 
 
-def judged_by_one_number(guess, p_V, q_V, u, v):
-    return judged_with(ratio, missing)(guess, p_V, q_V, u, u)
+def judged_by_one_number(draft_token, p_V, q_V, u, v):
+    return judged_with(ratio, missing)(draft_token, p_V, q_V, u, u)
 
 
 def ratio(p, q):
@@ -296,8 +296,8 @@ WRONG = {
         (judged_with(lambda p, q: 0.5, missing), ", which is not p"),
         (judged_by_argmax, ", which is not p"),
         (judged_by_one_number, ", which is not p"),
-        (lambda guess, *_: (1 - guess, True), "it says that the draft token 0 was kept, and writes 1"),
-        (lambda guess, *_: (7, False), "return a token from 0 to 2, not 7"),
+        (lambda draft_token, *_: (1 - draft_token, True), "it says that the draft token 0 was kept, and writes 1"),
+        (lambda draft_token, *_: (7, False), "return a token from 0 to 2, not 7"),
     ],
     "users_that_fit": [
         (fits_with(halves=1), "keys *and* values are kept"),

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from live_server import make_model
 from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-from manyhands.serve.decoder import cached_logits, generate
-from manyhands.serve.kv_cache import KVCache
+from manyhands.serve.decoder import KVCache, cached_logits, generate
 from manyhands.serve.quantized import Int8Linear, quantize, weight_bytes
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
 from torch.distributed.device_mesh import init_device_mesh

@@ -8,13 +8,14 @@
 `parallel.tensor_parallel`: then a rank's layers make its own heads, and its cache holds those. The model's own
 forward has no option for this, so that lessons 01 to 11 read it without a word about caches. What is written is one
 document: attention has no mask between documents here, and a server ends a text at the separator that would begin
-another. Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads (of this rank) of size E.
+another. Shapes: B sequences, T new positions, S positions in all, D width, V tokens in the vocabulary, H heads (of this
+rank) of size E, N layers.
 """
 
 import torch
+import torch.nn.functional as F
 
 from manyhands.gpt.sampling import extended
-from manyhands.serve.kv_cache import KVCache
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
 
 
@@ -28,6 +29,43 @@ def run(model, ids_BT, positions_BT, attend):
         x_BTD = x_BTD + attention.out(y_BHTE.transpose(1, 2).flatten(2))
         x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
     return model.head(model.norm(x_BTD))
+
+
+class KVCache:
+    """Keys and values of positions that were computed, for a batch of equal lengths: 2 N B S D numbers when full.
+
+    Room for `capacity` positions; `length` of them are filled. Made on first use, as the layers' keys are.
+    `paged_cache` has the one for a server.
+    """
+
+    def __init__(self, capacity):
+        self.capacity, self.length = capacity, 0
+        self.layers = {}  # number -> (keys, values), each [B, H, capacity, E]
+
+    def attend(self, layer, q_BHTE, k_BHTE, v_BHTE):
+        """Store T new positions of a layer; what attention finds among all positions so far: [B, H, T, E].
+
+        Raises ValueError if there is no room.
+        """
+        B, H, T, E = k_BHTE.shape
+        stop = self.length + T
+        if stop > self.capacity:
+            raise ValueError(f"{stop} positions do not fit into a cache of {self.capacity}; use a larger one")
+        if layer not in self.layers:
+            self.layers[layer] = tuple(k_BHTE.new_empty(B, H, self.capacity, E) for _ in range(2))
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : stop], values[:, :, self.length : stop] = k_BHTE, v_BHTE
+        if self.length == 0:  # the same call as without a cache, and so the same bits
+            return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
+        mask_TS = None
+        if T > 1:
+            positions_T1 = torch.arange(self.length, stop, device=k_BHTE.device)[:, None]
+            mask_TS = torch.arange(stop, device=k_BHTE.device) <= positions_T1
+        return F.scaled_dot_product_attention(q_BHTE, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask_TS)
+
+    def num_bytes(self):
+        """Bytes of the whole cache."""
+        return sum(part.nbytes for pair in self.layers.values() for part in pair)
 
 
 def cached_logits(model, ids_BT, cache):
