@@ -1,9 +1,11 @@
-"""Each check of lesson 08 accepts right answers in other styles and rejects plausible wrong ones with a sentence that names the fault.
+"""Each check of lesson 08 accepts right answers in other styles and rejects plausible wrong ones by their fault.
 
 The checks communicate nothing, so most are judged in this process; the lesson's own solutions on ranks, too.
 """
 
 import functools
+import itertools
+import statistics
 
 import numpy as np
 import torch
@@ -110,10 +112,6 @@ def all_stages_before(action, p):
     return right_needs(action, p)
 
 
-def needs_nothing(action, p):
-    pass
-
-
 def needs_names(action, p):
     return [f"{kind}{s}.{i}" for kind, s, i in right_needs(action, p)]
 
@@ -176,7 +174,13 @@ def by_log_softmax(stage, arrived, targets_bT, m):  # right
     return x, -picked.sum() / (targets_bT.numel() * m)
 
 
+def forward_beside(stage, arrived, targets_bT, m):
+    x = arrived.clone().requires_grad_(arrived.is_floating_point())  # the stage computes on another tensor
+    return x, forward_with(leaf=False)(stage, arrived, targets_bT, m)[1]
+
+
 FORWARDS = {
+    "beside": (forward_beside, "backward from y does not arrive at x"),
     "mean_not_divided": (
         forward_with(divide=lambda loss, m: loss),
         "that is the micro-batch's mean; 4 of them add up",
@@ -188,13 +192,13 @@ FORWARDS = {
         "on the last stage y has no graph",
     ),
     "no_leaf": (forward_with(leaf=False), "x does not require a gradient"),
-    "divides_everywhere": (forward_with(elsewhere=lambda y, m: y / m), "y is 0.25 times the stage's output"),
+    "divides_everywhere": (forward_with(elsewhere=lambda y, m: y / m), "only the loss is divided, on the last stage"),
     "sends_it_at_once": (
         forward_with(elsewhere=lambda y, m: y.detach()),
         "y has no graph, and backward needs it",
     ),
-    "swapped": (forward_with(swap=True), "x should be what has arrived"),
-    "only_y": (only_y, "return two things, x and y"),
+    "swapped": (forward_with(swap=True), "x should have the shape [5, 6], not [5, 3]: it is what has arrived"),
+    "only_y": (only_y, "too many values to unpack (expected 2))"),
     "not_a_leaf": (not_a_leaf, "x is not a leaf"),
     "ids_with_gradient": (ids_with_gradient, "RuntimeError: only Tensors of floating point"),
 }
@@ -251,15 +255,17 @@ def as_an_iterator_of_tuples(s, p, m):  # right
 
 ONES = {
     "one_forward_too_few": (one_with(lambda s, p, m: min(m, p - s - 1)), "the schedule never ends: "),
-    "one_forward_too_many": (one_with(lambda s, p, m: min(m, p - s + 1)), "begins with 5 forwards and holds 5 micro-batches"),
-    "more_forwards_than_there_are": (one_with(lambda s, p, m: p - s), "with p = 4 and m = 2: stage 0 does F of micro-batch 2; they are 0 to 1"),
+    "one_forward_too_many": (one_with(lambda s, p, m: min(m, p - s + 1)),
+            "begins with 5 forwards and holds 5 micro-batches"),
+    "more_forwards_than_there_are": (one_with(lambda s, p, m: p - s),
+            "with p = 4 and m = 2: stage 0 does F of micro-batch 2; they are 0 to 1"),
     "forward_before_backward": (one_with(backward_first=False), "holds 5 micro-batches at most, where 4 are enough"),
     "the_same_on_all": (one_with(lambda s, p, m: min(m, p)), "stage 1 begins with 4 forwards and holds 4"),
     "always_one": (one_with(lambda s, p, m: 1), "of which 75 % are idle; 27 % are possible"),
     "like_gpipe": (like_gpipe, "begins with 8 forwards and holds 8 micro-batches at most, where 4 are enough"),
     "last_come_first_served": (last_come_first_served, "stage 0 does B of micro-batches [7, 6, 5"),
     "forgets_the_drain": (forgets_the_drain, "stage 0 does B of micro-batch 7 never"),
-    "without_stages": (without_stages, 'an action is ("F" or "B", stage, micro-batch), not the tuple (\'F\', 0)'),
+    "without_stages": (without_stages, 'an action is ("F" or "B", stage, micro-batch), not [\'F\', 0]'),
     "always_stage_0": (always_stage_0, "stage 1 cannot do F of micro-batch 0 on stage 0"),
 }  # fmt: skip
 
@@ -310,14 +316,16 @@ def by_cat(logits, targets, all_targets):  # right
 
 
 SHARES = {
-    "mean_of_means": (lambda a, b, c: ce(a, b).nan_to_num() / len(c), "the gradients of some micro-batches weigh too much"),
-    "mean_over_none": (lambda a, b, c: ce(a, b) * (b != -100).sum() / counted(c), "micro-batch 2 has 0 targets that count"),
-    "a_sum": (lambda a, b, c: ce(a, b, "sum"), "times too large: a sum, not a mean"),
+    "mean_of_means": (lambda a, b, c: ce(a, b).nan_to_num() / len(c),
+                      "the gradients of some micro-batches weigh too much"),
+    "mean_over_none": (lambda a, b, c: ce(a, b) * (b != -100).sum() / counted(c),
+                       "micro-batch 2 has 0 targets that count"),
+    "a_sum": (lambda a, b, c: ce(a, b, "sum"), "that is a sum, not a mean"),
     "all_positions": (lambda a, b, c: ce(a, b, "sum") / sum(t.numel() for t in c), "targets of -100 do not count"),
-    "divided_twice": (lambda a, b, c: ce(a, b, "sum") / counted(c) / len(c), "0.25 times too large: divided by the number"),
+    "divided_twice": (lambda a, b, c: ce(a, b, "sum") / counted(c) / len(c),
+                      "divided by the number of micro-batches, although the sum was"),
     "without_graph": (lambda a, b, c: (ce(a, b, "sum") / counted(c)).detach(), "the share has no graph"),
     "a_float": (lambda a, b, c: ce(a, b, "sum").item(), "return one number with its graph"),
-    "forgot_return": (lambda a, b, c: None, "return one number with its graph"),
 }  # fmt: skip
 
 # ---- exercise 3 ----
@@ -369,14 +377,22 @@ def by_recursion(costs, p):  # right
     return np.array(best(0, p)[1])
 
 
+def least_variance(costs, p):
+    inner = itertools.combinations(range(1, len(costs)), p - 1)
+    ends = [(0, *cuts, len(costs)) for cuts in inner]
+    best = min(ends, key=lambda cut: statistics.pvariance([sum(costs[a:b]) for a, b in itertools.pairwise(cut)]))
+    return [b - a for a, b in itertools.pairwise(best)]
+
+
 BALANCES = {
+    "least_variance": (least_variance, "costs [1, 2, 2, 5, 1] on 3 stages"),
     "equal_numbers": (even, "the slowest stage takes 4, and 3.5 is possible: equal numbers are not equal times"),
     "up_to_the_mean": (up_to_the_mean, "is possible"),
     "an_empty_stage": (lambda costs, p: [len(costs), *[0] * (p - 1)], "leaves a stage without a layer"),
-    "one_too_few": (lambda costs, p: [count - (k == 0) for k, count in enumerate(by_limits(costs, p))], "are 5 layers, and there are 6"),
-    "the_cuts": (lambda costs, p: np.cumsum(by_limits(costs, p))[:-1], "return 2 numbers of layers, not [4]"),
+    "one_too_few": (lambda costs, p: [count - (k == 0) for k, count in enumerate(by_limits(costs, p))],
+                    "all layers, should be 6, not 5"),
+    "the_cuts": (lambda costs, p: np.cumsum(by_limits(costs, p))[:-1], "return a list of 2 numbers of layers, not [4]"),
     "the_times": (lambda costs, p: [3.5, 3.0], "return a list of 2 numbers of layers"),
-    "forgot": (lambda costs, p: None, "return a list of 2 numbers of layers, not None"),
 }  # fmt: skip
 
 REJECTED = {
@@ -387,10 +403,10 @@ REJECTED = {
         returns_nothing: "nothing came back; the stage before needs the gradient of x",
         returns_x: "that is x itself",
         returns_dy: "that is dy, the gradient of this stage's output",
-        doubles: "it is 2 times as long",
+        doubles: "what came is 2 times that",
         ids_need_one_too: "x holds ids, which have no gradient: return None",
         dy_always_there: "TypeError",
-        scales_the_gradient: "the gradient of x is wrong; it is 0.125 times as long",
+        scales_the_gradient: "what came is 0.125 times that",
     },
     "needs": {
         both_ways: "it needs F of micro-batch 0 on stage 0, which has made the activations that it uses",
@@ -399,7 +415,6 @@ REJECTED = {
         wrong_way_back: "it needs B of micro-batch 0 on stage 1, which sends the gradient of its output",
         the_one_before: "micro-batches know nothing of each other",
         all_stages_before: "it does not wait for F of micro-batch 0 on stage 0",
-        needs_nothing: "return a list of actions, not None",
         needs_names: 'an action is ("F" or "B", stage, micro-batch)',
     },
     "forward_of": FORWARDS,
