@@ -16,7 +16,8 @@ from manyhands.course.catch_up import taken_from
 
 def exercises_of(checks):
     """The names of the checks in one of the modules of `manyhands.checks`."""
-    return {name for name, check in vars(checks).items() if inspect.isfunction(check) and hasattr(check, "__wrapped__")}
+    own = {name: it for name, it in vars(checks).items() if inspect.isfunction(it) and it.__module__ == checks.__name__}
+    return {name for name, check in own.items() if hasattr(check, "__wrapped__")}
 
 
 def not_attempted(*_):

@@ -290,7 +290,7 @@ def finish(answer, ranks):
             expect_tensor(p.grad, total / n, f"p.grad of copy {i}", slips, "the mean over the ranks")
         else:
             slips = {
-                f"that is {n} times as much: the exchange has summed over the losses of {n} ranks, so divide by {n}": own,
+                f"that is {n} times as much: the exchange has summed over the losses of all {n} ranks, so divide": own,
                 "that is the mean over the ranks, but other ranks' experts are other experts": total / n,
                 "that is the sum over the ranks, but other ranks' experts are other experts": total,
                 f"that is divided by {n} twice": own / n**2,

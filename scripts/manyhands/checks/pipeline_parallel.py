@@ -62,8 +62,8 @@ def _judge_weights(stage, reference, of_ones, also=""):
     for (name, w), (right, ones) in zip(stage.named_parameters(), pairs, strict=True):
         if w.grad is None:
             raise Wrong(
-                f"the weight {name} has no gradient: backward adds to `grad`, torch.autograd.grad only returns what you "
-                "ask for"
+                f"the weight {name} has no gradient: backward adds to `grad`, torch.autograd.grad only returns what "
+                "you ask for"
             )
         slips = {"y's gradient is dy, not ones": ones.grad}
         expect_tensor(w.grad, right.grad, f"the gradient of {name}{also}", slips)
@@ -330,7 +330,7 @@ def loss_share(answer, ranks=None):
                 raise Wrong(f"return one number with its graph, a tensor, not {shown(share)}")
             if not share.isfinite().all():
                 raise Wrong(
-                    f"micro-batch {i} has {(targets != -100).sum()} targets that count, and its share is {share.item()}: "
+                    f"micro-batch {i} has {(targets != -100).sum()} targets that count, and a share of {share.item()}: "
                     "a mean over none divides by 0"
                 )
             if not share.requires_grad:

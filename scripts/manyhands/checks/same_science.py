@@ -1,16 +1,14 @@
 """Checks of lesson 05: an order that survives a change of ranks, a loss that counts every token once, a learning rate,
 who read what, and whether losses betray on how many ranks they were made.
 
-Orders and rates need no message between ranks, and the checks say so. Those of a loss compute the right gradients without
-communicating, as the data of rank r is drawn from a seed that says r.
+Orders and rates need no message between ranks, and the checks say so. Those of a loss compute the right gradients
+without a message, as the data of rank r is drawn from a seed that says r.
 """
 
 import functools
 import itertools
-import operator
 import random
 from collections import Counter
-from collections.abc import Iterable
 from unittest import mock
 
 import numpy as np
@@ -22,7 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.values import number, plain, shown
+from manyhands.checks.drawn import flat, gradients, seeded
+from manyhands.checks.expect import (
+    count,
+    expect_equal,
+    expect_number,
+    expect_tensor,
+    expect_traffic,
+    expect_unchanged,
+    number,
+    plain,
+    shown,
+)
+from manyhands.checks.unspoilt import RANDOM_STATE, unspoilt
 from manyhands.measure import wire
 
 CLOSE = 1e-6  # of the largest: a number divided by a count is a float32, and right all the same
@@ -46,8 +56,7 @@ def sharded_order(answer, ranks=None):
         for epoch, done, n in [(3, 16, 4), (4, 17, 3), (1, 63, 2), (2, 64, 4), (7, 1, 5)]:
             _in_order(answer, 64, epoch, done, n)
         orders = _fresh(answer)
-    if seen.calls:
-        raise Wrong(f"the order is right, but it took {len(seen.calls)} messages; every rank can compute it by itself")
+    expect_traffic(seen, "the order is right", "every rank can compute it by itself", calls=0)
     if ranks is not None:
         _same_everywhere(orders[0], ranks)
 
@@ -55,46 +64,29 @@ def sharded_order(answer, ranks=None):
 def _shares(answer, length, epoch, done, n):
     """Every rank's list, each as if in a process of its own: with other random numbers, another number and clock."""
     shares = []
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
+    with unspoilt(RANDOM_STATE):
         for rank in range(n):
             torch.manual_seed(rank)
             np.random.seed(rank)
             random.seed(rank)
-            number, clock = mock.Mock(return_value=100 + rank), mock.Mock(return_value=1e9 + rank)
-            with mock.patch("os.getpid", number), mock.patch("time.time", clock):
+            own_number, clock = mock.Mock(return_value=100 + rank), mock.Mock(return_value=1e9 + rank)
+            with mock.patch("os.getpid", own_number), mock.patch("time.time", clock):
                 shares.append(_indices(answer(length, epoch, done, rank, n)))
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
     return shares
 
 
 def _indices(given):
-    """What came back as a list of whole numbers; raises Wrong if it is something else."""
-    if given is None:
-        raise Wrong("nothing came back; return a list of indices, also if it is empty")
-    if isinstance(given, (str, bytes, dict, set, frozenset)) or not isinstance(given, Iterable):
-        raise Wrong(f"return a list of indices, not {plain(given)}")
-    if isinstance(given, (torch.Tensor, np.ndarray)):
-        given = given.tolist()
-    try:
-        given = list(given)
-    except TypeError:  # a single number, as a tensor may be
-        raise Wrong(f"return a list of indices, not {plain(given)}") from None
-    indices = []
-    for one in given:
-        try:
-            indices.append(operator.index(one))
-        except TypeError:
-            raise Wrong(f"the list holds {plain(one)}; return indices, which are whole numbers") from None
-    return indices
+    """What came back as a list of whole numbers, from any kind of sequence or iterator."""
+    ordered = not isinstance(given, (str, bytes, dict, set, frozenset, torch.Tensor, np.ndarray))
+    found = plain(list(given) if ordered and hasattr(given, "__iter__") else given)
+    if not isinstance(found, list) or any(type(i) is not int for i in found):
+        raise Wrong(f"return a list of indices, which are whole numbers, also if it is empty, not {shown(given)}")
+    return found
 
 
 def _one_epoch(answer, length, n, epoch=0):
     shares = _shares(answer, length, epoch, 0, n)
-    case = f"{length} sequence{'s' * (length > 1)} on {n} rank{'s' * (n > 1)}"
+    case = f"{count(length, 'sequence')} on {count(n, 'rank')}"
     _each_once(shares, range(length), case)
     _evenly(shares, case)
     return shares
@@ -120,7 +112,7 @@ def _resumed(answer, length, first_n, then_n):
 
 
 def _in_order(answer, length, epoch, done, n):
-    """What n ranks read together, step by step, goes on in the epoch's one order: then one may stop as often as one likes."""
+    """What n ranks read together, step by step, goes on in the epoch's one order: then one may stop again."""
     (order,) = _shares(answer, length, epoch, 0, 1)
     shares = _shares(answer, length, epoch, done, n)
     for step in range(-(-(length - done) // n)):
@@ -128,8 +120,8 @@ def _in_order(answer, length, epoch, done, n):
         wanted = sorted(order[done + step * n :][:n])
         if mine != wanted:
             raise Wrong(
-                f"{length} sequences, {done} of them read: in step {step} {n} ranks read {mine}, and in the order of this "
-                f"epoch come {wanted}. After a second stop some are read twice: deal what is left as it lies, on any n"
+                f"{length} sequences, {done} of them read: in step {step} {n} ranks read {mine}, and in the order of "
+                f"this epoch come {wanted}. After a second stop some are read twice: deal what is left as it lies"
             )
 
 
@@ -174,8 +166,8 @@ def _same_everywhere(order, ranks):
     for r, other in enumerate(orders):
         if other != orders[0]:
             raise Wrong(
-                f"for the same arguments rank 0 computes an order that begins with {orders[0][:3]}, and rank {r} one that "
-                f"begins with {other[:3]}: take nothing into the seed that differs between processes"
+                f"for the same arguments rank 0 computes an order that begins with {orders[0][:3]}, and rank {r} one "
+                f"that begins with {other[:3]}: take nothing into the seed that differs between processes"
             )
 
 
@@ -206,39 +198,26 @@ def _each_once(shares, wanted, case):
 
 @exercise("B", "the token-weighted loss")
 def token_mean(answer, ranks):
-    """`answer(total, y)` returns the loss of which DDP's mean gradient is that of the mean over all tokens of all ranks."""
+    """`answer(total, y)` returns the loss of which DDP's mean gradient is that of the mean over all tokens."""
     n = ranks.world_size
     for step in range(3):  # in the last one rank has no token
         empty = n - 1 if step == 2 and n > 1 else None
-        batches = [_micro_batches(r, step, 1, empty == r, count=1, rows=64) for r in range(n)]
-        expected = _token_mean_gradient([batch for part in batches for batch in part])
+        batches = [_micro_batches(r, step, 1, empty == r, number=1, rows=64) for r in range(n)]
         x, y = batches[ranks.rank][0]
         ddp, targets = DistributedDataParallel(_classifier()), y.clone()
         total = F.cross_entropy(ddp(x), y, ignore_index=IGNORED, reduction="sum")
         with wire.watch() as seen:
-            loss = _scalar(answer(total, targets))
-        if not torch.equal(targets, y):
-            raise Wrong("the targets were changed; count them, and leave them as they are")
-        loss.backward()
-        _judge_gradient(_numbers(p.grad for p in ddp.parameters()), expected, batches, n)
-        if seen.payload_bytes() >= y.nbytes or len(seen.calls) > 2:
+            loss = answer(total, targets)
+        expect_unchanged(targets, y, "the row of targets", ": count them")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise Wrong(f"return the loss as a tensor of one number, not {shown(loss)}")
+        if not loss.requires_grad:
             raise Wrong(
-                f"the gradients are right, but {seen.payload_bytes()} bytes were handed over (calls: {len(seen.calls)}); a count "
-                "is one integer of 8"
+                "backward has nothing to go back to: the loss was cut off from `total`, by item(), float() or detach()"
             )
-
-
-def _scalar(given):
-    """What came back as a loss that backward can start from; raises Wrong if it is something else."""
-    if not isinstance(given, torch.Tensor):
-        raise Wrong(f"return the loss as a tensor, not {plain(given)}")
-    if given.numel() != 1:
-        raise Wrong(f"return one number; yours has the shape {list(given.shape)}")
-    if not given.requires_grad:
-        raise Wrong(
-            "backward has nothing to go back to: the loss was cut off from `total`, by item(), float() or detach()"
-        )
-    return given.sum()
+        loss.sum().backward()
+        _judge_gradient(gradients(ddp), batches, n)
+        expect_traffic(seen, "the gradients are right", "a count is 8 bytes", calls=2, payload=y.nbytes - 1)
 
 
 # ---- build C ----
@@ -247,141 +226,95 @@ def _scalar(given):
 @exercise("C", "the rule, with warm-up")
 def rate_rule(answer, ranks=None):
     """`answer(kind, base, k, step, updates)` is the learning rate of an update: linear or square root, with warm-up."""
-    cases = [
-        ("SGD", 0.1, 4, 100),
-        ("Adam", 0.001, 4, 100),
-        ("SGD", 0.02, 9, 40),
-        ("Adam", 0.3, 9, 250),
-        ("SGD", 1.0, 1, 100),
-    ]
     with wire.watch() as seen:
-        for kind, base, k, updates in cases:
-            _one_schedule(answer, kind, base, k, updates)
+        for kind, base, k, updates in (
+            ("SGD", 0.1, 4, 100), ("Adam", 0.001, 4, 100), ("SGD", 0.02, 9, 40), ("Adam", 0.3, 9, 250),
+            ("SGD", 1.0, 1, 100),
+        ):  # fmt: skip
+            _judge_schedule([_rate(answer, kind, base, k, step, updates) for step in range(updates)], kind, base, k)
         for updates in (1, 5):  # a tenth of it is less than one
             _rate(answer, "SGD", 0.1, 4, 0, updates)
-    if seen.calls:
-        raise Wrong(
-            f"the rates are right, but it took {len(seen.calls)} messages; every rank can compute them by itself"
-        )
+    expect_traffic(seen, "the rates are right", "every rank can compute them by itself", calls=0)
 
 
 def _rate(answer, kind, base, k, step, updates):
-    case = f'learning_rate("{kind}", {base:g}, {k}, {step}, {updates})'
     try:
-        given = answer(kind, base, k, step, updates)
+        return number(answer(kind, base, k, step, updates))
     except ZeroDivisionError:
         raise Wrong(
-            f"a division by zero in {case}: a tenth of {updates} is less than one update; warm up for at least 1"
+            f'a division by zero in learning_rate("{kind}", {base:g}, {k}, {step}, {updates}): a tenth of {updates} is '
+            "less than one update; warm up for at least 1"
         ) from None
-    return number(given, f"a learning rate from {case}")
 
 
-def _one_schedule(answer, kind, base, k, updates):
+def _judge_schedule(rates, kind, base, k):
     """The rates of all updates of one training: those after the warm-up first, then how they climb."""
-    rates = [_rate(answer, kind, base, k, step, updates) for step in range(updates)]
-    warm_up, full = updates // 10, base * (k if kind == "SGD" else k**0.5)
-    case = f"{kind}, base {base:g}, k = {k}, {updates} updates"
-    last = rates[-1]
-    if not _near(last, full):
-        rule = "linear: k times" if kind == "SGD" else "the square root: k**0.5 times"
-        others = {
-            "the base itself": base,
-            "k times the base": base * k,
-            "the square root of k times": base * k**0.5,
-        }
-        others |= {"the base divided by k": base / k}
-        found = next((f" ({name})" for name, rate in others.items() if _near(last, rate)), "")
-        raise Wrong(f"{case}: the last rate is {last:.4g}{found}; the rule is {rule}, {full:.4g}")
-    late = next((step for step in range(warm_up + 1, updates) if not _near(rates[step], full)), None)
-    if late is not None:
-        raise Wrong(
-            f"{case}: the warm-up lasts {warm_up} updates, and update {late} has the rate {rates[late]:.4g} and not {full:.4g}"
+    updates, warm_up, full = len(rates), len(rates) // 10, base * (k if kind == "SGD" else k**0.5)
+    case = f"{kind}, base {base:g}, k = {k}, {updates} updates: "
+    rule = "the rule is linear: k times" if kind == "SGD" else "the rule is the square root: k**0.5 times"
+    slips = {
+        f"that is the base itself; {rule}": base,
+        f"that is k times the base; {rule}": base * k,
+        f"that is the square root of k times the base; {rule}": base * k**0.5,
+        f"that is the base divided by k; {rule}": base / k,
+    }
+    expect_number(rates[-1], full, f"{case}the last rate", slips=slips, rel=1e-6)
+    for step in range(warm_up + 1, updates):
+        expect_number(
+            rates[step], full, f"{case}the warm-up lasts {warm_up} updates, and the rate of update {step}", rel=1e-6
         )
     if rates[0] <= 0:
-        raise Wrong(f"{case}: update 0 has the rate {rates[0]:g}, so it learns nothing; begin with step + 1")
-    if _near(rates[0], full):
-        raise Wrong(f"{case}: update 0 has the full rate {full:.4g} already; climb to it over {warm_up} updates")
+        raise Wrong(f"{case}update 0 has the rate {rates[0]:g}, so it learns nothing; begin with step + 1")
+    if rates[0] >= (1 - 1e-6) * full:
+        raise Wrong(f"{case}update 0 has the full rate {full:.4g} already; climb to it over {warm_up} updates")
     if rates[0] > 2 * full / warm_up:
         raise Wrong(
-            f"{case}: update 0 has the rate {rates[0]:.4g}; begin near 0, at about {full / warm_up:.4g}, and climb from there"
+            f"{case}update 0 has the rate {rates[0]:.4g}; begin near 0, at about {full / warm_up:.4g}, and climb"
         )
     climbs = [b - a for a, b in itertools.pairwise(rates[:warm_up])]
     if max(climbs) - min(climbs) > 0.01 * full:
-        raise Wrong(
-            f"{case}: the first rates are {', '.join(f'{rate:.3g}' for rate in rates[:4])}, ...; climb in equal steps of "
-            f"{full / warm_up:.3g}"
-        )
+        first = ", ".join(f"{rate:.3g}" for rate in rates[:4])
+        raise Wrong(f"{case}the first rates are {first}, ...; climb in equal steps of {full / warm_up:.3g}")
     if rates[warm_up - 1] < 0.85 * full:
         raise Wrong(
-            f"{case}: update {warm_up - 1} has the rate {rates[warm_up - 1]:.4g}; by then it should be {full:.4g}"
+            f"{case}update {warm_up - 1} has the rate {rates[warm_up - 1]:.4g}; by then it should be {full:.4g}"
         )
-
-
-def _near(a, b):
-    return abs(a - b) <= 1e-6 * abs(b)
 
 
 # ---- exercise 1 ----
+
+_READ_ALL = "each epoch holds every sequence, in an order of its own"
+_ONE_LIST = "every rank reads the same list in every epoch"
+_LACKS = "from epoch {} on one rank is in another epoch than the rest, so an epoch lacks some sequences"
 
 
 @exercise(1, "set_epoch from a histogram")
 def diagnose(answer, ranks=None):
     """`answer(read, length)` says "fine", "same order" or "ranks disagree"; read[epoch][rank] lists indices."""
-    for kind, n, length, more in [
-        (SAME, 4, 12, {}),
-        (FINE, 4, 12, {}),
-        (DISAGREE, 4, 12, {}),
-        (DISAGREE, 4, 40, {"seed": 7, "since": 2}),  # the first two epochs are right
-        (
-            FINE,
-            4,
-            13,
-            {"seed": 3},
-        ),  # the library repeats three, so that every rank has as many: no fault of the loop
-        (DISAGREE, 2, 40, {"seed": 1}),
-        (FINE, 1, 12, {}),  # one rank reads everything, always: only the order can differ
-        (SAME, 1, 12, {"seed": 2}),
-        (SAME, 3, 13, {"seed": 5}),
-        (DISAGREE, 3, 13, {}),
-        (DISAGREE, 4, 40, {"seed": 2, "odd": 0}),
-        (DISAGREE, 4, 40, {"seed": 3, "odd": 1}),
-        (DISAGREE, 4, 40, {"seed": 4, "odd": 2, "since": 1, "until": 2}),  # and the last two are
-        (
-            FINE,
-            4,
-            4,
-            {"seed": LUCKY},
-        ),  # by chance rank 0 reads the same in every epoch, and the others do not
-    ]:
-        since = more.get("since", 0)
+    alone = "one rank reads every sequence in every epoch. Look at the order too"
+    padded = (
+        "3 sequences are read twice in each epoch, so that all ranks have as many, but none is lost"  # by the library
+    )
+    for kind, n, length, why, more in (
+        (SAME, 4, 12, _ONE_LIST, {}),
+        (FINE, 4, 12, _READ_ALL, {}),
+        (DISAGREE, 4, 12, _LACKS.format(0), {}),
+        (DISAGREE, 4, 40, _LACKS.format(2), {"seed": 7, "since": 2}),  # the first two epochs are right
+        (FINE, 4, 13, padded, {"seed": 3}),
+        (DISAGREE, 2, 40, _LACKS.format(0), {"seed": 1}),
+        (FINE, 1, 12, alone, {}),  # only the order can differ
+        (SAME, 1, 12, _ONE_LIST, {"seed": 2}),
+        (SAME, 3, 13, _ONE_LIST, {"seed": 5}),
+        (DISAGREE, 3, 13, _LACKS.format(0), {}),
+        (DISAGREE, 4, 40, _LACKS.format(0), {"seed": 2, "odd": 0}),
+        (DISAGREE, 4, 40, _LACKS.format(0), {"seed": 3, "odd": 1}),
+        (DISAGREE, 4, 40, "in epoch 1 one rank is in another epoch than the rest",
+         {"seed": 4, "odd": 2, "since": 1, "until": 2}),
+        (FINE, 4, 4, "rank 0 reads the same in every epoch by chance, and the others do not", {"seed": LUCKY}),
+    ):  # fmt: skip
         read = recorded(kind, n, length, **more)
-        given = answer([[list(mine) for mine in epoch] for epoch in read], length)
-        if not isinstance(given, str) or given not in (FINE, SAME, DISAGREE):
-            raise Wrong(f'return "{FINE}", "{SAME}" or "{DISAGREE}", not {plain(given)}')
-        if given == kind:
-            continue
-        run = f"a run of {len(read)} epochs over {length} sequences on {n} rank{'s' * (n > 1)}"
-        if kind == FINE and n == 1:
-            raise Wrong(
-                f'{run} is fine, not "{given}": one rank reads every sequence in every epoch. Look at the order too'
-            )
-        if kind == FINE and length == n:
-            raise Wrong(
-                f'{run} is fine, not "{given}": rank 0 reads the same in every epoch by chance, and the others do not'
-            )
-        if kind == FINE and length % n:
-            raise Wrong(
-                f'{run} is fine, not "{given}": {-length % n} sequences are read twice in each epoch, so that all ranks '
-                "have as many, but none is lost"
-            )
-        why = {
-            FINE: "each epoch holds every sequence, in an order of its own",
-            SAME: "every rank reads the same list in every epoch",
-            DISAGREE: f"from epoch {since} on one rank is in another epoch than the rest, so an epoch lacks some sequences"
-            if "until" not in more
-            else f"in epoch {since} one rank is in another epoch than the rest, so this epoch lacks some sequences",
-        }[kind]
-        raise Wrong(f'{run} is "{kind}", not "{given}": {why}')
+        run = f"a run of {len(read)} epochs over {count(length, 'sequence')} on {count(n, 'rank')} ({why})"
+        expect_equal(answer([[list(mine) for mine in epoch] for epoch in read], length), kind, run)
 
 
 def recorded(kind, n, length, seed=0, num_epochs=4, since=0, until=None, odd=-1):
@@ -403,7 +336,7 @@ def recorded(kind, n, length, seed=0, num_epochs=4, since=0, until=None, odd=-1)
 
 
 def three_runs():
-    """Three recorded runs of eight epochs over 240 sequences on four ranks, under names that do not say which is which."""
+    """Three recorded runs of eight epochs over 240 sequences on four ranks, under names that do not tell."""
     return {
         name: recorded(kind, 4, 240, num_epochs=8) for name, kind in zip("ABC", (SAME, DISAGREE, FINE), strict=True)
     }
@@ -417,99 +350,77 @@ def token_weighted(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the gradient of the mean over all tokens of all ranks and micro-batches."""
     n = ranks.world_size
     for step, fewest in ((0, 1), (1, 0), (2, 0)):  # then micro-batches, then a whole rank, without a token
-        empty = ranks.world_size - 1 if step == 2 and n > 1 else None
+        empty = n - 1 if step == 2 and n > 1 else None
         # one micro-batch more than ranks: a factor that is wrong says which of the two it comes from
-        batches = [_micro_batches(r, step, fewest, empty == r, count=n + 1) for r in range(n)]
-        expected = _token_mean_gradient([batch for part in batches for batch in part])
+        batches = [_micro_batches(r, step, fewest, empty == r, number=n + 1) for r in range(n)]
         ddp = DistributedDataParallel(_classifier())
         mine, rows = batches[ranks.rank], []
         ddp.module.register_forward_hook(lambda module, given, made, rows=rows: rows.append(len(given[0])))
         with wire.watch() as seen:
             answer(ddp, [(x.clone(), y.clone()) for x, y in mine])
-        if any(p.grad is None for p in ddp.parameters()):
+        found = gradients(ddp)
+        if found is None:
             raise Wrong(
-                "some gradients are None: run a backward pass for each micro-batch, also where a micro-batch has no token, "
-                "else the other ranks wait for this one"
+                "some gradients are None: run a backward pass for each micro-batch, also where a micro-batch has no "
+                "token, else the other ranks wait for this one"
             )
-        if not torch.equal(_numbers(ddp.parameters()), _numbers(_classifier().parameters())):
-            raise Wrong("the weights were changed; leave gradients only, a later step is the optimizer's")
-        given = _numbers(p.grad for p in ddp.parameters())
-        _judge_gradient(given, expected, batches, n)
+        cure = ": leave gradients only, a later step is the optimizer's"
+        expect_unchanged(flat(ddp.parameters()), flat(_classifier().parameters()), "a weight", cure)
+        _judge_gradient(found, batches, n)
         largest = max(len(x) for x, _ in mine)
         if max(rows, default=0) > largest:
             raise Wrong(f"right, but the model was given {max(rows)} rows at once, and a micro-batch has {largest}")
-        sent, once = seen.payload_bytes(), given.nbytes
-        if sent >= 2 * once:  # a count may travel as it likes, it is far smaller
-            raise Wrong(
-                f"the gradients are right, but {sent} bytes were handed over where {once} and a count are enough: keep all "
-                "but the last micro-batch inside no_sync"
-            )
+        # a count may travel as it likes, it is far smaller
+        cure = "keep all but the last micro-batch inside no_sync"
+        expect_traffic(seen, "the gradients are right", cure, payload=2 * found.nbytes - 1)
 
 
-def _judge_gradient(given, expected, batches, n):
-    if _same(given, expected):
-        return
-    if not given.isfinite().all():
+def _judge_gradient(found, batches, n):
+    """Raise Wrong unless `found` is the gradient of the mean over all tokens of batches[rank]."""
+    every = [batch for part in batches for batch in part]
+    wanted = _token_mean_gradient(every)
+    if not found.isfinite().all():
         raise Wrong(
-            f"the gradients became nan: where a {'micro-batch' if len(batches[0]) > 1 else 'rank'} has no token, its mean is "
-            "0/0; divide its sum by the number of tokens of all ranks"
+            f"the gradients became nan: where a {'micro-batch' if len(batches[0]) > 1 else 'rank'} has no token, its "
+            "mean is 0/0; divide its sum by the number of tokens of all ranks"
         )
-    parts = [part for part in batches if any((y != IGNORED).any() for _, y in part)]
-    counts = [sum(int((y != IGNORED).sum()) for _, y in part) for part in batches]
-    per_rank = sum(_token_mean_gradient(part) for part in parts) / n
-    if n > 1 and _same(given, per_rank):
-        raise Wrong(
-            f"that is the mean of the ranks' means: the ranks have {counts} tokens, and a token of a rank with few counts "
-            "more than one of a rank with many"
-        )
-    every = [batch for part in batches for batch in part if (batch[1] != IGNORED).any()]
-    means = sum(_token_mean_gradient([batch]) for batch in every) / sum(len(part) for part in batches)
-    if _same(given, means):
-        raise Wrong(
-            "that is the mean of the micro-batches' means: a token of a short micro-batch counts more than one of a long"
-        )
-    factor = (given @ expected / (expected @ expected)).item()
-    if factor and _same(given / factor, expected):
-        raise Wrong(_wrong_factor(factor, batches, n))
-    raise Wrong(
-        f"the gradients are off by {_apart(given, expected):.2g} from those of the mean over all tokens, the largest of "
-        f"which is {expected.abs().max().item():.2g}"
-    )
-
-
-def _wrong_factor(factor, batches, n):
-    """What to say of gradients that are right but for one factor."""
-    every = [y for part in batches for _, y in part]
-    rows, tokens = sum(len(y) for y in every), sum(int((y != IGNORED).sum()) for y in every)
-    m = len(batches[0])
-    reasons = [
-        (n, "DDP takes the mean over the ranks, and the count is that of all ranks"),
-        (1 / n, "DDP takes the mean over the ranks, and the count is that of all ranks; multiply the loss by the number of ranks"),
-        (m, "that is the number of micro-batches; divide by the number of tokens, and by nothing else"),
-        (1 / m, "that is the number of micro-batches; their sums add up, and the number of tokens divides them"),
-        (tokens / rows, f"{rows} targets were counted, and {tokens} of them are not -100"),
-        (tokens / rows / n, f"{rows} targets were counted, and {tokens} of them are not -100; and DDP takes the mean over the ranks"),
-        (tokens, "the number of tokens divides the sum of the losses"),
-        (-1, "their sign is wrong"),
-    ]  # fmt: skip
-    why = next((why for usual, why in reasons if usual != 1 and abs(factor / usual - 1) < 1e-5), "all of them alike")
-    if factor < 0:
-        return f"the gradients are {factor:.4g} times what they should be: {why}"
-    size = f"{factor:.4g} times too large" if factor > 1 else f"{1 / factor:.4g} times too small"
-    return f"the gradients are {size}: {why}"
+    parts = [part for part in batches if any(_tokens(y) for _, y in part)]
+    singles = [[batch] for batch in every if _tokens(batch[1])]
+    counts, tokens = [sum(_tokens(y) for _, y in part) for part in batches], sum(_tokens(y) for _, y in every)
+    rows, m = sum(len(y) for _, y in every), len(batches[0])
+    mean = "DDP takes the mean over the ranks, and the count is that of all ranks"
+    counted = f"{rows} targets were counted, and {tokens} of them are not {IGNORED}"
+    factors = {
+        f"{n} times too large: {mean}": n,
+        f"{n} times too small: {mean}; multiply the loss by the number of ranks": 1 / n,
+        f"{m} times too large: that is the number of micro-batches; divide by the tokens, and by nothing else": m,
+        f"{m} times too small: that is the number of micro-batches; the number of tokens divides their sum": 1 / m,
+        f"{counted}": tokens / rows,
+        f"{counted}; and {mean}": tokens / rows / n,
+        "the number of tokens divides the sum of the losses": tokens,
+        "their sign is wrong": -1,
+    }
+    slips = {
+        f"that is the mean of the ranks' means: the ranks have {counts} tokens, and one of a rank with few counts more "
+        "than one of a rank with many": sum(map(_token_mean_gradient, parts)) / n if n > 1 else None,
+        "that is the mean of the micro-batches' means: a token of a short micro-batch counts more than one of a long": (
+            sum(map(_token_mean_gradient, singles)) / len(every)
+        ),
+        **{why: factor * wanted for why, factor in factors.items() if factor != 1},
+    }  # fmt: skip
+    close = CLOSE * min(1.0, wanted.abs().max().item())
+    expect_tensor(found, wanted, "the row of all gradients", slips, "that of the mean over all tokens", close)
 
 
 def _classifier():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double()
+    return seeded(lambda: nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double(), 5)
 
 
-def _micro_batches(rank, step, fewest, empty, count, rows=8):
-    """`count` micro-batches (x [rows, 6], y [rows]) of a rank, with `fewest` or more targets each; all padding if `empty`."""
+def _micro_batches(rank, step, fewest, empty, number, rows=8):
+    """`number` micro-batches (x [rows, 6], y [rows]) of a rank, with `fewest` or more targets each, or all padding."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     batches = []
-    for i in range(count):
+    for i in range(number):
         x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
         y = torch.randint(5, (rows,), generator=generator)
         kept = fewest if i == 1 else int(torch.randint(1, rows + 1, (), generator=generator))
@@ -518,24 +429,16 @@ def _micro_batches(rank, step, fewest, empty, count, rows=8):
     return batches
 
 
+def _tokens(y):
+    return int((y != IGNORED).sum())
+
+
 def _token_mean_gradient(batches):
     """The gradient of the mean over all tokens of these micro-batches, in one process."""
     model = _classifier()
     total = sum(F.cross_entropy(model(x), y, ignore_index=IGNORED, reduction="sum") for x, y in batches)
-    (total / sum(int((y != IGNORED).sum()) for _, y in batches)).backward()
-    return _numbers(p.grad for p in model.parameters())
-
-
-def _numbers(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def _apart(a, b):
-    return (a - b).abs().max().item()
-
-
-def _same(a, b):
-    return _apart(a, b) <= CLOSE * b.abs().max().item()
+    (total / sum(_tokens(y) for _, y in batches)).backward()
+    return gradients(model)
 
 
 # ---- exercise 3 ----
@@ -546,7 +449,7 @@ ROUNDING, A_FAULT = 100, 1e4  # well below, well above
 
 @functools.cache
 def three_trainings(num_ranks=4, updates=12):
-    """{"A", "B", "C": (losses on one rank, losses on `num_ranks`, dtype)}, lists of floats; one of them betrays the number."""
+    """{"A", "B", "C": (losses on one rank, losses on `num_ranks`, dtype)}, lists; one of them betrays the number."""
     kinds = {"A": (torch.float32, True), "B": (torch.float32, False), "C": (torch.float64, True)}
     return {
         name: (_train(1, updates, dtype, weigh), _train(num_ranks, updates, dtype, weigh), dtype)
@@ -582,13 +485,11 @@ def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
 def betrays(answer, ranks=None):
     """`answer(one, many, dtype)` is the first update whose loss differs by more than rounding, or None."""
     for one, many, dtype, wanted, why in _pairs_of_losses():
-        given = answer(list(one), list(many), dtype)
-        if given is not None and (isinstance(given, bool) or not hasattr(given, "__index__")):
-            raise Wrong(f"return the number of an update, or None, not {shown(given)}")
-        given = None if given is None else operator.index(given)
-        if given != wanted:
-            told = "None" if given is None else f"update {given}"
-            right = "None" if wanted is None else f"update {wanted}"
+        found = plain(answer(list(one), list(many), dtype))
+        if found is not None and type(found) is not int:
+            raise Wrong(f"return the number of an update, or None, not {shown(found)}")
+        if found != wanted:
+            right, told = ("no update" if i is None else f"update {i}" for i in (wanted, found))
             raise Wrong(f"{why}: {right}, not {told}")
 
 
