@@ -150,42 +150,35 @@ def offer(local_rank=0, host="n1", cuda=(), xpu=(), cpus=(0, 1), quota=math.inf,
     }  # fmt: skip
 
 
-def test_auto_takes_the_gpus_if_there_is_one_for_each_rank():
-    offers = [offer(r, cuda=["a", "b", "c", "d"]) for r in range(4)]
-    assert devices.choose("auto", offers) == {"kind": "cuda", "indices": [0, 1, 2, 3], "reason": ""}
-    offers = [offer(r, xpu=["a", "b"]) for r in range(2)]
-    assert devices.choose("auto", offers)["kind"] == "xpu"
-    assert devices.choose("cpu", offers)["kind"] == "cpu"
+def seen(kind, *gpus_of_ranks, host="n1"):
+    return [offer(rank, host, **{kind: list(gpus)}) for rank, gpus in enumerate(gpus_of_ranks)]
 
 
-def test_one_visible_gpu_for_each_task_is_device_0():
-    offers = [offer(r, cuda=[name]) for r, name in enumerate("abcd")]
-    assert devices.choose("cuda", offers)["indices"] == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("wanted", "offers", "kind", "indices", "reason"),
+    [
+        ("auto", seen("cuda", *["abcd"] * 4), "cuda", [0, 1, 2, 3], ""),
+        ("auto", seen("xpu", "ab", "ab"), "xpu", [0, 1], ""),
+        ("cuda", seen("cuda", *"abcd"), "cuda", [0, 0, 0, 0], ""),  # one visible GPU for each task is device 0
+        ("cpu", seen("cuda", *["abcd"] * 4), "cpu", [0] * 4, ""),
+        ("auto", seen("cuda", *["a"] * 4), "cpu", [0] * 4, "4 ranks on n1 but 1 cuda device"),  # one that all see
+        ("auto", seen("cuda", "ab", "ab") + seen("cuda", *["cd"] * 3, host="n2"), "cpu", [0] * 5,
+         "3 ranks on n2 but 2 cuda devices"),  # one node sends all to the CPU
+        ("auto", [offer()], "cpu", [0], "no CUDA here on n1"),
+        ("auto", seen("xpu", "a", "a"), "cpu", [0, 0], "2 ranks on n1 but 1 xpu device"),
+    ],
+)  # fmt: skip
+def test_a_gpu_for_each_rank_or_the_cpu_for_all_with_the_reason(wanted, offers, kind, indices, reason):
+    assert devices.choose(wanted, offers) == {"kind": kind, "indices": indices, "reason": reason}
 
 
-def test_one_gpu_that_all_tasks_see_is_too_few():
-    offers = [offer(r, cuda=["a"]) for r in range(4)]
-    assert devices.choose("auto", offers)["reason"] == "4 ranks on n1 but 1 cuda device"
-    with pytest.raises(LaunchError, match="^4 ranks on n1 but 1 cuda device; start fewer ranks"):
-        devices.choose("cuda", offers)
-
-
-def test_a_node_with_fewer_gpus_than_ranks_sends_all_nodes_to_the_cpu():
-    offers = [offer(r, "n1", cuda=["a", "b"]) for r in range(2)]
-    offers += [offer(r, "n2", cuda=["c", "d"]) for r in range(3)]
-    plan = devices.choose("auto", offers)
-    assert plan == {"kind": "cpu", "indices": [0] * 5, "reason": "3 ranks on n2 but 2 cuda devices"}
-
-
-def test_auto_on_the_cpu_says_why():
-    assert devices.choose("auto", [offer()])["reason"] == "no CUDA here on n1"
-    assert devices.choose("auto", [offer(0, xpu=["a"]), offer(1, xpu=["a"])])["reason"].startswith("2 ranks on n1")
-    assert devices.choose("cpu", [offer()])["reason"] == ""
-
-
-def test_an_unknown_device_is_refused_with_the_known_ones():
-    with pytest.raises(LaunchError, match="auto, cpu, cuda, xpu"):
-        devices.choose("gpu", [offer()])
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [("cuda", "^4 ranks on n1 but 1 cuda device; start fewer ranks"), ("gpu", "auto, cpu, cuda, xpu")],
+)
+def test_a_device_that_cannot_be_is_refused_with_the_cure(wanted, said):
+    with pytest.raises(LaunchError, match=said):
+        devices.choose(wanted, seen("cuda", *["a"] * 4))
 
 
 class FourGpus:
@@ -229,7 +222,7 @@ def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks_or_their_
 
     monkeypatch.setattr(torch, "cuda", Nameless(1))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    for mask in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for mask in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         assert len({devices.look({mask: str(i)})["gpus"]["cuda"][0] for i in range(8)}) == 8
     assert devices.look({}) == devices.look({}), "without masks it is the same device"
     seen = devices.look({})["gpus"]["cuda"]
@@ -248,13 +241,6 @@ def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch):
     assert "has no NCCL" in devices.look({})["why_not"]["cuda"]
     monkeypatch.setattr(torch, "cuda", FourGpus(0))
     assert "sees no cuda device" in devices.look({})["why_not"]["cuda"]
-
-
-def test_two_tasks_that_see_their_own_device_0_see_two_devices(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FourGpus(1))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    one, two = (devices.look({"CUDA_VISIBLE_DEVICES": v})["gpus"]["cuda"] for v in "01")
-    assert one != two
 
 
 def test_ranks_that_share_cores_get_one_thread_each():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from manyhands import say, show
@@ -17,48 +18,25 @@ def become(monkeypatch, rank, world_size, launcher="torchrun"):
     return ranks
 
 
-class Writes(list):
-    """A stream that keeps each write apart."""
-
-    def write(self, text):
-        self.append(text)
-
-    def flush(self):
-        pass
-
-
-def test_a_line_is_one_write_that_carries_the_rank(monkeypatch):
-    become(monkeypatch, 2, 4)
-    monkeypatch.setattr(sys, "stdout", Writes())
-    say("hello")
-    assert sys.stdout == ["[rank 2] hello\n"]
-
-
-def test_each_line_of_a_text_carries_the_rank_in_one_write(monkeypatch):
-    become(monkeypatch, 2, 4)
-    monkeypatch.setattr(sys, "stdout", Writes())
-    say("one\ntwo")
-    assert sys.stdout == ["[rank 2] one\n[rank 2] two\n"]
-
-
-def test_labels_have_one_width_in_a_world(monkeypatch, capsys):
-    for rank in (3, 11):
-        become(monkeypatch, rank, 16)
-        say("x")
-    assert capsys.readouterr().out == "[rank  3] x\n[rank 11] x\n"
-
-
-@pytest.mark.parametrize(("world_size", "launcher"), [(1, "alone"), (4, "notebook")])
-def test_no_label_in_a_world_of_one_nor_in_a_notebook(monkeypatch, capsys, world_size, launcher):
-    become(monkeypatch, 0, world_size, launcher)
-    say("x")
-    assert capsys.readouterr().out == "x\n"
-
-
-def test_no_label_before_joining(monkeypatch, capsys):
-    monkeypatch.setattr(ranks_module, "_joined", None)
-    say(3)
-    assert capsys.readouterr().out == "3\n"
+@pytest.mark.parametrize(
+    ("rank", "world_size", "launcher", "said", "shown"),
+    [
+        (2, 4, "torchrun", "hello", "[rank 2] hello\n"),
+        (2, 4, "torchrun", "one\ntwo", "[rank 2] one\n[rank 2] two\n"),
+        (3, 16, "torchrun", "x", "[rank  3] x\n"),  # labels have one width in a world
+        (0, 1, "alone", "x", "x\n"),
+        (0, 4, "notebook", "x", "x\n"),  # %%ranks labels it
+        (None, 0, "", 3, "3\n"),  # before joining
+    ],
+)
+def test_a_text_is_one_write_with_the_rank_in_each_line_of_a_script(
+    monkeypatch, rank, world_size, launcher, said, shown
+):
+    writes = []
+    monkeypatch.setattr(ranks_module, "_joined", None if rank is None else ranks_of(rank, world_size, launcher))
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None))
+    say(said)
+    assert writes == [shown]
 
 
 def test_a_reader_that_went_away_is_no_error():
@@ -129,7 +107,13 @@ def test_a_text_plot_of_equal_values_is_drawn():
     assert "•" in text_plot([5, 5, 5], "as it was", height=9)
 
 
-SAYS = "from manyhands.launch.screen import write\nwrite('\u2713 caf\u00e9\\n'); write('on\\n')\nimport sys; sys.stderr.write('lived')"
+SAYS = """
+import sys
+from manyhands.launch.screen import write
+write("\u2713 caf\u00e9\\n")
+write("on\\n")
+sys.stderr.write("lived")
+"""
 
 
 @pytest.mark.parametrize(("encoding", "seen"), [("ascii", b"? caf?\non\n"), ("latin-1", b"? caf\xe9\non\n")])

@@ -120,21 +120,22 @@ class Processes:
         child.name = name
         self._children.append(child)
 
-    def failed(self):
-        """The last lines of the log of a child that ended early, or None."""
-        for child in self._children:
-            if child.poll() is not None:
-                text = (self.folder / f"{child.name}.log").read_text(errors="replace").strip()
-                return f"{child.name} ended with status {child.returncode}: {text[-600:] or 'no output'}"
-        return None
+    def can_be_reached(self):
+        """Whether the controller has written how a client reaches it."""
+        return self.connection_file.exists() and self.connection_file.stat().st_size > 0
 
-    def wait_for(self, path, timeout_s):
-        deadline = time.monotonic() + timeout_s
-        while not path.exists() or not path.stat().st_size:
-            if reason := self.failed():
-                raise RanksError(f"the ranks did not start; {reason}")
+    def wait_until(self, there, late):
+        """Wait until `there()`. Raises RanksError with the log of what ended, or with `late()` after a while."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not there():
+            for child in self._children:
+                if child.poll() is not None:
+                    text = (self.folder / f"{child.name}.log").read_text(errors="replace").strip()
+                    why = f"{child.name} ended with status {child.returncode}: {text[-600:] or 'no output'}"
+                    raise RanksError(f"the ranks did not start; {why}")
             if time.monotonic() > deadline:
-                raise RanksError(f"the controller did not start within {timeout_s} s; run `make doctor`")
+                cure = "run `make doctor`, or start fewer with n_ranks"
+                raise RanksError(f"{late()} within {START_TIMEOUT_S} s; {cure}")
             time.sleep(0.05)
 
     def stop(self):

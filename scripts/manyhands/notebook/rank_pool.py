@@ -17,7 +17,7 @@ from manyhands.launch.login_node import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
 from manyhands.notebook.control_lines import ControlLines
-from manyhands.notebook.engine_processes import START_TIMEOUT_S, Processes, engine_launcher
+from manyhands.notebook.engine_processes import Processes, engine_launcher
 
 _current = None  # one set of ranks per kernel: starting again replaces it
 
@@ -36,19 +36,6 @@ def current_ranks():
         why = _current.why_stopped if _current is not None else "no ranks have been started"
         raise RanksError(f"{why}: run the cell with start_ranks(...), then the cells below it")
     return _current
-
-
-class RankView:
-    """The variables of one rank: `hands[2]["x"]`."""
-
-    def __init__(self, view):
-        self._view = view
-
-    def __getitem__(self, name):
-        return self._view.pull(name, block=True)
-
-    def __setitem__(self, name, value):
-        self._view.push({name: value}, block=True)
 
 
 class RankPool:
@@ -83,9 +70,12 @@ class RankPool:
         self.processes = Processes(self.world_size, self.allocation, self.mpi)
         atexit.register(self.stop)
         try:
-            self.processes.wait_for(self.processes.connection_file, START_TIMEOUT_S)
+            self.processes.wait_until(self.processes.can_be_reached, lambda: "the controller did not start")
             self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
-            self._wait_for_engines()
+            self.processes.wait_until(
+                lambda: len(self.client.ids) >= self.world_size,
+                lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
+            )
             self._enter()
         except BaseException:
             self.stop()
@@ -97,18 +87,6 @@ class RankPool:
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
             took = f", after {time.monotonic() - began:.0f} s" if settings.live() else ""
             print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
-
-    def _wait_for_engines(self):
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while len(self.client.ids) < self.world_size:
-            if reason := self.processes.failed():
-                raise RanksError(f"the ranks did not start; {reason}")
-            if time.monotonic() > deadline:
-                raise RanksError(
-                    f"only {len(self.client.ids)} of {self.world_size} ranks started within {START_TIMEOUT_S} s; "
-                    "run `make doctor`, or start fewer with n_ranks"
-                )
-            time.sleep(0.05)
 
     def _enter(self):
         """Give every engine its identity, in the order of their MPI ranks."""
@@ -172,8 +150,9 @@ class RankPool:
     # -------------------------------------------------------------- variables
 
     def __getitem__(self, rank):
+        """ipyparallel's view of a rank: hands[2]["x"] reads a variable of it."""
         current_ranks()
-        return RankView(self.views[rank])
+        return self.views[rank]
 
     def __len__(self):
         return self.world_size
@@ -182,12 +161,6 @@ class RankPool:
         """The variable `name` of every rank: a list in rank order."""
         current_ranks()
         return [view.pull(name, block=True) for view in self.views]
-
-    def push(self, **values):
-        """Set variables on every rank."""
-        current_ranks()
-        for view in self.views:
-            view.push(values, block=True)
 
     def run(self, source, timeout_s, on_wait=None, on_output=None):
         """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
