@@ -209,7 +209,7 @@ def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
     [
         (["--nproc", "0"], "0 is less than 1"),
         (["--retries", "-1"], "argument --retries: -1 is less than 0"),
-        (["--timeout", "x"], "argument --timeout: 'x' is no whole number"),
+        (["--timeout", "x"], "argument --timeout: 'x' is not a whole number"),
         (["nowhere.py"], "there is no program nowhere.py; flags of the program come after `--`"),
         (["--starter", "srun", "--nproc", "2"], "use salloc or sbatch"),
         (["--preset", "gpt2"], "unrecognized arguments"),

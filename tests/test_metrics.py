@@ -136,7 +136,7 @@ def test_numbers_keep_every_bit_through_json():
 
 
 def test_a_value_that_json_cannot_hold_is_named():
-    with pytest.raises(TypeError, match="metric shape: Size|metric thing: object is no number"):
+    with pytest.raises(TypeError, match="metric shape: Size|metric thing: object is not a number"):
         Metrics(ranks_of()).exact(thing=object())
 
 

@@ -94,8 +94,8 @@ def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path,
 @pytest.mark.parametrize(
     "content, arguments, sentence",
     [
-        (metrics(), ["--name", "../h200"], "name='../h200' is no plain word"),
-        (metrics(), ["--name", "H200"], "name='H200' is no plain word"),
+        (metrics(), ["--name", "../h200"], "invalid name '../h200'"),
+        (metrics(), ["--name", "H200"], "invalid name 'H200'"),
         (metrics(lesson="02_collectives"), [], "is a run of 02_collectives, not of 03_data_parallel"),
         ({k: v for k, v in metrics().items() if k != "conditions"}, [], "does not say on what it was made"),
         (metrics(conditions={}), [], "does not say on what it was made"),

@@ -45,5 +45,5 @@ def test_where_mpi_is_not_welcome_it_is_left_out(monkeypatch, name, value):
 
 
 def test_another_launcher_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="launcher='qsub' is none of torchrun, mpiexec, python"):
+    with pytest.raises(ValueError, match="unknown launcher 'qsub'; use one of torchrun, mpiexec, python"):
         run_under("qsub", WHO)

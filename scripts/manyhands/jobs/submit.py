@@ -23,6 +23,7 @@ from pathlib import Path
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
+from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import with_us
 from manyhands.launch.run_folder import outputs_folder
 
@@ -30,7 +31,6 @@ PASSED_ON = (
     "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",
     "MPIEXEC", "MPIEXEC_FLAGS",
 )  # fmt: skip
-NOT_OF_A_JOB = re.compile(r"SLURM_|PBS_|PMI|HYDRA|HYDI|MANYHANDS_(NOTEBOOK|LESSON|.*RANK|.*WORLD_SIZE|MPI|NUM_NODES)")
 
 
 ENDED = ("completed", "failed", "cancelled", "ended")
@@ -262,7 +262,7 @@ class LocalJob(Job):
     def _start(self, flags):
         folder = self._outputs / "jobs"
         folder.mkdir(parents=True, exist_ok=True)
-        environ = {k: v for k, v in self._environment().items() if not NOT_OF_A_JOB.match(k)}
+        environ = without_launchers(self._environment(), "SLURM_", "PBS_", "MANYHANDS_MPI")  # no job, no rank of one
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"

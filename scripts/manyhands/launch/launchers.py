@@ -122,7 +122,7 @@ LAUNCHERS = [
             "local_world_size": "MANYHANDS_LOCAL_WORLD_SIZE", "mpi": "MANYHANDS_MPI",
         },
         details=_of_engine,
-        sets=("MANYHANDS_RANK", "MANYHANDS_NOTEBOOK"),
+        sets=tuple(f"MANYHANDS_{name}" for name in ("NOTEBOOK", "RANK", "WORLD", "LOCAL", "LESSON", "NUM", "STORE")),
         mpi="wheel",
         cure="restart the ranks with hands.restart()",
     ),

@@ -102,7 +102,7 @@ def _plain(name, value):
         return [_plain(name, item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(name, item) for key, item in value.items()}
-    raise TypeError(f"metric {name}: {type(value).__name__} is no number, text, list, dict or tensor")
+    raise TypeError(f"metric {name}: {type(value).__name__} is not a number, text, list, dict or tensor")
 
 
 def compare(one: Any, other: Any) -> list[str]:

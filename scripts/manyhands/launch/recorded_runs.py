@@ -92,7 +92,7 @@ def record(metrics: dict, folder: Path | None = None, name: str | None = None, c
     """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json: the path.
 
     `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU (unless `cpu`),
-    for one that does not say under which conditions it was made, and for a name that is no plain word.
+    for one that does not say under which conditions it was made, and for an invalid name.
     """
     if metrics["device"] == "cpu" and not cpu:
         raise ValueError(
@@ -103,7 +103,7 @@ def record(metrics: dict, folder: Path | None = None, name: str | None = None, c
         raise ValueError(f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again")
     name = name or default_name(metrics)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise ValueError(f"name={name!r} is no plain word; use small letters, digits, - and _, such as h200x4")
+        raise ValueError(f"invalid name {name!r} (small letters, digits, - and _, such as h200x4)")
     facts = {**metrics, **metrics["conditions"], "name": name}
     content = {field: facts[field] for field in FIELDS}
     folder = folder or RECORDED

@@ -26,7 +26,7 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
     does not end within `timeout_s`, the lines say that. Raises ValueError for another launcher.
     """
     if launcher not in LAUNCHERS:
-        raise ValueError(f"launcher={launcher!r} is none of {', '.join(LAUNCHERS)}")
+        raise ValueError(f"unknown launcher {launcher!r}; use one of {', '.join(LAUNCHERS)}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8")
