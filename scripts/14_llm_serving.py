@@ -571,7 +571,7 @@ for name, tokens in ways.items():
     found, cells = chi_square(tokens, p_V)
     verdict = "follows p" if found < limit(cells) else "does not follow p"
     if rank == 0:
-        say(f"{name:16} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
+        say(f"{name:20} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
     assert found < limit(cells) or name == "q, unjudged"
 
 # %% [markdown]

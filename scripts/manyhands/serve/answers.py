@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator
 
 from starlette.responses import StreamingResponse
 
@@ -24,12 +25,12 @@ class Answer:
             "model": model_name, "system_fingerprint": ticket.version,
         }  # fmt: skip
 
-    def whole(self, text, finish):
+    def whole(self, text: str, finish: str) -> dict:
         """The answer to a request without a stream."""
         part = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
         return {"object": self.kind, **self.head, "choices": [_choice(part, finish)], "usage": self.usage()}
 
-    async def events(self, first, include_usage):
+    async def events(self, first: tuple, include_usage: bool) -> AsyncIterator[bytes]:
         """Yield the bytes of a stream: `first` and what follows it, each (text, why it ended or None) of the ticket."""
         head = {"object": "chat.completion.chunk" if self.chat else self.kind, **self.head}
         (text, finish), role = first, {"role": "assistant"}
@@ -43,7 +44,7 @@ class Answer:
             end += event(head | {"choices": [], "usage": self.usage()})
         yield end + b"data: [DONE]\n\n"
 
-    def usage(self):
+    def usage(self) -> dict:
         """OpenAI's count of tokens; cached ones are those whose keys and values were found."""
         sequence = self.ticket.sequence
         prompt, drawn = sequence.prompt_length, len(sequence.ids) - sequence.prompt_length
@@ -60,7 +61,7 @@ def _choice(part, finish):
     return {"index": 0, **part, "logprobs": None, "finish_reason": finish}
 
 
-def event(content):
+def event(content: dict) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 

@@ -22,8 +22,10 @@ import hmac
 import logging
 import re
 import time
+from collections.abc import Mapping
 from importlib.resources import files
 from math import isfinite
+from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -33,14 +35,15 @@ from starlette.responses import JSONResponse, Response
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.serve.answers import Answer, Stream
-from manyhands.serve.schema import ChatRequest, CheckpointRequest, CompletionRequest, Refusal, read
+from manyhands.serve.schema import ChatRequest, CheckpointRequest, CompletionRequest, Limits, Refusal, read
+from manyhands.serve.service import Service
 
 log = logging.getLogger("manyhands.serve")
 NO_STORE = {"Cache-Control": "no-store"}
 PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 
 
-def make_app(service, load=None, source=None, watch_s=None):
+def make_app(service: Service, load=None, source: Path | None = None, watch_s: float | None = None) -> FastAPI:
     """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
 
     @contextlib.asynccontextmanager
@@ -63,7 +66,7 @@ def make_app(service, load=None, source=None, watch_s=None):
     return app
 
 
-async def watch(service, load, source, every_s):
+async def watch(service: Service, load, source: Path, every_s: float) -> None:
     """For ever: whatever is newer in the folder `source` is considered once."""
     seen = newest_in(source)
     while True:
@@ -140,7 +143,7 @@ def _routes_with_token(service, load):
     return router
 
 
-def authorise(headers, token):
+def authorise(headers: Mapping[str, str], token: str) -> None:
     """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
 
     The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query,
@@ -155,7 +158,9 @@ def authorise(headers, token):
         raise Refusal(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def respond(service, http_request, kind):
+async def respond(
+    service: Service, http_request: Request, kind: type[CompletionRequest] | type[ChatRequest]
+) -> Response:
     """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
     request = read(await read_body(http_request, service.limits), kind)
     refuse_model(request.model, service.name)
@@ -186,13 +191,13 @@ async def _fail_if_gone(receive, ticket):
     ticket.fail(Refusal(499, "the client has gone", "gone"))
 
 
-def refuse_model(asked, name):
+def refuse_model(asked: object, name: str) -> None:
     """Raises Refusal (404) if a request names another model; none is the one there is."""
     if asked not in (None, name):
         raise Refusal(404, f"there is no such model; the one here is {name}", "model_not_found", "model")
 
 
-async def read_body(request, limits):
+async def read_body(request: Request, limits: Limits) -> bytes:
     """The body's bytes. Raises Refusal for one that is too large (413), too slow (408), or whose client leaves (499).
 
     What is too large is read on for a while and thrown away: who is still sending would lose the answer.
@@ -258,7 +263,7 @@ class Log:
             log.info("%s %s %d %.3f s", scope["method"], route, status, time.monotonic() - began_s)
 
 
-def page_headers():
+def page_headers() -> dict[str, str]:
     """Under which a browser runs the script of our page, and no other."""
 
     def hashes(element):

@@ -9,16 +9,18 @@ With the official client: OpenAI(base_url=address + "/v1", api_key=token).
 """
 
 import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 
 class ServerSaid(RuntimeError):
     """The server refused, and why; `status` is HTTP's, None for an error in the middle of a stream."""
 
-    def __init__(self, status, sentence):
+    def __init__(self, status: int | None, sentence: str):
         super().__init__(f"{sentence} (status {status})" if status else sentence)
         self.status = status
 
@@ -26,12 +28,12 @@ class ServerSaid(RuntimeError):
 class Client:
     """Talks to one server. Never through a proxy of the environment: the server is on this machine."""
 
-    def __init__(self, address, token, timeout_s=120):
+    def __init__(self, address: str, token: str, timeout_s: float = 120):
         self.address, self.token, self.timeout_s = address.rstrip("/"), token, timeout_s
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @classmethod
-    def from_file(cls, path, timeout_s=120):
+    def from_file(cls, path: str | Path, timeout_s: float = 120) -> "Client":
         """Of the file that the server writes when it starts."""
         content = json.loads(Path(path).read_text())
         return cls(content["address"], content["token"], timeout_s)
@@ -39,7 +41,7 @@ class Client:
     def __repr__(self):
         return f"Client({self.address!r}, token=...)"
 
-    def chat(self, messages, **options):
+    def chat(self, messages: list[dict], **options) -> Iterator[str]:
         """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid."""
         body = {"messages": messages, "stream": True, **options}
         with self.open("/v1/chat/completions", body) as response:
@@ -56,18 +58,18 @@ class Client:
                     if piece := choice["delta"].get("content"):
                         yield piece
 
-    def complete(self, prompt, **options):
+    def complete(self, prompt: str, **options) -> str:
         """The text after a prompt, whole. Raises ServerSaid."""
         with self.open("/v1/completions", {"prompt": prompt, **options}) as response:
             return json.load(response)["choices"][0]["text"]
 
-    def metrics(self):
+    def metrics(self) -> dict[str, float]:
         """{name with labels: value} of the server's counters. Raises ServerSaid."""
         with self.open("/metrics") as response:
             lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
-    def show_chat(self):
+    def show_chat(self) -> None:
         """A chat in a notebook's output, for where no browser reaches the server's port."""
         import ipywidgets
         from IPython.display import display
@@ -97,7 +99,7 @@ class Client:
         field.observe(send, "value")
         display(ipywidgets.VBox([field, output]))
 
-    def open(self, path, body=None):
+    def open(self, path: str, body: dict | None = None) -> http.client.HTTPResponse:
         """The HTTP response to a GET, or to a POST of `body` as JSON. Raises ServerSaid if it is an error."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()

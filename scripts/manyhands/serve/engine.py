@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from manyhands.gpt.model import GPT
 from manyhands.serve.decoder import run
 from manyhands.serve.paged_cache import BlockPool, PagedCache
 from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
@@ -57,7 +58,9 @@ class Engine:
         self.cache, self.model, self.version = cache, model.eval(), version
         self.vocab_size = vocab_size or model.config.vocab_size
 
-    def new_sequence(self, prompt, max_tokens, sampling=None, seed=None, stop_ids=()):
+    def new_sequence(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None, stop_ids=()
+    ) -> Sequence:
         """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
         context = self.model.config.block_size
         if not prompt:
@@ -73,23 +76,23 @@ class Engine:
         numbers = uniforms(seed, max_tokens)
         return Sequence(list(prompt), max_tokens, sampling or Sampling(), numbers, frozenset(stop_ids))
 
-    def add(self, *args, **kwargs):
+    def add(self, *args, **kwargs) -> Sequence:
         """Queue a `new_sequence`, and return it."""
         sequence = self.new_sequence(*args, **kwargs)
         self.scheduler.add(sequence)
         return sequence
 
-    def cancel(self, sequence):
+    def cancel(self, sequence: Sequence) -> None:
         """Its place and blocks are free from the next step on; one that has finished stays as it is."""
         self.scheduler.remove(sequence)
 
-    def change_model(self, model, version, vocab_size=None):
+    def change_model(self, model: GPT, version: str, vocab_size: int | None = None) -> None:
         """Serve another model from the next step on. Nothing of the old one may be unfinished: see `hold_new`."""
         self._install(model, version, vocab_size)
         self.scheduler.hold_new = False
 
     @torch.inference_mode()
-    def step(self):
+    def step(self) -> list[Drawn]:
         """One step for all that run; the tokens that were drawn, as a list of Drawn."""
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
         rows, drawing = [], []
@@ -103,7 +106,7 @@ class Engine:
             self.scheduler.computed(work, drawn.get(work))
         return [Drawn(work.sequence, id, work.sequence.finish) for work, id in drawn.items()]
 
-    def idle(self):
+    def idle(self) -> bool:
         """Whether no sequence waits or runs."""
         return not self.scheduler.waiting and not self.scheduler.running
 

@@ -9,12 +9,15 @@ A lower training loss is no argument here, nor is a later step: a run may have d
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from manyhands.checkpoint.export import tokenizer_of
 from manyhands.data import shakespeare
+from manyhands.gpt.model import GPT
 from manyhands.launch.settings import shakespeare_named
+from manyhands.serve.vocabulary import Vocabulary
 
 TOKENS = 8192  # of the held-out text, in windows of the model's context
 
@@ -29,7 +32,7 @@ class Verdict:
     live_loss: float | None = None
 
 
-def held_out(words, file=None):
+def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
     """Ids of the text on which candidates are judged: of `file`, else of the last tenth of the course's corpus.
 
     Characters that the model has no token for are left out. Raises ValueError if less than 256 tokens remain.
@@ -56,7 +59,7 @@ def _corpus():
 
 
 @torch.inference_mode()
-def loss_on(model, ids):
+def loss_on(model: GPT, ids: torch.Tensor) -> float:
     """Mean cross-entropy in nats per token of `ids` [n], in windows that do not overlap."""
     ids = ids.to(next(model.parameters()).device)
     block = min(model.config.block_size, len(ids) - 1)
@@ -67,7 +70,9 @@ def loss_on(model, ids):
     return sum(losses) / count
 
 
-def judge(candidate, metadata, live, live_metadata, ids, tolerance):
+def judge(
+    candidate: GPT, metadata: dict, live: GPT, live_metadata: dict, ids: torch.Tensor, tolerance: float
+) -> Verdict:
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(metadata).content != tokenizer_of(live_metadata).content:
         return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -52,7 +53,7 @@ class Answered:
     reused: int
 
 
-def streamed(client, prompt, tokens, seed=0):
+def streamed(client: Client, prompt: str, tokens: int, seed: int = 0) -> Answered:
     """Ask for a completion on a connection of its own. Raises RuntimeError for any answer that is not whole."""
     body = {"prompt": prompt, "max_tokens": tokens, "seed": seed, "stream": True}
     began_s = time.perf_counter()
@@ -67,7 +68,7 @@ def streamed(client, prompt, tokens, seed=0):
     return Answered(usage["completion_tokens"], first_s, whole_s, usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def throughput(client, clients, tokens):
+def throughput(client: Client, clients: int, tokens: int) -> tuple[float, list[Answered]]:
     """(tokens per second, answers) of so many clients that start together."""
     prompts = [made_up(12, random.Random(i)) for i in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
@@ -85,7 +86,7 @@ def spread(values, unit, digits=0):
     return f"{statistics.median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
-def compare_clients(client, options):
+def compare_clients(client: Client, options: Options) -> None:
     """Tokens per second of one client and of many, in turn; prints both and their ratio."""
     one, many, firsts = [], [], []
     for _ in range(options.samples):
@@ -99,10 +100,12 @@ def compare_clients(client, options):
     print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
 
 
-def compare_prefixes(client, options):
+def compare_prefixes(client: Client, options: Options) -> None:
     """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
     length = options.block_size - 32
-    new, seen, source = [], [], random.Random()
+    new: list[float] = []
+    seen: list[float] = []
+    source = random.Random()
     for _ in range(options.samples):
         beginning = made_up(length, source)
         for times, least in ((new, 0), (seen, length - 16)):  # the last block is not full
@@ -154,7 +157,7 @@ def random_model(options, folder):
 
 
 @contextmanager
-def started(source, folder):
+def started(source: Path, folder: Path) -> Iterator[Path]:
     """scripts/serve.py on `source`, as a process: the file with its address."""
     from manyhands.course.folders import SCRIPTS
 
@@ -175,7 +178,7 @@ def started(source, folder):
             process.wait(60)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     options = tyro.cli(Options, prog="load_test", description=__doc__, args=argv)
     try:
         if options.address_file is not None:

@@ -42,7 +42,7 @@ class ServerMetrics:
         more = {"buckets": buckets} if buckets else {}
         return kind(f"manyhands_{name}", words, list(labels), registry=self.registry, **more)
 
-    def note_end(self, ticket, reason, seconds):
+    def note_end(self, ticket, reason: str, seconds: float) -> None:
         """A text has ended, for `reason`, so many seconds after it was asked for."""
         sequence = ticket.sequence
         self.ended.labels(reason).inc()
@@ -54,12 +54,12 @@ class ServerMetrics:
             self.first_s.observe(ticket.first_s)
         self.whole_s.observe(seconds)
 
-    def note_model(self, metadata, held_out_nats=None):
+    def note_model(self, metadata: dict, held_out_nats: float | None = None) -> None:
         """Which model serves from now on; its loss on the gate's text, if that is known yet."""
         self.live_step.set(metadata["step"])
         self.held_out_nats.set(float("nan") if held_out_nats is None else held_out_nats)
 
-    def content(self):
+    def content(self) -> bytes:
         return generate_latest(self.registry)
 
 
@@ -71,7 +71,7 @@ class Drift:
         self.seen = (0.0, 0)
         self.sum = self.weight = 0.0
 
-    def nats(self):
+    def nats(self) -> float:
         """Nats per token of recent prompts; NaN before the first one."""
         nats, tokens = self.engine.prompt_nats, self.engine.prompt_tokens
         new_nats, new = nats - self.seen[0], tokens - self.seen[1]

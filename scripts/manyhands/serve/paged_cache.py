@@ -22,13 +22,14 @@ H heads of size E.
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
 
-def chained_digests(ids, block_size, salt, known=()):
+def chained_digests(ids: list[int], block_size: int, salt: str, known=()) -> list[bytes]:
     """The digests of all full blocks of a list of ids, as bytes; `known` are those of its first blocks.
 
     Each covers the one before it, so that equal blocks after different beginnings differ.
@@ -54,19 +55,19 @@ class BlockPool:
         self.digest_of = {}  # block -> digest
         self.holders = Counter()  # block -> sequences that hold it
 
-    def blocks_for(self, positions):
+    def blocks_for(self, positions: int) -> int:
         """How many blocks hold so many positions."""
         return -(-positions // self.block_size)
 
-    def available(self):
+    def available(self) -> int:
         """Blocks that nobody holds."""
         return len(self.empty) + len(self.unused)
 
-    def held(self):
+    def held(self) -> int:
         """Blocks that somebody holds, a shared one once."""
         return self.num_blocks - self.available()
 
-    def match(self, digests):
+    def match(self, digests: list[bytes]) -> list[int]:
         """The blocks of the longest known beginning, held from now on by one more."""
         table = []
         for digest in digests:
@@ -78,7 +79,7 @@ class BlockPool:
             table.append(block)
         return table
 
-    def take(self, n):
+    def take(self, n: int) -> list[int] | None:
         """n blocks of unknown content, or None: then nothing has changed. The longest unused are forgotten first."""
         if n > self.available():
             return None
@@ -93,12 +94,12 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def seal(self, block, digest):
+    def seal(self, block: int, digest: bytes) -> None:
         """The block is full and computed. Of two with the same content the first stays the one that is found."""
         if digest not in self.found_by and block not in self.digest_of:
             self.found_by[digest], self.digest_of[block] = block, digest
 
-    def release(self, table):
+    def release(self, table: list[int]) -> None:
         """One holder fewer for each block. The last block of a beginning is forgotten before the first one."""
         for block in reversed(table):
             self.holders[block] -= 1
@@ -111,7 +112,7 @@ class BlockPool:
             else:
                 self.empty.append(block)
 
-    def forget_all(self):
+    def forget_all(self) -> None:
         """Nothing is found by its content any more: the model has changed. Who holds a block keeps it."""
         self.empty += self.unused
         self.unused.clear()
@@ -131,7 +132,7 @@ class PagedCache:
         self.block_size, self.device = block_size, torch.device(device)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
-    def attend_for(self, tables, lengths, positions_N):
+    def attend_for(self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor) -> Callable:
         """attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] of one with tables[b].
 
         Sequences of equal lengths lie side by side and look back as one batch; their tables may differ in length.
@@ -172,6 +173,6 @@ class PagedCache:
         mask_B1TS = torch.zeros(seen_BTS.shape, dtype=self.layers[0].dtype, device=self.device)
         return slots_BT.flatten(), tables_BP, mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
 
-    def num_bytes(self):
+    def num_bytes(self) -> int:
         """Bytes of all blocks, used or not: what the server takes at its start, and never more."""
         return sum(store.nbytes for store in self.layers)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.gpt.model import GPT
+
 
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights and one float scale per output."""
@@ -28,7 +30,7 @@ class Int8Linear(nn.Module):
         return F.linear(x, self.weight_OI.to(x.dtype)) * self.scale_O + (0 if self.bias is None else self.bias)
 
 
-def quantize(model):
+def quantize(model: GPT) -> GPT:
     """Replace the linear layers in the blocks of a GPT; embeddings, norms and head stay. Returns the model."""
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
@@ -37,6 +39,6 @@ def quantize(model):
     return model
 
 
-def weight_bytes(model):
+def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

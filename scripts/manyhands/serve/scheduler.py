@@ -26,7 +26,7 @@ class Sequence:
     ids: list
     max_tokens: int  # tokens to draw, at least 1
     sampling: Sampling = field(default_factory=Sampling)
-    uniforms: list = ()  # one number for each token that is drawn
+    uniforms: list = field(default_factory=list)  # one number for each token that is drawn
     stop_ids: frozenset = frozenset()  # a drawn one of these ends it
     prompt_length: int = field(init=False)
     computed: int = field(default=0, init=False)  # positions whose keys and values lie in `table`
@@ -71,11 +71,11 @@ class Scheduler:
         self.waiting, self.running = deque(), []  # running: in the order of admission
         self.hold_new = False  # no sequence starts: the model is about to change
 
-    def add(self, sequence):
+    def add(self, sequence: Sequence) -> None:
         """Queue a sequence; all blocks together must hold it (`Engine` sees to that)."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence, finish="cancelled"):
+    def remove(self, sequence: Sequence, finish: str = "cancelled") -> None:
         """Take a sequence out wherever it is; its blocks are free at once. One that has finished stays as it is."""
         if sequence.finish is not None:
             return
@@ -86,7 +86,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._give_back(sequence)
 
-    def plan(self):
+    def plan(self) -> list[Work]:
         """The Work of one step: first one position of each that is writing, then prompts. Empty: nothing to do."""
         for sequence in list(self.running):  # the oldest first: it is never the one that gives way
             if sequence in self.running:
@@ -103,7 +103,7 @@ class Scheduler:
             budget -= works[-1].stop - works[-1].start
         return works
 
-    def computed(self, work, next_id):
+    def computed(self, work: Work, next_id: int | None) -> None:
         """The positions of `work` lie in the cache; the sequence grows by next_id, and may be finished by it."""
         sequence, size = work.sequence, self.pool.block_size
         if sequence.finish is not None:
@@ -120,7 +120,7 @@ class Scheduler:
         elif len(sequence.drawn) == sequence.max_tokens:
             self.remove(sequence, "length")
 
-    def change_model(self, salt):
+    def change_model(self, salt: str) -> None:
         """From now on blocks belong to another model. No sequence of the old one may be unfinished."""
         assert not self.unfinished(), "sequences of the old model are unfinished"
         self.pool.forget_all()
@@ -128,7 +128,7 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.digests = []
 
-    def unfinished(self):
+    def unfinished(self) -> list[Sequence]:
         """Sequences that have drawn or computed something with the present model."""
         return [*self.running, *(s for s in self.waiting if s.started)]
 

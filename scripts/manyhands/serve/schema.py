@@ -8,7 +8,7 @@ take it out there and declare it in `Request`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
@@ -44,12 +44,14 @@ class Limits:
 class Refusal(HTTPException):
     """An answer that is no text: HTTP's status, a sentence, and OpenAI's words for its kind."""
 
-    def __init__(self, status, sentence, code, param=None, headers=None):
+    def __init__(
+        self, status: int, sentence: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
+    ):
         super().__init__(status, sentence, headers)
         self.code, self.param = code, param
 
     @property
-    def content(self):
+    def content(self) -> dict:
         """The body, as OpenAI's clients expect an error."""
         kind = "invalid_request_error" if self.status_code < 429 else "server_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status_code, kind)
@@ -71,6 +73,9 @@ class Strict(BaseModel):
             for name, value in body.items()
             if not (value is None or name in HARMLESS or value in NEUTRAL.get(name, ()))
         }
+
+
+Kind = TypeVar("Kind", bound=Strict)
 
 
 class StreamOptions(Strict):
@@ -108,7 +113,7 @@ class CompletionRequest(Request):
     def one_in_a_list(cls, prompt):
         return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
-    def encode(self, words):
+    def encode(self, words) -> tuple:
         """(ids, ids that end the text, strings that end it). Raises ValueError for a character without a token."""
         return words.encode(self.prompt), words.markers, ()
 
@@ -139,7 +144,7 @@ class ChatRequest(Request):
     source: ClassVar[str] = "messages"
     messages: list[Message] = Field(min_length=1, max_length=256)
 
-    def encode(self, words):
+    def encode(self, words) -> tuple:
         """(ids, ids that end the reply, strings that end it). Raises ValueError for what the template refuses."""
         ids, stop_ids = words.encode_chat([message.model_dump() for message in self.messages])
         return ids, stop_ids, words.chat_stops()
@@ -158,7 +163,7 @@ class CheckpointRequest(Strict):
         return str(step)
 
 
-def read(body, kind):
+def read(body: bytes, kind: type[Kind]) -> Kind:
     """An object of `kind`, one of the models above, out of bytes of JSON. Raises Refusal (400) for its first fault."""
     try:
         return kind.model_validate_json(body)

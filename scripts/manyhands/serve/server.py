@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,7 @@ VARIABLE = "MANYHANDS_SERVE_TOKEN"
 LEAST = 16  # characters of a token
 
 
-def make_token(environ):
+def make_token(environ: Mapping[str, str]) -> str:
     """The token of this server: the variable's, else a new one. Raises ValueError for one that others can try out.
 
     There is no flag for it: every user of a machine sees the flags of every process.
@@ -38,7 +39,7 @@ def make_token(environ):
     return token
 
 
-def listen(host, port=None):
+def listen(host: str, port: int | None = None) -> socket.socket:
     """A bound socket. port=None: PORT, or any free one where that is taken. Raises ValueError if it cannot be had."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,14 +58,14 @@ def listen(host, port=None):
     return bound
 
 
-def address_of(bound):
+def address_of(bound: socket.socket) -> str:
     """http://host:port of a bound socket, as a client on this machine reaches it."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
 
 
-def write_address(folder, address, token):
+def write_address(folder: str | Path, address: str, token: str) -> Path:
     """`folder`/serving-PORT.json with mode 0600: where the server is, and its token. Returns the path."""
     path = Path(folder) / f"serving-{address.rpartition(':')[2]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def write_address(folder, address, token):
     return path
 
 
-def server_of(app, connections=1024, drain_s=30):
+def server_of(app, connections: int = 1024, drain_s: int = 30) -> uvicorn.Server:
     """uvicorn's Server for `app`, not yet running. Its own lines about requests, which hold their queries, are off."""
     config = uvicorn.Config(
         app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
@@ -85,7 +86,7 @@ def server_of(app, connections=1024, drain_s=30):
     return uvicorn.Server(config)
 
 
-def run(app, bound, connections=1024, drain_s=30):
+def run(app, bound: socket.socket, connections: int = 1024, drain_s: int = 30) -> None:
     """Serve on the socket until a signal, with a line on stderr per event. A second one: KeyboardInterrupt."""
     server, handler = server_of(app, connections, drain_s), logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from manyhands.serve import gate
 from manyhands.serve.engine import Engine
 from manyhands.serve.metrics import ServerMetrics
 from manyhands.serve.sampler import Sampling
-from manyhands.serve.schema import Limits, Refusal
+from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 from manyhands.serve.worker import Ticket, Worker
 
@@ -61,11 +62,11 @@ class Service:
         self.judging = asyncio.Lock()
 
     @property
-    def context(self):
+    def context(self) -> int:
         """Positions of prompt and answer together."""
         return self.live.model.config.block_size
 
-    async def start(self):
+    async def start(self) -> None:
         self.worker = Worker(self.engine, asyncio.get_running_loop(), self.limits)
         self.metrics = ServerMetrics(self.worker)
         self.metrics.note_model(self.live.metadata)
@@ -78,12 +79,12 @@ class Service:
         if live is self.live:
             self.metrics.note_model(live.metadata, nats)
 
-    async def stop(self):
+    async def stop(self) -> None:
         """End the engine's thread. Requests that are still open get no more tokens."""
         self.worker.stop()
         await asyncio.to_thread(self.worker.join, 30)
 
-    def submit(self, request):
+    def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
         """A Ticket for a `schema.Request`. Raises Refusal: 400 for what the model cannot read or hold, 429, 503."""
         code = "invalid_value"
         try:
@@ -102,7 +103,7 @@ class Service:
         self.open.add(ticket)
         return ticket
 
-    def close(self, ticket, reason):
+    def close(self, ticket: Ticket, reason: str) -> None:
         """The request is over, for whatever reason: its place is free."""
         if ticket in self.open:
             self.open.remove(ticket)
@@ -110,7 +111,7 @@ class Service:
             self.worker.cancel(ticket)
             self.metrics.note_end(ticket, reason, time.monotonic() - ticket.submitted_s)
 
-    async def consider(self, load):
+    async def consider(self, load: Callable[[], tuple]) -> gate.Verdict:
         """The Verdict on the (model, metadata) that `load()` returns; if it has passed, it serves now.
 
         Requests that were being written are finished by the old model first, and none is dropped. Raises Refusal (409)
@@ -136,7 +137,7 @@ class Service:
         return gate.judge(*models, self.held_out_ids, self.tolerance), candidate
 
 
-def weights_digest(model):
+def weights_digest(model: torch.nn.Module) -> str:
     """Eight hexadecimal digits that differ between different weights."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():

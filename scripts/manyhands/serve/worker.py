@@ -31,8 +31,9 @@ class Ticket:
         self.submitted_s, self.first_s = time.monotonic(), None
         self.ids, self.finish, self.error = [], None, None
         self.news = asyncio.Event()
+        self.timer: asyncio.TimerHandle  # fails it when its time is over; `Service.submit` sets it
 
-    async def more(self):
+    async def more(self) -> tuple[str, str | None]:
         """(text that can be shown now, why it ended or None). Raises the Refusal that `fail` was given."""
         await self.news.wait()
         self.news.clear()
@@ -46,7 +47,7 @@ class Ticket:
             shown += self.text.end()
         return shown, self.finish
 
-    def fail(self, error):
+    def fail(self, error: Refusal) -> None:
         """Whoever waits for more gets this instead."""
         self.error = error
         self.news.set()
@@ -63,7 +64,7 @@ class Worker(threading.Thread):
         self.next_model = None  # (arguments of engine.change_model, future)
         self.stopping = self.failed = False
 
-    def submit(self, ticket):
+    def submit(self, ticket: Ticket) -> None:
         """Queue a Ticket. Raises Refusal if there is no room, or no engine any more."""
         if self.failed:
             raise Refusal(503, "the engine has failed; the server must be started again", "engine_failed")
@@ -74,26 +75,26 @@ class Worker(threading.Thread):
         self.tickets[ticket.sequence] = ticket
         self.commands.put(lambda: self.engine.scheduler.add(ticket.sequence))
 
-    def cancel(self, ticket):
+    def cancel(self, ticket: Ticket) -> None:
         """The engine drops it before its next step, unless it is over."""
         if self.tickets.pop(ticket.sequence, None) is not None:
             self.commands.put(lambda: self.engine.cancel(ticket.sequence))
 
-    def change_model(self, *model):
+    def change_model(self, *model) -> asyncio.Future:
         """Awaitable: done when `engine.change_model(*model)` has happened. Raises what that raises.
 
         What has begun is finished with the old model first; what waits gets the new one.
         """
-        changed = Future()
+        changed: Future[None] = Future()
         self.commands.put(lambda: self._hold_for(model, changed))
         return asyncio.wrap_future(changed, loop=self.loop)
 
-    def stop(self):
+    def stop(self) -> None:
         """End the thread after the present step."""
         self.stopping = True
         self.commands.put(lambda: None)
 
-    def run(self):
+    def run(self) -> None:
         failures = 0
         while not self.stopping:
             try:
