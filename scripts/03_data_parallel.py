@@ -338,7 +338,7 @@ say(f"my loss is {loss.item():.4f}, my gradient has length {length:.4f}")
 # ### Build B: average the gradients
 #
 # Write `average_gradients(model)`, to be called after `loss.backward()`: afterwards each `p.grad` is its mean over the ranks,
-# and no weight has changed. The check counts what you hand over: each gradient once. (In 16 bits a sum over many ranks can
+# and no weight has changed. The check counts what you communicate: each gradient once. (In 16 bits a sum over many ranks can
 # overflow. Where do you divide?)
 
 
@@ -367,7 +367,7 @@ checks.mean_gradient(average_gradients, ranks, solution=True)
 # %% [markdown]
 # **Predict.** One layer of this GPT has two LayerNorms and four linear maps, one of them without bias: 11 tensors. Around
 # its four layers there are two embeddings, a last LayerNorm and the head. How many all-reduces is that per step, and how many
-# megabytes does a rank hand over, at 4 bytes for each of the 816,705 parameters?
+# megabytes does a rank communicate, at 4 bytes for each of the 816,705 parameters?
 #
 # <details><summary>Answer</summary>
 #
@@ -382,9 +382,9 @@ with wire.watch() as seen:
     average_gradients(model)
 apart = spread(p.grad for p in model.parameters())
 if rank == 0:
-    handed_over = seen.payload_bytes()
-    say(f"{seen.count('all_reduce')} all-reduces of {handed_over / 1e6:.2f} MB together")
-    say(f"predicted {gradient_bytes / 1e6:.2f} MB, ratio {handed_over / gradient_bytes:.3f}")
+    communicated = seen.payload_bytes()
+    say(f"{seen.count('all_reduce')} all-reduces of {communicated / 1e6:.2f} MB together")
+    say(f"predicted {gradient_bytes / 1e6:.2f} MB, ratio {communicated / gradient_bytes:.3f}")
     say(f"the gradients are {apart} apart")
 
 # %% [markdown]
@@ -792,11 +792,11 @@ metrics.close(float64_losses_close=losses)
 # And the bytes. Two instruments that know nothing of each other: *calls* are what is handed to `torch.distributed`, DDP's own
 # buckets included; *transport* is what the operating system says really left this process (Linux only).
 #
-# **Predict.** 816,705 gradients of 4 bytes. What does a rank of four hand over per step, and what does it send on a ring?
+# **Predict.** 816,705 gradients of 4 bytes. What does a rank of four communicate per step, and what does it send on a ring?
 #
 # <details><summary>Answer</summary>
 #
-# 3.27 MB handed over, 2·3/4 = 1.5 times that, 4.90 MB, sent. With n ranks it is 2(n-1)/n: 3.27 MB for two, never above
+# 3.27 MB communicated, 2·3/4 = 1.5 times that, 4.90 MB, sent. With n ranks it is 2(n-1)/n: 3.27 MB for two, never above
 # 6.53 MB.
 #
 # </details>
@@ -814,7 +814,7 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
     sent = "unknown here" if seen.transport_bytes is None else f"{seen.transport_bytes / 1e6:.2f} MB"
     if rank == 0:
         say(f"{name}: {seen.count('all_reduce')} all-reduces")
-        say(f"  {payload / 1e6:.2f} MB handed over, predicted {gradient_bytes / 1e6:.2f} MB")
+        say(f"  {payload / 1e6:.2f} MB communicated, predicted {gradient_bytes / 1e6:.2f} MB")
         say(f"  {sent} sent, predicted {on_ring / 1e6:.2f} MB")
     metrics.exact(**{f"{name}_bytes": payload})
 
@@ -931,7 +931,7 @@ with wire.watch() as seen:
     model.finish()
 apart = spread(p.grad for p in model.parameters())
 if rank == 0:
-    say(f"3 passes handed over {seen.payload_bytes() / gradient_bytes:.2f} times the gradient's bytes")
+    say(f"3 passes communicated {seen.payload_bytes() / gradient_bytes:.2f} times the gradient's bytes")
     say(f"the gradients are {apart} apart")
 
 # %% [markdown]

@@ -485,7 +485,7 @@ checks.token_mean(token_mean, ranks, solution=True)
 from manyhands.measure import wire
 
 yours, naive, single = DDP(new_model(torch.float64)), DDP(new_model(torch.float64)), new_model(torch.float64)
-with wire.watch() as seen:  # counts what this rank hands over
+with wire.watch() as seen:  # counts what this rank communicates
     token_mean(loss_sum(yours, x_bT, y_bT), y_bT).backward()
 (loss_sum(naive, x_bT, y_bT) / (y_bT != -100).sum()).backward()
 (loss_sum(single, x_BT, y_BT) / (y_BT != -100).sum()).backward()
@@ -498,7 +498,7 @@ off = ((naive_P - single_P).norm() / single_P.norm()).item()
 if rank == 0:
     say("your loss: the gradient of one process, to 1e-10")
     say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
-    say(f"handed over: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
+    say(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
 metrics.exact(weighted_gradient=fingerprint([yours_P]))
 metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)

@@ -22,7 +22,7 @@
 # - say which numbers are sharded, when they are whole, and what that costs in messages;
 # - build the three stages of ZeRO: optimizer, gradients, parameters;
 # - use `fully_shard`, and prove that it computes what one process computes, clipping included;
-# - predict the bytes that a rank holds and hands over, for any way to wrap a model;
+# - predict the bytes that a rank holds and communicates, for any way to wrap a model;
 # - find one rank's number that somebody took for the global one.
 #
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), where every rank holds the whole model
@@ -260,7 +260,7 @@ if rank == 0:
 # Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
 #
 # And the messages? As in the paper, count a reduce-scatter or an all-gather of P numbers as a volume of P. An
-# all-reduce is one of each, so DDP hands over 2 P. Stages 1 and 2 do the same two halves, with the update in between.
+# all-reduce is one of each, so DDP communicates 2 P. Stages 1 and 2 do the same two halves, with the update in between.
 # Stage 3 gathers the weights for forward, throws them away, and gathers them again for backward: 3 P.
 #
 # ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an all-gather of
@@ -322,7 +322,7 @@ class Unit:
 # After backward a unit's parameters hold the gradients of this rank's rows. Write `reduce_scatter(unit)`. It leaves
 # in `unit.share_p.grad`, where an optimizer looks, the *average* over the ranks of this rank's piece. No other
 # gradient stays: each `p.grad` becomes None. `dist.reduce_scatter(out, pieces)` adds up piece r of all ranks and
-# puts the sum into `out` of rank r. The check counts what you hand over: one P.
+# puts the sum into `out` of rank r. The check counts what you communicate: one P.
 
 
 # %%
@@ -384,7 +384,7 @@ class ShardedOptimizer:
 
 # %% [markdown]
 # **Predict.** ShakespeareGPT's weights take 3.27 MB in fp32. How many MB of Adam's moments does a rank of four hold
-# now? What does a step hand over, in P?
+# now? What does a step communicate, in P?
 #
 # <details><summary>Answer</summary>
 #
@@ -393,7 +393,7 @@ class ShardedOptimizer:
 #
 # </details>
 #
-# `wire.watch()` lists this rank's collectives and what it *hands over* to each. `tensor_bytes` adds up the tensors
+# `wire.watch()` lists this rank's collectives and what it *communicates* in each. `tensor_bytes` adds up the tensors
 # that it holds.
 
 # %%
@@ -426,7 +426,7 @@ with wire.watch() as seen:
 moments_bytes = tensor_bytes(model, optimizer).optimizer
 if rank == 0:
     say(f"Adam's moments: {moments_bytes / 1e6:.2f} MB, predicted {8 * P / world_size / 1e6:.2f}")
-    say(f"a step hands over {in_P(seen)}")
+    say(f"a step communicates {in_P(seen)}")
 
 # %% [markdown]
 # That is ZeRO-1. Until the step all gradients are there. **ZeRO-2** hands them in *during* backward: cut the model
@@ -919,7 +919,7 @@ metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 # %% [markdown]
 # ### What gloo sends for a reduce-scatter (MORE, 2 min)
 #
-# Two numbers are easily mixed up: what is *handed over*, and what the operating system says was *sent* (on Linux). A
+# Two numbers are easily mixed up: what is *communicated*, and what the operating system says was *sent* (on Linux). A
 # ring sends (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce.
 # **Predict**: does gloo?
 
@@ -938,7 +938,7 @@ for name, call in calls.items() if device.type == "cpu" else ():  # this is abou
     if rank == 0 and seen.transport_bytes is not None:
         sent = seen.transport_bytes / row.nbytes
         ring = (2 if name == "all_reduce" else 1) * (world_size - 1) / world_size
-        say(f"{name:14} sent {sent:.2f} of what was handed over; a ring: {ring:.2f}")
+        say(f"{name:14} sent {sent:.2f} of what was communicated; a ring: {ring:.2f}")
 
 # %% [markdown]
 # ### Micro-batches, and a gather that need not be (MORE, 3 min)
@@ -947,7 +947,7 @@ for name, call in calls.items() if device.type == "cpu" else ():  # this is abou
 # each rank and reduces once. And the last block is freed after its forward, only to be gathered again at once:
 # `set_reshard_after_forward(False)` on that block keeps it.
 #
-# **Predict.** m = 2, by block. About how many P does a step hand over with and without the sync? What does keeping the
+# **Predict.** m = 2, by block. About how many P does a step communicate with and without the sync? What does keeping the
 # last block save, and what does it cost?
 #
 # <details><summary>Answer</summary>
@@ -1052,7 +1052,7 @@ if rank == 0:
 # ## Experiment: bytes against formulas (CORE, 4 min)
 #
 # Everything so far was a claim about bytes, so measure them all: for each strategy and wrapping, what a rank holds
-# when backward is done, and what it hands over in a step. `model_from_flags` builds the model as `scripts/train.py`
+# when backward is done, and what it communicates in a step. `model_from_flags` builds the model as `scripts/train.py`
 # does, and knows two formulas that see the configuration only.
 
 
@@ -1082,7 +1082,7 @@ def measure(flags):
 
 
 # %% [markdown]
-# **Predict**, for 4 ranks. How many bytes per parameter does DDP hold? ZeRO-1? FSDP? How many P does each hand over?
+# **Predict**, for 4 ranks. How many bytes per parameter does DDP hold? ZeRO-1? FSDP? How many P does each communicate?
 # (`grad_op` keeps what forward has gathered until backward has used it.)
 #
 # <details><summary>Answer</summary>
@@ -1107,7 +1107,7 @@ runs = {
 }
 table = {name: measure(flags) for name, flags in runs.items()}
 metrics.exact(held={name: vars(row[0]) for name, row in table.items()})
-metrics.exact(handed_over={name: row[1].payload_bytes() for name, row in table.items()})
+metrics.exact(communicated={name: row[1].payload_bytes() for name, row in table.items()})
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1128,7 +1128,7 @@ for name, (held, seen, held_formula, sent_formula) in table.items():
 worst = max(off, key=lambda ratio: abs(ratio - 1))
 if rank == 0:
     figure = held_and_sent(rows, P, f"rank 0 of {world_size}, after backward")
-    show(figure, "bytes", "bars of bytes held and of volume handed over, by strategy, on their formulas")
+    show(figure, "bytes", "bars of bytes held and of volume communicated, by strategy, on their formulas")
     say(f"the ratio of measured to formula that is furthest from 1: {worst:.4f}")
 assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 
@@ -1468,13 +1468,13 @@ except OptionError as error:
 # `sizes` are the numbers of parameters of each unit, the root last; n ranks, fp32, AdamW, everything sharded
 # (ZeRO-3). Write `predict(sizes, n)` that returns four numbers for one rank: the bytes it holds at rest (weights,
 # gradients, moments); the bytes of the rows that are whole at the same time, at most; how many all-gathers a step
-# makes; and the bytes handed over in a step, all collectives together. Every size is a multiple of n.
+# makes; and the bytes communicated in a step, all collectives together. Every size is a multiple of n.
 
 
 # %%
 # %%ranks
 def predict(sizes, n):
-    """(bytes at rest, bytes whole at once, number of all-gathers, bytes handed over in a step) of one rank."""
+    """(bytes at rest, bytes whole at once, number of all-gathers, bytes communicated in a step) of one rank."""
     raise NotImplementedError  # your turn
 
 
@@ -1489,8 +1489,8 @@ def predict(sizes, n):
     held = 16 * sum(sizes) // n  # 4 of weight, 4 of gradient, 8 of moments
     whole = 4 * (root + max(inner, default=0))  # the root stays while the others take turns
     gathers = 2 * len(inner) + 1
-    handed_over = 4 * (2 * sum(inner) + root) + 4 * sum(sizes)
-    return held, whole, gathers, handed_over
+    communicated = 4 * (2 * sum(inner) + root) + 4 * sum(sizes)
+    return held, whole, gathers, communicated
 
 
 checks.predict(predict, ranks, solution=True)
@@ -1509,11 +1509,11 @@ from manyhands.parallel.fsdp import parameters_by_unit
 from manyhands.train.from_flags import model_from_flags
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
-held_bytes, whole_bytes, gathers, handed_over = predict(unit_sizes(config, wrapping), world_size)
+held_bytes, whole_bytes, gathers, communicated = predict(unit_sizes(config, wrapping), world_size)
 if rank == 0:
     say(f"{wrapping}: held {held.total / held_bytes:.3f} of the prediction, which knows no padding")
     say(f"{seen.count('all_gather')} all-gathers, predicted {gathers}")
-    say(f"{seen.payload_bytes():,} bytes handed over, predicted {handed_over:,}")
+    say(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:,}")
 
 # %% [markdown]
 # (A world of one sends nothing; the library knows.)
@@ -1726,7 +1726,7 @@ if rank == 0:
 # ## Recap
 #
 # 1. Moments, gradients, weights: each number needs one owner. Only weights are needed by all, and only while their layer computes.
-# 2. With one micro-batch per step, stages 1 and 2 hand over 2 P, like DDP. Stage 3 hands over up to 3 P and shrinks everything with n.
+# 2. With one micro-batch per step, stages 1 and 2 communicate 2 P, like DDP. Stage 3 communicates up to 3 P and shrinks everything with n.
 # 3. All-gather, forward, free; all-gather, backward, reduce-scatter, free; update the own share. Per unit, in backward.
 # 4. Wrapping decides what is whole at once, and how many calls that takes. The root is gathered once.
 # 5. A norm of a share is not the norm. Prove equality with one process, in float64, clipping included.

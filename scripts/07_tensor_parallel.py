@@ -368,11 +368,11 @@ class Row(nn.Module):
 
 # %% [markdown]
 # **Predict.** Lesson 03's network of 6 inputs, 4 hidden and 2 outputs has 38 parameters. How many does each of two
-# ranks hold? And what does a step hand over, for one row of inputs: two numbers forward, and how many backward?
+# ranks hold? And what does a step communicate, for one row of inputs: two numbers forward, and how many backward?
 #
 # <details><summary>Answer</summary>
 #
-# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. On four ranks it is 11. Backward hands over the
+# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. On four ranks it is 11. Backward communicates the
 # gradient of the inputs: 6 numbers. The 4 hidden units appear nowhere.
 #
 # </details>
@@ -979,7 +979,7 @@ for name, model, found in (("ours", ours, loss), ("loss_parallel", library, loss
     if rank == 0:
         say(f"{name} and one process: loss and all gradients equal to 1e-10")
 rows = len(ours.tokens.weight)
-say(f"{rows} of {V} tokens; the loss handed over {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
+say(f"{rows} of {V} tokens; the loss communicated {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
 
 # %% [markdown]
 # ## Exercises (MORE, 12 min)

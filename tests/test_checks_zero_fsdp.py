@@ -428,7 +428,7 @@ def as_fraction(norm):
 # ---- exercise 1: answers predict ----
 
 
-def _predict(held=None, whole=None, gathers=None, handed_over=None):
+def _predict(held=None, whole=None, gathers=None, communicated=None):
     def answer(sizes, n):
         *inner, root = sizes
         total, largest = sum(sizes), max(inner, default=0)
@@ -438,7 +438,7 @@ def _predict(held=None, whole=None, gathers=None, handed_over=None):
             2 * len(inner) + 1,
             4 * (2 * sum(inner) + root) + 4 * total,
         )
-        given = (held, whole, gathers, handed_over)
+        given = (held, whole, gathers, communicated)
         return tuple(w if f is None else f(sizes, n) for f, w in zip(given, right, strict=True))
 
     return answer
@@ -457,29 +457,29 @@ PREDICTIONS = {
     ),
     "root_twice": (_predict(gathers=lambda s, n: 2 * len(s)), "the root is not gathered twice"),
     "never_gathered_again": (_predict(gathers=lambda s, n: len(s)), "backward has to gather it again"),
-    "ideal_volume": (_predict(handed_over=lambda s, n: 12 * sum(s)), "the root is not gathered twice"),
-    "two_volumes": (_predict(handed_over=lambda s, n: 8 * sum(s)), "for forward and again for backward"),
+    "ideal_volume": (_predict(communicated=lambda s, n: 12 * sum(s)), "the root is not gathered twice"),
+    "two_volumes": (_predict(communicated=lambda s, n: 8 * sum(s)), "for forward and again for backward"),
     "no_reduce_scatter": (
-        _predict(handed_over=lambda s, n: 4 * (2 * sum(s) - s[-1])),
+        _predict(communicated=lambda s, n: 4 * (2 * sum(s) - s[-1])),
         "the reduce-scatters of the gradients belong to it",
     ),
     "three_numbers": (lambda sizes, n: (1, 2, 3), "return four numbers"),
     "as_text": (_predict(held=lambda s, n: "3 MB"), "the bytes held at rest should be a number, not the str '3 MB'"),
     "as_digits": (_predict(gathers=lambda s, n: str(2 * len(s) - 1)), "not the str '5'; return a number"),
     "as_lists": (_predict(held=lambda s, n: [16 * sum(s) // n]), "not the list [2304]; return a number"),
-    "one_is_none": (_predict(handed_over=lambda s, n: None), "the bytes handed over should be a number, not None"),
+    "one_is_none": (_predict(communicated=lambda s, n: None), "the bytes communicated should be a number, not None"),
     "nan": (_predict(whole=lambda s, n: float("nan")), "the bytes whole at once should be 1,600, not nan"),
     "all_nan": (lambda sizes, n: (math.nan,) * 4, "the bytes held at rest should be 2,304, not nan"),
     "infinite": (_predict(held=lambda s, n: math.inf), "should be 2,304, not inf"),
-    "nothing_at_all": (lambda sizes, n: None, "return four numbers: held, whole, gathers, handed over; what came back is None"),
+    "nothing_at_all": (lambda sizes, n: None, "return four numbers: held, whole, gathers, communicated; what came back is None"),
     "four_letters": (lambda sizes, n: "held", "what came back is the str 'held'"),
     "a_dict": (lambda sizes, n: {"held": 1, "whole": 2, "gathers": 3, "sent": 4}, "what came back is the dict"),
 }  # fmt: skip
 
 
 def every_kind_of_number(sizes, n):
-    held, whole, gathers, handed_over = _predict()(sizes, n)
-    return np.int64(held), torch.tensor(whole), Fraction(gathers), Decimal(handed_over)
+    held, whole, gathers, communicated = _predict()(sizes, n)
+    return np.int64(held), torch.tensor(whole), Fraction(gathers), Decimal(communicated)
 
 
 def an_array_of_numbers(sizes, n):
@@ -668,7 +668,7 @@ def hybrid_with(shard=None, copies=None, share=None):
 
 
 HYBRIDS = {
-    "share_nan": (hybrid_with(share=lambda _: math.nan), "hands over 1/4 of the gradient between nodes, not nan"),
+    "share_nan": (hybrid_with(share=lambda _: math.nan), "communicates 1/4 of the gradient between nodes, not nan"),
     "share_as_text": (hybrid_with(share=lambda _: "1/4"), "share between nodes should be a number, not the str '1/4'"),
     "no_share": (hybrid_with(share=lambda _: None), "share between nodes should be a number, not None"),
     "share_in_a_list": (hybrid_with(share=lambda right: [right]), "should be a number, not the list [0.25]"),
@@ -718,12 +718,12 @@ REJECTED = {
         divides_twice: "it was divided by 3 twice",
         keeps_its_own: "the piece of this rank's own gradients",
         keeps_all_gradients: "the parameters still hold 152 bytes of gradients, where the share is 72",
-        all_reduces_and_cuts: "you handed over 2.00 P by all_reduce (an all_reduce counts twice)",
+        all_reduces_and_cuts: "you communicated 2.00 P by all_reduce (an all_reduce counts twice)",
         all_reduces_and_keeps_a_view: "but a view of 216 bytes, all of which stay",
         pieces_backwards: "rank 0's share_p.grad is the average of piece 2, not of piece 0",
         updates_at_once: "the weights were changed",
         nowhere_to_be_found: "unit.share_p.grad is still None",
-        a_call_for_each_parameter: "you handed over 1.41 P by all_reduce",
+        a_call_for_each_parameter: "you communicated 1.41 P by all_reduce",
         sums_in_float32: "right to float32's accuracy only",
     },
     "gather_when_needed": HOOKS,
@@ -741,7 +741,7 @@ REJECTED = {
         right_norm_own_factor: "times as long as they should be",
         divides_by_zero: "became nan: the norm is 0 there",
         gathers_all_gradients: "one all-reduce of one number is enough",
-        a_call_for_each_share: "32 bytes were handed over in 4 calls",
+        a_call_for_each_share: "32 bytes were communicated in 4 calls",
         gives_zeros_to_none: "leave None alone",
         returns_nothing: "return the norm from before clipping",
         goes_home_without_a_gradient: "where this rank has no gradient at all, it made no call, and the other 2 wait for it",
@@ -773,7 +773,7 @@ REJECTED = {
         everybody_shards: "shard within a node",
         neighbours_are_copies: "ranks that hold the same share, one of each node, are copies",
         whole_gradient_between: "each rank has only its share to send",
-        cut_by_nodes: "hands over 1/4 of the gradient between nodes, not 0.5",
+        cut_by_nodes: "communicates 1/4 of the gradient between nodes, not 0.5",
         a_rank_is_missing: "every rank is in exactly one of them",
         only_groups: "return three things",
         flat_lists: "no lists of lists of ranks",

@@ -1,4 +1,4 @@
-"""The bars of what ranks hold and hand over: as long as the numbers, hatched by kind, the formula beside each."""
+"""The bars of what ranks hold and communicate: as long as the numbers, hatched by kind, the formula beside each."""
 
 from types import SimpleNamespace
 

@@ -68,7 +68,7 @@ ON_ONE = [SMALL, f"{SMALL} --parallel.all-reduce buckets", f"{SMALL} --parallel.
 
 
 @pytest.mark.parametrize("world_size, all_flags", [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
-def test_ranks_hand_over_what_the_formula_says_to_the_call_and_the_byte(pool, world_size, all_flags):
+def test_ranks_communicate_what_the_formula_says_to_the_call_and_the_byte(pool, world_size, all_flags):
     measured = pool.run(world_size, measure, all_flags)
     for i, flags in enumerate(all_flags):
         expected = per_step(*read(flags, world_size))

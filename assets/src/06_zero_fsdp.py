@@ -81,7 +81,7 @@ def stages():
 
 
 def volume():
-    figure, axes = card(92, 34, "what a step hands over, in P")
+    figure, axes = card(92, 34, "what a step communicates, in P")
     rows = (
         ("DDP", (("forward", 0), ("backward", 0), ("all-reduce: gradients", 2), ("update", 0)), "2 P"),
         ("ZeRO-1, 2", (("forward", 0), ("backward", 0), ("reduce-scatter", 1), ("update", 0), ("all-gather", 1)), "2 P"),

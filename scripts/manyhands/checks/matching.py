@@ -129,7 +129,7 @@ class Matching(TorchDispatchMode):
         if root is not None:
             _must_exist(root, ranks, f"rank {ranks[me]} calls {name} with the root")
         by_answer = self._by_answer()
-        mine = {"call": name, "root": root, "by answer": by_answer} | _handed_over(name, given, group)
+        mine = {"call": name, "root": root, "by answer": by_answer} | _communicated(name, given, group)
         self._store.set(f"{key}/{number}/{me}", json.dumps(mine))
         keys = {r: f"{key}/{number}/{i}" for i, r in enumerate(ranks)}
         if missing := self._wait_for(keys):
@@ -171,7 +171,7 @@ def _must_exist(peer, ranks, what):
         )
 
 
-def _handed_over(name, given, group):
+def _communicated(name, given, group):
     """{"bytes", "dtype"}: what all ranks must have alike; or of an all-to-all {"to": [...], "from": [...]}, bytes by rank."""
     if name.startswith("all_to_all"):
         sources = given.get("input_tensors", given.get("input"))

@@ -802,7 +802,7 @@ def _bits(p):
 
 
 class _Exchange:
-    """The `gather` of an answer: what each rank hands over comes back to all, in rank order; its bytes are counted."""
+    """The `gather` of an answer: what each rank communicates comes back to all, in rank order; its bytes are counted."""
 
     def __init__(self, n):
         self._n, self._bytes, self._calls = n, 0, 0
@@ -818,7 +818,7 @@ class _Exchange:
         enough = num_tensors * PRINT_BYTES
         if self._bytes > enough:
             raise Wrong(
-                f"right, but this rank handed over {self._bytes:,} bytes for {num_tensors} tensors: weights travelled; "
+                f"right, but this rank communicated {self._bytes:,} bytes for {num_tensors} tensors: weights travelled; "
                 f"fingerprints fit into {enough:,}"
             )
 

@@ -1,4 +1,5 @@
-"""Checks of lesson 06: shares, ZeRO's movements, the global norm, predicted bytes, a model that is never whole, two levels.
+"""Checks of lesson 06: shares, ZeRO's movements, the global norm, predicted bytes, a model that is never whole, two
+levels.
 
 The right answers are known without communicating: gradients are drawn from seeds that say the rank, so that each rank
 knows all of them, and the full models of build C and exercise 2 are small enough for a reference. Everything is in the
@@ -48,7 +49,8 @@ def reduce_scatter(answer, ranks):
 
 @exercise("C", "gather and free at the right moments")
 def gather_when_needed(answer, ranks):
-    """`answer(unit, modules, stays)` hooks a freed unit to its modules; a step gathers little, and gives one process's gradients."""
+    """`answer(unit, modules, stays)` hooks a freed unit to its modules; a step gathers little, and gives one process's
+    gradients."""
     n, rank = ranks.world_size, ranks.rank
     net = Net()
     parts = _freed_units(net, n, rank)
@@ -87,7 +89,7 @@ def clip_by_global_norm(answer, ranks):
 
 @exercise(1, "the bytes of a wrapping")
 def predict(answer, ranks=None):
-    """`answer(sizes, n)` is (held, whole, gathers, handed over) of fp32, AdamW, ZeRO-3, the root last."""
+    """`answer(sizes, n)` is (held, whole, gathers, communicated) of fp32, AdamW, ZeRO-3, the root last."""
     cases = [
         ([320, 320, 80], 5),
         ([197_888] * 4 + [25_216], 4),
@@ -95,9 +97,9 @@ def predict(answer, ranks=None):
         ([24, 240, 48, 12], 12),
         ([96], 4),  # the root alone
     ]
-    names = ("bytes held at rest", "bytes whole at once", "number of all-gathers", "bytes handed over")
+    names = ("bytes held at rest", "bytes whole at once", "number of all-gathers", "bytes communicated")
     for sizes, n in cases:
-        given = _parts(answer(list(sizes), n), 4, "four numbers: held, whole, gathers, handed over")
+        given = _parts(answer(list(sizes), n), 4, "four numbers: held, whole, gathers, communicated")
         right = _bytes_of(sizes, n)
         for name, mine, wanted in zip(names, given, right, strict=True):
             mine = _number(mine, f"the {name}")
@@ -108,7 +110,8 @@ def predict(answer, ranks=None):
 
 @exercise(2, "never build the whole model", timeout_s=20.0)
 def sharded_from_meta(answer, ranks):
-    """`answer(make, mesh)` returns a sharded model with the full model's numbers, of which it never held more than a bit."""
+    """`answer(make, mesh)` returns a sharded model with the full model's numbers, of which it never held more than a
+    bit."""
     n, rank = ranks.world_size, ranks.rank
     full = _stack()
     torch.manual_seed(7)
@@ -162,8 +165,8 @@ def hybrid(answer, ranks=None):
         if not abs(share - 1 / per_node) <= 1e-9:
             why = {1.0: "the reduce-scatter in the node comes first, so each rank has only its share to send"}
             raise Wrong(
-                f"{case}: a rank hands over 1/{per_node} of the gradient between nodes, not {share:.4g}: "
-                + why.get(share, "what it hands over is its share, and the shares of a node are the whole")
+                f"{case}: a rank communicates 1/{per_node} of the gradient between nodes, not {share:.4g}: "
+                + why.get(share, "what it communicates is its share, and the shares of a node are the whole")
             )
 
 
@@ -315,7 +318,7 @@ def _judge_reduced(unit, before, seen, n, rank):
     if n > 1 and (volume > unit.whole_P.nbytes or len(seen.calls) > 1):
         calls = ", ".join(sorted({call.op for call in seen.calls}))
         raise Wrong(
-            f"share_p.grad is right, but you handed over {volume / unit.whole_P.nbytes:.2f} P by {calls} (an all_reduce "
+            f"share_p.grad is right, but you communicated {volume / unit.whole_P.nbytes:.2f} P by {calls} (an all_reduce "
             "counts twice); one reduce_scatter of the row is enough, 1 P"
         )
 
@@ -617,7 +620,7 @@ def _judge_cost(seen, n):
     sent, calls = seen.payload_bytes(), [call.op for call in seen.calls]
     if sent > 8 or len(calls) > 1:
         raise Wrong(
-            f"norm and gradients are right, but {sent} bytes were handed over in {len(calls)} call{'s' if len(calls) > 1 else ''} "
+            f"norm and gradients are right, but {sent} bytes were communicated in {len(calls)} call{'s' if len(calls) > 1 else ''} "
             f"({', '.join(sorted(set(calls)))}); one all-reduce of one number is enough: the sum of squares"
         )
 
@@ -661,7 +664,7 @@ def _hint(name, mine, sizes, n):
             2 * len(sizes): "the root is not gathered twice: it stays from forward to backward",
             len(sizes): "a unit was freed after forward, so backward has to gather it again",
         },
-        "bytes handed over": {
+        "bytes communicated": {
             12 * total: "the root is not gathered twice: it stays from forward to backward",
             8 * total: "units are gathered for forward and again for backward",
             4 * (2 * sum(inner) + root): "the reduce-scatters of the gradients belong to it",

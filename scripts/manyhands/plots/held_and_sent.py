@@ -1,4 +1,4 @@
-"""Bars of what a rank holds and of what it hands over in a step, by strategy, on what the formulas say."""
+"""Bars of what a rank holds and of what it communicates in a step, by strategy, on what the formulas say."""
 
 from manyhands.plots.looks import BYTES, GREY, INK, PREDICTED
 
