@@ -24,7 +24,7 @@ from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
 from manyhands.predict import scaling
 from manyhands.predict.flops import flops_per_token
-from manyhands.train import isoflop
+from manyhands.tools import isoflop
 from tokenizers import Tokenizer, models, trainers
 
 LESSON = "12_llm_pretraining"

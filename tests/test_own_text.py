@@ -189,7 +189,7 @@ def train(ranks, data, folder, killed_after=None):
     """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left), killed at a step."""
     from manyhands.config.layout import resolve_layout
     from manyhands.launch.metrics import fingerprint
-    from manyhands.train.chosen_text import corpus_of
+    from manyhands.train.preconditions import corpus_of
     from manyhands.train.resume import resume
     from manyhands.train.run import Run
 
@@ -348,7 +348,7 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     ],
 )
 def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
-    from manyhands.train.chosen_text import corpus_of
+    from manyhands.train.preconditions import corpus_of
 
     with pytest.raises(OptionError, match=sentence):
         corpus_of(read_options(flags))

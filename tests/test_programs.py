@@ -14,8 +14,8 @@ PROGRAMS = [
     for name in ("train", "sample", "serve", "plan", "launch", "doctor", "preflight", "bench", "prepare_data")
 ]
 MODULES = [
-    "checkpoint.export", "config.options", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
-    "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves", "train.isoflop",
+    "checkpoint.export", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
+    "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves", "tools.isoflop",
 ]  # fmt: skip
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
 STARTS |= {"align.py": ["scripts/align.py", "sft"]} | {name: ["-m", f"manyhands.{name}"] for name in MODULES}

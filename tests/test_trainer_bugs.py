@@ -224,7 +224,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(pool, tmp_path, fl
 
 def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
     """seed * (rank + 1) * (local_rank + 1) gave ranks 2 and 8 of two nodes of 6 the same numbers."""
-    from manyhands.train.random_state import seed_dropout
+    from manyhands.train.resume import seed_dropout
 
     @dataclasses.dataclass
     class Who:
@@ -246,6 +246,19 @@ def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
     ):
         many = [seed for first in range(3) for seed in seeds(layout, first)]
         assert len(set(many)) == len(many)
+
+
+def test_a_text_without_a_newline_is_sampled_from_its_first_token():
+    from manyhands.data.corpus import Corpus
+    from manyhands.train.preconditions import prompt_ids, refuse_text
+
+    text = Corpus.from_text("short", "to be or not " * 100)
+    assert text.decode(prompt_ids(read_options([]), text)) == "t"
+    asked = ["--log.prompt", "x"]
+    with pytest.raises(OptionError, match="log.prompt='x'"):
+        refuse_text(read_options(asked), model_config(read_options(asked), 65), text)
+    asked += ["--log.sample", "0"]
+    refuse_text(read_options(asked), model_config(read_options(asked), 65), text)
 
 
 def test_every_rank_reads_its_own_share_and_the_next_step_another():

@@ -190,7 +190,7 @@ def test_a_folder_of_broken_checkpoints_is_refused_rather_than_begun_again(pool,
 
 def test_a_run_that_goes_on_under_another_layout_does_not_repeat_its_first_masks():
     from manyhands.config.layout import Layout
-    from manyhands.train.random_state import seed_dropout
+    from manyhands.train.resume import seed_dropout
 
     class Rank0:
         rank = 0

@@ -24,9 +24,8 @@ from manyhands.launch.agreement import Agreement
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.parallel.parallelize import parallelize
-from manyhands.train.finite import Diverged
-from manyhands.train.refusals import refuse_size
-from manyhands.train.run import Run, carry_out
+from manyhands.train.preconditions import refuse_size
+from manyhands.train.run import Diverged, Run, carry_out
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample

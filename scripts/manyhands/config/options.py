@@ -10,7 +10,6 @@ refused by `layout`.
 
 import dataclasses
 import math
-import sys
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -357,17 +356,3 @@ def to_dict(options: Any) -> dict[str, Any]:
     content = dataclasses.asdict(options)
     content["config"] = str(options.config) if options.config else None
     return content
-
-
-def main() -> None:
-    """What a command line means: python -m manyhands.config.options --preset gpt2."""
-    try:
-        print(to_dict(read_options(sys.argv[1:], prog="manyhands.config.options")))
-    except OptionError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("options", main)

@@ -23,7 +23,7 @@ from manyhands.launch.screen import write
 from manyhands.launch.settings import shakespeare_named
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.predict.memory import AT_REST, bytes_per_rank, checkpoint_bytes
-from manyhands.train.chosen_text import corpus_of
+from manyhands.train.preconditions import corpus_of
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
@@ -50,7 +50,7 @@ def describe(options, world_size, per_node=None):
 
     `per_node` of them stand on a node; none: as the nodes here have it, or as is usual.
     """
-    from manyhands.train.refusals import refuse_text  # late: it brings the whole trainer
+    from manyhands.train.preconditions import refuse_text  # late: it brings the whole trainer
 
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
         corpus = _corpus_at_hand(options)

@@ -1,10 +1,12 @@
-"""What a checkpoint says of the run that saved it, and how a run goes on from one, on its own layout or another."""
+"""What a checkpoint keeps of a run beside its tensors, and how a run goes on from one, on its own layout or another."""
 
 import dataclasses
 
+import numpy as np
+import torch
+
 from manyhands.checkpoint.manifest import CheckpointError, read_metadata
 from manyhands.config.options import to_dict
-from manyhands.train.random_state import random_state, seed_dropout, set_random_state
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
@@ -87,3 +89,34 @@ def _changed(before, now):
         for name, value in now[group].items()
         if name not in WAITS and before.get(group, {}).get(name, value) != value
     ]
+
+
+# --- random numbers: a seed per rank that none shares by accident, and states that a checkpoint keeps
+
+
+def seed_dropout(seed, layout, ranks, step=0):
+    """Seed this rank's masks, for a run that begins at `step`.
+
+    Ranks with other data or another stage draw other dropout masks; tensor ranks draw the same, on the same activations.
+
+    The numbers are mixed, not multiplied: products of ranks collide, so that `seed * (rank + 1) * (local_rank + 1)` gives
+    ranks 2 and 8 of two nodes with eight each the same masks.
+    """
+    place = layout.coordinates(ranks.rank)
+    key = (layout.data_rank(ranks.rank), place["pipeline"], step)
+    torch.manual_seed(int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1))
+
+
+def random_state(device):
+    """The states of torch's generators on this rank: {"cpu": uint8 tensor, "device": another, on a GPU}."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_state(states, device):
+    """Go on drawing where `random_state` was taken."""
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"], device)

@@ -1,43 +1,109 @@
 """A training run, whatever the strategy: `scripts/train.py` calls `train(options)`.
 
-`Run.loop` is the whole training and `Run.train_step` one step of it. What differs between strategies is in `parallel`, what
-people see in `report`, what survives in `resume` and `checkpoints`. Step k means: after k optimizer steps. Batch k is drawn
-from (seed, k) alone, so the position in the data is the step.
+`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What differs between
+strategies is in `parallel`, what people see in `report`, what survives in `resume` and `checkpoints`. Step k means: after k
+optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data is the step.
 """
 
 import math
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from manyhands.checkpoint.checkpoints import Checkpoints
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import OptionError, model_config
+from manyhands.config.options import OptionError, model_config, to_dict
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.sampling import generate
 from manyhands.launch.join import end, join, leave, refuse
+from manyhands.launch.metrics import Metrics
 from manyhands.launch.program import DIVERGED, INTERRUPTED, say_status
-from manyhands.launch.run_folder import point_latest_to
+from manyhands.launch.run_folder import point_latest_to, run_folder
+from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
-from manyhands.train.chosen_text import corpus_of
-from manyhands.train.finite import Diverged, refuse_broken_weights, refuse_nan
+from manyhands.train.preconditions import corpus_of, prompt_ids, refuse_size, refuse_text
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.profiling import Profile
-from manyhands.train.random_state import random_state, seed_dropout
-from manyhands.train.refusals import refuse_size, refuse_text
 from manyhands.train.report import Report
-from manyhands.train.results import agreed_folder, write_metrics
-from manyhands.train.resume import metadata_of, resume
+from manyhands.train.resume import metadata_of, random_state, resume, seed_dropout
 from manyhands.train.stalls import StallWatch
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
 VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
 
 
+class Diverged(RuntimeError):
+    """The loss, the gradients or the weights of `run` are no numbers any more: `what`, and the cure."""
+
+    def __init__(self, run, what):
+        super().__init__(
+            f"{what} at step {run.step}: lower optimizer.lr={run.options.optimizer.lr:g}, or go on from the last"
+            " checkpoint with another seed"
+        )
+
+
 class Run:
     """Model, optimizer, checkpoints and report of one run."""
+
+    def __init__(self, options, config, layout, corpus, ranks):
+        self.options, self.config, self.layout = options, config, layout
+        self.corpus, self.ranks = corpus, ranks
+        self.folder = _agreed_folder(ranks)
+        self.train_ids = corpus.train_ids.to(ranks.device)
+        self.val_ids = corpus.val_ids.to(ranks.device)
+        self.parallel = self.spread()
+        self.optimizer = build_optimizer(self.parallel, options)
+        self.scale = LossScale() if options.train.precision == "fp16" else None
+        self.step, self.val_losses = 0, {}
+        self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
+        self.turns, self.preemption = 0, None  # how often ranks could have agreed on a signal, and who hears them
+        seed_dropout(options.train.seed, layout, ranks)
+        wanted = options.checkpoint
+        self.checkpoint_folder = Path(wanted.folder) if wanted.folder else self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(
+            self.checkpoint_folder, ranks, keep=wanted.keep, asynchronous=wanted.asynchronous
+        )
+        self.saved = None  # the last step that was saved
+        self.report = Report(ranks, options, layout, config, corpus, self.folder)
+        self.report.mean_loss = self.parallel.mean_loss
+
+    def spread(self):
+        """The model over the ranks: a `Strategy`. All ranks call it."""
+        return parallelize(self.config, self.layout, self.options, self.ranks)
+
+    def go(self):
+        """Train to the end, or until a signal says so. Returns the exit status."""
+        options, report = self.options, self.report
+        if self.ranks.rank == 0:
+            point_latest_to(self.folder)  # not before: a run that was refused is nobody's latest
+        clear_requeue(self.checkpoint_folder, self.ranks)
+        report.start(self.config.num_params())
+        left = options.train.steps - self.step
+        try:
+            with (
+                PreemptionHandler(self.ranks) as self.preemption,
+                StallWatch(self.ranks, options.train.stall_s) as watch,
+                Profile(self.ranks, options, self.folder, report.note, left) as profile,
+            ):
+                self.parallel.moved = watch.moved
+                stop = self.loop(watch, profile)
+        except BaseException as error:
+            report.close(f"ended at step {self.step} by {type(error).__name__}")
+            raise
+        if stop and stop != BY_HAND:
+            write_requeue(self.checkpoint_folder, stop, self.step, self.ranks)
+        saved = self.saved == self.step
+        report.close(
+            "done" if not stop
+            else f"stopped by {stop} and saved at step {self.step}" if saved
+            else f"stopped by {stop} at step {self.step}, and not saved: name a --checkpoint.folder to go on from"
+        )  # fmt: skip
+        _write_metrics(self)
+        self.checkpoints.close()
+        return 0 if saved else INTERRUPTED
 
     def loop(self, watch, profile):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
@@ -53,7 +119,7 @@ class Run:
             norm = self.train_step()
             profile.step()
             if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
-                refuse_nan(self, norm)  # the numbers are read now anyway: a GPU is waited for once
+                self.abort_on_nan(norm)  # the numbers are read now anyway: a GPU is waited for once
             if self.due(every.eval_every):
                 watch.at(self.step, "evaluation")
                 stop = self.evaluate()
@@ -62,7 +128,7 @@ class Run:
                 self.save()  # each rank writes its own shards; no weight is gathered
             stop = stop or self.agreed()
         if self.step > first:
-            refuse_nan(self, norm)
+            self.abort_on_nan(norm)
         watch.at(self.step, "evaluation")
         if stop is None and self.step not in self.val_losses:
             stop = self.evaluate()
@@ -127,9 +193,9 @@ class Run:
 
     def sample(self):
         """Show what the model writes. All ranks call it: each draws the same tokens."""
-        log, prompt = self.options.log, self.corpus.encode(self.options.log.prompt)
         drawn = torch.Generator().manual_seed(self.options.train.seed)
-        ids = generate(self.parallel, prompt.to(self.ranks.device)[None], log.sample, 1.0, drawn)
+        prompt = prompt_ids(self.options, self.corpus).to(self.ranks.device)[None]
+        ids = generate(self.parallel, prompt, self.options.log.sample, 1.0, drawn)
         # a vocabulary may be wider than the corpus's alphabet
         known = [i for i in ids[0].tolist() if i < len(self.corpus.vocab)]
         self.report.sample(self.step, self.corpus.decode(known))
@@ -150,36 +216,7 @@ class Run:
         self.turns += 1
         return self.preemption and self.preemption.agreed(self.turns)
 
-    # --- before the first step, and after the last
-
-    def __init__(self, options, config, layout, corpus, ranks):
-        self.options, self.config, self.layout = options, config, layout
-        self.corpus, self.ranks = corpus, ranks
-        self.folder = agreed_folder(ranks)
-        self.train_ids = corpus.train_ids.to(ranks.device)
-        self.val_ids = corpus.val_ids.to(ranks.device)
-        self.parallel = self.spread()
-        self.optimizer = build_optimizer(self.parallel, options)
-        self.scale = LossScale() if options.train.precision == "fp16" else None
-        self.step, self.val_losses = 0, {}
-        self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
-        self.turns, self.preemption = (
-            0,
-            None,
-        )  # how often ranks could have agreed on a signal, and who hears them
-        seed_dropout(options.train.seed, layout, ranks)
-        wanted = options.checkpoint
-        self.checkpoint_folder = Path(wanted.folder) if wanted.folder else self.folder / "checkpoints"
-        self.checkpoints = Checkpoints(
-            self.checkpoint_folder, ranks, keep=wanted.keep, asynchronous=wanted.asynchronous
-        )
-        self.saved = None  # the last step that was saved
-        self.report = Report(ranks, options, layout, config, corpus, self.folder)
-        self.report.mean_loss = self.parallel.mean_loss
-
-    def spread(self):
-        """The model over the ranks: a `Strategy`. All ranks call it."""
-        return parallelize(self.config, self.layout, self.options, self.ranks)
+    # --- what survives it
 
     def metadata(self):
         """What stands beside the tensors of a checkpoint."""
@@ -194,43 +231,32 @@ class Run:
         if self.saved == self.step:
             return
         tensors = self.tensors()
-        refuse_broken_weights(self, tensors)
+        self.abort_on_broken_weights(tensors)
         metadata = self.metadata()
         self.checkpoints.save(
             self.step, tensors, metadata, random_state(self.ranks.device), val_loss=metadata["val_loss"]
         )
         self.saved = self.step
 
-    def go(self):
-        """Train to the end, or until a signal says so. Returns the exit status."""
-        options, report = self.options, self.report
-        if self.ranks.rank == 0:
-            point_latest_to(self.folder)  # not before: a run that was refused is nobody's latest
-        clear_requeue(self.checkpoint_folder, self.ranks)
-        report.start(self.config.num_params())
-        left = options.train.steps - self.step
-        try:
-            with (
-                PreemptionHandler(self.ranks) as self.preemption,
-                StallWatch(self.ranks, options.train.stall_s) as watch,
-                Profile(self.ranks, options, self.folder, report.note, left) as profile,
-            ):
-                self.parallel.moved = watch.moved
-                stop = self.loop(watch, profile)
-        except BaseException as error:
-            report.close(f"ended at step {self.step} by {type(error).__name__}")
-            raise
-        if stop and stop != BY_HAND:
-            write_requeue(self.checkpoint_folder, stop, self.step, self.ranks)
-        saved = self.saved == self.step
-        report.close(
-            "done" if not stop
-            else f"stopped by {stop} and saved at step {self.step}" if saved
-            else f"stopped by {stop} at step {self.step}, and not saved: name a --checkpoint.folder to go on from"
-        )  # fmt: skip
-        write_metrics(self)
-        self.checkpoints.close()
-        return 0 if saved else INTERRUPTED
+    # --- abort on NaN or Inf before saving
+
+    def abort_on_nan(self, norm):
+        """Raises Diverged where the global gradient norm, a 0-dim tensor, is no number: on all ranks, which have the same."""
+        if self.scale is None and not math.isfinite(norm.item()):  # fp16 leaves such steps out, and goes on
+            raise Diverged(self, f"the gradient norm is {norm.item()}")
+
+    def abort_on_broken_weights(self, tensors):
+        """What the last step made of finite gradients. Raises Diverged on all ranks, which all call it."""
+        # the largest number of each: the norm needs no room of its own, and hands a NaN on
+        largest = [
+            torch.linalg.vector_norm(part, math.inf)
+            for part in (local_part(value) for name, value in tensors.items() if name.startswith("model."))
+            if part.numel()
+        ]
+        broken = torch.tensor(int(bool(largest) and not torch.stack(largest).isfinite().all()))
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX)  # a shard is one rank's alone: one tells all
+        if broken:
+            raise Diverged(self, "a weight is no finite number")
 
     def close(self):
         """Before a run that was refused ends."""
@@ -272,3 +298,36 @@ def carry_out(run, prog, look=lambda run: None):
     if status and run.ranks.rank == 0:
         say_status(status)
     return status
+
+
+def _agreed_folder(ranks):
+    """Rank 0's run folder, on all ranks. Raises OptionError on all where it cannot be made."""
+    found = [None, None]
+    if ranks.rank == 0:
+        try:
+            found[0] = str(run_folder(ranks, latest=False))
+        except (OSError, ValueError) as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1]:
+        raise OptionError(found[1])
+    return Path(found[0])
+
+
+def _write_metrics(run):
+    """metrics.json of a run that has ended; where there is no room for it, a sentence."""
+    metrics = Metrics(run.ranks, run.corpus, {"options": _without_places(to_dict(run.options))})
+    losses = {str(step): loss for step, loss in run.val_losses.items()}
+    metrics.exact(val_losses=losses)
+    metrics.close(val_losses=losses)
+    try:
+        metrics.write()
+    except OSError as error:
+        # the training is over and saved: it has not failed, and starting it again would not help
+        run.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
+
+
+def _without_places(options):
+    """Options without the names of folders: two runs of one configuration are compared."""
+    without = {group: {**options[group], "folder": None} for group in ("data", "checkpoint")}
+    return {**options, "config": None, **without}

@@ -1,7 +1,7 @@
 """A grid of small GPTs that cost the same: for each budget of FLOPs several sizes, each trained once on the corpus.
 
-    python -m manyhands.train.isoflop                       # all points into assets/recorded/12_isoflop.json: minutes
-    python -m manyhands.train.isoflop --budget 6e10 --to outputs/mine.json
+    python -m manyhands.tools.isoflop                       # all points into assets/recorded/12_isoflop.json: minutes
+    python -m manyhands.tools.isoflop --budget 6e10 --to outputs/mine.json
     row = train_point(Point(6e10, 24), corpus, ranks)         # one point, by all ranks: lesson 12 does it live
 
 A point that the file holds already is not run again, so a grid that was stopped goes on. One budget's sizes differ in width
@@ -167,7 +167,7 @@ def is_there(content, point):
 
 def run_grid(points, path, corpus, ranks):
     """Run the points that the file at `path` lacks, and write it after each. Returns its content."""
-    made = conditions(ranks) | {"command": "python -m manyhands.train.isoflop"}  # whatever part of it this is
+    made = conditions(ranks) | {"command": "python -m manyhands.tools.isoflop"}  # whatever part of it this is
     content = {"conditions": made, "corpus": corpus.metadata(), "recipe": recipe(), "points": []}
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ def recipe():
 def main(argv=None):
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m manyhands.train.isoflop", description="Train a grid of small GPTs for lesson 12."
+        prog="python -m manyhands.tools.isoflop", description="Train a grid of small GPTs for lesson 12."
     )
     parser.add_argument("--to", type=Path, default=PATH, metavar="FILE", help=f"default: {PATH.name}")
     parser.add_argument(
