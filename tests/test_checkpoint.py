@@ -1,9 +1,10 @@
 """Checkpoints on real ranks: any number reads what any number wrote, and nothing damaged is ever read."""
 
 import errno
+import functools
+import hashlib
 import json
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -12,13 +13,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from manyhands.checkpoint import checkpoints as checkpoint_module
 from manyhands.checkpoint import manifest, step_folders, tensor_files
 from manyhands.checkpoint.checkpoints import Checkpoints
+from manyhands.checkpoint.export import load_model
 from manyhands.checkpoint.manifest import CheckpointError
 from rank_pool import run_on_ranks
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -172,7 +176,7 @@ def test_a_save_in_the_background_holds_what_a_save_in_the_foreground_does(tmp_p
         manifest.verify(path)
         tensors[way] = tensor_files.whole_tensors(path)
         about = manifest.read_manifest(path)
-        assert (about["metadata"], about["val_loss"], about["step"]) == ({"a": 1}, 2.0, 3)
+        assert (about.metadata, about.val_loss, about.step) == ({"a": 1}, 2.0, 3)
     assert tensors["now"].keys() == tensors["later"].keys() == {*SHAPES, "rank.0.rng", "rank.1.rng"}
     assert all(torch.equal(tensors["now"][name], tensors["later"][name]) for name in tensors["now"])
     assert all(torch.equal(tensors["now"][name], whole(name)) for name in SHAPES)
@@ -236,19 +240,19 @@ def two_steps(tmp_path_factory):
 
 
 def _flip_a_byte(path):
-    file = path / "__1_0.distcp"
+    file = path / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def _cut(path):
-    file = path / "__0_0.distcp"
+    file = path / "shard-00001-model-00001-of-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def _lose_a_file(path):
-    (path / "__1_0.distcp").unlink()
+    (path / "shard-00002-model-00001-of-00001.safetensors").unlink()
 
 
 def _lose_the_manifest(path):
@@ -265,24 +269,18 @@ def _cut_the_manifest(path):
     file.write_bytes(file.read_bytes()[:100])
 
 
-def _flip_a_byte_of_metadata(path):
-    file = path / ".metadata"
-    file.write_bytes(file.read_bytes()[:-9] + b"X" + file.read_bytes()[-8:])
-
-
 def _rename_a_step(path):
     shutil.rmtree(path)
     shutil.copytree(path.parent / "step-00000010", path)
 
 
 DAMAGES = {
-    _flip_a_byte: "__1_0.distcp has changed since it was written (other sha256)",
-    _cut: r"__0_0.distcp has \d+ bytes, but was written with \d+: it is cut or changed",
-    _lose_a_file: "__1_0.distcp is missing",
+    _flip_a_byte: "shard-00002-model-00001-of-00001.safetensors has changed since it was written (other sha256)",
+    _cut: r"shard-00001-model-00001-of-00001.safetensors has \d+ bytes, but was written with \d+: it is cut or changed",
+    _lose_a_file: "shard-00002-model-00001-of-00001.safetensors is missing",
     _lose_the_manifest: "manifest.json is missing; .*step-00000020 is no complete checkpoint",
     _edit_the_manifest: "manifest.json is damaged or of another program",
     _cut_the_manifest: "manifest.json is damaged or of another program",
-    _flip_a_byte_of_metadata: ".metadata has changed since it was written (other sha256)",
     _rename_a_step: "manifest.json is of step 10, but its folder says step 20",
 }
 
@@ -321,39 +319,130 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previou
             manifest.verify(tmp_path / damage.__name__ / "step-00000020")
 
 
-class _Command:
-    """What a doctored pickle looks like: unpickling it runs a command."""
-
-    def __init__(self, proof):
-        self.proof = proof
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.proof}",)
-
-
-def _doctor(path, change):
-    """Rewrite .metadata, and the manifest so that every sha256 fits, as one who can write the folder would."""
-    metadata = tensor_files.read_tensor_index(path)
-    change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    about = manifest.read_manifest(path)
-    files = about["files"] | {".metadata": manifest.describe_file(path / ".metadata")}
-    manifest.write_manifest(path, about["step"], about["val_loss"], about["metadata"], files)
+def _forge(path, change):
+    """Rewrite a manifest so that its sha256 fits, as one who can write the folder would. `change(content)` in place."""
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    content.pop("sha256", None)
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(content))
 
 
-def test_metadata_that_would_run_a_command_does_not_run_it(two_steps, tmp_path):
-    proof, path = tmp_path / "proof", tmp_path / "step-00000010"
+def _set(value, *names):
+    def change(content):
+        for name in names[:-1]:
+            content = content[name]
+        content[names[-1]] = value
+
+    return change
+
+
+NESTED = functools.reduce(lambda inner, _: {"x": inner}, range(900), {})
+FORGED = [  # a change of the manifest, and what is said of it
+    (_set(-1, "step"), "step: "),
+    (_set(True, "step"), "step: "),
+    (_set(19.0, "step"), "step: "),
+    (_set("3", "val_loss"), "val_loss: "),
+    (_set([], "metadata"), "metadata: "),
+    (_set("now", "format"), "format: "),
+    (_set({}, "files", "../elsewhere.safetensors"), "files.../elsewhere"),
+    (_set({"bytes": 1, "sha256": "0" * 64}, "files", "model.pkl"), "files.model.pkl"),
+    (_set(None, "files"), "files: "),
+    (_set(-1, "metadata", "step"), "step: "),
+    (_set(1.5, "metadata", "step"), "step: "),
+    (_set(10**30, "metadata", "step"), "metadata.step is 1000"),
+    (_set(21, "metadata", "step"), "metadata.step is 21, and step is 20"),
+    (_set("two", "metadata", "world_size"), "world_size: "),
+    (_set(0, "metadata", "world_size"), "world_size: "),
+    (_set([1], "metadata", "tokens"), "tokens: "),
+    (_set("nano", "metadata", "config"), "config: "),
+    (_set({"n_layer": [2]}, "metadata", "config"), "config.n_layer"),
+    (_set("Shakespeare", "metadata", "corpus"), "corpus: "),
+    (_set({"alphabet": [1, 2]}, "metadata", "corpus"), "corpus.alphabet.0: "),
+    (_set({"sha256": 5}, "metadata", "corpus"), "corpus.sha256: "),
+    (_set(3, "metadata", "options"), "options: "),
+    (_set({"train": [1]}, "metadata", "options"), "options.train"),
+    (_set({"scale": 0, "good_steps": 1}, "metadata", "loss_scale"), "loss_scale.scale: "),
+    (_set({"rank": 0, "alpha": 1}, "metadata", "lora"), "lora.rank: "),
+    (_set(NESTED, "metadata", "more"), "recursion"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), FORGED)
+def test_a_forged_manifest_is_refused_by_its_first_fault(change, said, two_steps, tmp_path):
+    """Its hashes fit: the schema is what speaks, to `resume`, `load_model` and whoever else reads it."""
+    path = tmp_path / "step-00000020"
     shutil.copytree(two_steps / path.name, path)
-    _doctor(path, lambda metadata: setattr(metadata, "planner_data", _Command(proof)))
-    pickle.loads((path / ".metadata").read_bytes())
-    assert proof.exists(), "with plain pickle, as DCP reads it, it does"
-    proof.unlink()
+    _forge(path, change)
+    with pytest.raises(CheckpointError) as refused:
+        manifest.read_manifest(path)
+    sentence = str(refused.value)
+    assert "manifest.json is damaged or of another program" in sentence and said in sentence and "\n" not in sentence
+    with pytest.raises(CheckpointError):
+        load_model(path)
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"step": 20, "step": 21}'])
+def test_what_is_no_manifest_is_refused(text, two_steps, tmp_path):
+    path = tmp_path / "step-00000020"
+    shutil.copytree(two_steps / path.name, path)
+    (path / "manifest.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match="manifest.json is damaged or of another program"):
+        manifest.verify(path)
+
+
+def test_a_pipe_in_the_place_of_a_manifest_or_of_weights_is_not_waited_for(two_steps, tmp_path):
+    for name in ("manifest.json", "shard-00001-model-00001-of-00001.safetensors"):
+        path = tmp_path / name / "step-00000020"
+        shutil.copytree(two_steps / path.name, path)
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        with pytest.raises(CheckpointError, match=name):
+            manifest.verify(path)
+
+
+def _rewrite(path, change, file="shard-00001-model-00001-of-00001.safetensors"):
+    """Write a file of tensors anew, with another header, and the manifest so that its hash fits."""
+    with safe_open(path / file, "pt") as opened:
+        tensors, about = {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata())  # noqa: SIM118
+    pieces = json.loads(about["DCP_SHARDING_INFO"])
+    change(tensors, pieces)
+    save_file(tensors, path / file, about | {"DCP_SHARDING_INFO": json.dumps(pieces)})
+    _forge(path, _set(manifest.describe_file(path / file).model_dump(), "files", file))
+
+
+def _lose_a_piece(tensors, pieces):
+    del tensors["model.tokens.weight"]
+
+
+def _move_a_piece(tensors, pieces):
+    pieces["model.tokens.weight"]["saved_offsets"] = [10**6, 0]
+
+
+def _same_piece_twice(tensors, pieces):  # as long as the other one, and in its place
+    pieces["model.tokens.weight"]["saved_offsets"] = [33, 0]
+
+
+def _say_nothing_of_a_piece(tensors, pieces):
+    del pieces["model.tokens.weight"]
+
+
+@pytest.mark.parametrize("change", [_lose_a_piece, _move_a_piece, _same_piece_twice, _say_nothing_of_a_piece])
+def test_pieces_that_are_not_the_whole_tensor_are_refused_before_a_number_is_read(change, two_steps, tmp_path):
+    """Else the tensor would silently keep what it held before."""
+    path = tmp_path / "step-00000020"
+    shutil.copytree(two_steps / path.name, path)
+    _rewrite(path, change)
     manifest.verify(path)  # every hash fits
-    told = "is refused, for it does not only describe tensors: it calls posix.system"
+    told = (
+        "does not only hold tensors"
+        if change is _say_nothing_of_a_piece
+        else "does not hold all of model.tokens.weight"
+    )
     with pytest.raises(CheckpointError, match=told):
         tensor_files.whole_tensors(path)
-    (newest,) = run_on_ranks(1, _load_doctored, tmp_path)
-    assert told in newest and not proof.exists()
+    (refused,) = run_on_ranks(1, _load_doctored, tmp_path)
+    assert told in refused
 
 
 def _load_doctored(ranks, folder):
@@ -361,26 +450,18 @@ def _load_doctored(ranks, folder):
     return error_of(lambda: checkpoints.load(checkpoints.newest(), held(ranks, "plain", blank)))
 
 
-def _make_one_a_pickle(metadata):  # DCP would load it by a full unpickling
-    metadata.state_dict_metadata["model.norm.bias"] = BytesStorageMetadata()
-
-
-def _make_one_text(metadata):
-    metadata.state_dict_metadata["model.norm.bias"] = "text"
-
-
-def _point_outside(metadata):
-    next(iter(metadata.storage_data.values())).relative_path = "../elsewhere.distcp"
-
-
-@pytest.mark.parametrize("change", [_make_one_a_pickle, _make_one_text, _point_outside])
-def test_metadata_that_points_to_what_is_no_tensor_of_the_checkpoint_is_refused(change, two_steps, tmp_path):
-    path = tmp_path / "step-00000010"
+def test_no_file_of_a_checkpoint_is_a_pickle_and_one_that_is_put_beside_them_is_not_read(two_steps, tmp_path):
+    path = tmp_path / "step-00000020"
     shutil.copytree(two_steps / path.name, path)
-    _doctor(path, change)
-    told = "points to what is no tensor" if change is not _make_one_a_pickle else "calls .*BytesStorageMetadata"
-    with pytest.raises(CheckpointError, match=rf"\.metadata is refused, for it .*{told}"):
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "proof").encode() + b"'\ntR.")
+    shutil.copy(
+        path / "shard-00001-model-00001-of-00001.safetensors", path / "shard-00009-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="shard-00009-model-00001-of-00001.safetensors is not in the manifest"):
         tensor_files.whole_tensors(path)
+    (path / "shard-00009-model-00001-of-00001.safetensors").unlink()
+    assert tensor_files.whole_tensors(path).keys() >= SHAPES.keys() and not (tmp_path / "proof").exists()
 
 
 def _misfits(ranks, folder):
@@ -462,7 +543,7 @@ def _twice(ranks, folder):
 def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
     assert run_on_ranks(2, _twice, tmp_path) == [True, True]
     assert names_in(tmp_path) == ["step-00000005"]
-    assert manifest.read_manifest(tmp_path / "step-00000005")["val_loss"] == 2.0
+    assert manifest.read_manifest(tmp_path / "step-00000005").val_loss == 2.0
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
@@ -474,7 +555,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, t
     shutil.copytree(two_steps, folder)
     partial = step_folders.make_partial(folder, 20, set())
     shutil.copytree(folder / "step-00000020", partial, dirs_exist_ok=True)
-    files = manifest.read_manifest(partial)["files"]
+    files = manifest.read_manifest(partial).files
     (partial / "manifest.json").unlink()
     left = [renames]
     rename = Path.rename
@@ -495,7 +576,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, t
     newest = manifest.steps_in(folder)[0]
     manifest.verify(newest)
     assert manifest.step_of(newest) == 20
-    assert manifest.read_metadata(newest).get("new", False) == (renames == 2)
+    assert manifest.read_manifest(newest).metadata.get("new", False) == (renames == 2)
     step_folders.make_partial(folder, 20, set())  # the next save tidies up
     assert names_in(folder) == ["step-00000010", "step-00000020", "step-00000020.partial"]
 
@@ -526,11 +607,11 @@ def _one_rank_fails(ranks, folder):
     checkpoints, sentences = Checkpoints(folder, ranks), []
     tensors = held(ranks, "plain", whole)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
     for module, name in (
-        (torch, "save"),  # while DCP writes
+        (safetensors.torch, "save"),  # while DCP writes
         (checkpoint_module, "describe_file"),  # while it is hashed
         (step_folders, "write_manifest"),  # at the very end, on rank 0 only
     ):
@@ -652,7 +733,7 @@ def test_where_nothing_is_there_newest_is_none(tmp_path):
 def test_the_manifest_is_json_that_anyone_can_check_with_sha256sum(two_steps):
     path = two_steps / "step-00000020"
     about = json.loads((path / "manifest.json").read_text())
-    assert about["files"].keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert about["files"].keys() == {f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)}
     lines = "".join(f"{f['sha256']}  {path / name}\n" for name, f in about["files"].items())
     subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, check=True)
-    assert manifest.read_metadata(path) == {"world_size": 2}
+    assert manifest.read_manifest(path).metadata == {"world_size": 2}

@@ -15,7 +15,7 @@ from manyhands.align.options import trainer_options
 from manyhands.align.sft import Imitation
 from manyhands.align.stage import start_from
 from manyhands.checkpoint.export import load_model, tokenizer_of
-from manyhands.checkpoint.manifest import CheckpointError, read_metadata, steps_in
+from manyhands.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
@@ -96,7 +96,7 @@ def refuse_other_method(run):
     def look():
         now = run.about()
         for path in steps_in(run.checkpoint_folder)[:1]:
-            before = read_metadata(path).get("alignment") or {"method": "pre-training"}
+            before = read_manifest(path).metadata.get("alignment") or {"method": "pre-training"}
             if before["method"] != now["method"]:
                 raise CheckpointError(
                     f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name"

@@ -5,7 +5,7 @@
     path = checkpoints.newest()                                                       # None: there is none to trust
     metadata = checkpoints.load(path, tensors, rank_state)                               # in place
 
-One checkpoint is a folder `step-00000300/`: DCP's files, each rank's own, and `manifest.json` (see `manifest`). It is
+One checkpoint is a folder `step-00000300/`: a safetensors file per rank, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
 are complete does rank 0 write the manifest and rename the folder (see `step_folders`). A run that is killed leaves a
 `.partial` that nobody reads, and that the next save removes.
@@ -29,7 +29,6 @@ from manyhands.checkpoint.manifest import (
     CheckpointError,
     describe_file,
     read_manifest,
-    read_metadata,
     step_of,
     steps_in,
     verify_file,
@@ -144,8 +143,8 @@ class Checkpoints:
         if path != self._verified:
             self._verify(path)
         self._verified = None
-        metadata = self._agreement.on_rank_0(lambda: read_metadata(path))
-        saved = self._agreement.all(lambda: tensor_files.read_tensor_index(path).state_dict_metadata)
+        metadata = self._agreement.on_rank_0(lambda: read_manifest(path).metadata)
+        saved = self._agreement.all(lambda: tensor_files.read_index(path).state_dict_metadata)
         self._refuse_misfit(path, tensors, saved)
         own = self._own(rank_state)
         fits = bool(own) and all(name in saved and not _difference(name, own[name], saved[name]) for name in own)
@@ -182,9 +181,7 @@ class Checkpoints:
             self._problem = str(error)
 
     def _describe_own(self, partial):
-        own = list(partial.glob(f"__{self.ranks.rank}_*.distcp"))
-        own += [partial / tensor_files.METADATA] if self.ranks.rank == 0 else []
-        return {path.name: describe_file(path) for path in own}
+        return {path.name: describe_file(path) for path in tensor_files.files_of_rank(partial, self.ranks.rank)}
 
     def _explain(self, error, step, partial, tensors):
         """Raise what DCP's exception, which all ranks have, means."""
@@ -207,7 +204,7 @@ class Checkpoints:
 
     def _verify(self, path):
         """`manifest.verify` by all ranks together, each reading its share of the files."""
-        files = self._agreement.on_rank_0(lambda: read_manifest(path)["files"])
+        files = self._agreement.on_rank_0(lambda: read_manifest(path).files)
         mine = sorted(files)[self.ranks.rank :: self.ranks.world_size]
         self._agreement.all(lambda: [verify_file(path / name, files[name]) for name in mine])
 

@@ -13,27 +13,44 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from manyhands.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
+    File,
+    RunMetadata,
     describe_file,
+    fault,
     read_manifest,
+    read_small,
     step_of,
     steps_in,
     verify,
     verify_file,
 )
 from manyhands.checkpoint.step_folders import best_of
+from manyhands.checkpoint.tensor_files import whole_tensors
 from manyhands.course.folders import write_whole
+from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import CharTokenizer, tokenizer_from
 from manyhands.gpt.lora import folded
 from manyhands.gpt.model import GPT, GPTConfig
 
 FORMAT = "manyhands export 1"
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
+
+
+class Export(RunMetadata):
+    """The file beside exported weights."""
+
+    format: Literal["manyhands export 1"]
+    file: File
 
 
 def find_checkpoint(source, step="best", tell=print):
@@ -82,7 +99,7 @@ def newest_in(source):
 
 def _loss(path):
     try:
-        return read_manifest(path)["val_loss"]
+        return read_manifest(path).val_loss
     except CheckpointError:
         return None
 
@@ -96,28 +113,26 @@ def load_model(source, step="best", tell=print):
     if source.suffix == ".safetensors":
         weights, metadata = read_export(source)
     else:
-        from manyhands.checkpoint.tensor_files import whole_tensors
-
         source = find_checkpoint(source, step, tell)
         manifest = read_manifest(source)
         weights = whole_tensors(source, "model.")
-        metadata = manifest["metadata"] | {"step": manifest["step"], "val_loss": manifest["val_loss"]}
+        metadata = manifest.metadata | {"step": manifest.step, "val_loss": manifest.val_loss}
         if metadata.get("lora"):  # adapters beside the weights that they change: one model again
             weights = folded(weights, metadata["lora"]["alpha"] / metadata["lora"]["rank"])
     believe(metadata, source)
     return build(weights, metadata, source), metadata | {"source": str(source)}
 
 
-def believe(metadata, source):
-    """Raises CheckpointError unless tokens, step and loss are what a run writes down: whoever shows them trusts them."""
+def believe(metadata: dict[str, Any], source: Path | str) -> None:
+    """Raises CheckpointError unless the metadata is what a run writes down: whoever shows or uses it trusts it."""
     try:
-        size = metadata["config"]["vocab_size"]
-        if not 0 < len(tokenizer_of(metadata).vocab) <= size:
-            raise ValueError(f"its alphabet does not fit vocab_size={size}")
-        if type(metadata["step"]) is not int or not isinstance(metadata.get("val_loss"), float | int | None):
-            raise ValueError(f"step={metadata['step']!r} or val_loss={metadata.get('val_loss')!r} is no number")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source} is not what a run writes down ({error}); use another") from None
+        RunMetadata.model_validate(metadata)
+        size, vocab = metadata["config"]["vocab_size"], tokenizer_of(metadata).vocab
+        if not 0 < len(vocab) <= size or type(metadata["step"]) is not int:
+            raise ValueError(f"step={metadata['step']!r}, and {len(vocab)} tokens for vocab_size={size}")
+    except (LookupError, TypeError, ValueError) as error:
+        why = fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{source} is not what a run writes down ({why}); use another") from None
 
 
 def tokenizer_of(metadata):
@@ -128,8 +143,6 @@ def tokenizer_of(metadata):
     corpus = metadata["corpus"]
     if "vocabulary" in corpus:
         return tokenizer_from(corpus["vocabulary"])
-    if not all(isinstance(one, str) for one in corpus["alphabet"]):
-        raise ValueError("its alphabet has what is no text")
     return CharTokenizer(corpus["alphabet"])
 
 
@@ -169,8 +182,6 @@ def write_export(weights, metadata, target):
 
     Raises CheckpointError if there is no room.
     """
-    from safetensors.torch import save_file
-
     target = Path(target)
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target} does not end in .safetensors; name such a file")
@@ -183,7 +194,7 @@ def write_export(weights, metadata, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
         about = {name: metadata[name] for name in KEPT if name in metadata}
-        content = {"format": FORMAT, **about, "file": describe_file(partial)}
+        content = {"format": FORMAT, **about, "file": describe_file(partial).model_dump()}
         write_whole(about_partial, json.dumps(content, indent=1) + "\n")
         os.replace(partial, target)  # both or none: what can fail has been done
         os.replace(about_partial, about_target)
@@ -193,23 +204,22 @@ def write_export(weights, metadata, target):
         raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
 
 
-def read_export(path):
+def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """({name: tensor}, metadata) of what `write_export` wrote. Raises CheckpointError."""
-    from safetensors.torch import load_file
-
     about = path.with_suffix(".json")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
+    content = read_small(about, f"it says what {path.name} holds: export it again")
     try:
-        metadata = json.loads(about.read_text(encoding="utf-8"))
-        fits = metadata.pop("format") == FORMAT
-        expected = metadata.pop("file")
-    except (OSError, ValueError, KeyError, AttributeError):
-        fits = False
-    if not fits:
-        raise CheckpointError(f"{about}, which says what {path.name} holds, is missing or damaged; export it again")
-    verify_file(path, expected)
-    return load_file(path), metadata
+        expected = Export.read(content).file
+        verify_file(path, expected)
+        metadata = json.loads(content)
+        del metadata["format"], metadata["file"]
+        return load_file(path), metadata
+    except (DataError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{about}, which says what {path.name} holds, is damaged ({error}); export it again"
+        ) from None
 
 
 def main(argv):

@@ -112,7 +112,7 @@ def remove_old(folder, keep):
     losses = {}
     for path in steps_in(folder):
         with suppress(CheckpointError):  # one without a readable manifest neither counts nor goes
-            losses[path] = read_manifest(path)["val_loss"]
+            losses[path] = read_manifest(path).val_loss
     kept = {*list(losses)[:keep], best_of(losses)}
     for path in losses.keys() - kept:
         path.rename(path.with_suffix(".partial"))  # at once: half a checkpoint never has a complete one's name

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from manyhands.checkpoint.manifest import CheckpointError, read_metadata
+from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.options import to_dict
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
@@ -71,7 +71,7 @@ def resume(run):
 
 def _refuse_foreign(run, path):
     """Another model or another text is another run. Raises CheckpointError with what differs."""
-    metadata = read_metadata(path)
+    metadata = read_manifest(path).metadata
     own = dataclasses.asdict(run.config)
     differing = [f"{k}={metadata['config'].get(k)}" for k in own if metadata["config"].get(k) != own[k]]
     if differing:
