@@ -29,8 +29,9 @@ from manyhands.data.corpus import get_batch
 from manyhands.data.own_text import open_text
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
+from one_process import assert_equal, one_process, options_of, steps_of
 from rank_pool import _server, ranks_of
-from test_strategies import BATCH, assert_equal, compiled_steps, one_process, options_of, sgd_steps
+from test_strategies import compiled_steps
 
 SEPARATOR = 3
 # few tokens, so that most windows hold several documents
@@ -96,7 +97,7 @@ def test_a_separator_that_is_no_token_is_refused():
 
 @pytest.fixture(scope="module")
 def reference():
-    return one_process(CONFIG)
+    return one_process(options_of(), CONFIG)
 
 
 CASES = {
@@ -116,33 +117,13 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_mask_as_one_process_does(pool, reference, case):
-    for result in pool.run(4, masked_steps, options_of(**CASES[case])):
-        names = result.pop("names")
-        assert set(names) <= set(reference["names"])
-        evaluated = result.pop("evaluated")
-        assert_equal([result | {"names": reference["names"]}], reference)
-        expected = GPT(CONFIG).double().eval()
-        expected.load_state_dict(reference["weights"])
-        ids, targets = torch.arange(BATCH * 16).view(BATCH, 16) % 13, torch.zeros(BATCH, 16, dtype=torch.long)
-        logits, loss = expected(ids, targets)
-        assert evaluated[0].item() == pytest.approx(loss.item(), abs=1e-10)
-        torch.testing.assert_close(evaluated[1], logits[:2], rtol=0, atol=1e-10)
-
-
-def masked_steps(ranks, options):
-    kept = []
-    result = sgd_steps(ranks, options, CONFIG, kept.append)
-    parallel = kept[-1]
-    ids, targets = torch.arange(BATCH * 16).view(BATCH, 16) % 13, torch.zeros(BATCH, 16, dtype=torch.long)
-    own = [part.chunk(parallel.data_size)[parallel.data_rank] for part in (ids, targets)]
-    loss = parallel.mean_loss(parallel.evaluate(*own))
-    return result | {"evaluated": (loss, parallel.logits(ids[:2]))}
+    assert_equal(pool.run(4, steps_of, options_of(**CASES[case]), CONFIG), reference)
 
 
 def test_a_compiled_model_that_masks_is_one_graph(pool):
     config = replace(CONFIG, n_layer=2, n_embd=16)
     ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config)
-    assert_equal([result], one_process(config))
+    assert_equal([result], one_process(options_of(), config))
     assert num_graphs == 1
 
 

@@ -8,86 +8,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands.config.layout import LayoutError, resolve_layout
-from manyhands.config.options import Options, ParallelOptions, TrainOptions
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure import wire
 from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
+from one_process import BATCH, CONFIG, EXACT, assert_equal, batches, build, one_process, options_of, share, steps_of
 
-CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
 DEEP = replace(CONFIG, n_layer=8)
 TIED = replace(CONFIG, n_layer=2, tie=True, qkv_bias=True)
 UNEVEN = replace(CONFIG, n_layer=7)
-STEPS, BATCH, LR, MAX_NORM = 3, 8, 0.5, 0.1
-EXACT = 1e-10  # float64, SGD
 # float32, AdamW: its first steps are lr * g / |g|, which turns rounding of a gradient near 0 into a step of that size.
 # Seen: losses 5e-7 apart, norms 1e-7 of 1.3.
-ADAM_LR, FLOAT_LOSS, FLOAT_NORM = 1e-3, 1e-5, 1e-5
-
-
-def options_of(precision="fp64", micro_batch=None, **parallel):
-    train = TrainOptions(global_batch=BATCH, micro_batch=micro_batch, precision=precision)
-    return Options(train=train, parallel=ParallelOptions(**parallel))
-
-
-def batches(config, steps=STEPS):
-    draw = torch.Generator().manual_seed(5)
-    for _ in range(steps):
-        ids = torch.randint(config.vocab_size, (BATCH, config.block_size + 1), generator=draw)
-        yield ids[:, :-1], ids[:, 1:]
-
-
-def optimizer_for(parameters, options):
-    if options.train.precision == "fp64":
-        return torch.optim.SGD(parameters, lr=LR)
-    return torch.optim.AdamW(parameters, lr=ADAM_LR, weight_decay=0, foreach=False)
-
-
-def build(ranks, options, config=CONFIG):
-    from manyhands.parallel.parallelize import parallelize
-
-    return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
-
-
-def own_share(parallel, *tensors):
-    return [tensor.chunk(parallel.data_size)[parallel.data_rank] for tensor in tensors]
-
-
-def train(ranks, options, config=CONFIG):
-    """What a few clipped steps showed on this rank, step by step, and what the model then says."""
-    parallel = build(ranks, options, config)
-    optimizer = optimizer_for(list(parallel.named_parameters().values()), options)
-    seen = []
-    for ids, targets in batches(config):
-        share = own_share(parallel, ids, targets)
-        step = {"validation loss": parallel.mean_loss(parallel.evaluate(*share))}
-        step["loss"] = parallel.mean_loss(parallel.forward_backward(*share))
-        step |= parallel.named_full_gradients()
-        step["norm"] = parallel.clip(MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        step["logits"] = parallel.logits(ids[:2, :5])
-        seen.append(step)
-    return seen
-
-
-def one_process(options, config):
-    """The same by torch alone: no ranks, nothing of the package but the model."""
-    torch.manual_seed(options.train.seed)
-    model = GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
-    optimizer = optimizer_for(model.parameters(), options)
-    seen = []
-    for ids, targets in batches(config):
-        _, loss = model(ids, targets)
-        loss.backward()
-        step = {"validation loss": loss.detach(), "loss": loss.detach()}
-        step |= {name: p.grad.clone() for name, p in model.named_parameters()}
-        step["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            step["logits"] = model(ids[:2, :5])[0]
-        seen.append(step)
-    return seen
+FLOAT_LOSS, FLOAT_NORM = 1e-5, 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +40,7 @@ def apart(seen, wanted):
 
 def assert_trains_like_one_process(pool, reference, n, config=CONFIG, **options):
     options = options_of(**options)
-    expected = reference(options, config)
-    for rank, steps in enumerate(pool.run(n, train, options, config)):
-        for number, (seen, wanted) in enumerate(zip(steps, expected, strict=True)):
-            assert seen.keys() == wanted.keys()
-            for name in wanted:
-                distance = apart(seen[name], wanted[name])
-                assert distance <= EXACT, f"rank {rank}, step {number}: {name} is {distance} away"
+    assert_equal(pool.run(n, steps_of, options, config), reference(options, config))
 
 
 TENSOR = {
@@ -204,8 +129,8 @@ def test_products_train_like_one_process(pool, reference, case):
 def test_float32_with_adamw_stays_within_its_budget(pool, reference, n, options):
     options = options_of(precision="fp32", **options)
     expected = reference(options, CONFIG)
-    for steps in pool.run(n, train, options, CONFIG):
-        for seen, wanted in zip(steps, expected, strict=True):
+    for result in pool.run(n, steps_of, options, CONFIG):
+        for seen, wanted in zip(result["steps"], expected["steps"], strict=True):
             assert apart(seen["loss"], wanted["loss"]) <= FLOAT_LOSS
             assert apart(seen["validation loss"], wanted["loss"]) <= FLOAT_LOSS
             assert apart(seen["norm"], wanted["norm"]) <= FLOAT_NORM * wanted["norm"]
@@ -215,7 +140,7 @@ def losses_in_bf16(ranks, options):
     """(this layout's mean loss, one process's under the same autocast, the gradients' dtypes, relative gradient distance)."""
     parallel = build(ranks, options)
     ids, targets = next(batches(CONFIG))
-    loss = parallel.mean_loss(parallel.forward_backward(*own_share(parallel, ids, targets)))
+    loss = parallel.mean_loss(parallel.forward_backward(*share(parallel, ids, targets)))
     torch.manual_seed(options.train.seed)
     model = GPT(CONFIG)
     with torch.autocast("cpu", torch.bfloat16):
@@ -257,7 +182,7 @@ def test_norms_have_the_same_gradients_on_all_sequence_parallel_ranks(pool, refe
     first, *others = pool.run(2, local_norm_gradients, options)
     assert len(first) == 2 * (2 * CONFIG.n_layer + 1) + 1
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
-    expected = reference(options, CONFIG)[0]
+    expected = reference(options, CONFIG)["steps"][0]
     assert all(apart(first[name], expected[name]) <= EXACT for name in first)
 
 
@@ -315,8 +240,8 @@ def test_stages_hold_disjoint_parts_of_the_model_and_shards_of_them(pool):
 
 def who_has_a_loss(ranks, options):
     parallel = build(ranks, options)
-    share = own_share(parallel, *next(batches(CONFIG)))
-    trained, evaluated = parallel.forward_backward(*share), parallel.evaluate(*share)
+    own = share(parallel, *next(batches(CONFIG)))
+    trained, evaluated = parallel.forward_backward(*own), parallel.evaluate(*own)
     return trained.item(), evaluated.item(), parallel.mean_loss(trained).item()
 
 
@@ -392,8 +317,8 @@ def state_around_evaluation(ranks, options):
     from manyhands.gpt.sampling import generate
 
     parallel = build(ranks, options, replace(CONFIG, dropout=0.5))
-    share = own_share(parallel, *next(batches(CONFIG)))
-    parallel.forward_backward(*share)
+    own = share(parallel, *next(batches(CONFIG)))
+    parallel.forward_backward(*own)
     parallel.modules[0].blocks.eval()  # odd on purpose
 
     def state():
@@ -401,7 +326,7 @@ def state_around_evaluation(ranks, options):
         return parallel.named_full_gradients(), modes, torch.get_rng_state()
 
     before = state()
-    losses = {parallel.evaluate(*share).item() for _ in range(2)}
+    losses = {parallel.evaluate(*own).item() for _ in range(2)}
     sampled = generate(parallel, torch.zeros((1, 1), dtype=torch.int64), 3)
     after = state()
     same = all(torch.equal(before[0][name], after[0][name]) for name in before[0])

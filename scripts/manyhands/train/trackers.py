@@ -4,20 +4,15 @@
     trackers.log(row); trackers.text(step, text); trackers.close()
 
 Whatever fails is said once, by `say`, and that tracker is used no more. W&B works offline where nobody is logged in or its
-server does not answer within a few seconds: its files then lie in the run's folder, and `wandb sync` uploads them later.
+server does not answer within seconds: its files then lie in the run's folder, and `wandb sync` uploads them later.
 """
 
-import netrc
 import os
 import threading
-import urllib.error
-import urllib.request
-from contextlib import suppress
-from urllib.parse import urlparse
 
 from manyhands.config.options import to_dict
 
-REACH_S = 5  # for the server to answer at the start
+REACH_S = 20  # for the server to answer at the start
 FINISH_S = 30  # for uploads at the end
 
 
@@ -82,13 +77,20 @@ class _WandB:
     def __init__(self, project, folder, about, say):
         import wandb
 
-        mode, why = wandb_mode(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url)
-        if why:
-            say(f"W&B works offline: {why}. Upload later: wandb sync {folder / 'wandb' / 'offline-run-*'}")
-        self.run = wandb.init(
-            project=project, dir=str(folder), config=about, name=folder.name, mode=mode,
-            settings=wandb.Settings(init_timeout=REACH_S * 4, console="off", silent=True),
-        )  # fmt: skip
+        wanted = {
+            "project": project, "dir": str(folder), "config": about, "name": folder.name,
+            "settings": wandb.Settings(init_timeout=REACH_S, console="off", silent=True),
+        }  # fmt: skip
+        try:
+            if not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False):
+                raise wandb.Error("nobody is logged in")
+            self.run = wandb.init(**wanted)
+        except wandb.Error as error:  # a compute node without a network, too
+            say(
+                f"W&B works offline: {str(error).splitlines()[0]}. Upload later: wandb sync"
+                f" {folder / 'wandb' / 'offline-run-*'}"
+            )
+            self.run = wandb.init(**wanted, mode="offline")
 
     def log(self, step, numbers):
         self.run.log(numbers, step=step)
@@ -97,53 +99,9 @@ class _WandB:
         self.run.log({"sample": text}, step=step)
 
     def close(self):
-        _within(FINISH_S, self.run.finish, "its uploads did not end")
-
-
-def wandb_mode(server):
-    """("online" | "offline" | what WANDB_MODE says, why it is offline or ""): decided here, for W&B would ask and wait."""
-    host = urlparse(server).hostname or server
-    if os.environ.get("WANDB_MODE"):
-        return os.environ["WANDB_MODE"], ""
-    if not os.environ.get("WANDB_API_KEY") and not _in_netrc(host):
-        return "offline", f"nobody is logged in to {host}"
-    try:
-        _within(REACH_S, lambda: _reach(server), "no answer")
-    except Exception as error:  # noqa: BLE001
-        return "offline", f"{host} cannot be reached ({error})"
-    return "online", ""
-
-
-def _in_netrc(host):
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _reach(server):
-    """Raises unless something answers at `server`, through the proxy that the environment names, if it does."""
-    with suppress(urllib.error.HTTPError):  # an answer, whatever it says
-        urllib.request.urlopen(server, timeout=REACH_S).close()
-
-
-def _within(seconds, call, otherwise):
-    """Run `call()` for at most so long. Raises what it raises, or TimeoutError with the words `otherwise`.
-
-    A silent name server, or an upload that retries for ever, knows no time-out of its own: its thread is left behind.
-    """
-    raised = []
-
-    def run():
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"{otherwise} within {seconds:g} s")
-    if raised:
-        raise raised[0]
+        """An upload that is retried for ever is left behind."""
+        ending = threading.Thread(target=self.run.finish, daemon=True)
+        ending.start()
+        ending.join(FINISH_S)
+        if ending.is_alive():
+            raise TimeoutError(f"its uploads did not end within {FINISH_S:g} s")

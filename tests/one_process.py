@@ -1,0 +1,109 @@
+"""A few clipped steps of a small GPT under a strategy, and the same steps by torch in one process: they must be equal."""
+
+from dataclasses import replace
+
+import torch
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import Options, ParallelOptions, TrainOptions
+from manyhands.gpt.model import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
+TIED = replace(CONFIG, tie=True, qkv_bias=True)
+STEPS, BATCH, LR, ADAM_LR, MAX_NORM = 3, 8, 0.5, 1e-3, 0.1
+EXACT = 1e-10  # float64, SGD, relative to max(1, |expected|)
+
+
+def options_of(precision="fp64", micro_batch=None, compile=False, **parallel):
+    train = TrainOptions(global_batch=BATCH, micro_batch=micro_batch, precision=precision, compile=compile)
+    return Options(train=train, parallel=ParallelOptions(**parallel))
+
+
+def batches(config=CONFIG):
+    draw = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        ids = torch.randint(config.vocab_size, (BATCH, config.block_size + 1), generator=draw)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def build(ranks, options, config=CONFIG):
+    """The GPT under the options' strategy."""
+    from manyhands.parallel.parallelize import parallelize
+
+    return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
+
+
+def share(parallel, *tensors):
+    """What a rank works on of tensors that all ranks hold."""
+    return [tensor.chunk(parallel.data_size)[parallel.data_rank] for tensor in tensors]
+
+
+def optimizer_by(make, parameters, options):
+    """SGD in float64, else AdamW; `make(kind, groups, **settings)`."""
+    groups = [{"params": list(parameters)}]
+    if options.train.precision == "fp64":
+        return make(torch.optim.SGD, groups, lr=LR)
+    return make(torch.optim.AdamW, groups, lr=ADAM_LR, weight_decay=0, foreach=False)
+
+
+def steps_of(ranks, options, config=CONFIG, between=None, looks=True):
+    """What each step showed on this rank, and the weights after the last. `between(parallel)` is called after each.
+
+    `looks`: whether the model is evaluated before each step, and asked for logits after it.
+    """
+    parallel = build(ranks, options, config)
+    optimizer = optimizer_by(parallel.make_optimizer, parallel.named_parameters().values(), options)
+    seen = []
+    for ids, targets in batches(config):
+        own = share(parallel, ids, targets)
+        step = {"validation loss": parallel.mean_loss(parallel.evaluate(*own))} if looks else {}
+        step["loss"] = parallel.mean_loss(parallel.forward_backward(*own))
+        step |= parallel.named_full_gradients()
+        step["norm"] = parallel.clip(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if looks:
+            step["logits"] = parallel.logits(ids[:2, :5])
+        seen.append(step)
+        if between:
+            between(parallel)
+    return {"steps": seen, "weights": parallel.named_full_parameters(), "names": list(parallel.named_parameters())}
+
+
+def one_process(options, config=CONFIG):
+    """The same by torch alone: no ranks, nothing of the package but the model."""
+    torch.manual_seed(options.train.seed)
+    model = GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
+    optimizer = optimizer_by(lambda kind, groups, **settings: kind(groups, **settings), model.parameters(), options)
+    seen = []
+    for ids, targets in batches(config):
+        _, loss = model(ids, targets)
+        loss.backward()
+        step = {"validation loss": loss.detach(), "loss": loss.detach()}
+        step |= {name: p.grad.clone() for name, p in model.named_parameters()}
+        step["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            step["logits"] = model(ids[:2, :5])[0]
+        seen.append(step)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"steps": seen, "weights": weights, "names": list(weights)}
+
+
+def farthest(seen, expected):
+    """The largest difference, relative to max(1, |expected|), and where it is."""
+    assert seen.keys() <= expected.keys() and expected.keys() - seen.keys() <= {"validation loss", "logits"}
+    apart = {
+        n: ((value - expected[n]).abs() / expected[n].abs().clamp(min=1)).max().item() for n, value in seen.items()
+    }
+    return max((value, name) for name, value in apart.items())
+
+
+def assert_equal(results, expected, budget=EXACT):
+    """The results of all ranks are those of one process."""
+    for rank, result in enumerate(results):
+        assert set(result["names"]) <= set(expected["names"])
+        for step, (seen, wanted) in enumerate(zip(result["steps"], expected["steps"], strict=True)):
+            apart, name = farthest(seen, wanted)
+            assert apart <= budget, f"rank {rank}, step {step}: {name} is {apart} away"
+        assert farthest(result["weights"], expected["weights"])[0] <= budget
