@@ -127,7 +127,7 @@ def refused(argv, environ, tmp_path, words, ranks=1):
         ("--parallel.strategy pp --parallel.pipeline 2", ("pipeline 2 = 2 ranks, but 1 were started",)),
         ("--config /nowhere/run.toml", ("/nowhere/run.toml cannot be read",)),
         ("--ranks 8", ("ranks=8 is for --dry-run",)),
-        ("--log.prompt \N{SNOWMAN}", ("log.prompt", "has no '\N{SNOWMAN}'")),
+        ("--log.prompt \N{SNOWMAN}", ("log.prompt", "'\N{SNOWMAN}' is none of")),
         ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size")),
         ("--model.vocab-size 20", ("vocab_size=20 is less than the corpus's", "leave it out")),
         (

@@ -76,7 +76,7 @@ class RunMetadata(Schema):
     world_size: PositiveInt | None = None
     config: dict[str, int | float | bool | None] | None = None  # of the GPT
     corpus: Corpus | None = None
-    options: dict[str, dict[str, Any] | int | float | str | None] = {}
+    options: dict[str, dict[str, Any] | bool | int | float | str | None] = {}
     loss_scale: LossScale | None = None
     lora: Lora | None = None
     alignment: dict[str, Any] | None = None

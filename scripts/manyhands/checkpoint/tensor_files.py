@@ -73,7 +73,9 @@ def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup) -> N
     """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+    # several names may stand for one step counter, and safetensors takes no memory twice
+    own = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
+    dcp.save(own, storage_writer=writer, planner=planner, process_group=group)
 
 
 def read_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup | None, no_dist: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Text to ids and back, for a model that is served; and messages to ids, where it was trained on the chat template.
 
-    words = Vocabulary(facts)                      # of a checkpoint
+    words = Vocabulary(metadata)                   # of a checkpoint
     ids = words.encode("Who goes there?")          # ValueError for a character that the model has no token for
     ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
     text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as tokens come
@@ -20,8 +20,8 @@ class Vocabulary:
     They are the chat template's, and the one between documents; to draw one of them ends a text.
     """
 
-    def __init__(self, facts):
-        self.tokenizer = tokenizer_of(facts)
+    def __init__(self, metadata):
+        self.tokenizer = tokenizer_of(metadata)
         self.vocab = self.tokenizer.vocab
         self.by_character = self.tokenizer.kind == "char"  # else the tokenizer has ids for every text
         self.speaks_template = self.by_character and set(chat_template.MARKERS) <= set(self.vocab)
