@@ -56,11 +56,7 @@ def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_
     other.write_text("#!/bin/sh\nexit 1\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert engine_launcher(Allocation("local", ("here",)), 3, mpi=True) == [
-        f"{sys.prefix}/bin/mpiexec",
-        "-n",
-        "3",
-    ]
+    assert engine_launcher(Allocation("local", ("here",)), 3, mpi=True) == [f"{sys.prefix}/bin/mpiexec", "-n", "3"]
     monkeypatch.setenv("MANYHANDS_MPIEXEC", "mpiexec --ppn 2 --cpu-bind depth")
     assert engine_launcher(Allocation("pbs", TWO, 4), 4, mpi=True)[-2:] == ["-n", "4"]
     assert find_mpiexec() == ["mpiexec", "--ppn", "2", "--cpu-bind", "depth"]

@@ -460,10 +460,7 @@ def test_a_wrong_flag_is_one_sentence_of_rank_0(start, script):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (
-            ["--lenght", "8"],
-            "07_sum.py: --lenght is unknown; did you mean --length? valid here: --length, --device",
-        ),
+        (["--lenght", "8"], "07_sum.py: --lenght is unknown; did you mean --length? valid here: --length, --device"),
         (["--n-ranks", "8"], "07_sum.py: --n-ranks is no flag of a script: the launcher decides"),
         (["--device", "cuda"], "; start fewer ranks, ask for more GPUs, or use device=cpu"),
     ],
@@ -491,13 +488,7 @@ def test_worlds_of_one_are_refused_with_the_numbers_and_the_cure(script):
 
 
 def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
-    alone = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    alone = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     text = script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1)
     script.write_text(text)
     status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)

@@ -12,11 +12,7 @@ from manyhands.notebook import engine_processes as left_over
 def test_folders_of_kernels_that_are_gone_are_removed_and_no_others(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for name in (
-        f"{left_over.OURS}{ended.pid}-ab",
-        f"{left_over.OURS}{os.getpid()}-ab",
-        "manyhands-elsewhere-1-ab",
-    ):
+    for name in (f"{left_over.OURS}{ended.pid}-ab", f"{left_over.OURS}{os.getpid()}-ab", "manyhands-elsewhere-1-ab"):
         (tmp_path / name / "profile").mkdir(parents=True)
     (tmp_path / f"{left_over.OURS}x").mkdir()
     assert left_over.sweep_folders(tmp_path) == [tmp_path / f"{left_over.OURS}{ended.pid}-ab"]

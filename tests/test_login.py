@@ -13,8 +13,7 @@ def cluster(**answers):
 
 
 @pytest.mark.parametrize(
-    "hostname",
-    ["login12", "polaris-login-04", "aurora-uan-0010", "login3.frontier.olcf.ornl.gov", "submit-2"],
+    "hostname", ["login12", "polaris-login-04", "aurora-uan-0010", "login3.frontier.olcf.ornl.gov", "submit-2"]
 )
 def test_the_name_of_a_login_node_gives_it_away(hostname):
     assert hostname in login_node({}, hostname, cluster())

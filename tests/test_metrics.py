@@ -183,8 +183,7 @@ def test_zeros_of_opposite_sign_and_a_number_of_another_type_are_not_bit_equal()
 
 
 @pytest.mark.parametrize(
-    "dtype, allowed, too_much",
-    [(torch.float32, 9e-4, 2e-3), (torch.float64, 9e-11, 1e-9), (torch.bfloat16, 0, 0.1)],
+    "dtype, allowed, too_much", [(torch.float32, 9e-4, 2e-3), (torch.float64, 9e-11, 1e-9), (torch.bfloat16, 0, 0.1)]
 )
 def test_close_values_have_the_tolerance_of_their_dtype(dtype, allowed, too_much):
     def with_loss(loss, n):
@@ -196,10 +195,7 @@ def test_close_values_have_the_tolerance_of_their_dtype(dtype, allowed, too_much
 
 
 def test_close_values_are_compared_also_at_the_same_number_of_ranks_and_say_how_far_apart():
-    one, other = (
-        run_of(close={"g": [1.0, 2.0]}, tolerance=1e-10),
-        run_of(close={"g": [1.0, 2.5]}, tolerance=1e-10),
-    )
+    one, other = (run_of(close={"g": [1.0, 2.0]}, tolerance=1e-10), run_of(close={"g": [1.0, 2.5]}, tolerance=1e-10))
     assert compare(one, other) == ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]
 
 

@@ -224,10 +224,7 @@ def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "line, version",
     [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
-            "535.104.05",
-        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build", "570.124.06"),
     ],
 )

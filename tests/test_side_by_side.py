@@ -48,25 +48,9 @@ def test_a_read_only_course_runs_and_its_outputs_go_to_the_users_own_place(tmp_p
     for number, words in enumerate(
         ([str(START.script), *flags], [*notebook, "--cwd", str(START.notebook.parent), *parameters]), 1
     ):
-        command = [
-            "unshare",
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            READ_ONLY,
-            str(ROOT),
-            sys.executable,
-        ]
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, str(ROOT), sys.executable]
         done = subprocess.run(
-            [*command, *words],
-            cwd=ROOT,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
+            [*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
         outputs = tmp_path / ".local" / "share" / "manyhands" / "outputs"

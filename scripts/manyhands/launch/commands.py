@@ -35,13 +35,7 @@ from manyhands.launch.program import DIVERGED, MEMORY, REFUSED, STATUS_FILE
 from manyhands.launch.screen import write
 
 TRAIN = SCRIPTS / "train.py"
-SIGNALS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGQUIT",
-    "SIGUSR1",
-)  # torchrun passes them on instead of dying of them
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun passes them on instead of dying of them
 # glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
@@ -69,13 +63,7 @@ def command_for(
     _say_if_packed(where, environ)
     starter = starter or _usual_starter(where)
     nproc = nproc or _ranks_per_node(where, environ)
-    torchrun = [
-        sys.executable,
-        "-m",
-        TORCHRUN,
-        f"--nproc-per-node={nproc}",
-        *_torchrun_flags(),
-    ]
+    torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
     if starter == "torchrun" and nodes == 1:
         return [*torchrun, "--standalone", *program]
     if starter == "torchrun":

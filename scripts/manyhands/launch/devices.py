@@ -19,10 +19,7 @@ from manyhands.launch.ranks import name_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 # what a launcher binds a task's GPUs with
-MASKS = {
-    "cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    "xpu": ("ZE_AFFINITY_MASK",),
-}
+MASKS = {"cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
 
 
 def look(environ: Mapping[str, str]) -> dict:

@@ -75,11 +75,7 @@ def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> s
 
 def describe(run: dict) -> str:
     """Where, when and with what a recorded run was made, in a line."""
-    known = {
-        "torch": run["versions"]["torch"],
-        "CUDA": run["versions"]["cuda"],
-        "NCCL": run["versions"]["nccl"],
-    }
+    known = {"torch": run["versions"]["torch"], "CUDA": run["versions"]["cuda"], "NCCL": run["versions"]["nccl"]}
     said = ", ".join(f"{what} {version}" for what, version in known.items() if version)
     set_to = " ".join(f"{name}={value}" for name, value in run["parameters"].items())
     return (

@@ -28,8 +28,7 @@ def run_folder(ranks: Ranks, latest: bool = True) -> Path:
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
         folder = _new_folder(
-            outputs_folder() / (ranks.lesson or "untitled"),
-            f"{name}-rank{ranks.rank}" if ranks.rank else name,
+            outputs_folder() / (ranks.lesson or "untitled"), f"{name}-rank{ranks.rank}" if ranks.rank else name
         )
         if ranks.rank == 0 and latest:
             point_latest_to(folder)

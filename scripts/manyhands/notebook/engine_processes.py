@@ -87,9 +87,7 @@ class Processes:
         }  # fmt: skip
         environ = unmarked | {MARK: self.mark}
         self._spawn(
-            "watchdog",
-            ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)],
-            unmarked,
+            "watchdog", ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)], unmarked
         )
         for part in ("security", "log", "pid", "startup", "db"):
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)

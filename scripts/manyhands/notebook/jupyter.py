@@ -42,11 +42,7 @@ def install_kernel(user):
     before = _python_of(data / "kernels" / KERNEL)
     try:
         folder = install(
-            user=user,
-            prefix=None if user else sys.prefix,
-            kernel_name=KERNEL,
-            display_name="Many Hands",
-            env=environ,
+            user=user, prefix=None if user else sys.prefix, kernel_name=KERNEL, display_name="Many Hands", env=environ
         )
     except OSError:
         if user or before != sys.executable:
