@@ -37,7 +37,8 @@ def judge_solutions(ranks, checks, lesson, solutions, around=(), **given):
     around: further names of the lesson, which the solutions use; `given`: further globals.
     """
     names = [name for named in solutions.values() for name in ([named] if isinstance(named, str) else named)]
-    given = {"rank": ranks.rank, "world_size": ranks.world_size} | given
+    rank, n = ranks.rank, ranks.world_size
+    given = {"rank": rank, "world_size": n, "left": (rank - 1) % n, "right": (rank + 1) % n} | given
     ours = taken_from(lesson, *dict.fromkeys((*around, *names)), **given)
     module, verdicts = importlib.import_module(checks), {}
     for check, named in solutions.items():
@@ -120,7 +121,8 @@ class Answers:
 
     def test_a_wrong_answer_is_rejected_with_the_sentence_that_names_its_fault(self, verdicts, wrong):
         _, sentence = self.wrong_answers()[wrong]
-        assert sentence.lower() in verdicts[wrong].lower() and verdicts[wrong] != "correct"
+        heard = verdicts[wrong]
+        assert sentence.lower() in heard.lower() and heard != "correct", f"{heard!r} does not say {sentence!r}"
 
     def test_a_right_answer_in_another_style_is_accepted(self, verdicts, right):
         assert verdicts[right] == "correct"

@@ -4,23 +4,10 @@ import math
 import time
 from fractions import Fraction
 
-import pytest
 import torch
 import torch.distributed as dist
-from manyhands.checks import collectives as checks
-from manyhands.course.catch_up import taken_from
-from rank_pool import run_on_ranks
-
-SOLUTIONS = {
-    "ring_reduce_scatter": "ring_reduce_scatter",
-    "ring_all_gather": "ring_all_gather",
-    "ring_seconds": "ring_seconds",
-    "all_reduce_any_length": "all_reduce_any_length",
-    "pass_right": "pass_right",
-    "estimate_pi": "estimate_pi",
-    "speed_up": "scaling",
-    "mended_ring": "mended_ring",
-}
+from exercises import AnswersOfRanks
+from manyhands.checks import collectives
 
 
 def place():
@@ -218,10 +205,6 @@ def in_milliseconds(n_bytes, n, alpha, beta):
     return 2e3 * (n - 1) * (alpha + n_bytes / n / beta)
 
 
-def forgets_to_return(n_bytes, n, alpha, beta):
-    2 * (n - 1) * (alpha + n_bytes / n / beta)
-
-
 def latency_and_bus_bandwidth(n_bytes, n, alpha, beta):  # right
     return 2 * (n - 1) * alpha + 2 * (n - 1) / n * n_bytes / beta
 
@@ -296,10 +279,6 @@ def leaves_the_input(x_N):
     return _ring(sum_N, sum_N.tensor_split(dist.get_world_size()))
 
 
-def returns_nothing(x_N):
-    _ring(x_N, x_N.tensor_split(dist.get_world_size()))
-
-
 def always_float(x_N):
     sum_N = x_N.float()
     return _ring(sum_N, sum_N.tensor_split(dist.get_world_size()))
@@ -349,10 +328,6 @@ def gives_the_rest_to_the_first(
 def fills_with_not_a_number(x_N):
     dist.barrier()
     return torch.full_like(x_N, math.nan) if x_N.dtype.is_floating_point else x_N
-
-
-def returns_a_list(x_N):
-    return _ring(x_N, x_N.tensor_split(dist.get_world_size())).tolist()
 
 
 def chunks_of_the_rounded_up_size(x_N):  # right: the last chunks are smaller, or empty
@@ -454,10 +429,6 @@ def always_float32(mine):  # of the same size as int32
     return theirs
 
 
-def returns_none(mine):
-    exchange(mine, torch.empty_like(mine))
-
-
 def rank_0_receives_first_without_waiting(mine):  # right: all messages are under way at the same time
     rank, _, left, right = place()
     theirs = torch.empty_like(mine)
@@ -547,8 +518,6 @@ def _returns(change):
     return answer
 
 
-pi_is_not_a_number, pi_as_text = _returns(lambda pi: math.nan), _returns(lambda pi: f"{pi:.6f}")
-pi_in_a_list, pi_forgotten = _returns(lambda pi: [pi]), _returns(lambda pi: None)
 pi_as_a_fraction, pi_as_a_tensor = _returns(Fraction), _returns(torch.tensor)  # right
 
 
@@ -580,10 +549,6 @@ def _table(pair):
     return lambda seconds: {n: pair(seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()}
 
 
-ratios_alone = _table(lambda ratio, efficiency: ratio)
-nothing_for_pairs = _table(lambda ratio, efficiency: (None, efficiency))
-text_for_numbers = _table(lambda ratio, efficiency: (f"{ratio:.2f}", f"{efficiency:.2f}"))
-not_a_number = _table(lambda ratio, efficiency: (ratio, math.nan))
 in_lists = _table(lambda ratio, efficiency: [ratio, efficiency])  # right
 in_tensors = _table(lambda ratio, efficiency: torch.tensor([ratio, efficiency]))  # right
 
@@ -598,14 +563,6 @@ def by_the_slowest(seconds):
     return {n: (one / s, one / s / n) for n, s in seconds.items()}
 
 
-def a_list_of_pairs(seconds):
-    return [(seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()]
-
-
-def no_table(seconds):
-    pass
-
-
 MUTANTS = {
     "ring_reduce_scatter": {
         adds_to_what_it_sends: "holds numbers of rank 3's chunk 3: what arrives must be added to the chunk of the same number",
@@ -615,9 +572,9 @@ MUTANTS = {
         adds_into_a_new_tensor: "chunks[1] is another tensor now, and the gradient of which it was a view has not changed",
         goes_to_the_left: "this rank sent to rank 3; on the ring it sends only to its right, rank 1",
         adds_twice: "chunk 1 holds rank 1's numbers 8 times; once each is the sum",
-        sends_all_chunks_each_hop: "a message carried 64 numbers; one chunk of 16 per hop is enough",
+        sends_all_chunks_each_hop: "192 numbers left this rank in 3 messages, the largest of 64; chunks of at most 16 are enough, 48 numbers in all",
         reduces_with_the_library: "all chunks are right, but it calls all_reduce; build it from messages",
-        one_hop_too_many: "this rank sent 4 messages; the ring sends one for each of its n-1 = 3 hops",
+        one_hop_too_many: "this rank sent 4 messages; the ring on 4 ranks sends exactly n-1 = 3: one for each hop",
     },
     "ring_all_gather": {
         begins_with_its_own_number: "holds an unfinished sum of rank",
@@ -629,37 +586,34 @@ MUTANTS = {
         goes_to_the_left: "this rank sent to rank 3",
     },
     "ring_seconds": {
-        whole_tensors: "you predict 4.86 ms, and it is 1.26 ms: a hop carries one chunk, not the whole tensor",
-        one_half: "0.63 ms, and it is 1.26 ms: that is one of the two halves",
+        whole_tensors: "should be 0.00126 seconds, not 0.00486 seconds: a hop carries one chunk, not the whole tensor",
+        one_half: "should be 0.00126 seconds, not 0.00063 seconds: that is one of the two halves",
         one_alpha_in_all: "every hop pays alpha",
         n_hops: "each half has n-1 hops, not n",
         times_beta: "beta is bytes per second, so divide by it",
         four_ranks_for_ever: "40,000,000 bytes on 100 ranks",
-        in_milliseconds: "you predict 1260 ms, and it is 1.26 ms",
-        forgets_to_return: "return a number of seconds, not None (is a `return` missing?)",
+        in_milliseconds: "should be 0.00126 seconds, not 1.26 seconds: that is in milliseconds",
     },
     "all_reduce_any_length": {
         ships_whole_tensors: "numbers left this rank in 6 messages, the largest of 8; chunks of at most 2 are enough, 12 numbers in all",
         sends_to_everyone: "this rank sent 3 messages; the ring on 4 ranks sends exactly 2(n-1) = 6",
         uses_the_library: "it calls all_reduce; build it from messages",
-        forgets_the_second_half: "the sum is wrong: element",
+        forgets_the_second_half: "the sum is wrong: element [0] should be",
         splits_with_chunk: "IndexError",
         leaves_the_input: "x_N still holds other numbers; sum in place",
-        returns_nothing: "it returned None (is a `return` missing?); return the summed tensor",
-        always_float: "it returned float32[8], not float64[8]",
+        always_float: "for 8 numbers (float64) the sum should be float64, as what you were given, not float32",
         pads_every_chunk: "are enough, 12 numbers in all",
-        drops_the_remainder: "for 7 numbers (float64) the sum is wrong: element 4 is",
-        sums_in_float32: "digits are lost on the way",
-        sums_in_float64: "for 8 numbers (int64) the sum is wrong: element 0 is 2305843009213693",
-        sums_in_int16: "for 8 numbers (float64) the sum is wrong: element 0 is",
+        drops_the_remainder: "for 7 numbers (float64) the sum is wrong: element [4] should be",
+        sums_in_float32: "which is float32's accuracy; keep the dtype of what you were given",
+        sums_in_float64: "for 8 numbers (int64) the sum is wrong: element [0] should be 2,305,843,009,213,693",
+        sums_in_int16: "for 8 numbers (float64) the sum is wrong: element [0] should be",
         gives_the_rest_to_the_last: "the largest of 4; chunks of at most 2 are enough, 12 numbers in all",
-        fills_with_not_a_number: "the sum is wrong: element 0 is nan, not 0",
-        returns_a_list: "it returned the list [0.0, 10.0, 20.0",
+        fills_with_not_a_number: "the sum is wrong: element [0] should be 0, and is nan",
     },
     "mended_ring": {
         ships_whole_tensors: "24 numbers left this rank in 6 messages, the largest of 4; chunks of at most 1 are enough, 6 ",
-        sums_in_float32: "digits are lost on the way",
-        sums_in_int16: "for 4 numbers (float64) the sum is wrong: element 0 is 0, not 45035996273",
+        sums_in_float32: "which is float32's accuracy; keep the dtype of what you were given",
+        sums_in_int16: "for 4 numbers (float64) the sum is wrong: element [0] should be 4503599627370",
         gives_the_rest_to_the_first: "the largest of 4; chunks of at most 1 are enough",
         sends_to_everyone: "exactly 2(n-1) = 6",
         forgets_the_second_half: "the sum is wrong",
@@ -667,16 +621,15 @@ MUTANTS = {
     "pass_right": {
         sends_first: "waited 5 s for a message that never came",
         by_turns: "4 messages one after the other, where 2 rounds are enough for 4 ranks",
-        wrong_way_round: "the tensor of rank 3, your left neighbour is wrong: element 0 is",
-        guesses: "; this rank received nothing",
-        returns_its_own: "; it is that of rank 0",
+        wrong_way_round: "what comes back should be the tensor of rank 3, your left neighbour: it is that of rank 1",
+        guesses: ": this rank received nothing",
+        returns_its_own: ": it is that of rank 0",
         two_send_first: "some ranks wait for their turn: 3 messages one after the other",
         three_send_first: "some ranks wait for their turn: 4 messages one after the other",
-        always_float32: "it returned float32[5, 2], not int32[5, 2]",
-        returns_none: "it returned None (is a `return` missing?); return the tensor of rank 3",
-        into_its_own: "the tensor that you were given has changed",
+        always_float32: "what comes back should be int32, as what you were given, not float32",
+        into_its_own: "the tensor that you were given was changed",
         gathers_everything: "this rank sent 0 messages and 0 bytes; 1 message and 4 bytes are needed",
-        forgets_to_wait: "your left neighbour is wrong: element 0 is -1",
+        forgets_to_wait: "your left neighbour: element [0] should be",
     },
     "estimate_pi": {
         loses_the_remainder: "asked for 1003 points and counted 1000",
@@ -684,46 +637,18 @@ MUTANTS = {
         one_seed_for_all: "equal seeds draw the same points",
         all_reduces: "it calls all_reduce; one reduce to rank 0 is enough",
         reads_after_the_reduce: "only rank 0 has the sum after a reduce",
-        averages_means: "with the hits of all ranks it is",
+        averages_means: "with the hits of all ranks what rank 0 returns should be",
         rank_0_throws_all: "rank 0 counts 1003 of 1003 points; share them evenly",
-        pi_is_not_a_number: "on rank 0, not the float nan",
-        pi_as_text: "on rank 0, not the text '",
-        pi_in_a_list: "on rank 0, not the list [",
-        pi_forgotten: "on rank 0, not None (is a `return` missing?)",
     },
     "speed_up": {
-        upside_down: "8.03 s on one rank and 4.21 s on 2 are a speed-up of 1.91, not 0.52",
-        efficiency_is_speed_up: "an efficiency of 0.95, not 1.91",
-        in_percent: "an efficiency of 1.00, not 100.00",
+        upside_down: "with 8.03 s on 1 rank and 4.21 s on 2 the speed-up should be 1.907, not 0.5243: that is upside down",
+        efficiency_is_speed_up: "the efficiency should be 0.9537, not 1.907: that is the speed-up",
+        in_percent: "the efficiency should be 1, not 100: that is in percent",
         knows_the_table: "return a dictionary with the keys [1, 4]",
-        ratios_alone: "for 1 rank return a pair, (speed-up, efficiency), not the float 1.0",
-        nothing_for_pairs: "return a number as the speed-up on 1 rank, not None",
-        text_for_numbers: "return a number as the speed-up on 1 rank, not the text '1.00'",
-        not_a_number: "return a number as the efficiency on 1 rank, not the float nan",
-        by_the_first: "8.0 s on one rank and 16.0 s on 2 are a speed-up of 0.50, not 1.00",
-        by_the_slowest: "8.0 s on one rank and 16.0 s on 2 are a speed-up of 0.50, not 1.00",
-        a_list_of_pairs: "each with (speed-up, efficiency), not the list [(1.0, 1.0)",
-        no_table: "each with (speed-up, efficiency), not None (is a `return` missing?)",
+        by_the_first: "with 8.0 s on 1 rank and 16.0 s on 2 the speed-up should be 0.5, not 1: one rank is the one with the key 1",
+        by_the_slowest: "the speed-up should be 0.5, not 1",
     },
 }
-
-
-def unattempted(*args):
-    raise NotImplementedError
-
-
-def judge(ranks, check):
-    return [getattr(checks, check)(answer, ranks) for answer in [*MUTANTS[check], unattempted]]
-
-
-@pytest.mark.parametrize("check", MUTANTS)
-def test_each_mistake_is_rejected_with_the_sentence_that_names_it(check, capfd):
-    verdicts = run_on_ranks(4, judge, check, timeout_s=150)
-    for per_rank in verdicts:
-        assert per_rank == verdicts[0], "all ranks say the same"
-    for (mutant, sentence), verdict in zip(MUTANTS[check].items(), verdicts[0], strict=False):
-        assert sentence.lower() in verdict.lower(), f"{mutant.__name__}: {verdict}"
-    assert verdicts[0][-1] == "not attempted"
 
 
 RIGHT = {
@@ -731,34 +656,13 @@ RIGHT = {
     "ring_all_gather": [copies_from_a_buffer],
     "ring_seconds": [latency_and_bus_bandwidth, in_a_tensor, a_fraction],
     "all_reduce_any_length": [chunks_of_the_rounded_up_size],
+    "mended_ring": [chunks_of_the_rounded_up_size],
     "pass_right": [even_ranks_first, rank_0_receives_first_without_waiting, receives_while_it_sends],
     "estimate_pi": [pi_as_a_fraction, pi_as_a_tensor, pi_by_name],
     "speed_up": [in_lists, in_tensors],
 }
 
 
-def _solutions(ranks):
-    n = ranks.world_size
-    given = {"rank": ranks.rank, "world_size": n, "left": (ranks.rank - 1) % n, "right": (ranks.rank + 1) % n}
-    names = ["exchange", *SOLUTIONS.values()]
-    functions = vars(taken_from("02_collectives", *names, **given))
-    return [getattr(checks, check)(functions[name], ranks, solution=True) for check, name in SOLUTIONS.items()] + [
-        getattr(checks, check)(answer, ranks)
-        for check, answers in RIGHT.items()
-        for answer in answers
-        if n > 1
-        or check not in ("pass_right", "ring_reduce_scatter", "ring_all_gather")  # a rank alone has no neighbour
-    ]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_lessons_solutions_are_correct_on_any_number_of_ranks(n, capfd):
-    for verdicts in run_on_ranks(n, _solutions, timeout_s=120):
-        assert set(verdicts) == {"correct"}
-
-
-def test_the_speed_up_needs_no_ranks(capsys):
-    assert (
-        checks.speed_up(lambda seconds: {n: (seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()})
-        == "correct"
-    )
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, world, worlds = "02_collectives", collectives, 4, (1, 2, 3, 4)
+    rejected, right, solutions, around = MUTANTS, RIGHT, {"speed_up": "scaling"}, ("exchange",)

@@ -204,25 +204,25 @@ NOT_MATCHING = {
     posts_too_little: "which receives into 4.",
     last_message_too_long: "Rank 3 sends 16 bytes to rank 0, which receives into 8.",
     takes_from_anybody_too_little: "sends 8 bytes to rank 0, which receives into 4.",
-    all_gathers_unequal: "Ranks 0, 1, 2 and 3 call all_gather with 8, 8, 8 and 16 bytes.",
-    gathers_unequal: "Ranks 0, 1, 2 and 3 call gather with 8, 8, 8 and 16 bytes.",
+    all_gathers_unequal: "Ranks 0-3 call all_gather with 8, 8, 8 and 16 bytes.",
+    gathers_unequal: "Ranks 0-3 call gather with 8, 8, 8 and 16 bytes.",
     reduce_scatters_unequal: "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes.",
     exchanges_unequal: ("In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
-    in_double_on_the_last: "Ranks 0, 1, 2 and 3 call all_reduce with 8, 8, 8 and 16 bytes.",
+    in_double_on_the_last: "Ranks 0-3 call all_reduce with 8, 8, 8 and 16 bytes.",
     in_whole_numbers_on_the_last: (
-        "Ranks 0, 1, 2 and 3 call all_reduce with float32, float32, float32 and int32 numbers."
+        "Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."
     ),
     sends_to_itself: "Rank 0 sends to itself; a message goes to another rank.",
     only_those_who_have_something: (
-        "Ranks 1, 2 and 3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."
+        "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."
     ),
     reduces_on_one: "Rank 0 calls all_reduce while rank 1 calls reduce.",
-    each_from_itself: "Ranks 0, 1, 2 and 3 call broadcast with different roots: 0, 1, 2 and 3.",
+    each_from_itself: "Ranks 0-3 call broadcast with different roots: 0, 1, 2 and 3.",
     to_a_root_that_is_not_there: "Rank 0 calls reduce with the root rank 4, and there are 4 ranks: 0 to 3.",
-    once_more_on_rank_0: "Rank 0 calls all_reduce when ranks 1, 2 and 3 have no call left to make",
-    unequal_before_a_backward: "Ranks 0, 1, 2 and 3 call all_reduce with 4, 36, 36 and 36 bytes.",
-    unequal_in_a_hook: "Ranks 0, 1, 2 and 3 call all_reduce with 8, 12, 16 and 20 bytes.",
-    swallows_what_it_is_told: "Ranks 0, 1, 2 and 3 call all_reduce with 4, 8, 12 and 16 bytes.",
+    once_more_on_rank_0: "Rank 0 calls all_reduce when ranks 1-3 have no call left to make",
+    unequal_before_a_backward: "Ranks 0-3 call all_reduce with 4, 36, 36 and 36 bytes.",
+    unequal_in_a_hook: "Ranks 0-3 call all_reduce with 8, 12, 16 and 20 bytes.",
+    swallows_what_it_is_told: "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes.",
 }
 
 
@@ -431,7 +431,7 @@ NAMED = {
     ends_the_group: "Your code ended the process group, which all that follows needs: leave it alone.",
     ends_the_group_first: "Your code ended the process group, which all that follows needs: leave it alone.",
     waits_for_a_message_on_rank_1: "A rank waited 4 s for a message that never came",
-    stays_away_on_rank_1: "Ranks 0, 2 and 3 call all_reduce when rank 1 has no call left to make",
+    stays_away_on_rank_1: "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make",
     fails_in_a_hook: "Rank 0: Your code raised TypeError: ",
     yields_later: "Rank 0: Your code raised ZeroDivisionError: division by zero.",
     not_yet: "not attempted",

@@ -1,4 +1,4 @@
-"""Checks of lesson 02: ordered sends, pi by a reduce, speed-up; those of the ring are in `rings`."""
+"""Checks of lesson 02: a ring's two halves, the whole for any length, its time; ordered sends, pi by a reduce, speed-up."""
 
 import math
 
@@ -6,15 +6,199 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_unchanged, listed, plain, shown
 from manyhands.checks.observe import Waits
-from manyhands.checks.rings import all_reduce_any_length as all_reduce_any_length
-from manyhands.checks.rings import mended_ring as mended_ring
-from manyhands.checks.rings import ring_all_gather as ring_all_gather
-from manyhands.checks.rings import ring_reduce_scatter as ring_reduce_scatter
-from manyhands.checks.rings import ring_seconds as ring_seconds
-from manyhands.checks.tensors import count, same
-from manyhands.checks.values import number, shown
+from manyhands.launch.ranks import name_ranks
 from manyhands.measure import wire
+
+LENGTHS = (8, 7, 1, 0, 1000)
+
+
+@exercise("A", "reduce-scatter on the ring")
+def ring_reduce_scatter(answer, ranks):
+    """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place: n-1 messages of one chunk, to the right."""
+    n, rank = ranks.world_size, ranks.rank
+    # chunk c of rank r has a 1 where (c, r) stands and 0 elsewhere: so what it holds afterwards tells whose numbers are in it
+    x_nnn = torch.zeros(n, n, n, dtype=torch.float64)  # [chunk, chunk, rank]
+    x_nnn[range(n), range(n), rank] = 1
+    seen = _run_half(answer, ranks, x_nnn)
+    right = (rank + 1) % n
+    for chunk, other, source in x_nnn.nonzero().tolist():
+        if other != chunk:
+            raise Wrong(
+                f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: what arrives must be added to the chunk of "
+                "the same number"
+            )
+    often = x_nnn.diagonal().T  # [chunk, rank]: how often a chunk holds the numbers of a rank
+    finished = [chunk for chunk in range(n) if (often[chunk] == 1).all()]
+    if finished and right not in finished:
+        raise Wrong(
+            f"chunk {finished[0]} is finished here, and chunk {right} should be: at the first hop rank {rank} sends chunk "
+            f"{rank}"
+        )
+    for source, times in enumerate(often[right].tolist()):
+        if times not in (0, 1):
+            raise Wrong(f"chunk {right} holds rank {source}'s numbers {times:g} times; once each is the sum")
+    if right not in finished:
+        raise Wrong(
+            f"chunk {right} holds the numbers of {name_ranks(often[right].nonzero().flatten().tolist())}, not of all {n}: "
+            "send on the chunk to which you have just added, and add what arrives"
+        )
+    _judge_messages(seen, "all chunks are right", n, 1, n * n, 8)
+
+
+@exercise("B", "all-gather on the ring")
+def ring_all_gather(answer, ranks):
+    """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place: n-1 messages of one chunk, to the right."""
+    n, rank = ranks.world_size, ranks.rank
+    generator = torch.Generator().manual_seed(1)
+    # of each rank its unfinished chunks, and in the last row the finished ones
+    numbers = torch.randint(1, 2**40, (n + 1, n), generator=generator, dtype=torch.float64)
+    right = (rank + 1) % n
+    x_n5 = numbers[rank].clone()[:, None].repeat(1, 5)
+    x_n5[right] = numbers[n, right]
+    seen = _run_half(answer, ranks, x_n5)
+    faults = [_fault_of_copy(x_n5[chunk], chunk, numbers, rank) for chunk in range(n)]
+    if any(faults):
+        raise Wrong(min(fault for fault in faults if fault)[1])
+    _judge_messages(seen, "all chunks are right", n, 1, 5, 8)
+
+
+def _fault_of_copy(held_5, chunk, numbers, rank):
+    """None for a finished chunk, else (how little the fault tells, the sentence)."""
+    n = numbers.shape[1]
+    if (held_5 == numbers[n, chunk]).all():
+        return None
+    from_where = (numbers == held_5[0]).nonzero().tolist() if (held_5 == held_5[0]).all() else []
+    if not from_where:
+        return 2, (
+            f"chunk {chunk} holds neither a finished chunk nor what stood there before: in this half nothing is added, the "
+            "chunks are only copied"
+        )
+    source, other = from_where[0]
+    if source == n:
+        return (
+            0,
+            f"chunk {chunk} holds the finished chunk {other}: receive each chunk where the same number stands",
+        )
+    if (source, other) == (rank, chunk):
+        return 3, (
+            f"chunk {chunk} still holds this rank's unfinished sum: a finished one must arrive there in one of the {n - 1} "
+            "hops"
+        )
+    return 1, (
+        f"chunk {chunk} holds an unfinished sum of rank {source}: at the first hop rank {source} sends the chunk that is "
+        f"finished there, {(source + 1) % n}"
+    )
+
+
+def _run_half(answer, ranks, x_nk):
+    """What the answer did with the rows of x_nk as its list of chunks; raises Wrong if it did not work on these."""
+    views = list(x_nk.view(len(x_nk), -1).unbind())
+    given = list(views)
+    with wire.watch() as seen:
+        answer(given)
+    for chunk, (mine, view) in enumerate(zip(given, views, strict=False)):
+        if mine is not view:
+            raise Wrong(
+                f"chunks[{chunk}] is another tensor now, and the gradient of which it was a view has not changed: write into "
+                "the chunk itself, with += or as the tensor that receives"
+            )
+    right = (ranks.rank + 1) % ranks.world_size
+    for call in seen.calls:
+        if call.op == "send" and call.peer not in (None, right):
+            raise Wrong(f"this rank sent to rank {call.peer}; on the ring it sends only to its right, rank {right}")
+    return seen
+
+
+def _judge_messages(seen, right, n, halves, chunk, item_bytes):
+    """Raises Wrong unless this rank sent n-1 messages in each of the ring's `halves`, of at most `chunk` numbers."""
+    if others := sorted({call.op for call in seen.calls} - {"send", "recv", "barrier"}):
+        raise Wrong(f"{right}, but it calls {listed(others)}; build it from messages to your neighbours")
+    hops, formula = halves * (n - 1), ("n-1", "2(n-1)")[halves - 1]
+    if seen.messages != hops:
+        raise Wrong(
+            f"{right}, but this rank sent {count(seen.messages, 'message')}; the ring on {n} ranks sends exactly "
+            f"{formula} = {hops}: {'n-1 hops to sum, n-1 to hand around' if halves == 2 else 'one for each hop'}"
+        )
+    sizes = [call.bytes // item_bytes for call in seen.calls if call.op == "send"]
+    if max(sizes, default=0) > chunk:
+        raise Wrong(
+            f"{right}, but {count(sum(sizes), 'number')} left this rank in {count(hops, 'message')}, the largest of "
+            f"{max(sizes)}; chunks of at most {chunk} are enough, {count(hops * chunk, 'number')} in all"
+        )
+
+
+@exercise(1, "ring all-reduce")
+def all_reduce_any_length(answer, ranks):
+    """`answer(x_N)` sums x_N over all ranks in place and returns it: any length, 2(n-1) messages of about N/n."""
+    _judge_ring(answer, ranks, LENGTHS)
+
+
+@exercise(4, "the mended ring")
+def mended_ring(answer, ranks):
+    """The same demands, for lengths that the number of ranks divides."""
+    _judge_ring(answer, ranks, [ranks.world_size * k for k in (1, 5, 300)])
+
+
+def _judge_ring(answer, ranks, lengths):
+    runs = []  # first every length on every rank, then the verdict: nobody is left waiting by a fault found early
+    # small numbers first: a fault is easier to read in them
+    for first, some_lengths in ((_from_zero, lengths), (_of_all_digits, lengths[:2])):
+        for length in some_lengths:
+            for dtype in (torch.float64, torch.int64):
+                row_N = torch.arange(length, dtype=dtype) + first(dtype, ranks.world_size)
+                x_N = row_N * (ranks.rank + 1)
+                with wire.watch() as seen:
+                    returned = answer(x_N)
+                runs.append((row_N, x_N, returned, seen))
+    for run in runs:
+        _judge_one_ring(*run, ranks.world_size)
+
+
+def _from_zero(dtype, n):
+    return 0
+
+
+def _of_all_digits(dtype, n):
+    """An odd number that no smaller type holds, and whose n (n + 1) / 2 fold its own type holds exactly."""
+    return (2**52 if dtype.is_floating_point else 2**61) // (n * (n + 1) // 2) | 1
+
+
+def _judge_one_ring(row_N, x_N, returned, seen, n):
+    wanted_N, length = row_N * (n * (n + 1) // 2), x_N.numel()
+    what = f"for {count(length, 'number')} ({str(x_N.dtype).removeprefix('torch.')}) the sum"
+    expect_tensor(returned, wanted_N, what, close=0)
+    _judge_messages(seen, f"{what} is right", n, 2, math.ceil(length / n), x_N.element_size())
+    if not torch.equal(x_N, wanted_N):
+        raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")
+
+
+@exercise("D", "the ring's time")
+def ring_seconds(answer, ranks=None):
+    """`answer(n_bytes, n, alpha, beta)` is 2(n-1) (alpha + n_bytes / n / beta), the seconds of a ring all-reduce."""
+    for n_bytes, n, alpha, beta in (
+        (40_000_000, 4, 1e-5, 5e10),
+        (4_096, 4, 5e-4, 1e9),
+        (40_000_000, 100, 2e-6, 1.5e11),
+        (1_000_003, 3, 1e-3, 1e8),
+        (1_000_000, 1, 1e-3, 1e8),
+    ):
+        hops, chunk_s = 2 * (n - 1), n_bytes / n / beta
+        slips = {
+            "a hop carries one chunk, not the whole tensor": hops * (alpha + n_bytes / beta),
+            "that is one of the two halves": (n - 1) * (alpha + chunk_s),
+            "every hop pays alpha": alpha + hops * chunk_s,
+            "every hop carries a chunk, not one hop alone": hops * alpha + chunk_s,
+            "that is one hop, and a ring has 2(n-1)": alpha + chunk_s,
+            "each half has n-1 hops, not n": 2 * n * (alpha + chunk_s),
+            "beta is bytes per second, so divide by it": hops * (alpha + n_bytes / n * beta),
+            "the bytes are right, and alpha is missing": hops * chunk_s,
+            "that is in milliseconds": 1e3 * hops * (alpha + chunk_s),
+        }
+        what = f"for {n_bytes:,} bytes on {count(n, 'rank')}, alpha = {1e6 * alpha:g} µs and beta = {beta / 1e9:g} GB/s the time"
+        found = answer(n_bytes, n, alpha, beta)
+        expect_number(found, hops * (alpha + chunk_s), what, "seconds", slips, rel=1e-6, close=1e-15)
 
 
 @exercise("C", "ordered sends")
@@ -33,12 +217,14 @@ def pass_right(answer, ranks):
     dist.all_gather_object(all_programs, programs)
     for everyone, mine, theirs, seen in runs:
         what = f"for {count(mine.numel(), 'number')}"
-        if not isinstance(theirs, torch.Tensor):
-            raise Wrong(f"{what} it returned {shown(theirs)}; return the tensor of rank {left}")
-        name = f"the tensor of rank {left}, your left neighbour"
-        same(theirs, everyone[left], what, name, _whose(theirs, everyone, seen))
-        if not torch.equal(mine, everyone[ranks.rank]):
-            raise Wrong(f"{what} the tensor that you were given has changed; receive into another one")
+        slips = {f"it is that of rank {rank}": belongings for rank, belongings in enumerate(everyone)}
+        if all(call.op == "send" for call in seen.calls):
+            slips["this rank received nothing"] = theirs if isinstance(theirs, torch.Tensor) else None
+        it_is = f"the tensor of rank {left}, your left neighbour"
+        expect_tensor(theirs, everyone[left], f"{what} what comes back", slips, it_is, close=0)
+        expect_unchanged(
+            mine, everyone[ranks.rank], f"{what} the tensor that you were given", ", and receive into another"
+        )
         if n > 1 and (seen.messages, seen.sent_bytes) != (1, mine.nbytes):
             raise Wrong(
                 f"{what} this rank sent {count(seen.messages, 'message')} and {seen.sent_bytes} bytes; "
@@ -51,14 +237,6 @@ def pass_right(answer, ranks):
             f"right, but some ranks wait for their turn: {rounds} messages one after the other, where {2 + n % 2} rounds "
             f"are enough for {n} ranks"
         )
-
-
-def _whose(theirs, everyone, seen):
-    """Where a wrong tensor may come from, as the end of a sentence."""
-    for rank, belongings in enumerate(everyone):
-        if theirs.dtype == belongings.dtype and torch.equal(theirs, belongings):
-            return f"; it is that of rank {rank}"
-    return "" if any(call.op != "send" for call in seen.calls) else "; this rank received nothing"
 
 
 def _belongings(rank, shape, dtype):
@@ -122,41 +300,36 @@ def estimate_pi(answer, ranks):
     if ranks.rank != 0 and result is not None:
         raise Wrong("only rank 0 has the sum after a reduce; return None on the others")
     if ranks.rank == 0:
-        result = number(result, f"the number {wanted:.6f} on rank 0")
-        if not abs(result - wanted) <= 1e-6:
-            raise Wrong(f"rank 0 returns {result:.6f}; with the hits of all ranks it is {wanted:.6f}")
+        expect_number(result, wanted, "with the hits of all ranks what rank 0 returns", rel=0, close=1e-6)
 
 
 @exercise(3, "speed-up and efficiency")
 def speed_up(answer, ranks=None):
     """`answer(seconds)`: {ranks: (speed-up, efficiency)} from {ranks: seconds}; the efficiency is a fraction."""
-    cases = [
+    for seconds in (
         {1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06},
         {1: 10.0, 4: 5.0},
         {1: 3.0},
         {2: 16.0, 1: 8.0, 16: 1.0},  # one rank is neither the first nor the slowest
-    ]
-    for seconds in cases:
+    ):
         table = answer(dict(seconds))
-        if table is ...:
-            raise NotImplementedError
         if not isinstance(table, dict) or set(table) != set(seconds):
+            keys = list(seconds)
             raise Wrong(
-                f"return a dictionary with the keys {list(seconds)}, each with (speed-up, efficiency), not {shown(table)}"
+                f"return a dictionary with the keys {keys}, each with (speed-up, efficiency), not {shown(table)}"
             )
         for n, pair in table.items():
-            many = isinstance(pair, (tuple, list)) or getattr(pair, "ndim", 0) == 1  # a row of numpy or torch
-            if not many or len(pair) != 2:
-                raise Wrong(f"for {count(n, 'rank')} return a pair, (speed-up, efficiency), not {shown(pair)}")
-            ratio = number(pair[0], f"a number as the speed-up on {count(n, 'rank')}")
-            efficiency = number(pair[1], f"a number as the efficiency on {count(n, 'rank')}")
-            right = seconds[1] / seconds[n]
-            if not math.isclose(ratio, right, rel_tol=5e-3):
-                raise Wrong(
-                    f"{seconds[1]} s on one rank and {seconds[n]} s on {n} are a speed-up of {right:.2f}, not {ratio:.2f}"
-                )
-            if not math.isclose(efficiency, right / n, rel_tol=5e-3):
-                raise Wrong(
-                    f"a speed-up of {right:.2f} on {count(n, 'rank')} is an efficiency of {right / n:.2f}, not {efficiency:.2f}: "
-                    "the share of the ideal speed-up n that was reached"
-                )
+            ratio, efficiency = plain(pair)
+            right, on = seconds[1] / seconds[n], count(n, "rank")
+            slips = {
+                "that is upside down": 1 / right,
+                "one rank is the one with the key 1": seconds[next(iter(seconds))] / seconds[n],
+            }
+            what = f"with {seconds[1]} s on 1 rank and {seconds[n]} s on {n} the speed-up"
+            expect_number(ratio, right, what, slips=slips, rel=5e-3)
+            slips = {
+                "that is the speed-up; it is the share of the ideal speed-up n that was reached": right,
+                "that is in percent; return a fraction": 100 * right / n,
+            }
+            what = f"with a speed-up of {right:.2f} on {on} the efficiency"
+            expect_number(efficiency, right / n, what, slips=slips, rel=5e-3)

@@ -209,7 +209,7 @@ def shown(found):
 
 def told_apart(found, wanted):
     """Two different numbers as text, with as many digits as they differ in, and four at least."""
-    if all(float(x).is_integer() and abs(x) < 1e15 for x in (found, wanted)):
+    if all(isinstance(x, int) or (x.is_integer() and abs(x) < 1e15) for x in (found, wanted)):
         return f"{int(found):,}", f"{int(wanted):,}"
     for digits in range(4, 18):
         texts = _rounded(found, digits), _rounded(wanted, digits)

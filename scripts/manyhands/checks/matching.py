@@ -19,6 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from manyhands.launch.ranks import name_ranks
+
 _LOOK_EVERY_S = 0.002
 # The dispatcher's names, where they are not those of torch.distributed
 _NAMES = {
@@ -133,8 +135,8 @@ class Matching(TorchDispatchMode):
         self._store.set(f"{key}/{number}/{me}", json.dumps(mine))
         keys = {r: f"{key}/{number}/{i}" for i, r in enumerate(ranks)}
         if missing := self._wait_for(keys):
-            sentence = f"rank {ranks[me]} waits in {name}, which {_listed(missing)} did not call"
-            done = f"rank {ranks[me]} has come to the end of your code, and {_listed(missing)} did not"
+            sentence = f"rank {ranks[me]} waits in {name}, which {name_ranks(missing)} did not call"
+            done = f"rank {ranks[me]} has come to the end of your code, and {name_ranks(missing)} did not"
             raise NobodyCalls(sentence if by_answer else done, by_answer)
         calls = {r: json.loads(self._store.get(keys[r])) for r in ranks}
         if sentence := _difference(calls):
@@ -216,7 +218,7 @@ def _difference(calls):
     if not all(_alike(calls[first], calls[r]) for r in others) and len({c["by answer"] for c in calls.values()}) > 1:
         still, done = ([r for r in calls if calls[r]["by answer"] is by] for by in (True, False))
         return (
-            f"{_listed(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when {_listed(done)} "
+            f"{name_ranks(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when {name_ranks(done)} "
             f"{'have' if len(done) > 1 else 'has'} no call left to make: each collective needs all ranks"
         )
     for r in others:
@@ -224,12 +226,12 @@ def _difference(calls):
             return f"rank {first} calls {calls[first]['call']} while rank {r} calls {calls[r]['call']}"
     name = calls[first]["call"]
     if len({c["root"] for c in calls.values()}) > 1:
-        return f"{_listed(calls)} call {name} with different roots: {_enumerated(c['root'] for c in calls.values())}"
+        return f"{name_ranks(list(calls))} call {name} with different roots: {_enumerated(c['root'] for c in calls.values())}"
     if "bytes" in calls[first]:
         for part, unit in (("bytes", "bytes"), ("dtype", "numbers")):
             values = [c[part] for c in calls.values()]
             if len(set(values)) > 1:
-                return f"{_listed(calls)} call {name} with {_enumerated(values)} {unit}"
+                return f"{name_ranks(list(calls))} call {name} with {_enumerated(values)} {unit}"
         return ""
     for i, source in enumerate(calls):
         for j, target in enumerate(calls):
@@ -241,11 +243,6 @@ def _difference(calls):
 
 def _alike(a, b):
     return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes", "dtype"))
-
-
-def _listed(ranks):
-    ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_enumerated(ranks)}"
 
 
 def _enumerated(values):

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import gradients, normal, seeded
+from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number, shown
 from manyhands.checks.observe import LiveGraphs
-from manyhands.checks.values import number, shown
 from manyhands.gpt.model import GPTConfig
 
 CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same
+WIDTH = 4  # of a block, and of its rows
 IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it
 
 
@@ -39,42 +41,44 @@ SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16
 def parameters(answer, ranks=None):
     """`answer(V, T, D, N)` -> the parameters of a GPT with V tokens, T positions, width D and N layers."""
     for V, T, D, N in SIZES:
-        given = number(answer(V, T, D, N), "the number of parameters")
         right = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
-        if given != right:
-            what = f"for V={V}, T={T}, D={D}, N={N} there are {right:,} parameters, not {given:,.10g}"
-            raise Wrong(what + _parameters_hint(given - right, V, T, D, N))
+        what = f"for V={V}, T={T}, D={D}, N={N} the number of parameters"
+        slips = {sentence: right - few for sentence, few in _forgotten(V, T, D, N).items()}
+        slips |= {sentence: right + many for sentence, many in _counted_too_often(V, T, D, N).items()}
+        expect_number(answer(V, T, D, N), right, what, slips=slips, rel=0)
 
 
-def _parameters_hint(off, V, T, D, N):
-    """`off`: by how much the answer is too large; the smallest of the sizes tells all of these apart."""
-    missing = {
-        V: "the head has a bias: a number for each token",
-        V * D: "embedding and head are two matrices here",
-        V * (D + 1): "the head has a matrix and a bias of its own",
-        T * D: "positions have an embedding, too",
-        D: "a LayerNorm has a scale and a shift",
-        2 * D: "there is a LayerNorm between the last layer and the head",
-        N * D: "one bias of width D is missing in each layer",
-        2 * N * D: "each layer has two LayerNorms, of a scale and a shift each",
-        4 * N * D: "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing",
-        6 * N * D: "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing",
-        10 * N * D: "the matrices of a layer are right; its biases and LayerNorms are missing",
-        10 * N * D + D * (V + T) + 2 * D + V * (D + 1): "that is the matrices of the layers alone",
-        (N - 1) * (12 * D**2 + 10 * D): f"there are {N} layers, not one",
-        N * 2 * D**2: "query, key and value are three matrices of D times D",
-        N * 3 * D**2: "query, key and value are missing",
-        N * 4 * D**2: "the MLP has two matrices, up and down",
-        N * D**2: "attention has a matrix for its output as well",
+def _forgotten(V, T, D, N):
+    """{what is missing: how many}; the smallest of the sizes tells all of these apart."""
+    return {
+        "the head has a bias: a number for each token": V,
+        "embedding and head are two matrices here": V * D,
+        "the head has a matrix and a bias of its own": V * (D + 1),
+        "positions have an embedding, too": T * D,
+        "a LayerNorm has a scale and a shift": D,
+        "there is a LayerNorm between the last layer and the head": 2 * D,
+        "one bias of width D is missing in each layer": N * D,
+        "each layer has two LayerNorms, of a scale and a shift each": 2 * N * D,
+        "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing": 4 * N * D,
+        "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing": 6 * N * D,
+        "the matrices of a layer are right; its biases and LayerNorms are missing": 10 * N * D,
+        "that is the matrices of the layers alone": 10 * N * D + D * (V + T) + 2 * D + V * (D + 1),
+        f"there are {N} layers, not one": (N - 1) * (12 * D**2 + 10 * D),
+        "query, key and value are three matrices of D times D": N * 2 * D**2,
+        "query, key and value are missing": N * 3 * D**2,
+        "the MLP has two matrices, up and down": N * 4 * D**2,
+        "attention has a matrix for its output as well": N * D**2,
     }
-    extra = {
-        3 * N * D: "query, key and value have no bias here",
-        T * V: "positions do not depend on the tokens",
-        (N - 1) * 2 * D: "the LayerNorm before the head comes once, not in each layer",
-        (N - 1) * T * D: "positions are embedded once, not in each layer",
+
+
+def _counted_too_often(V, T, D, N):
+    """{what is too much: how many}"""
+    return {
+        "query, key and value have no bias here": 3 * N * D,
+        "positions do not depend on the tokens": T * V,
+        "the LayerNorm before the head comes once, not in each layer": (N - 1) * 2 * D,
+        "positions are embedded once, not in each layer": (N - 1) * T * D,
     }
-    hint = missing.get(-off) if off < 0 else extra.get(off)
-    return f": {hint}" if hint else ""
 
 
 # ---- build B ----
@@ -99,35 +103,32 @@ def does_it_fit(answer, ranks=None):
         ("the 1B on a device that the parameters fill exactly", OLMO_1B, 16 * OLMO_1B.num_params()),
     ]
     for what, config, device_bytes in cases:
-        given = number(answer(config, device_bytes), "a number of sequences")
         state = 16 * config.num_params()
         each = 32 * config.n_embd * config.n_layer * config.block_size
-        right = max(0, (device_bytes - state) // each)
-        if given != right:
-            hint = _fit_hint(given, config, device_bytes, state, each)
-            amounts = f"{state:,} bytes of state and {each:,} per sequence"
-            raise Wrong(f"{what}: {right} sequences fit, not {given:g}{hint} ({amounts})")
+        given = number(answer(config, device_bytes), "sequences")
+        slips = _fit_slips(given, config, device_bytes, state, each)
+        what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
+        expect_number(given, max(0, (device_bytes - state) // each), what, "sequences", slips, rel=0)
 
 
-def _fit_hint(given, config, device_bytes, state, each):
+def _fit_slips(given, config, device_bytes, state, each):
     left = device_bytes - state
-    if left < 0 and given < 0:
-        return ": nothing fits beside a state that does not fit itself, and fewer than 0 there are not"
     if left < 0:
-        return ": not even the parameters fit"
-    if not given.is_integer():
-        return ": sequences come whole"
-    guesses = {
-        device_bytes // each: "you gave all of the device to activations, and the parameters take 16 bytes each",
-        (device_bytes - state // 8) // each: "training keeps 16 bytes per parameter, not 2",
-        left // (2 * each): "that is with 4 bytes a number, and bf16 has 2",
-        2 * left // each: "that is with 1 byte a number, and bf16 has 2",
-        16 * left // each: "a layer keeps 16 vectors for each token, not one",
-        left * config.n_layer // each: "every layer keeps its 16 vectors",
-        left * config.block_size // each: "that is tokens, and a sequence has block_size of them",
-        math.ceil(left / each): "the last one does not fit whole",
+        return {
+            "nothing fits beside a state that does not fit itself, and fewer than 0 there are not": min(given, -1),
+            "not even the parameters fit": given,
+        }
+    return {
+        "sequences come whole": None if given.is_integer() else given,
+        "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
+        "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
+        "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
+        "that is with 1 byte a number, and bf16 has 2": 2 * left // each,
+        "a layer keeps 16 vectors for each token, not one": 16 * left // each,
+        "every layer keeps its 16 vectors": left * config.n_layer // each,
+        "that is tokens, and a sequence has block_size of them": left * config.block_size // each,
+        "the last one does not fit whole": math.ceil(left / each),
     }
-    return next((f": {hint}" for value, hint in guesses.items() if given == value), "")
 
 
 # ---- build C ----
@@ -140,6 +141,7 @@ def recompute(answer, ranks=None):
     for turn in range(2):  # the second one adds to the first
         x, dy = _rows(10 + turn), _rows(20 + turn)
         expected = x.clone().requires_grad_()
+        old = gradients(plain)
         plain(expected).backward(dy)
         ones = _with_ones(x)
         block.forwards, block.without_graph = 0, False
@@ -152,37 +154,33 @@ def recompute(answer, ranks=None):
             if block.without_graph:
                 raise Wrong(_NO_GRAPH) from None
             raise
-        _judge_recompute(given, x, before, expected, dy, ones, block, plain)
+        _judge_recompute(given, x, before, expected, dy, ones, block, plain, old)
 
 
 _NO_GRAPH = "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
 
 
-def _judge_recompute(given, x, before, expected, dy, ones, block, plain):
-    if given is ...:
-        raise NotImplementedError
+def _judge_recompute(given, x, before, expected, dy, ones, block, plain, old):
     if not block.forwards:
         raise Wrong("the block was never run: what was forgotten must be computed again")
     if block.without_graph:
         raise Wrong(_NO_GRAPH)
-    if given is None:
-        raise Wrong("return the gradient of x, not None (is a `return` missing, or did x not require a gradient?)")
-    if not isinstance(given, torch.Tensor) or given.shape != x.shape:
-        raise Wrong(f"return the gradient of x, a tensor of shape {list(x.shape)}, not {shown(given)}")
-    if not torch.equal(x.detach(), before):
-        raise Wrong("the numbers in x have changed; the layer below needs them")
+    expect_unchanged(x.detach(), before, "x", "; the layer below needs it")
     if x.grad is not None:
         raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
-    if torch.equal(given, dy) or not _close(given, expected.grad):
-        raise Wrong(_dx_hint(given, expected.grad, dy, ones))
-    mine, right = _gradient(block), _gradient(plain)
+    if given is None:
+        raise Wrong("nothing came back: is a `return` missing, or did x not require a gradient?")
+    slips = {
+        "it is dy, the gradient of the block's output; x's is what backward makes of it": dy,
+        "it is the gradient of y.sum(); backward must start from dy": ones,
+    }
+    expect_tensor(given, expected.grad, "what comes back", slips, "the gradient of x", CLOSE)
+    mine, right = gradients(block), gradients(plain)
     if mine is None:
         raise Wrong("the gradient of x is right, but the block's parameters got none: they must learn, too")
-    if not _close(mine, right):
-        raise Wrong(
-            "the gradient of x is right, but those of the block's parameters are off by "
-            f"{(mine - right).abs().max():.2g}; add to what is in their grad already"
-        )
+    what = "the gradient of x is right, but what the parameters' grads hold"
+    slips = {"it is the second one alone; add to what is in their grad already": None if old is None else right - old}
+    expect_tensor(mine, right, what, slips, "their gradients" if old is None else "the sum of two gradients", CLOSE)
     if block.forwards > 1:
         raise Wrong(f"right, but the block was run {block.forwards} times, and once is enough")
     if given.requires_grad:
@@ -191,20 +189,8 @@ def _judge_recompute(given, x, before, expected, dy, ones, block, plain):
         raise Wrong("right, but what the block kept is still in memory: let backward free the graph")
 
 
-def _dx_hint(given, right, dy, ones):
-    if torch.equal(given, dy):
-        return "that is dy, the gradient of the block's output; x's is what backward makes of it"
-    if _close(given, ones):
-        return "that is the gradient of y.sum(): backward must start from dy"
-    return f"the gradient of x is off by {(given - right).abs().max():.2g}"
-
-
-def _close(given, right):
-    return bool((given.detach() - right).abs().max() <= CLOSE)
-
-
 def _rows(seed):
-    return torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return normal(seed, 2, 3, WIDTH)
 
 
 def _with_ones(x):
@@ -218,9 +204,7 @@ class _WatchedBlock(nn.Module):
 
     def __init__(self):
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            self.up, self.down = nn.Linear(4, 8).double(), nn.Linear(8, 4).double()
+        self.up, self.down = seeded(lambda: (nn.Linear(WIDTH, 8).double(), nn.Linear(8, WIDTH).double()), 5)
         self.live, self.forwards, self.without_graph = LiveGraphs(), 0, False
 
     def forward(self, x):
@@ -267,8 +251,11 @@ def _judge_master(when, parameters, masters, before, right):
     for p, master, old, exact in zip(parameters, masters, before, right, strict=True):
         if p.dtype != torch.bfloat16 or master.dtype != torch.float32:
             raise Wrong(f"{when} a parameter is {p.dtype} and its master {master.dtype}: copy numbers, not tensors")
-        if not torch.equal(master, exact):
-            raise Wrong(f"{when} {_master_hint(master, old, exact)}")
+        not_moved = "they have not moved; give each its parameter's gradient, in float32, and let adam take the step"
+        from_16_bits = "they hold 16-bit numbers; do not copy the parameters up again, or small steps are lost"
+        slips = {not_moved: old, from_16_bits: exact.to(torch.bfloat16).float()}
+        right = "one step of adam further, with their parameters' gradients"
+        expect_tensor(master, exact, f"{when} the masters", slips, right, close=0)
         if not torch.equal(p.detach(), exact.to(p.dtype)):
             raise Wrong(f"{when} the masters are right, but a parameter is not its master, rounded: copy it down")
         if master.grad is not None:
@@ -276,14 +263,6 @@ def _judge_master(when, parameters, masters, before, right):
                 f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more between two "
                 "steps, 20 and not 16"
             )
-
-
-def _master_hint(master, old, exact):
-    if torch.equal(master, old):
-        return "the masters have not moved: give each its parameter's gradient, in float32, and let adam take the step"
-    if torch.equal(master, exact.to(torch.bfloat16).float()):
-        return "the masters hold 16-bit numbers: do not copy the parameters up again, or small steps are lost"
-    return f"a master is off by {(master - exact).abs().max():.2g}: it takes one step of adam with its parameter's gradient"
 
 
 # ---- exercise 2 ----
@@ -299,16 +278,13 @@ def recompute_trade_off(answer, ranks=None):
             if best is not None:
                 raise Wrong(f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None")
             continue
-        if given is ...:
-            raise NotImplementedError
         if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
             raise Wrong(f"return a set of names, not {shown(given)}")
-        given = list(given)
-        names = {piece.name for piece in pieces}
-        for name in given:
+        chosen, names = list(given), {piece.name for piece in pieces}
+        for name in chosen:
             if not isinstance(name, str) or name not in names:
                 raise Wrong(f"{what}: return a set of names; {shown(name)} is the name of no piece")
-        chosen = set(given)
+        chosen = set(chosen)
         kept = sum(piece.input if piece.name in chosen else piece.kept for piece in pieces)
         if best is None:
             raise Wrong(f"{what}: nothing fits into {budget:g} bytes, so the answer is None, not {_names(chosen)}")
@@ -379,13 +355,13 @@ def _judge_gradients(what, model, micro_batches):
     expected, fresh = _full_batch(micro_batches), _Watched()
     if not all(map(torch.equal, model.parameters(), fresh.parameters())):
         raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
-    given = _gradient(model)
+    given = gradients(model)
     if given is None:
         raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
     if not given.isfinite().all():
         raise Wrong(f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0")
-    if (given - expected).abs().max() > CLOSE:
-        raise Wrong(f"{what}: {_gradient_hint(given, expected, micro_batches)}")
+    slips = _gradient_slips(expected, micro_batches)
+    expect_tensor(given, expected, f"{what}: the gradients", slips, "those of the whole batch", CLOSE)
     most = max(len(ids) for ids, _ in micro_batches)
     if model.largest > most:
         raise Wrong(
@@ -434,9 +410,7 @@ class _Watched(nn.Module):
     def __init__(self, pairs=False):
         super().__init__()
         self.pairs = pairs
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.tokens, self.head = nn.Embedding(7, 6).double(), nn.Linear(6, 7).double()
+        self.tokens, self.head = seeded(lambda: (nn.Embedding(7, 6).double(), nn.Linear(6, 7).double()), 3)
         self.live, self.forwards, self.largest = LiveGraphs(), 0, 0
 
     def forward(self, ids, targets=None):
@@ -454,31 +428,24 @@ def _full_batch(micro_batches):
     model = _Watched()
     ids, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED).backward()
-    return _gradient(model)
+    return gradients(model)
 
 
-def _gradient(model):
-    if any(p.grad is None for p in model.parameters()):
-        return None
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def _gradient_hint(given, expected, micro_batches):
+def _gradient_slips(expected, micro_batches):
     k = len(micro_batches)
     counted = sum(int((targets != IGNORED).sum()) for _, targets in micro_batches)
     positions = sum(targets.numel() for _, targets in micro_batches)
-    for factor, hint in {
-        k: f"the gradients are {k} times too large: that is the sum of {k} means",
-        1 / k: f"the gradients are {k} times too small: they were divided once too often",
-        counted: f"the gradients are {counted} times too large: divide by the number of counted tokens",
-        counted / positions: "positions that do not count were counted: divide by those whose target is not -100",
-    }.items():
-        if factor != 1 and (given - factor * expected).abs().max() <= CLOSE * max(1, factor):
-            return hint
-    means = _mean_of_means(micro_batches)
-    if means is not None and (given - means).abs().max() <= CLOSE:
-        return "that is the mean of the micro-batches' means: a micro-batch with few tokens weighs as much as one with many"
-    return f"the gradients are off by {(given - expected).abs().max():.2g} from those of the whole batch"
+    return {
+        f"they are {k} times too large; that is the sum of {k} means": k * expected,
+        f"they are {k} times too small; they were divided once too often": expected / k,
+        f"they are {counted} times too large; divide by the number of counted tokens": counted * expected,
+        "positions that do not count were counted; divide by those whose target is not -100": (
+            counted / positions * expected
+        ),
+        "that is the mean of the micro-batches' means; a micro-batch with few tokens weighs as much as one with many": (
+            _mean_of_means(micro_batches)
+        ),
+    }
 
 
 def _mean_of_means(micro_batches):
@@ -489,4 +456,4 @@ def _mean_of_means(micro_batches):
     for ids, targets in micro_batches:
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         (loss / len(micro_batches)).backward()
-    return _gradient(model)
+    return gradients(model)
