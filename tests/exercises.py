@@ -134,10 +134,11 @@ class Answers:
         assert exercises_of(self.checks) - {*self.elsewhere} == set(self.rejected) == set(self.right)
         assert all(len(answers) >= 4 for answers in self.rejected.values()) and all(self.right.values())
 
-    def test_the_lessons_solutions_are_accepted(self, pool, world):
+    def test_the_lessons_solutions_are_accepted(self, pool, world, tmp_path):
         solutions = self.named_solutions()
         of_lesson = self.checks.__name__, self.lesson, solutions, self.around
-        for found in pool.run(world, functools.partial(judge_solutions, **self.given), *of_lesson):
+        judge, environ = functools.partial(judge_solutions, **self.given), {"MANYHANDS_OUTPUTS": str(tmp_path)}
+        for found in pool.run(world, judge, *of_lesson, environ=environ):
             assert found == dict.fromkeys(solutions, "correct")
 
 
@@ -148,8 +149,10 @@ class AnswersOfRanks(Answers):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def verdicts(cls, pool):
-        return heard_alike(pool.run(cls.world, _judge_there, cls.__module__, cls.__name__, timeout_s=280))
+    def verdicts(cls, pool, tmp_path_factory):
+        environ = {"MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs"))}
+        there = cls.world, _judge_there, cls.__module__, cls.__name__
+        return heard_alike(pool.run(*there, timeout_s=280, environ=environ))
 
 
 def _judge_there(ranks, module, name):

@@ -1,6 +1,5 @@
 """Lesson 00's checks accept the solutions and reject each wrong answer with the sentence that names its fault."""
 
-import math
 import statistics
 import time
 from fractions import Fraction
@@ -9,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from exercises import heard_alike, not_attempted
-from manyhands.checks import start as checks
+from exercises import Answers, AnswersOfRanks
+from manyhands.checks import start
 from manyhands.course.catch_up import taken_from
-from rank_pool import run_on_ranks
 
 LESSON = "00_start"
 
@@ -59,10 +57,6 @@ def lets_the_last_letter_win(environ):
     return found
 
 
-def is_no_rank_without_a_letter(environ):
-    return read(LETTERS, environ) if any(name in environ for names in LETTERS for name in names) else None
-
-
 def asks_slurm_first(environ):
     return read([LETTERS[4], *LETTERS[:4]], environ)
 
@@ -90,83 +84,15 @@ def empties_the_letter_box(environ):
     return answer
 
 
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
-        (takes_the_jobs_tasks, "For rank 2 of srun, in a job of 8 tasks that started a step of 4 the world size is 4, you say 8"),
-        (forgets_int, "variables are text, make numbers of them with int()"),
-        (asks_mpi_before_torchrun, "For rank 1 of a torchrun that mpiexec started the rank is 1, you say 0"),
-        (takes_the_table_as_it_stands, "For rank 1 of a torchrun that mpiexec started the rank is 1, you say 0"),
-        (lets_the_last_letter_win, "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks the rank"),
-        (is_no_rank_without_a_letter, "as a tuple, not None (is a `return` missing?)"),
-        (asks_slurm_first, "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks the rank is 1"),
-        (takes_the_rank_for_the_local_rank, "For rank 3 of torchrun the local rank is 1, you say 3"),
-        (knows_no_pals, "For rank 5 of PALS the rank is 5, you say 0"),
-        (needs_a_launcher, "Your code raised KeyError"),
-        (returns_two, "Return three values, rank, world size and local rank"),
-        (empties_the_letter_box, "Leave the environment as it is"),
-    ],
-)  # fmt: skip
-def test_a_wrong_reading_of_the_environment_is_named(mutant, sentence):
-    assert checks.who_am_i(mutant).startswith(sentence) or sentence in checks.who_am_i(mutant)
-
-
-def as_list(environ):
-    return list(read(LETTERS, environ))
-
-
 def asks_for_a_size_that_is_not_there(environ):
     rank, size, local_rank = (environ.get(name) for name in ("RANK", "PMI_SIZE", "LOCAL_RANK"))
     return (0 if rank is None else int(rank)), size, local_rank
 
 
-def in_floats(environ):
-    return read(LETTERS, environ, float)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
-        (as_list, "world size and local rank, as a tuple, not the list [3, 4, 1]"),
-        (lambda environ: None, "as a tuple, not None (is a `return` missing?)"),
-        (lambda environ: "3, 4, 1", "as a tuple, not the text '3, 4, 1'"),
-        (asks_for_a_size_that_is_not_there, "you return None as the world size, which is the whole number 4"),
-        (in_floats, "you return the float 3.0 as the rank, which is the whole number 3"),
-    ],
-)
-def test_what_is_no_tuple_of_three_whole_numbers_is_told_so(mutant, sentence):
-    assert sentence in checks.who_am_i(mutant)
-
-
-def test_whole_numbers_of_numpy_are_whole_numbers():
-    assert checks.who_am_i(lambda environ: read(LETTERS, environ, np.int64)) == "correct"
-
-
-def test_the_batch_script_of_a_job_is_no_rank():
-    def batch_script_is_rank_0(environ):
-        if "SLURM_STEP_ID" not in environ and "SLURM_NTASKS" in environ:
-            return 0, int(environ["SLURM_NTASKS"]), 0
-        return read(LETTERS, environ)
-
-    assert "the batch script of a Slurm job, which is no rank the world size is 1, you say 4" in checks.who_am_i(
-        batch_script_is_rank_0
-    )
-
-
-def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
-    from manyhands.launch.launchers import resolve
-
-    for what, environ, expected in checks.ENVIRONMENTS:
-        extra = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
-        if "GROUP_RANK" in environ or "torchrun" in what:
-            extra = {
-                "TORCHELASTIC_RUN_ID": "x",
-                "MASTER_ADDR": "a",
-                "MASTER_PORT": "1",
-                "LOCAL_WORLD_SIZE": "2",
-            }
-        place = resolve(environ | extra)
-        assert (place.rank, place.world_size, place.local_rank) == expected, what
+def takes_the_batch_script_for_rank_0(environ):
+    if "SLURM_STEP_ID" not in environ and "SLURM_NTASKS" in environ:
+        return 0, int(environ["SLURM_NTASKS"]), 0
+    return read(LETTERS, environ)
 
 
 # ---------------------------------------------------------------- build B: the roll call
@@ -201,10 +127,6 @@ def adds_nobody_else(rank, started):
     return one_hot(rank, started)
 
 
-def forgets_to_return(rank, started):
-    dist.all_reduce(one_hot(rank, started))
-
-
 def counts_who_is_there(rank, started):
     row = one_hot(dist.get_rank(), started)
     dist.all_reduce(row)
@@ -227,12 +149,6 @@ def puts_all_at_the_start(rank, started):
     row = one_hot(0, started)
     dist.all_reduce(row)
     return row
-
-
-def counts_heads(rank, started):
-    heads = torch.ones(1)
-    dist.all_reduce(heads)
-    return heads.item()
 
 
 def gathers_instead(rank, started):
@@ -267,124 +183,11 @@ def only_rank_0_asks(rank, started):
     return row
 
 
-ROLLS = [
-    (as_whole_numbers, "correct"),
-    (as_a_list_of_float64, "correct"),
-    (in_one_buffer_again_and_again, "correct"),
-    (adds_nobody_else, "holds [1.0, 0.0, 0.0]: that is this rank's own 1, without those of the others"),
-    (forgets_to_return, "Return 3 numbers in one tensor, not None (is a `return` missing?)"),
-    (counts_who_is_there, "count what each says, the argument `rank`, not who it is"),
-    (
-        takes_the_largest,
-        "should hold [3, 0, 0], and this one holds [1.0, 0.0, 0.0]: of two that say the same",
-    ),
-    (
-        has_room_for_the_world_alone,
-        "and 5 were started, return 5 numbers, one for each that was started, not 3",
-    ),
-    (puts_all_at_the_start, "and this one holds [3.0, 0.0, 0.0]: all put their 1 at the same place"),
-    (counts_heads, "Return 3 numbers in one tensor, not the float 3.0"),
-    (gathers_instead, "You used all_gather; one all-reduce is enough"),
-    (tells_rank_0_alone, "You used reduce; one all-reduce is enough, and leaves the roll on every rank"),
-    (sums_place_by_place, "it took 3 all-reduces, where one for all numbers is enough"),
-    (
-        has_room_for_thousands,
-        "each rank put 16384 bytes into the sum; 3 numbers of at most 8 bytes are enough",
-    ),
-    (
-        only_rank_0_asks,
-        "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, every rank should hold [1, 1, 1]",
-    ),
-    (lambda rank, started: ..., "not attempted"),
-    (as_whole_numbers, "correct"),  # whatever the others left behind
-]
-
-
-def judge_rolls(ranks):
-    return [checks.roll_call(answer, ranks) for answer, _ in ROLLS]
-
-
-def test_a_wrong_roll_call_is_named(pool):
-    verdicts = heard_alike(pool.run(3, judge_rolls))
-    for (answer, sentence), verdict in zip(ROLLS, verdicts, strict=True):
-        assert sentence in verdict, answer.__name__
-
-
-def judge_the_lessons_roll(ranks):
-    solution = taken_from(LESSON, "roll_call", torch=torch, dist=dist, device="cpu").roll_call
-    verdicts = [checks.roll_call(answer, ranks) for answer in (as_whole_numbers, as_a_list_of_float64)]
-    return [
-        *verdicts,
-        checks.roll_call(solution, ranks, solution=True),
-        checks.roll_call(not_attempted, ranks),
-    ]
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_right_roll_call_is_right_in_every_world(pool, n):
-    assert heard_alike(pool.run(n, judge_the_lessons_roll)) == [*["correct"] * 3, "not attempted"]
-
-
 # ---------------------------------------------------------------- exercise 1: one world or many?
-
-
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
-        (lambda started, said: len(said) == started, "`mpiexec -n 4, but of another MPI` is not one world of 4"),
-        (lambda started, said: all(size == started for _, size in said), "one task died` is not one world of 4"),
-        (
-            lambda started, said: len(said) == started and all(size == started for _, size in said),
-            "takes the local rank for the rank, two nodes` is not one world of 4",
-        ),
-        (lambda started, said: {r for r, _ in said} == set(range(len(said))), "one did not start` is not one world"),
-        (lambda started, said: said == [(r, started) for r in range(started)], "nproc-per-node 4` is one world"),
-        (lambda started, said: started > 1 and sorted(said) == [(r, started) for r in range(started)], "`python` is one"),
-        (
-            lambda started, said: sorted(said) == [(r, len(said)) for r in range(len(said))],
-            "not one world of 1: 1 process was started and said [(0, 2), (1, 2)]",
-        ),
-        (lambda started, said: every_rank_once(started, said) and said[0][1] == started, "[(2, 3), (0, 1), (1, 2)]"),
-        (lambda started, said: every_rank_once(started, said) and said[-1][1] == started, "[(2, 3), (0, 1), (1, 3)]"),
-        (lambda started, said: every_rank_once(started, said) and max(said)[1] == started, "is not one world of 3"),
-        (
-            lambda started, said: every_rank_once(started, said)
-            and statistics.median(size for _, size in said) == started, "is not one world of 3",
-        ),
-        (
-            lambda started, said: len(said) == started and all(size == started for _, size in said)
-            and sum(rank for rank, _ in said) == sum(range(started)), "said [(1, 3), (1, 3), (1, 3)]",
-        ),
-        (
-            lambda started, said: {r for r, _ in said} == set(range(started)) == set(range(said[0][1]))
-            and all(size == started for _, size in said), "said [(0, 3), (1, 3), (2, 3), (0, 3)]",
-        ),
-        (lambda started, said: "yes" if sorted(said) == [(r, started) for r in range(started)] else "no",
-         "Return True or False, not the text 'yes'"),
-        (lambda started, said: None, "Return True or False, not None (is a `return` missing?)"),
-        (lambda started, said: torch.ones(2), "Return True or False, not the Tensor"),
-    ],
-)  # fmt: skip
-def test_a_wrong_idea_of_a_world_is_named(mutant, sentence):
-    assert sentence in checks.is_one_world(mutant)
 
 
 def every_rank_once(started, said):
     return sorted(rank for rank, _ in said) == list(range(started))
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda started, said: every_rank_once(started, said) and {size for _, size in said} == {started},
-        lambda started, said: set(said) == {(r, started) for r in range(started)} and len(said) == started,
-        lambda started, said: len(set(said)) == len(said) == started and all(s == started for _, s in said),
-        lambda started, said: np.array(sorted(said) == [(r, started) for r in range(started)]),
-        lambda started, said: int(sorted(said) == [(r, started) for r in range(started)]),
-    ],
-)
-def test_other_ways_to_know_one_world_are_right(answer):
-    assert checks.is_one_world(answer) == "correct"
 
 
 # ---------------------------------------------------------------- exercise 2: whose turn is it?
@@ -488,83 +291,7 @@ def writes_two_lines_at_once(append, ranks):
     in_turn_with(append, ranks, f"rank {ranks.rank}\nwas here")
 
 
-def not_yet(append, ranks):
-    raise NotImplementedError
-
-
-TURNS = [
-    (everybody_at_once, "wait until the rank before you has written"),
-    (hands_the_pen_on_before_writing, "wait until the rank before you has written"),
-    (takes_turns_by_barriers, "The order is right, but you used barrier; send and recv are enough"),
-    (goes_round_the_ring, "The order is right, but 3 messages were sent; 2 are enough"),
-    (rank_0_writes_nothing, "Each rank appends one line; yours appended [0, 1, 1]"),
-    (everybody_waits_first, "A rank waited 5 s for a message that never came"),
-    (sleeps_instead_of_waiting, "rank 1 had received nothing from rank 0 when it wrote"),
-    (all_write_the_same_line, "were written by ranks [2, 1, 0], in this order: wait until"),
-    (
-        hands_the_pen_on_and_writes_in_time,
-        "rank 0 sent its message to rank 1 before it wrote; write first, then send",
-    ),
-    (sends_to_the_wrong_side_and_sleeps, "rank 1 had received nothing from rank 0 when it wrote"),
-    (writes_two_lines_at_once, "Each rank appends one line; yours appended [2, 2, 2]"),
-    (ends_its_line, "correct"),
-    (receives_from_anybody, "correct"),
-    (not_yet, "not attempted"),
-]
-
-
-def judge_turns(ranks):
-    solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
-    return [checks.in_turn(mutant, ranks) for mutant, _ in TURNS] + [checks.in_turn(solution, ranks, solution=True)]
-
-
-def test_a_line_out_of_turn_is_named(tmp_path):
-    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    verdicts = run_on_ranks(3, judge_turns, timeout_s=120, environ=environ)
-    assert verdicts[0] == verdicts[1] == verdicts[2], "all ranks agree"
-    for (mutant, sentence), verdict in zip(TURNS, verdicts[0], strict=False):
-        assert sentence in verdict, mutant.__name__
-    assert verdicts[0][-1] == "correct"
-
-
-def judge_right_turns(ranks):
-    solution = taken_from(LESSON, "in_turn", torch=torch, dist=dist).in_turn
-    return [checks.in_turn(answer, ranks) for answer in (solution, ends_its_line, receives_from_anybody)]
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_turns_are_taken_by_any_number_of_ranks(pool, tmp_path, n):
-    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    assert pool.run(n, judge_right_turns, environ=environ) == [["correct"] * 3] * n
-
-
 # ---------------------------------------------------------------- exercise 3: read the profile
-
-
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
-        (lambda profile, steps: profile[0][3] / 10 * steps, "you multiplied all of it, also what happens once"),
-        (
-            lambda profile, steps: profile[0][3] + sum(t / n for d, _, n, t in profile if n > 1) * (steps - 10)
-            - sum(t for d, _, n, t in profile if d == 2), "you say",
-        ),
-        (
-            lambda profile, steps: sum(t for d, _, n, t in profile if d > 0 and n == 1)
-            + sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps, "add up what happened once",
-        ),
-        (
-            lambda profile, steps: sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps,
-            "something is missing or subtracted twice",
-        ),
-        (
-            lambda profile, steps: sum(t for d, _, n, t in profile if d == 1 and n == 1)
-            + sum(t / n for d, _, n, t in profile if n > 1) * steps, "with 20 iterations in 9 s",
-        ),
-    ],
-)  # fmt: skip
-def test_a_wrong_reading_of_the_profile_is_named(mutant, sentence):
-    assert sentence.lower() in checks.predict_seconds(mutant).lower()
 
 
 def right_seconds(profile, steps):
@@ -572,89 +299,173 @@ def right_seconds(profile, steps):
     return sum(total_s if calls == 1 else total_s / calls * steps for calls, total_s in parts)
 
 
-def test_one_step_more_or_less_is_named():
-    assert "that is the time of 3 steps" in checks.predict_seconds(lambda p, steps: right_seconds(p, steps - 1))
-    assert "that is the time of 5 steps" in checks.predict_seconds(lambda p, steps: right_seconds(p, steps + 1))
+# ---------------------------------------------------------------- what is said of them
 
 
-@pytest.mark.parametrize("as_type", [np.float64, torch.tensor, Fraction, lambda value: np.array([value])[0]])
-def test_seconds_of_any_library_are_seconds(as_type):
-    assert checks.predict_seconds(lambda profile, steps: as_type(right_seconds(profile, steps))) == "correct"
+def right_world(started, said):
+    return sorted(said) == [(r, started) for r in range(started)]
 
 
-NO_NUMBERS = {
-    None: "not None (is a `return` missing?)",
-    "3.5": "not the text '3.5'",
-    (1.5, 2): "not the tuple (1.5, 2)",
-    math.nan: "not the float nan",
-    math.inf: "not the float inf",
-    True: "not the bool True",
-    1j: "not the complex 1j",
-}
+def right_samples(batch, step_s):
+    return batch * len(step_s) / max(step_s)
 
 
-@pytest.mark.parametrize("found", NO_NUMBERS, ids=str)
-def test_what_is_no_number_is_told_so(found):
-    for check in ("predict_seconds", "samples_per_s"):
-        verdict = getattr(checks, check)(lambda *_: found)
-        assert verdict.startswith("Return a number of s") and NO_NUMBERS[found] in verdict
-
-
-def test_a_returned_list_or_tensor_is_shown_in_one_line():
-    assert "not the list [1.5, 2, 3]." in checks.samples_per_s(lambda *_: [1.5, 2, 3])
-    assert "Return a number of samples per second, not the Tensor" in checks.samples_per_s(lambda *_: torch.zeros(9, 9))
-
-
-def test_the_parts_of_the_profile_add_up():
-    whole, parts = checks.PROFILE[0][3], [row[3] for row in checks.PROFILE if row[0] == 1]
-    assert sum(parts) == pytest.approx(whole, abs=1e-9)
-
-
-# ---------------------------------------------------------------- exercise 4: samples per second
-
-
-@pytest.mark.parametrize(
-    ("mutant", "sentence"),
-    [
+REJECTED = {
+    "who_am_i": {
+        takes_the_jobs_tasks: "For rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCID=2",
+        forgets_int: "the rank should be 3, not the text '3': variables are text, make numbers of them with int()",
+        asks_mpi_before_torchrun: "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0",
+        takes_the_table_as_it_stands: "For rank 1 of a torchrun that mpiexec started, which has RANK=1",
+        lets_the_last_letter_win: "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
+        asks_slurm_first: "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
+        takes_the_rank_for_the_local_rank: "GROUP_RANK=1, the local rank should be 1, not 3",
+        knows_no_pals: "For rank 5 of PALS, which has PALS_RANKID=5",
+        takes_the_batch_script_for_rank_0: "the batch script of a Slurm job, which is no rank, which has SLURM_PROCID=0",
+        needs_a_launcher: "Your code raised KeyError",
+        returns_two: "Return three values, rank, world size and local rank",
+        asks_for_a_size_that_is_not_there: "the world size should be 4, not None",
+        empties_the_letter_box: "Leave the environment as it is",
+    },
+    "is_one_world": [
+        (lambda started, said: len(said) == started, "`mpiexec -n 4, but of another MPI` is not one world of 4"),
+        (lambda started, said: all(size == started for _, size in said), "one task died` is not one world of 4"),
+        (
+            lambda started, said: len(said) == started and all(size == started for _, size in said),
+            "takes the local rank for the rank, two nodes` is not one world of 4",
+        ),
+        (lambda started, said: {r for r, _ in said} == set(range(len(said))), "one did not start` is not one world"),
+        (lambda started, said: said == [(r, started) for r in range(started)], "nproc-per-node 4` is one world"),
+        (lambda started, said: started > 1 and right_world(started, said), "`python` is one"),
+        (lambda started, said: right_world(len(said), said), "of 1: 1 process was started and said [(0, 2), (1, 2)]"),
+        (lambda started, said: every_rank_once(started, said) and said[0][1] == started, "[(2, 3), (0, 1), (1, 2)]"),
+        (lambda started, said: every_rank_once(started, said) and said[-1][1] == started, "[(2, 3), (0, 1), (1, 3)]"),
+        (lambda started, said: every_rank_once(started, said) and max(said)[1] == started, "is not one world of 3"),
+        (
+            lambda started, said: every_rank_once(started, said)
+            and statistics.median(size for _, size in said) == started, "is not one world of 3",
+        ),
+        (
+            lambda started, said: len(said) == started and all(size == started for _, size in said)
+            and sum(rank for rank, _ in said) == sum(range(started)), "said [(1, 3), (1, 3), (1, 3)]",
+        ),
+        (
+            lambda started, said: {r for r, _ in said} == set(range(started)) == set(range(said[0][1]))
+            and all(size == started for _, size in said), "said [(0, 3), (1, 3), (2, 3), (0, 3)]",
+        ),
+        (lambda started, said: torch.ones(2), "Return True or False, not the Tensor"),
+    ],
+    "predict_seconds": [
+        (lambda profile, steps: profile[0][3] / 10 * steps, "you multiplied all of it, also what happens once"),
+        (
+            lambda profile, steps: profile[0][3] + sum(t / n for d, _, n, t in profile if n > 1) * (steps - 10)
+            - sum(t for d, _, n, t in profile if d == 2), "a row's seconds hold those of the deeper rows below it",
+        ),
+        (
+            lambda profile, steps: sum(t for d, _, n, t in profile if d > 0 and n == 1)
+            + sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps, "a row's seconds hold those of the deeper",
+        ),
+        (
+            lambda profile, steps: sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps,
+            "what happens once is missing",
+        ),
+        (
+            lambda profile, steps: sum(t for d, _, n, t in profile if d == 1 and n == 1)
+            + sum(t / n for d, _, n, t in profile if n > 1) * steps, "with 20 iterations in 9 s the time of 200 should be",
+        ),
+        (lambda profile, steps: right_seconds(profile, steps - 1), "that is the time of 3 steps"),
+        (lambda profile, steps: right_seconds(profile, steps + 1), "that is the time of 5 steps"),
+    ],
+    "samples_per_s": [
         (lambda batch, step_s: 1 / step_s[0], "these are steps per second, the batch is missing"),
         (lambda batch, step_s: len(step_s) / max(step_s), "these are steps per second, the batch is missing"),
         (lambda batch, step_s: batch / max(step_s), "that is one rank's share, all of them work"),
-        (
-            lambda batch, step_s: sum(batch / s for s in step_s),
-            "a step ends when the slowest rank has done it",
-        ),
-        (
-            lambda batch, step_s: batch * len(step_s) / min(step_s),
-            "a step ends when the slowest rank has done it",
-        ),
+        (lambda batch, step_s: sum(batch / s for s in step_s), "a step ends when the slowest rank has done it"),
+        (lambda batch, step_s: batch * len(step_s) / min(step_s), "a step ends when the slowest rank has done it"),
         (lambda batch, step_s: batch * len(step_s) ** 2 / sum(step_s), "a step ends when the slowest rank"),
-        (lambda batch, step_s: batch * max(step_s), "count the samples of one step on all ranks"),
+        (lambda batch, step_s: batch * max(step_s), "should be 905.2 samples per second, not 4.525"),
         (lambda batch, step_s: batch * len(step_s) / statistics.median(step_s), "a step ends when the slowest"),
         (lambda batch, step_s: batch * len(step_s) / sorted(step_s)[len(step_s) // 2], "a step ends when the slowest"),
         (lambda batch, step_s: batch * len(step_s) / step_s[-1], "a step ends when the slowest"),
         (lambda batch, step_s: batch * len(step_s) / step_s[0], "a step ends when the slowest"),
         (lambda batch, step_s: batch * len(step_s) // max(step_s), "do not round it"),
     ],
-)  # fmt: skip
-def test_a_wrong_number_of_samples_per_second_is_named(mutant, sentence):
-    assert sentence in checks.samples_per_s(mutant)
+}  # fmt: skip
+RIGHT = {
+    "who_am_i": [lambda environ: read(LETTERS, environ, np.int64)],
+    "is_one_world": [
+        lambda started, said: every_rank_once(started, said) and {size for _, size in said} == {started},
+        lambda started, said: set(said) == {(r, started) for r in range(started)} and len(said) == started,
+        lambda started, said: len(set(said)) == len(said) == started and all(s == started for _, s in said),
+        lambda started, said: np.array(right_world(started, said)),
+        lambda started, said: int(right_world(started, said)),
+    ],
+    "predict_seconds": [
+        lambda profile, steps, of=of: of(right_seconds(profile, steps)) for of in (np.float64, torch.tensor, Fraction)
+    ],
+    "samples_per_s": [lambda batch, step_s: torch.tensor(right_samples(batch, step_s), dtype=torch.float64)],
+}
 
 
-# ---------------------------------------------------------------- what the lesson itself holds
+class TestAnswers(Answers):
+    lesson, checks, worlds = LESSON, start, (1,)
+    rejected, right, given, elsewhere = REJECTED, RIGHT, {"LETTERS": LESSONS_OWN}, ("roll_call", "in_turn")
 
 
-@pytest.mark.parametrize("name", ["who_am_i", "is_one_world", "predict_seconds", "samples_per_s"])
-def test_the_lessons_solution_is_correct_and_its_stub_is_not_attempted(name):
-    def stub(*_):
-        raise NotImplementedError
+class TestAnswersOfRanks(AnswersOfRanks):
+    lesson, checks, worlds = LESSON, start, (1, 2, 4)
+    rejected = {
+        "roll_call": {
+            adds_nobody_else: "what every rank holds should be [1, 1, 1], not [1, 0, 0]: that is this rank's own 1",
+            counts_who_is_there: "count what each says, the argument `rank`, not who it is",
+            takes_the_largest: "should be [3, 0, 0], not [1, 0, 0]: of two that say the same",
+            has_room_for_the_world_alone: "not [1, 1, 1]: return one number for each that was started",
+            puts_all_at_the_start: "not [3, 0, 0]: all put their 1 at the same place",
+            gathers_instead: "the roll is right, but it calls all_gather: it leaves the roll on every rank",
+            tells_rank_0_alone: "should be [1, 1, 1], not",
+            sums_place_by_place: "24 bytes were communicated in 3 calls of all_reduce, where 1 call and 24 bytes",
+            has_room_for_thousands: "16,384 bytes were communicated in 1 call of all_reduce, where 1 call and 24 bytes",
+            only_rank_0_asks: "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, what every rank holds",
+        },
+        "in_turn": {
+            everybody_at_once: "wait until the rank before you has written",
+            hands_the_pen_on_before_writing: "wait until the rank before you has written",
+            takes_turns_by_barriers: "The order is right, but you used barrier; send and recv are enough",
+            goes_round_the_ring: "The order is right, but 3 messages were sent; 2 are enough",
+            rank_0_writes_nothing: "Each rank appends one line; yours appended [0, 1, 1]",
+            everybody_waits_first: "A rank waited 5 s for a message that never came",
+            sleeps_instead_of_waiting: "rank 1 had received nothing from rank 0 when it wrote",
+            all_write_the_same_line: "were written by ranks [2, 1, 0], in this order: wait until",
+            hands_the_pen_on_and_writes_in_time: "rank 0 sent its message to rank 1 before it wrote; write first",
+            sends_to_the_wrong_side_and_sleeps: "rank 1 had received nothing from rank 0 when it wrote",
+            writes_two_lines_at_once: "Each rank appends one line; yours appended [2, 2, 2]",
+        },
+    }
+    right = {
+        "roll_call": [as_whole_numbers, as_a_list_of_float64, in_one_buffer_again_and_again],
+        "in_turn": [ends_its_line, receives_from_anybody],
+    }
+    given, elsewhere = {"device": "cpu"}, tuple(REJECTED)
 
-    check = getattr(checks, name)
-    assert check(getattr(taken_from(LESSON, name, LETTERS=LESSONS_OWN), name), solution=True) == "correct"
-    assert check(stub) == "not attempted"
-    assert check(lambda *_: ...) == "not attempted"
-    assert "is a `return` missing?" in check(lambda *_: None)
-    with pytest.raises(AssertionError):
-        check(stub, solution=True)
+
+def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
+    from manyhands.launch.launchers import resolve
+
+    for what, environ, expected in start.ENVIRONMENTS:
+        extra = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
+        if "GROUP_RANK" in environ or "torchrun" in what:
+            extra = {
+                "TORCHELASTIC_RUN_ID": "x",
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "1",
+                "LOCAL_WORLD_SIZE": "2",
+            }
+        place = resolve(environ | extra)
+        assert (place.rank, place.world_size, place.local_rank) == expected, what
+
+
+def test_the_parts_of_the_profile_add_up():
+    whole, parts = start.PROFILE[0][3], [row[3] for row in start.PROFILE if row[0] == 1]
+    assert sum(parts) == pytest.approx(whole, abs=1e-9)
 
 
 def test_the_smoke_test_has_the_parameters_that_the_lesson_says():

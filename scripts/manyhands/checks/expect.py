@@ -72,15 +72,20 @@ def plain(found):
 
 
 def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0):
-    """Return `found` as a float; raise Wrong unless it is `wanted`, up to `rel` of that or up to `close`."""
+    """Return `found` as a float; raise Wrong unless it is `wanted`, up to `rel` of that or up to `close`.
+
+    The value of a slip may also be a list of them.
+    """
     value = number(found, unit)
 
-    def is_near(other):
+    def is_near(other, rel=rel, close=close):
+        if isinstance(other, list):
+            return any(is_near(one, rel, close) for one in other)
         return abs(value - other) <= max(rel * abs(other), close)
 
     if is_near(wanted):
         return value
-    why = _slip(slips, is_near)
+    why = _slip(slips, lambda other: is_near(other, min(rel, 1e-9), 0)) or _slip(slips, is_near)
     if not why and abs(value - wanted) <= FLOAT32 * abs(wanted) and _is_float32(value):
         why = ": that is as near as float32 comes, so compute in float64"
     said, right = told_apart(value, wanted)
@@ -262,10 +267,11 @@ def _index(rank):
 
 
 def _same(a, b):
-    """Whether two plain values are equal; a float is no whole number."""
+    """Whether two plain values are equal; a float is no whole number, and a truth value none either."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
-    return isinstance(a, float) <= isinstance(b, float) and type(a == b) is bool and a == b
+    of_a_kind = all(isinstance(a, kind) <= isinstance(b, kind) for kind in (float, bool))
+    return of_a_kind and type(a == b) is bool and a == b
 
 
 def _near(a, b, close):

@@ -9,13 +9,12 @@ import json
 import math
 import statistics
 import time
-from numbers import Integral
 
 import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.values import number, shown
+from manyhands.checks.expect import expect_equal, expect_number, expect_traffic, shown, truth
 from manyhands.launch.run_folder import run_folder
 from manyhands.measure import wire
 
@@ -81,18 +80,11 @@ def who_am_i(answer, ranks):
     for what, environ, expected in ENVIRONMENTS:
         given = dict(environ)
         found = answer(given)
-        if found is ...:
-            raise NotImplementedError
         if not isinstance(found, tuple) or len(found) != 3:
             raise Wrong(f"return three values, rank, world size and local rank, as a tuple, not {shown(found)}")
         for name, value, wanted in zip(("rank", "world size", "local rank"), found, expected, strict=True):
-            if isinstance(value, str):
-                raise Wrong(f"for {what} you return {found!r}; variables are text, make numbers of them with int()")
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                kind = "None" if value is None else shown(value)
-                raise Wrong(f"for {what} you return {kind} as the {name}, which is the whole number {wanted}")
-            if value != wanted:
-                raise Wrong(f"for {what} the {name} is {wanted}, you say {value}; it has {_names(environ)}")
+            as_text = {"variables are text, make numbers of them with int()": str(wanted)}
+            expect_equal(value, wanted, f"for {what}, which has {_names(environ)}, the {name}", as_text)
         if given != environ:
             raise Wrong("leave the environment as it is: somebody else reads it after you")
 
@@ -113,12 +105,15 @@ def roll_call(answer, ranks):
         with wire.watch() as seen:
             found = answer(said[ranks.rank], started)
         # read at once: an answer may use its tensor again
-        runs.append((said, started, found, _numbers_of(found), seen.calls))
-    for said, started, found, counts, calls in runs:
+        runs.append((said, started, found, _numbers_of(found), seen))
+    for said, started, found, counts, seen in runs:
         if counts is None:
             raise Wrong(f"return {started} numbers in one tensor, not {shown(found)}")
         _judge_roll(said, started, counts, said[ranks.rank])
-        _judge_cost(calls, started)
+        if not seen.calls:
+            raise Wrong("the roll is right, but nobody was asked: one all-reduce tells it to every rank")
+        cure = "it leaves the roll on every rank"
+        expect_traffic(seen, "the roll is right", cure, calls=1, only=("all_reduce",), payload=8 * started)
 
 
 def _rolls(n):
@@ -130,46 +125,27 @@ def _rolls(n):
 
 
 def _judge_roll(said, started, counts, mine):
-    expected = [said.count(r) for r in range(started)]
-    what = f"where the ranks say {said} and {started} {'was' if started == 1 else 'were'} started"
-    if len(counts) != started:
-        raise Wrong(f"{what}, return {started} numbers, one for each that was started, not {len(counts)}")
-    if counts == expected:
-        return
-    hint = "each rank adds 1 at the place of the number that it was given"
-    if counts == [int(r in said) for r in range(started)]:
-        hint = "of two that say the same, both count"
-    elif len(said) > 1 and counts == [int(r == mine) for r in range(started)]:
-        hint = "that is this rank's own 1, without those of the others"
-    elif counts == [int(r < len(said)) for r in range(started)]:
-        hint = "count what each says, the argument `rank`, not who it is"
-    elif len(said) > 1 and counts[:1] == [started] and not any(counts[1:]):
-        hint = "all put their 1 at the same place"
-    raise Wrong(f"{what}, every rank should hold {expected}, and this one holds {counts}: {hint}")
+    n = len(said)
+    slips = {
+        "return one number for each that was started": None if len(counts) == started else counts,
+        "of two that say the same, both count": [int(r in said) for r in range(started)],
+        "that is this rank's own 1, without those of the others": [int(r == mine) for r in range(started)],
+        "count what each says, the argument `rank`, not who it is": [int(r < n) for r in range(started)],
+        "all put their 1 at the same place": [n] + [0] * (started - 1),
+    }
+    what = (
+        f"where the ranks say {said} and {started} {'was' if started == 1 else 'were'} started, what every rank holds"
+    )
+    expect_equal(counts, [said.count(r) for r in range(started)], what, slips)
 
 
 def _numbers_of(found):
-    """The numbers of a tensor, an array or a list in one row; None if it is none of these."""
-    if found is ...:
-        raise NotImplementedError
+    """The numbers of a tensor, an array or a list in one row, whole ones as int; None if it is none of these."""
     try:
         row = torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return row.tolist() if row.dim() == 1 else None
-
-
-def _judge_cost(calls, started):
-    ops = [call.op for call in calls]
-    if others := sorted(set(ops) - {"all_reduce"}):
-        raise Wrong(f"you used {', '.join(others)}; one all-reduce is enough, and leaves the roll on every rank")
-    if len(ops) != 1:
-        raise Wrong(f"the roll is right, but it took {len(ops)} all-reduces, where one for all numbers is enough")
-    if calls[0].bytes > 8 * started:
-        raise Wrong(
-            f"the roll is right, but each rank put {calls[0].bytes} bytes into the sum; {started} numbers of at most 8 bytes "
-            "are enough"
-        )
+    return [int(x) if float(x).is_integer() else x for x in row.tolist()] if row.dim() == 1 else None
 
 
 # ---- exercise 1 ----
@@ -194,7 +170,7 @@ def is_one_world(answer, ranks=None):
     """answer(started, said) -> bool, for starts that went well and starts that went wrong in different ways."""
     for what, started, said in _starts():
         expected = sorted(said) == [(rank, started) for rank in range(started)]
-        if _yes_or_no(answer(started, list(said))) != expected:
+        if truth(answer(started, list(said))) != expected:
             verdict = "is one world" if expected else f"is not one world of {started}"
             processes = "1 process was" if started == 1 else f"{started} processes were"
             raise Wrong(f"{what} {verdict}: {processes} started and said {list(said)}")
@@ -211,17 +187,6 @@ def _starts():
         yield "what they said", 3, [(rank, 3) for rank in said]
     for started, heard in itertools.product((1, 2, 3, 4), repeat=2):
         yield "what they said", started, [(rank % 3, min(heard, 3)) for rank in range(heard)]
-
-
-def _yes_or_no(found):
-    if found is ...:
-        raise NotImplementedError
-    try:
-        if found is None or isinstance(found, str):
-            raise TypeError
-        return bool(found)
-    except (TypeError, ValueError, RuntimeError):
-        raise Wrong(f"return True or False, not {shown(found)}") from None
 
 
 # ---- exercise 2 ----
@@ -241,8 +206,7 @@ def in_turn(answer, ranks):
             file.write(json.dumps([ranks.rank, str(line)]) + "\n")
 
     with wire.watch() as seen:
-        if answer(append, ranks) is ...:
-            raise NotImplementedError
+        answer(append, ranks)
     everyone = [None] * ranks.world_size
     dist.all_gather_object(everyone, (len(lines), made_before, [(call.op, call.peer) for call in seen.calls]))
     counts, made_before, calls = zip(*everyone, strict=True)
@@ -328,13 +292,17 @@ def predict_seconds(answer, ranks=None):
         (PROFILE, 10, 10), (PROFILE, 10, 1000), (PROFILE, 10, 100), (deep, 20, 200),
         (slow, 4, 4), (slow, 4, 1), (slow, 4, 3), (slow, 4, 10_000),
     ]:  # fmt: skip
-        found = number(answer(list(profile), steps), "a number of seconds")
+        found, whole = answer(list(profile), steps), profile[0][3]
         expected = _seconds(profile, iterations, steps)
-        if not abs(found - expected) <= 0.01 * expected:
-            raise Wrong(
-                f"with {iterations} iterations in {profile[0][3]:g} s, {steps} take {expected:.2f} s, you say {found:.2f} "
-                f"s: {_profile_hint(found, profile, iterations, steps)}"
-            )
+        once_below = sum(seconds for depth, _, calls, seconds in profile if depth > 1 and calls == 1)
+        slips = {
+            **{f"that is the time of {n} steps": _seconds(profile, iterations, n) for n in (steps - 1, steps + 1)},
+            "you multiplied all of it, also what happens once": whole * steps / iterations,
+            "what happens once is missing": expected - _seconds(profile, iterations, 0),
+            "a row's seconds hold those of the deeper rows below it": [expected + once_below, expected - once_below],
+        }
+        what = f"with {iterations} iterations in {whole:g} s the time of {steps}"
+        expect_number(found, expected, what, "seconds", slips, rel=0.01)
 
 
 def _seconds(profile, iterations, steps):
@@ -342,17 +310,6 @@ def _seconds(profile, iterations, steps):
     whole = profile[0][3]
     once = sum(total for depth, _, calls, total in profile if depth == 1 and calls == 1)
     return once + (whole - once) / iterations * steps
-
-
-def _profile_hint(found, profile, iterations, steps):
-    for other in (steps - 1, steps + 1):
-        if math.isclose(found, _seconds(profile, iterations, other), rel_tol=1e-6):
-            return f"that is the time of {other} steps"
-    if steps != iterations and math.isclose(found, profile[0][3] * steps / iterations, rel_tol=1e-3):
-        return "you multiplied all of it, also what happens once"
-    if found < _seconds(profile, iterations, steps):
-        return "something is missing or subtracted twice: a row's seconds hold those of the deeper rows below it"
-    return "add up what happened once, and multiply the rest"
 
 
 # ---- exercise 4 ----
@@ -370,29 +327,15 @@ def samples_per_s(answer, ranks=None):
         (16, [0.1, 0.3, 0.8, 0.2, 0.2]),
     ]
     for batch, step_s in cases:
-        found = number(answer(batch, list(step_s)), "a number of samples per second")
-        n, slowest = len(step_s), max(step_s)
-        expected = batch * n / slowest
-        if abs(found - expected) <= 1e-6 * expected:
-            continue
-        said = (
-            f"for {batch} samples on each of {n} ranks that take {step_s} s it is {expected:.1f}, you say {found:.1f}"
-        )
-        raise Wrong(f"{said}: {_what_is_missing(found, batch, step_s)}")
-
-
-def _what_is_missing(found, batch, step_s):
-    def near(*values):
-        return any(math.isclose(found, value, rel_tol=1e-6) for value in values)
-
-    n, means = len(step_s), (statistics.fmean(step_s), statistics.median(step_s))
-    if batch > 1 and near(*(steps / s for s in step_s for steps in (1, n))):
-        return "these are steps per second, the batch is missing"
-    if n > 1 and near(*(batch / s for s in step_s)):
-        return "that is one rank's share, all of them work"
-    if near(sum(batch / s for s in step_s), *(batch * n / s for s in (*step_s, *means))):
-        return "a step ends when the slowest rank has done it"
-    whole = math.floor(batch * n / max(step_s))
-    if near(whole, whole + 1):
-        return "do not round it"
-    return "count the samples of one step on all ranks, divide by the time of the slowest"
+        n, right = len(step_s), batch * len(step_s) / max(step_s)
+        means = statistics.fmean(step_s), statistics.median(step_s)
+        slips = {
+            "these are steps per second, the batch is missing": [m / s for s in step_s for m in (1, n) if batch > 1],
+            "that is one rank's share, all of them work": [batch / s for s in step_s if n > 1],
+            "a step ends when the slowest rank has done it": (
+                [sum(batch / s for s in step_s), *(batch * n / s for s in (*step_s, *means))]
+            ),
+            "do not round it": [math.floor(right), math.ceil(right)],
+        }
+        what = f"for {batch} samples on each of {n} ranks that take {step_s} s what the world does"
+        expect_number(answer(batch, list(step_s)), right, what, "samples per second", slips, rel=1e-6)
