@@ -358,7 +358,7 @@ REJECTED = {
         (lambda profile, steps: profile[0][3] / 10 * steps, "you multiplied all of it, also what happens once"),
         (
             lambda profile, steps: profile[0][3] + sum(t / n for d, _, n, t in profile if n > 1) * (steps - 10)
-            - sum(t for d, _, n, t in profile if d == 2), "a row's seconds hold those of the deeper rows below it",
+            - sum(t for d, _, n, t in profile if d == 2), "what happens once is missing",
         ),
         (
             lambda profile, steps: sum(t for d, _, n, t in profile if d > 0 and n == 1)

@@ -3,14 +3,14 @@
 They judge reading as much as code, and need no messages: all of them also work with `ranks` None.
 """
 
-import operator
+import itertools
 import os
-import re
 import tempfile
 from pathlib import Path
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.values import number
+from manyhands.checks.expect import count, expect_equal, expect_refusal, number, shown, truth
+from manyhands.checks.witness import said
 
 # What the recorded queue (assets/recorded/04_pending.out) asks for: job -> (what helps, why)
 ACTS = ("wait", "release", "ask for less", "cancel")
@@ -47,7 +47,7 @@ QUEUES = (
 def start_of(answer, ranks=None):
     """`answer(need, free_at, previous)`: when a job starts that needs so many nodes, if nobody is overtaken."""
     for need, free_at, previous in QUEUES:
-        minute = number(answer(need, list(free_at), previous), "a minute, such as 3")
+        minute = number(answer(need, list(free_at), previous), "minutes")
         nodes = f"{need} node{'s' * (need > 1)}"
         said = f"for start_of({need}, {free_at}, {previous}) you say minute {minute:g}"
         if minute < previous:
@@ -72,102 +72,37 @@ def _free(free_at, minute):
 @exercise("B", "twice the nodes")
 def my_sequences(answer, ranks=None):
     """`answer(global_batch, nodes, ranks_per_node, node, local_rank)`: the range of sequences of this one rank."""
-    for nodes, ranks_per_node in ((1, 2), (2, 2), (4, 2), (2, 4), (3, 1), (5, 2)):
+    for nodes, per_node in ((1, 2), (2, 2), (4, 2), (2, 4), (3, 1), (5, 2)):
         for global_batch in (24, 8, 12):
-            n, machine = nodes * ranks_per_node, _nodes(nodes, ranks_per_node)
-            places = [(node, local) for node in range(nodes) for local in range(ranks_per_node)]
-            given = [_ask(answer, global_batch, nodes, ranks_per_node, *place) for place in places]
-            if global_batch % n:
-                _judge_refusals(given, places, f"{global_batch} sequences on {machine}", global_batch, n)
-            else:
-                _judge_shares(given, places, machine, global_batch)
+            for node, local in itertools.product(range(nodes), range(per_node)):
+                _judge_share(answer, global_batch, nodes, per_node, node, local)
 
 
-def _nodes(nodes, ranks_per_node):
-    return f"{nodes} node{'s' * (nodes > 1)} with {ranks_per_node} rank{'s' * (ranks_per_node > 1)} each"
-
-
-def _ask(answer, global_batch, nodes, ranks_per_node, node, local):
-    """What this rank takes: a range, or the error with which the answer refused a batch."""
-    splits = global_batch % (nodes * ranks_per_node) == 0
+def _judge_share(answer, global_batch, nodes, per_node, node, local):
+    n, rank, each = nodes * per_node, node * per_node + local, global_batch // (nodes * per_node)
+    where = f"on {count(nodes, 'node')} with {count(per_node, 'rank')} each"
+    place = f"local rank {local} of node {node}"
+    if global_batch % n:
+        case = f"{global_batch} sequences {where} do not split evenly, and every rank must refuse them; {place}"
+        expect_refusal(lambda: answer(global_batch, nodes, per_node, node, local), case, global_batch, n)
+        return
     try:
-        share = answer(global_batch, nodes, ranks_per_node, node, local)
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        if splits and not isinstance(error, ValueError):
-            raise  # a slip, which says more by itself
-        return error
-    if share is None:
+        share = answer(global_batch, nodes, per_node, node, local)
+    except ValueError as error:
         raise Wrong(
-            f"{global_batch} sequences on {_nodes(nodes, ranks_per_node)}: for {_place(node, local)} nothing came back; "
-            "return a range such as range(3, 6)"
-        )
+            f"{global_batch} sequences {where} split evenly, {each} each, and you refused them: {said(error)}"
+        ) from None
     if not isinstance(share, range):
-        raise Wrong(f"return a range such as range(3, 6), not {type(share).__name__} {share!r}")
-    return share
-
-
-def _place(node, local):
-    return f"local rank {local} of node {node}"
-
-
-def _judge_refusals(given, places, where, global_batch, n):
-    wanted = f"raise a ValueError that names {global_batch} and {n}"
-    taken = [place for place, one in zip(places, given, strict=True) if isinstance(one, range)]
-    if len(taken) == n:
-        raise Wrong(f"{where} do not split evenly: {wanted}")
-    if taken:
-        refused = next(place for place in places if place not in taken)
-        raise Wrong(
-            f"{where}: {_place(*refused)} refuses them and {_place(*taken[0])} does not, and would wait for it: every "
-            "rank must refuse"
-        )
-    for error in given:
-        if not isinstance(error, ValueError):
-            raise Wrong(f"{where} do not split evenly: {wanted}; yours was {_said(error)}")
-        if not {global_batch, n} <= {int(digits) for digits in re.findall(r"\d+", str(error))}:
-            raise Wrong(f"{where}: refused, but the error does not name {global_batch} and {n}")
-
-
-def _said(error):
-    return f"{type(error).__name__}{': ' if str(error) else ''}{error}"
-
-
-def _judge_shares(given, places, machine, global_batch):
-    where, owners, each = f"on {machine}", {}, global_batch // len(places)
-    for place, share in zip(places, given, strict=True):
-        if isinstance(share, ValueError):
-            raise Wrong(
-                f"{global_batch} sequences {where} split evenly, {each} each, and you refused them: {_said(share)}"
-            )
-        for sequence in share:
-            if sequence not in range(global_batch):
-                raise Wrong(
-                    f"{where} node {place[0]} takes sequence {sequence}: the global batch ends with {global_batch - 1}"
-                    if sequence > 0
-                    else f"{where} node {place[0]} takes sequence {sequence}: the global batch begins with 0"
-                )
-            if sequence in owners:
-                raise Wrong(
-                    f"{where} sequence {sequence} is taken twice, by {_place(*owners[sequence])} and {_place(*place)}: a "
-                    "rank is node * ranks_per_node + local_rank"
-                )
-            owners[sequence] = place
-    if missing := sorted(set(range(global_batch)) - set(owners)):
-        raise Wrong(
-            f"{where} nobody takes sequence {missing[0]}: the global batch shrank from {global_batch} to {len(owners)}"
-        )
-    sizes = {len(share) for share in given}
-    if len(sizes) > 1:
-        raise Wrong(f"{where} the shares have {sorted(sizes)} sequences: the mean over ranks would weigh them wrongly")
-    for rank, (place, share) in enumerate(zip(places, given, strict=True)):
-        wanted = range(rank * each, (rank + 1) * each)
-        if share != wanted:
-            raise Wrong(
-                f"{where} {_place(*place)} is rank {rank} and takes {wanted}, not {share}: ranks are counted through, and "
-                "node 0 has the first sequences"
-            )
+        raise Wrong(f"return a range such as range(3, 6), not {shown(share)}")
+    begins = {
+        "that is by its local rank; a rank is node * ranks_per_node + local_rank": local,
+        "that is by its node; a rank is node * ranks_per_node + local_rank": node,
+        "ranks are counted through node by node": local * nodes + node,
+    }
+    slips = {why: range(begin * each, (begin + 1) * each) for why, begin in begins.items()}
+    slips["like cards, and a rank takes sequences that follow each other"] = range(rank, global_batch, n)
+    what = f"of {global_batch} sequences {where} what {place} takes, rank {rank} of {n},"
+    expect_equal(share, range(rank * each, (rank + 1) * each), what, slips)
 
 
 @exercise(1, "what helps")
@@ -192,11 +127,11 @@ def why_it_waits(answer, ranks=None):
 @exercise(2, "the first error")
 def first_error(answer, ranks=None):
     """`answer` is (rank, name of the exception) that failed first in the recorded log."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise Wrong(f"give two things, the rank and the name of its error, not {answer!r}")
     if any(one is None or one is ... for one in answer):
         raise NotImplementedError
-    rank, error = _rank(answer[0]), _name(answer[1])
+    rank, error = answer
+    # the name of the error, with or without what it said, or the exception itself
+    error = error.__name__ if isinstance(error, type) else error.split(":")[0].strip()
     if error in REPORTS:
         raise Wrong(
             f"{error} comes from a torchrun that was told to stop: a report that some rank failed, not the failure"
@@ -210,27 +145,10 @@ def first_error(answer, ranks=None):
         raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
     if rank == FAILED_LOCAL_RANK:
         raise Wrong(f"{rank} is its local rank, which counts on its own node; the rank counts over all nodes")
+    if isinstance(rank, str):
+        raise Wrong(f"a rank is a number, and {rank!r} is text")
     if rank != FAILED_RANK:
         raise Wrong(f"rank {rank} did not raise the {FAILED_ERROR}: look at the label in front of that line")
-
-
-def _rank(given):
-    if isinstance(given, str):
-        hint = "first the rank, then the error" if not given.strip().isdigit() else f"write {given.strip()}"
-        raise Wrong(f"a rank is a number, and {given!r} is text: {hint}")
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise Wrong(f"a rank is a whole number, not {given!r}") from None
-
-
-def _name(given):
-    """The name of an error, given as text, with or without what it said, or as the exception itself."""
-    if isinstance(given, type):
-        return given.__name__
-    if not isinstance(given, str):
-        raise Wrong(f'give the name of the error as text, such as "ValueError", not {given!r}')
-    return given.split(":")[0].strip()
 
 
 @exercise(3, "yesterday's code")
@@ -239,19 +157,8 @@ def yesterdays_code(answer, ranks=None):
     with tempfile.TemporaryDirectory() as folder:
         for case, (cells, newer, with_outputs, stale, sentence) in enumerate(_PAIRS):
             notebook, script = _pair(Path(folder) / str(case), cells, newer, with_outputs)
-            if _truth(answer(notebook, script)) != stale:
+            if truth(answer(notebook, script)) != stale:
                 raise Wrong(sentence)
-
-
-def _truth(given):
-    if given is None:
-        raise Wrong("nothing came back: return True or False")
-    try:
-        if not isinstance(given, (str, bytes)):
-            return bool(given)
-    except (TypeError, ValueError, RuntimeError):  # arrays of more than one number are neither
-        pass
-    raise Wrong(f"return True or False, not {type(given).__name__} {given!r}")
 
 
 _FIRST, _LOOP, _LAST = "steps = 10", "for _ in range(3):\n    steps *= 2\n    print(steps)", "print(steps)"
