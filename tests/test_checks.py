@@ -1,11 +1,26 @@
 """The frame around every check: verdicts, agreement of the ranks, answers that hang or leave messages behind."""
 
+import importlib
+import math
+import pkgutil
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from exercises import exercises_of, heard_alike
+from manyhands import checks
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.expect import (
+    expect_equal,
+    expect_groups,
+    expect_number,
+    expect_refusal,
+    expect_tensor,
+    expect_traffic,
+    told_apart,
+)
+from manyhands.measure.wire import Call, Seen
 from rank_pool import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -141,3 +156,145 @@ def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
         raise Wrong(said)
 
     assert names(lambda: None) == heard
+
+
+# ---- answers of the wrong type ----
+
+STRANGE = {
+    "None": None, "text": "0.5", "nan": math.nan, "a boolean": True, "a complex number": 1j, "a list": [1.5, "x"],
+    "a matrix": torch.ones(2, 3), "a dictionary": {"a": 1}, "a class": dict,
+}  # fmt: skip
+LESSONS = [
+    module
+    for module in sorted(f"manyhands.checks.{found.name}" for found in pkgutil.iter_modules(checks.__path__))
+    if exercises_of(importlib.import_module(module)) - {"exercise"}
+]
+
+
+def judge_strange(ranks, module):
+    """{(check, strange thing): the verdict on a function that returns it, and on the thing itself for an answer}"""
+    found = importlib.import_module(module)
+    return {
+        (check, name): (
+            getattr(found, check)(lambda *_, thing=thing, **given: [thing][0], ranks),
+            getattr(found, check)(thing, ranks),
+        )
+        for check in sorted(exercises_of(found))
+        for name, thing in STRANGE.items()
+    }
+
+
+@pytest.mark.parametrize("module", LESSONS)
+def test_an_answer_of_the_wrong_type_is_told_so_by_every_check(pool, module, tmp_path):
+    environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
+    verdicts = heard_alike(pool.run(2, judge_strange, module, environ=environ, timeout_s=280))
+    for case, (returned, handed_in) in verdicts.items():
+        assert returned not in ("correct", "not attempted") and returned.endswith((".", "?")), (case, returned)
+        assert handed_in != "correct" and (handed_in == "not attempted") == (case[1] == "None"), (case, handed_in)
+
+
+# ---- what the toolkit says ----
+
+
+def complaint(expect, *args, **kwargs):
+    try:
+        expect(*args, **kwargs)
+    except Wrong as fault:
+        return str(fault)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "texts"),
+    [
+        (3, 4, ("3", "4")),
+        (1234567, 1234568.0, ("1,234,567", "1,234,568")),
+        (4.12312, 4.12313, ("4.12312", "4.12313")),
+        (0.5, 4, ("0.5", "4")),
+        (1.5e-7, 2.0e-7, ("1.5e-07", "2e-07")),
+        (2**61 + 1, 2**61, ("2,305,843,009,213,693,953", "2,305,843,009,213,693,952")),
+    ],
+)
+def test_two_numbers_are_told_with_as_many_digits_as_differ(found, wanted, texts):
+    assert told_apart(found, wanted) == texts
+
+
+def test_a_slip_is_named_only_where_its_value_came():
+    slips = {"that is the sum": 8.0, "that is one of two": [1.0, 3.0], "no slip": None}
+    assert complaint(expect_number, 2, 2.0, "the mean", "s", slips) is None
+    assert (
+        complaint(expect_number, 8, 2.0, "the mean", "s", slips) == "the mean should be 2 s, not 8 s: that is the sum"
+    )
+    assert complaint(expect_number, 3, 2.0, "the mean", "", slips) == "the mean should be 2, not 3: that is one of two"
+    assert complaint(expect_number, 5, 2.0, "the mean", "s", slips) == "the mean should be 2 s, not 5 s"
+    assert "as near as float32 comes" in complaint(expect_number, torch.tensor(0.1), 0.1, "it")
+    assert complaint(expect_equal, (2, 1), [1, 2], "it", {"back to front": [2, 1]}) == (
+        "it should be [1, 2], not [2, 1]: back to front"
+    )
+    assert complaint(expect_equal, 3.0, 3, "it") == "it should be 3, not 3.0"
+    assert complaint(expect_equal, torch.tensor([1, 2]), [1, 2], "it") is None
+
+
+def test_a_tensor_is_told_by_its_slip_its_shape_its_dtype_its_factor_or_its_first_wrong_number():
+    wanted = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+
+    def said(found):
+        return complaint(expect_tensor, found, wanted, "x", {"that is -x": -wanted}, "the sum")
+
+    assert said(wanted.clone()) is None
+    assert said(-wanted) == "x should be the sum: that is -x"
+    assert said(wanted[:2]) == "x should have the shape [3], not [2]: it is the sum"
+    assert said(wanted.float()) == "x should be float64, as what you were given, not float32"
+    assert said(wanted / 3) == "x should be the sum: what came is 0.3333 times that"
+    assert said(wanted + torch.tensor([0, 1e-7, 0])) == (
+        "x should be the sum: element [1] should be 2, not 2.0000001, which is float32's accuracy; keep the dtype of what "
+        "you were given, all the way"
+    )
+    assert said(wanted * math.nan).startswith("x should be the sum: element [0] should be 1, and is nan")
+    assert said(wanted + torch.tensor([0, 0, 1])) == "x should be the sum: element [2] should be 4, not 5"
+    assert said([1.0, 2.0, 4.0]) == "x should be the sum, not the list [1.0, 2.0, 4.0]"
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([[2, 3], (0, 1)], None),
+        (torch.tensor([[0, 1], [2, 3]]), None),
+        ([[1, 0], [2, 3]], "they are right but for their order: [0, 1], not [1, 0]"),
+        ([[0, 1], [1, 3]], "they: rank 1 is in 2 groups; each is in exactly one"),
+        ([[0, 1], [2]], "they: rank 3 is in no group; each is in exactly one"),
+        ([[0, 2], [1, 3]], "they should be [[0, 1], [2, 3]], not [[0, 2], [1, 3]]: those of the other axis"),
+        ([[0, 3], [1, 2]], "they: rank 0 is in the group [0, 1], not [0, 3]"),
+        ([[0, 1], [2, 4]], "they: there is no rank 4; they are 0 to 3"),
+        ([0, 1], "they should be a list of lists of ranks, not the list [0, 1]"),
+    ],
+)
+def test_groups_are_told_by_the_rank_that_is_misplaced(found, sentence):
+    slips = {"those of the other axis": [[0, 2], [1, 3]]}
+    assert complaint(expect_groups, found, [[0, 1], [2, 3]], "they", slips) == sentence
+
+
+def test_a_refusal_names_its_numbers():
+    def refuse(text):
+        raise ValueError(text)
+
+    assert complaint(expect_refusal, lambda: refuse("12 does not split over 8"), "12 on 8", 12, (8, 16)) is None
+    assert complaint(expect_refusal, lambda: refuse("no"), "12 on 8", 12, 8) == (
+        "12 on 8: raise a ValueError that names 12 and 8; yours says no"
+    )
+    assert complaint(expect_refusal, lambda: 3, "12 on 8", 12) == (
+        "12 on 8: raise a ValueError that names 12, and do not return 3"
+    )
+
+
+def test_traffic_is_told_with_what_was_made_and_what_is_enough():
+    seen = Seen([Call("all_reduce", 8), Call("recv", 4), Call("broadcast", 8)])
+    assert complaint(expect_traffic, seen, "right", calls=2, payload=16) is None
+    assert complaint(expect_traffic, seen, "right", volume=24) is None
+    assert complaint(expect_traffic, seen, "right", "sum only", only=("all_reduce",)) == (
+        "right, but it calls broadcast: sum only"
+    )
+    assert complaint(expect_traffic, seen, "right", "one will do", calls=1, volume=16) == (
+        "right, but 24 bytes were communicated in 2 calls of all_reduce and broadcast (an all_reduce counts twice), where "
+        "1 call and 16 bytes are enough: one will do"
+    )

@@ -6,16 +6,11 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from exercises import exercises_of, heard_alike, judge_solutions, not_attempted
-from manyhands.checks import data_parallel as checks
-
-LESSON = "03_data_parallel"
-N_RANKS = 3  # not a power of two: divisions round
-
+from exercises import AnswersOfRanks
+from manyhands.checks import data_parallel
 
 # ---- build A: answers hand out rank 0's state ----
 
@@ -202,6 +197,14 @@ def hooks_work_once(model):
     for p in model.parameters():
         handle = []
         handle.append(p.register_post_accumulate_grad_hook(functools.partial(average, handle=handle)))
+
+
+def hooks_average(model):  # right
+    def average(p):
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+    _hook_each(model, average)
 
 
 def hooks_never(model):
@@ -594,10 +597,6 @@ def bytes_of_one_rank(num_params, n_ranks, bytes_per_value=4, micro_batches=1, n
     return factor * num_params * bytes_per_value * (1 if no_sync else micro_batches)
 
 
-def bytes_as_text(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return "3.27 MB"
-
-
 def _bytes(change):
     def answer(*case, **how):
         return change(bytes_on_the_ring(*case, **how))
@@ -607,10 +606,6 @@ def _bytes(change):
 
 def bytes_on_the_ring(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
     return bytes_always_once(num_params, n_ranks, bytes_per_value) * (1 if no_sync else micro_batches)
-
-
-bytes_not_a_number, bytes_in_a_list = _bytes(lambda sent: math.nan), _bytes(lambda sent: [sent])
-bytes_forgotten = _bytes(lambda sent: None)
 
 
 def bytes_of_rank_0(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
@@ -719,10 +714,6 @@ REJECTED = {
         bytes_always_once: "without no_sync every micro-batch is averaged",
         bytes_always_many: "with no_sync only the last micro-batch is averaged",
         bytes_of_one_rank: "one rank has nobody to send to",
-        bytes_as_text: "return a number of bytes, not the text '3.27 MB'",
-        bytes_not_a_number: "return a number of bytes, not nan",
-        bytes_in_a_list: "return a number of bytes, not the list [",
-        bytes_forgotten: "return a number of bytes, not None (is a `return` missing?)",
     },
 }
 SOLUTIONS = {
@@ -734,71 +725,17 @@ SOLUTIONS = {
     "accumulation": "accumulate",
     "bytes_per_step": "bytes_per_step",
 }
-OTHER_STYLES = [
-    ("same_start", start_of_state_dict),
-    ("same_start", start_by_data),
-    ("mean_gradient", mean_one_flat_message),
-    ("mean_gradient", mean_after_the_sum),
-    ("bucket_start", bucket_multiplied),
-    ("bucket_start", bucket_by_a_view),
-    ("untidy", untidy_one_flat_message),
-    ("accumulation", accumulate_right),
-    ("accumulation", accumulate_by_the_flag),
-]
-MUTANTS = [(check, mutant) for check, mutants in REJECTED.items() for mutant in mutants]
+RIGHT = {
+    "same_start": [start_of_state_dict, start_by_data],
+    "mean_gradient": [mean_one_flat_message, mean_after_the_sum],
+    "bucket_start": [bucket_multiplied, bucket_by_a_view],
+    "gradient_hook": [hooks_average],
+    "untidy": [untidy_one_flat_message],
+    "accumulation": [accumulate_right, accumulate_by_the_flag],
+    "bytes_per_step": [*BYTES.values()],
+}
 
 
-def judge_all(ranks):
-    """Every mutant and every solution, one after the other in the same processes: none poisons the next."""
-    verdicts = {number: getattr(checks, check)(mutant, ranks) for number, (check, mutant) in enumerate(MUTANTS)}
-    verdicts |= judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
-    verdicts |= {right.__name__: getattr(checks, check)(right, ranks) for check, right in OTHER_STYLES}
-    verdicts["stub"] = checks.gradient_hook(not_attempted, ranks)
-    return verdicts
-
-
-@pytest.fixture(scope="module")
-def verdicts(pool):
-    return heard_alike(pool.run(N_RANKS, judge_all, timeout_s=280))
-
-
-@pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_check_rejects_mutant_with_the_right_sentence(verdicts, number):
-    check, mutant = MUTANTS[number]
-    # case aside: what is said begins with a capital
-    assert REJECTED[check][mutant].lower() in verdicts[number].lower()
-
-
-@pytest.mark.parametrize("name", SOLUTIONS.values())
-def test_check_accepts_the_lessons_solution(verdicts, name):
-    assert verdicts[name] == "correct"
-
-
-@pytest.mark.parametrize("style", [right.__name__ for _, right in OTHER_STYLES])
-def test_another_style_is_right_too(verdicts, style):
-    assert verdicts[style] == "correct"
-
-
-@pytest.mark.parametrize("style", BYTES)
-def test_bytes_are_bytes_of_any_library_and_of_whole_chunks(style):
-    assert checks.bytes_per_step(BYTES[style]) == "correct"
-
-
-def test_unattempted_exercise_is_no_fault(verdicts):
-    assert verdicts["stub"] == "not attempted"
-
-
-def test_every_check_of_the_lesson_has_three_mutants_or_more():
-    assert exercises_of(checks) == set(REJECTED)
-    assert all(len(mutants) >= 3 for mutants in REJECTED.values())
-
-
-def judge_right(ranks):
-    verdicts = {right.__name__: getattr(checks, check)(right, ranks) for check, right in OTHER_STYLES}
-    return verdicts | judge_solutions(ranks, checks.__name__, LESSON, SOLUTIONS)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_right_answers_are_accepted_by_any_number_of_ranks(pool, n):
-    for verdicts in pool.run(n, judge_right, timeout_s=120):
-        assert set(verdicts.values()) == {"correct"}
+class TestAnswers(AnswersOfRanks):
+    lesson, checks, worlds = "03_data_parallel", data_parallel, (1, 2, 3, 4)
+    rejected, right, solutions = REJECTED, RIGHT, SOLUTIONS
