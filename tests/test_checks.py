@@ -247,8 +247,8 @@ def test_a_tensor_is_told_by_its_slip_its_shape_its_dtype_its_factor_or_its_firs
     assert said(wanted.float()) == "x should be float64, as what you were given, not float32"
     assert said(wanted / 3) == "x should be the sum: what came is 0.3333 times that"
     assert said(wanted + torch.tensor([0, 1e-7, 0])) == (
-        "x should be the sum: element [1] should be 2, not 2.0000001, which is float32's accuracy; keep the dtype of what "
-        "you were given, all the way"
+        "x should be the sum: element [1] should be 2, not 2.0000001, which is float32's accuracy; keep the dtype of "
+        "what you were given, all the way"
     )
     assert said(wanted * math.nan).startswith("x should be the sum: element [0] should be 1, and is nan")
     assert said(wanted + torch.tensor([0, 0, 1])) == "x should be the sum: element [2] should be 4, not 5"
@@ -295,6 +295,6 @@ def test_traffic_is_told_with_what_was_made_and_what_is_enough():
         "right, but it calls broadcast: sum only"
     )
     assert complaint(expect_traffic, seen, "right", "one will do", calls=1, volume=16) == (
-        "right, but 24 bytes were communicated in 2 calls of all_reduce and broadcast (an all_reduce counts twice), where "
-        "1 call and 16 bytes are enough: one will do"
+        "right, but 24 bytes were communicated in 2 calls of all_reduce and broadcast (an all_reduce counts twice), "
+        "where 1 call and 16 bytes are enough: one will do"
     )

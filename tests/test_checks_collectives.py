@@ -1,4 +1,4 @@
-"""The checks of lesson 02 accept the lesson's solutions and reject real mistakes, each with a sentence that names it."""
+"""The checks of lesson 02 accept the lesson's solutions and reject real mistakes with a sentence that names each."""
 
 import math
 import time
@@ -565,14 +565,14 @@ def by_the_slowest(seconds):
 
 MUTANTS = {
     "ring_reduce_scatter": {
-        adds_to_what_it_sends: "holds numbers of rank 3's chunk 3: what arrives must be added to the chunk of the same number",
+        adds_to_what_it_sends: "holds numbers of rank 3's chunk 3: what arrives must be added to the chunk of the same",
         sends_its_own_chunk_each_hop: "what arrives must be added to the chunk of the same number",
         overwrites: "chunk 1 holds the numbers of rank 1, not of all 4: send on the chunk to which you have just added",
-        begins_one_chunk_early: "chunk 0 is finished here, and chunk 1 should be: at the first hop rank 0 sends chunk 0",
-        adds_into_a_new_tensor: "chunks[1] is another tensor now, and the gradient of which it was a view has not changed",
+        begins_one_chunk_early: "chunk 0 is finished here, and chunk 1 should be: at the first hop rank 0 sends chunk",
+        adds_into_a_new_tensor: "chunks[1] is another tensor now, and the gradient of which it was a view has not chan",
         goes_to_the_left: "this rank sent to rank 3; on the ring it sends only to its right, rank 1",
         adds_twice: "chunk 1 holds rank 1's numbers 8 times; once each is the sum",
-        sends_all_chunks_each_hop: "192 numbers left this rank in 3 messages, the largest of 64; chunks of at most 16 are enough, 48 numbers in all",
+        sends_all_chunks_each_hop: "192 numbers left this rank in 3 messages, the largest of 64; chunks of at most 16",
         reduces_with_the_library: "all chunks are right, but it calls all_reduce; build it from messages",
         one_hop_too_many: "this rank sent 4 messages; the ring on 4 ranks sends exactly n-1 = 3: one for each hop",
     },
@@ -580,7 +580,7 @@ MUTANTS = {
         begins_with_its_own_number: "holds an unfinished sum of rank",
         receives_one_place_off: "receive each chunk where the same number stands",
         adds_in_the_second_half: "in this half nothing is added",
-        one_hop_too_few: "chunk 2 still holds this rank's unfinished sum: a finished one must arrive there in one of the 3",
+        one_hop_too_few: "chunk 2 still holds this rank's unfinished sum: a finished one must arrive there in one of t",
         gathers_with_the_library: "all chunks are right, but it calls all_gather; build it from messages",
         keeps_what_arrives_in_the_list: "chunks[0] is another tensor now",
         goes_to_the_left: "this rank sent to rank 3",
@@ -595,10 +595,10 @@ MUTANTS = {
         in_milliseconds: "should be 0.00126 seconds, not 1.26 seconds: that is in milliseconds",
     },
     "all_reduce_any_length": {
-        ships_whole_tensors: "numbers left this rank in 6 messages, the largest of 8; chunks of at most 2 are enough, 12 numbers in all",
+        ships_whole_tensors: "numbers left this rank in 6 messages, the largest of 8; chunks of at most 2 are enough,",
         sends_to_everyone: "this rank sent 3 messages; the ring on 4 ranks sends exactly 2(n-1) = 6",
         uses_the_library: "it calls all_reduce; build it from messages",
-        forgets_the_second_half: "the sum is wrong: element [0] should be",
+        forgets_the_second_half: "the sum is wrong: element [1] should be 10, not 1",
         splits_with_chunk: "IndexError",
         leaves_the_input: "x_N still holds other numbers; sum in place",
         always_float: "for 8 numbers (float64) the sum should be float64, as what you were given, not float32",
@@ -611,9 +611,9 @@ MUTANTS = {
         fills_with_not_a_number: "the sum is wrong: element [0] should be 0, and is nan",
     },
     "mended_ring": {
-        ships_whole_tensors: "24 numbers left this rank in 6 messages, the largest of 4; chunks of at most 1 are enough, 6 ",
+        ships_whole_tensors: "24 numbers left this rank in 6 messages, the largest of 4; chunks of at most 1 are enoug",
         sums_in_float32: "which is float32's accuracy; keep the dtype of what you were given",
-        sums_in_int16: "for 4 numbers (float64) the sum is wrong: element [0] should be 4503599627370",
+        sums_in_int16: "for 4 numbers (float64) the sum is wrong: element [0] should be 4,503,599,627,370",
         gives_the_rest_to_the_first: "the largest of 4; chunks of at most 1 are enough",
         sends_to_everyone: "exactly 2(n-1) = 6",
         forgets_the_second_half: "the sum is wrong",
@@ -641,11 +641,11 @@ MUTANTS = {
         rank_0_throws_all: "rank 0 counts 1003 of 1003 points; share them evenly",
     },
     "speed_up": {
-        upside_down: "with 8.03 s on 1 rank and 4.21 s on 2 the speed-up should be 1.907, not 0.5243: that is upside down",
+        upside_down: "with 8.03 s on 1 rank and 4.21 s on 2 the speed-up should be 1.907, not 0.5243: that is upside d",
         efficiency_is_speed_up: "the efficiency should be 0.9537, not 1.907: that is the speed-up",
         in_percent: "the efficiency should be 1, not 100: that is in percent",
         knows_the_table: "return a dictionary with the keys [1, 4]",
-        by_the_first: "with 8.0 s on 1 rank and 16.0 s on 2 the speed-up should be 0.5, not 1: one rank is the one with the key 1",
+        by_the_first: "with 8.0 s on 1 rank and 16.0 s on 2 the speed-up should be 0.5, not 1: one rank is the one wit",
         by_the_slowest: "the speed-up should be 0.5, not 1",
     },
 }

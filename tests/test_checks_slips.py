@@ -209,9 +209,7 @@ NOT_MATCHING = {
     reduce_scatters_unequal: "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes.",
     exchanges_unequal: ("In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
     in_double_on_the_last: "Ranks 0-3 call all_reduce with 8, 8, 8 and 16 bytes.",
-    in_whole_numbers_on_the_last: (
-        "Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."
-    ),
+    in_whole_numbers_on_the_last: ("Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."),
     sends_to_itself: "Rank 0 sends to itself; a message goes to another rank.",
     only_those_who_have_something: (
         "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."

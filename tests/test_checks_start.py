@@ -312,7 +312,7 @@ def right_samples(batch, step_s):
 
 REJECTED = {
     "who_am_i": {
-        takes_the_jobs_tasks: "For rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCID=2",
+        takes_the_jobs_tasks: "For rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCI",
         forgets_int: "the rank should be 3, not the text '3': variables are text, make numbers of them with int()",
         asks_mpi_before_torchrun: "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0",
         takes_the_table_as_it_stands: "For rank 1 of a torchrun that mpiexec started, which has RANK=1",
@@ -320,7 +320,7 @@ REJECTED = {
         asks_slurm_first: "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
         takes_the_rank_for_the_local_rank: "GROUP_RANK=1, the local rank should be 1, not 3",
         knows_no_pals: "For rank 5 of PALS, which has PALS_RANKID=5",
-        takes_the_batch_script_for_rank_0: "the batch script of a Slurm job, which is no rank, which has SLURM_PROCID=0",
+        takes_the_batch_script_for_rank_0: "the batch script of a Slurm job, which is no rank, which has SLURM_PROCID=",
         needs_a_launcher: "Your code raised KeyError",
         returns_two: "Return three values, rank, world size and local rank",
         asks_for_a_size_that_is_not_there: "the world size should be 4, not None",
@@ -362,7 +362,7 @@ REJECTED = {
         ),
         (
             lambda profile, steps: sum(t for d, _, n, t in profile if d > 0 and n == 1)
-            + sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps, "a row's seconds hold those of the deeper",
+            + sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps, "a row's seconds hold those of the dee",
         ),
         (
             lambda profile, steps: sum(t / n for d, _, n, t in profile if d == 1 and n > 1) * steps,
@@ -370,7 +370,7 @@ REJECTED = {
         ),
         (
             lambda profile, steps: sum(t for d, _, n, t in profile if d == 1 and n == 1)
-            + sum(t / n for d, _, n, t in profile if n > 1) * steps, "with 20 iterations in 9 s the time of 200 should be",
+            + sum(t / n for d, _, n, t in profile if n > 1) * steps, "with 20 iterations in 9 s the time of 200 should",
         ),
         (lambda profile, steps: right_seconds(profile, steps - 1), "that is the time of 3 steps"),
         (lambda profile, steps: right_seconds(profile, steps + 1), "that is the time of 5 steps"),

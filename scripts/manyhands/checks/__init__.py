@@ -17,10 +17,10 @@ There is a module for each lesson. They share `expect` (what came back, and a se
 (numbers that each rank knows without a message) and `observe` (what an answer does while it runs).
 
 An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
-process group of its own, which is thrown away afterwards (`trial`); the verdict travels over the ranks' own group. Calls
-that do not match are told before gloo ends a process over them (`matching`), what an answer sets for the whole process
-is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the learner's code
-(`witness`).
+process group of its own, which is thrown away afterwards (`trial`); the verdict travels over the ranks' own group.
+Calls that do not match are told before gloo ends a process over them (`matching`), what an answer sets for the whole
+process is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the
+learner's code (`witness`).
 """
 
 import functools
@@ -58,8 +58,8 @@ class Verdict(str):
 def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
-    `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE that the
-    learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls.
+    `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE
+    that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls.
 
     The check is called by all ranks as `check(answer, ranks, solution=False, **given)`. It says its verdict on rank 0
     and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised

@@ -1,4 +1,4 @@
-"""Checks of lesson 02: a ring's two halves, the whole for any length, its time; ordered sends, pi by a reduce, speed-up."""
+"""Checks of lesson 02: a ring's halves, the whole for any length, its time; ordered sends, pi by a reduce, speed-up."""
 
 import math
 
@@ -16,9 +16,9 @@ LENGTHS = (8, 7, 1, 0, 1000)
 
 @exercise("A", "reduce-scatter on the ring")
 def ring_reduce_scatter(answer, ranks):
-    """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place: n-1 messages of one chunk, to the right."""
+    """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
-    # chunk c of rank r has a 1 where (c, r) stands and 0 elsewhere: so what it holds afterwards tells whose numbers are in it
+    # chunk c of rank r has a 1 at (c, r) and 0 elsewhere: so what it holds afterwards tells whose numbers are in it
     x_nnn = torch.zeros(n, n, n, dtype=torch.float64)  # [chunk, chunk, rank]
     x_nnn[range(n), range(n), rank] = 1
     seen = _run_half(answer, ranks, x_nnn)
@@ -26,30 +26,30 @@ def ring_reduce_scatter(answer, ranks):
     for chunk, other, source in x_nnn.nonzero().tolist():
         if other != chunk:
             raise Wrong(
-                f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: what arrives must be added to the chunk of "
-                "the same number"
+                f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: what arrives must be added to the "
+                "chunk of the same number"
             )
     often = x_nnn.diagonal().T  # [chunk, rank]: how often a chunk holds the numbers of a rank
     finished = [chunk for chunk in range(n) if (often[chunk] == 1).all()]
     if finished and right not in finished:
         raise Wrong(
-            f"chunk {finished[0]} is finished here, and chunk {right} should be: at the first hop rank {rank} sends chunk "
-            f"{rank}"
+            f"chunk {finished[0]} is finished here, and chunk {right} should be: at the first hop rank {rank} sends "
+            f"chunk {rank}"
         )
     for source, times in enumerate(often[right].tolist()):
         if times not in (0, 1):
             raise Wrong(f"chunk {right} holds rank {source}'s numbers {times:g} times; once each is the sum")
     if right not in finished:
         raise Wrong(
-            f"chunk {right} holds the numbers of {name_ranks(often[right].nonzero().flatten().tolist())}, not of all {n}: "
-            "send on the chunk to which you have just added, and add what arrives"
+            f"chunk {right} holds the numbers of {name_ranks(often[right].nonzero().flatten().tolist())}, not of all "
+            f"{n}: send on the chunk to which you have just added, and add what arrives"
         )
     _judge_messages(seen, "all chunks are right", n, 1, n * n, 8)
 
 
 @exercise("B", "all-gather on the ring")
 def ring_all_gather(answer, ranks):
-    """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place: n-1 messages of one chunk, to the right."""
+    """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
     generator = torch.Generator().manual_seed(1)
     # of each rank its unfinished chunks, and in the last row the finished ones
@@ -72,8 +72,8 @@ def _fault_of_copy(held_5, chunk, numbers, rank):
     from_where = (numbers == held_5[0]).nonzero().tolist() if (held_5 == held_5[0]).all() else []
     if not from_where:
         return 2, (
-            f"chunk {chunk} holds neither a finished chunk nor what stood there before: in this half nothing is added, the "
-            "chunks are only copied"
+            f"chunk {chunk} holds neither a finished chunk nor what stood there before: in this half nothing is added, "
+            "the chunks are only copied"
         )
     source, other = from_where[0]
     if source == n:
@@ -83,12 +83,12 @@ def _fault_of_copy(held_5, chunk, numbers, rank):
         )
     if (source, other) == (rank, chunk):
         return 3, (
-            f"chunk {chunk} still holds this rank's unfinished sum: a finished one must arrive there in one of the {n - 1} "
-            "hops"
+            f"chunk {chunk} still holds this rank's unfinished sum: a finished one must arrive there in one of the "
+            f"{n - 1} hops"
         )
     return 1, (
-        f"chunk {chunk} holds an unfinished sum of rank {source}: at the first hop rank {source} sends the chunk that is "
-        f"finished there, {(source + 1) % n}"
+        f"chunk {chunk} holds an unfinished sum of rank {source}: at the first hop rank {source} sends the chunk that "
+        f"is finished there, {(source + 1) % n}"
     )
 
 
@@ -101,8 +101,8 @@ def _run_half(answer, ranks, x_nk):
     for chunk, (mine, view) in enumerate(zip(given, views, strict=False)):
         if mine is not view:
             raise Wrong(
-                f"chunks[{chunk}] is another tensor now, and the gradient of which it was a view has not changed: write into "
-                "the chunk itself, with += or as the tensor that receives"
+                f"chunks[{chunk}] is another tensor now, and the gradient of which it was a view has not changed: "
+                "write into the chunk itself, with += or as the tensor that receives"
             )
     right = (ranks.rank + 1) % ranks.world_size
     for call in seen.calls:
@@ -196,7 +196,8 @@ def ring_seconds(answer, ranks=None):
             "the bytes are right, and alpha is missing": hops * chunk_s,
             "that is in milliseconds": 1e3 * hops * (alpha + chunk_s),
         }
-        what = f"for {n_bytes:,} bytes on {count(n, 'rank')}, alpha = {1e6 * alpha:g} µs and beta = {beta / 1e9:g} GB/s the time"
+        links = f"alpha = {1e6 * alpha:g} µs and beta = {beta / 1e9:g} GB/s"
+        what = f"for {n_bytes:,} bytes on {count(n, 'rank')}, {links} the time"
         found = answer(n_bytes, n, alpha, beta)
         expect_number(found, hops * (alpha + chunk_s), what, "seconds", slips, rel=1e-6, close=1e-15)
 
@@ -234,8 +235,8 @@ def pass_right(answer, ranks):
     # blocking calls need two rounds: half of the ranks send, then the others; and three if n is odd
     if rounds > 2 + n % 2:
         raise Wrong(
-            f"right, but some ranks wait for their turn: {rounds} messages one after the other, where {2 + n % 2} rounds "
-            f"are enough for {n} ranks"
+            f"right, but some ranks wait for their turn: {rounds} messages one after the other, where {2 + n % 2} "
+            f"rounds are enough for {n} ranks"
         )
 
 
@@ -284,7 +285,8 @@ def estimate_pi(answer, ranks):
     counted = sum(share for share, _ in calls)
     if counted != all_points:
         raise Wrong(
-            f"{n} ranks were asked for {all_points} points and counted {counted}; let no remainder fall, count none twice"
+            f"{n} ranks were asked for {all_points} points and counted {counted}; let no remainder fall, count none "
+            "twice"
         )
     seeds = [seed for _, seed in calls]
     if len(set(seeds)) < len(seeds):

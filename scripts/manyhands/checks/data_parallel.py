@@ -1,7 +1,7 @@
 """Checks of lesson 03: one start, gradients that are averaged, once, over all ranks, and no byte in vain.
 
-Every check knows the right gradients without communicating: the data of rank r is drawn from a seed that says r, so each
-rank computes the gradients of all. Models are tiny, in float64, and live on the CPU, where the trial group can send.
+Every check knows the right gradients without communicating: the data of rank r is drawn from a seed that says r, so
+each rank computes the gradients of all. Models are tiny, in float64, on the CPU, where the trial group can send.
 """
 
 import math
@@ -101,7 +101,7 @@ def gradient_hook(answer, ranks):
 
 @exercise("D", "start a bucket")
 def bucket_start(answer, ranks):
-    """`answer(bucket)` begins one all-reduce of `bucket.flat_P`, divided before, and leaves its handle in `bucket.work`."""
+    """`answer(bucket)` begins one all-reduce of `bucket.flat_P`, divided before; its handle is `bucket.work`."""
     for step in range(2):
         bucket = _bucket(ranks.rank, step)
         flat_P = bucket.flat_P
@@ -111,27 +111,28 @@ def bucket_start(answer, ranks):
             raise Wrong("nothing was sent: start an all-reduce of bucket.flat_P")
         if len(seen.calls) > 1:
             raise Wrong(
-                f"{len(seen.calls)} calls were made where 1 is enough: the whole bucket travels at once, which is what it is "
-                "for"
+                f"{len(seen.calls)} calls were made where 1 is enough: the whole bucket travels at once, which is what "
+                "it is for"
             )
         if bucket.flat_P is not flat_P:
             raise Wrong(
-                "bucket.flat_P is another tensor now, and every p.grad is a view of the old one: divide in place, with /="
+                "bucket.flat_P is another tensor now, and every p.grad is a view of the old one: divide in place, with "
+                "/="
             )
         if waits.after:
             raise Wrong(
-                "your function waited for the other ranks, so backward stands still: start with async_op=True, and leave "
-                "the waiting to finish()"
+                "your function waited for the other ranks, so backward stands still: start with async_op=True, and "
+                "leave the waiting to finish()"
             )
         if sent.changed:
             raise Wrong(
-                "the bucket was changed while its all-reduce was on its way, so what arrives is a matter of luck: divide "
-                "before you start it"
+                "the bucket was changed while its all-reduce was on its way, so what arrives is a matter of luck: "
+                "divide before you start it"
             )
         if not callable(getattr(bucket.work, "wait", None)):
             raise Wrong(
-                f"bucket.work should be the handle that all_reduce(..., async_op=True) returns, not {shown(bucket.work)}: "
-                "finish() will call its wait()"
+                "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not "
+                f"{shown(bucket.work)}: finish() will call its wait()"
             )
         bucket.work.wait()
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
@@ -184,8 +185,9 @@ def untidy(answer, ranks):
     expect_traffic(seen, "the gradients are right", cure, payload=enough)
     if sent < enough and ranks.world_size > 1:  # some rank knew that nobody uses a parameter: it was told so
         raise Wrong(
-            f"the gradients are right, but {sent} bytes were communicated where they have {enough}: something else than "
-            "gradients was sent, to leave one out. Send each of them once, zeros where there is none, and nothing else"
+            f"the gradients are right, but {sent} bytes were communicated where they have {enough}: something else "
+            "than gradients was sent, to leave one out. Send each of them once, zeros where there is none, and nothing "
+            "else"
         )
 
 
@@ -396,7 +398,7 @@ def _mean(rows):
 
 
 def _expect_mean(given, of_all, own=None, hint="", what="the gradients"):
-    """Raises Wrong unless `given` is the mean of the rows `of_all`; `own` is this rank's, and `hint` says why it is still."""
+    """Raises Wrong unless `given` is the mean of the rows `of_all`; `own` is this rank's, `hint` why it still is."""
     n, mean = len(of_all), _mean(of_all)
     slips = {
         f"what is there is still this rank's own; {hint}": own,

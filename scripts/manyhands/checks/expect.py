@@ -1,4 +1,4 @@
-"""What a check expects of an answer: a function for each kind of thing, and the sentence that it raises if it is not so.
+"""What a check expects of an answer: a function for each kind of thing, and its sentence if it is not so.
 
     @exercise("D", "the ring's time")
     def ring_seconds(answer, ranks=None):
@@ -10,12 +10,13 @@
 
     # The time of 4096 bytes on 4 ranks should be 0.003003 s, not 0.00050307 s: every hop pays alpha.
 
-`what` names the thing and the case, so that "... should be 3, not 4" can follow it. `slips` is {sentence: wrong value}: a
-sentence is a clause that can follow a colon, and is said only where what came *is* that value; else the check says what
-was expected and what came. So draw sizes and values at random, unequal and coprime: then no two slips give the same value.
+`what` names the thing and the case, so that "... should be 3, not 4" can follow it. `slips` is {sentence: wrong value}:
+a sentence is a clause that can follow a colon, and is said only where what came *is* that value; else the check says
+what was expected and what came. So draw sizes and values at random, unequal and coprime: then no two slips give the
+same value.
 
-Nothing here complains of a type alone unless the complaint helps: what the check's own code raises over a strange answer
-is told as "your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
+Nothing here complains of a type alone unless it helps: what the check's own code raises over a strange answer is told as
+"your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
 """
 
 import math
@@ -95,7 +96,7 @@ def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0)
 
 
 def expect_equal(found, wanted, what, slips=None):
-    """Raise Wrong unless `found` is the number, text, list, ... `wanted`; for a list, a tuple or an array will do as well."""
+    """Raise Wrong unless `found` is the number, text, list, ... `wanted`; for a list, a tuple or an array will do."""
     simple = (lambda value: value) if isinstance(found, range) and isinstance(wanted, range) else plain
     given, right = simple(found), simple(wanted)
     if _same(given, right):
@@ -109,7 +110,7 @@ def expect_equal(found, wanted, what, slips=None):
 def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
     """Raise Wrong unless `found` is a tensor of the shape, the dtype and the numbers of `wanted`.
 
-    `close`: how far apart numbers may be, relative to the largest one, if that is more than 1; 0 for exactly equal ones.
+    `close`: how far apart numbers may be, relative to the largest one, if that is more than 1; 0 for equal ones.
     `it_is`: what the tensor is, as "the sum over the ranks".
     """
     should_be = f"{what} should be {it_is}" if it_is else f"{what} is wrong"
@@ -135,7 +136,7 @@ def expect_unchanged(now, before, name, cure=""):
 
 
 def expect_groups(found, wanted, what, slips=None):
-    """Raise Wrong unless `found` is the list `wanted` of lists of ranks; groups in any order, ranks within one in order."""
+    """Raise Wrong unless `found` is the list `wanted` of lists of ranks: groups in any order, ranks in theirs."""
     try:
         groups = [[_index(rank) for rank in group] for group in plain(found)]
     except TypeError:
@@ -159,7 +160,8 @@ def expect_groups(found, wanted, what, slips=None):
     if sorted(map(sorted, groups)) == right:
         group = next(group for group in groups if group not in map(list, wanted))
         raise Wrong(
-            f"{what} are right but for their order: {next(w for w in wanted if sorted(w) == sorted(group))}, not {group}"
+            f"{what} are right but for their order: {next(w for w in wanted if sorted(w) == sorted(group))}, not "
+            f"{group}"
         )
     group = next(group for group in groups if sorted(group) not in right)
     raise Wrong(
@@ -168,7 +170,7 @@ def expect_groups(found, wanted, what, slips=None):
 
 
 def expect_refusal(ask, case, *numbers):
-    """Raise Wrong unless `ask()` raises a ValueError whose text names each of the numbers; a tuple is a choice of them."""
+    """Raise Wrong unless `ask()` raises a ValueError whose text names the numbers; a tuple is a choice of them."""
     choices = [one if isinstance(one, tuple) else (one,) for one in numbers]
     cure = "raise a ValueError" + f" that names {listed(one[0] for one in choices)}" * bool(choices)
     try:
@@ -188,8 +190,8 @@ def expect_refusal(ask, case, *numbers):
 def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volume=None):
     """Raise Wrong where a rank communicated more than it needed to, {done}: "the gradients are right".
 
-    `seen`: what `wire.watch` saw. calls: the most calls; only: names of those that may be made; payload: the most bytes in
-    all of them together; volume: the same, with an all-reduce counted twice (it is a reduce-scatter and an all-gather).
+    `seen`: what `wire.watch` saw. calls: the most calls; only: names of those that may be made; payload: the most
+    bytes in all of them together; volume: the same, where an all-reduce, a reduce-scatter and an all-gather, counts twice.
     """
     made = [call for call in seen.calls if call.op != "recv"]
     ops = sorted({call.op for call in made})
@@ -202,8 +204,8 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
     counted = " (an all_reduce counts twice)" if twice and "all_reduce" in ops else ""
     enough = [count(most, noun) for most, noun in ((calls, "call"), (limit, "byte")) if most is not None]
     raise Wrong(
-        f"{done}, but {count(sent, 'byte')} were communicated in {count(len(made), 'call')} of {listed(ops)}{counted}, where "
-        f"{listed(enough)} are enough{cure and ': '}{cure}"
+        f"{done}, but {count(sent, 'byte')} were communicated in {count(len(made), 'call')} of {listed(ops)}{counted}, "
+        f"where {listed(enough)} are enough{cure and ': '}{cure}"
     )
 
 
@@ -220,7 +222,7 @@ def shown(found):
 
 def told_apart(found, wanted):
     """Two different numbers as text, with as many digits as they differ in, and four at least."""
-    if all(isinstance(x, int) or (x.is_integer() and abs(x) < 1e15) for x in (found, wanted)):
+    if all(isinstance(x, int) or (x.is_integer() and abs(x) < 2**53) for x in (found, wanted)):
         return f"{int(found):,}", f"{int(wanted):,}"
     for digits in range(4, 18):
         texts = _rounded(found, digits), _rounded(wanted, digits)
@@ -301,7 +303,8 @@ def _largest(b):
 def _first_difference(found, wanted, close):
     """Where two tensors of one shape and dtype differ, and by how much, as the end of a sentence."""
     apart = _apart(found, wanted).flatten()
-    i = int((apart > close * _largest(wanted)).nonzero()[0])
+    wrong = found.flatten() != wanted.flatten()  # nan differs as well, and large whole numbers are no doubles
+    i = int((wrong & (apart > close * _largest(wanted)) if close else wrong).nonzero()[0])
     at = ", ".join(str(int(index)) for index in np.unravel_index(i, tuple(found.shape) or (1,)))
     a, b = found.flatten()[i].item(), wanted.flatten()[i].item()
     if not (math.isfinite(a) and math.isfinite(b)):

@@ -1,4 +1,4 @@
-"""Checks of lesson 04: a scheduler's one line, shares of a batch, reasons for waiting, the first error of a log, stale pairs.
+"""Checks of lesson 04: a scheduler's one line, shares of a batch, why jobs wait, the first error of a log, stale pairs.
 
 They judge reading as much as code, and need no messages: all of them also work with `ranks` None.
 """
@@ -59,8 +59,8 @@ def start_of(answer, ranks=None):
         wanted = max(previous, min(at for at in free_at if _free(free_at, at) >= need))
         if minute != wanted:
             raise Wrong(
-                f"{said}, and it could start at {wanted:g}: then {nodes} {'are' if need > 1 else 'is'} free and the job "
-                "ahead has started"
+                f"{said}, and it could start at {wanted:g}: then {nodes} {'are' if need > 1 else 'is'} free and the "
+                "job ahead has started"
             )
 
 
@@ -138,8 +138,8 @@ def first_error(answer, ranks=None):
         )
     if error in ECHOES:
         raise Wrong(
-            f"a {error} in this log is an echo: its connection was closed because another rank had gone. Whose error does "
-            "not speak of connections?"
+            f"a {error} in this log is an echo: its connection was closed because another rank had gone. Whose error "
+            "does not speak of connections?"
         )
     if error != FAILED_ERROR:
         raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")

@@ -37,7 +37,7 @@ class CallsDiffer(Exception):
 
 
 class NobodyCalls(Exception):
-    """A rank waits in a collective that another one does not call: one sentence. `by_answer`: the learner's code does."""
+    """A rank waits in a collective that another one does not call. `by_answer`: the learner's code does."""
 
     def __init__(self, sentence, by_answer):
         super().__init__(sentence)
@@ -47,8 +47,8 @@ class NobodyCalls(Exception):
 class Matching(TorchDispatchMode):
     """Inside it each communication of this rank is compared with the others'. All ranks of `group` enter and leave it.
 
-    `by_answer()` says whether the learner's code makes the call that runs now; `fault` is the first sentence, also where
-    an answer has swallowed the exception.
+    `by_answer()` says whether the learner's code makes the call that runs now; `fault` is the first sentence, also
+    where an answer has swallowed the exception.
     """
 
     def __init__(self, group, patience_s, by_answer):
@@ -143,7 +143,7 @@ class Matching(TorchDispatchMode):
             raise CallsDiffer(sentence)
 
     def _wait_for(self, keys):
-        """The ranks that have not set their key, {rank: key}, within our patience, or before they left; [] if all have."""
+        """The ranks that have not set their key, {rank: key}, within our patience or before they left."""
         deadline = time.monotonic() + self._patience_s
         while not self._store.check(list(keys.values())):
             patient = time.monotonic() < deadline
@@ -174,7 +174,7 @@ def _must_exist(peer, ranks, what):
 
 
 def _communicated(name, given, group):
-    """{"bytes", "dtype"}: what all ranks must have alike; or of an all-to-all {"to": [...], "from": [...]}, bytes by rank."""
+    """{"bytes", "dtype"}, which all ranks must have alike; of an all-to-all {"to": [...], "from": [...]} in bytes."""
     if name.startswith("all_to_all"):
         sources = given.get("input_tensors", given.get("input"))
         if not isinstance(sources, torch.Tensor):
@@ -218,15 +218,17 @@ def _difference(calls):
     if not all(_alike(calls[first], calls[r]) for r in others) and len({c["by answer"] for c in calls.values()}) > 1:
         still, done = ([r for r in calls if calls[r]["by answer"] is by] for by in (True, False))
         return (
-            f"{name_ranks(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when {name_ranks(done)} "
-            f"{'have' if len(done) > 1 else 'has'} no call left to make: each collective needs all ranks"
+            f"{name_ranks(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when "
+            f"{name_ranks(done)} {'have' if len(done) > 1 else 'has'} no call left to make: each collective needs all "
+            "ranks"
         )
     for r in others:
         if calls[r]["call"] != calls[first]["call"]:
             return f"rank {first} calls {calls[first]['call']} while rank {r} calls {calls[r]['call']}"
     name = calls[first]["call"]
     if len({c["root"] for c in calls.values()}) > 1:
-        return f"{name_ranks(list(calls))} call {name} with different roots: {_enumerated(c['root'] for c in calls.values())}"
+        roots = _enumerated(c["root"] for c in calls.values())
+        return f"{name_ranks(list(calls))} call {name} with different roots: {roots}"
     if "bytes" in calls[first]:
         for part, unit in (("bytes", "bytes"), ("dtype", "numbers")):
             values = [c[part] for c in calls.values()]

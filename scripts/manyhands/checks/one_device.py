@@ -295,7 +295,8 @@ def recompute_trade_off(answer, ranks=None):
         cost, lowest = (sum(p.flops for p in pieces if p.name in names) for names in (chosen, best))
         if cost > lowest:
             raise Wrong(
-                f"{what}: recomputing {_names(chosen)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for {lowest:g}"
+                f"{what}: recomputing {_names(chosen)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for "
+                f"{lowest:g}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 00: who am I, who is here, is this one world, whose turn is it, what a profile says, how fast we are.
+"""Checks of lesson 00: who am I, who is here, is this one world, whose turn is it, a profile, how fast we are.
 
 The environments below were recorded under the launchers that they name (two Slurm nodes, MPICH's and Open MPI's
 mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation.
@@ -65,8 +65,8 @@ ENVIRONMENTS = [
     (
         "rank 1 of a torchrun that mpiexec started",
         {
-            "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "1",
-            "MPI_LOCALRANKID": "0",
+            "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "PMI_RANK": "0",
+            "PMI_SIZE": "1", "MPI_LOCALRANKID": "0",
         },
         (1, 2, 1),
     ),
@@ -98,7 +98,7 @@ def _names(environ):
 
 @exercise("B", "the roll call")
 def roll_call(answer, ranks):
-    """answer(rank, started) -> on every rank how many said that they are rank 0, 1, ... of `started`, by one all-reduce."""
+    """answer(rank, started) -> on every rank how many said that they are rank 0, 1, ..., by one all-reduce."""
     n, runs = ranks.world_size, []
     # first every roll on every rank, then the verdict: nobody is left waiting by a fault found early
     for said, started in _rolls(n):
@@ -234,8 +234,8 @@ def _judge_messages(calls, made_before):
         before = calls[rank][: made_before[rank]]
         if ("recv", rank - 1) not in before and ("recv", None) not in before:  # None: from anybody
             raise Wrong(
-                f"the order is right, but rank {rank} had received nothing from rank {rank - 1} when it wrote: sleeping "
-                "or luck keeps no order, wait for a message of the rank before"
+                f"the order is right, but rank {rank} had received nothing from rank {rank - 1} when it wrote: "
+                "sleeping or luck keeps no order, wait for a message of the rank before"
             )
         if ("send", rank) not in calls[rank - 1][made_before[rank - 1] :]:
             raise Wrong(
