@@ -15,8 +15,8 @@ a sentence is a clause that can follow a colon, and is said only where what came
 what was expected and what came. So draw sizes and values at random, unequal and coprime: then no two slips give the
 same value.
 
-Nothing here complains of a type alone unless it helps: what the check's own code raises over a strange answer is told as
-"your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
+Nothing here complains of a type alone unless it helps: what the check's own code raises over a strange answer is told
+as "your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
 """
 
 import math
@@ -191,7 +191,7 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
     """Raise Wrong where a rank communicated more than it needed to, {done}: "the gradients are right".
 
     `seen`: what `wire.watch` saw. calls: the most calls; only: names of those that may be made; payload: the most
-    bytes in all of them together; volume: the same, where an all-reduce, a reduce-scatter and an all-gather, counts twice.
+    bytes in all of them together; volume: the same, where an all-reduce counts twice (reduce-scatter, all-gather).
     """
     made = [call for call in seen.calls if call.op != "recv"]
     ops = sorted({call.op for call in made})
