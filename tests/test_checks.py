@@ -148,6 +148,8 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
         ("p.grad is off", "p.grad is off."),
         ("add_up: 4 calls", "add_up: 4 calls."),
         ("for 7 it is off", "For 7 it is off."),
+        ("dy was changed", "dy was changed."),
+        ("steps are missing", "Steps are missing."),
     ],
 )
 def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
@@ -155,7 +157,7 @@ def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
     def names(answer, ranks=None):
         raise Wrong(said)
 
-    assert names(lambda: None) == heard
+    assert names(lambda dy, steps: None) == heard
 
 
 # ---- answers of the wrong type ----

@@ -568,44 +568,17 @@ def accumulate_last_only(ddp, micro_batches):
 # ---- exercise 3: answers predict bytes ----
 
 
-def bytes_of_the_payload(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return num_params * bytes_per_value
+def sends(formula):
+    """An answer by `formula(payload, n_ranks, micro_batches, times)`; times: how often gradients are averaged."""
 
-
-def bytes_to_everyone(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return (n_ranks - 1) * num_params * bytes_per_value
-
-
-def bytes_of_half_the_ring(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return (n_ranks - 1) / n_ranks * num_params * bytes_per_value
-
-
-def bytes_without_chunks(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return 2 * (n_ranks - 1) * num_params * bytes_per_value
-
-
-def bytes_always_once(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return 2 * (n_ranks - 1) / n_ranks * num_params * bytes_per_value
-
-
-def bytes_always_many(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return micro_batches * 2 * (n_ranks - 1) / n_ranks * num_params * bytes_per_value
-
-
-def bytes_of_one_rank(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    factor = 2 * (n_ranks - 1) / n_ranks if n_ranks > 1 else 1
-    return factor * num_params * bytes_per_value * (1 if no_sync else micro_batches)
-
-
-def _bytes(change):
-    def answer(*case, **how):
-        return change(bytes_on_the_ring(*case, **how))
+    def answer(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
+        return formula(num_params * bytes_per_value, n_ranks, micro_batches, 1 if no_sync else micro_batches)
 
     return answer
 
 
-def bytes_on_the_ring(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    return bytes_always_once(num_params, n_ranks, bytes_per_value) * (1 if no_sync else micro_batches)
+def on_the_ring(of=float):
+    return sends(lambda payload, n, micro_batches, times: of(2 * (n - 1) / n * payload * times))
 
 
 def bytes_of_rank_0(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
@@ -616,13 +589,23 @@ def bytes_of_rank_0(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_
 
 
 BYTES = {
-    "of numpy, whole": _bytes(np.int64),
-    "of numpy": _bytes(np.float64),
-    "of torch": _bytes(lambda sent: torch.tensor(sent, dtype=torch.float64)),
-    "as a fraction": _bytes(Fraction),
-    "of rank 0": bytes_of_rank_0,
-    "rounded": _bytes(round),
-}
+    "the payload": (
+        sends(lambda payload, *_: payload), "what it hands to the all-reduce; on the ring it sends 2(n-1)/n of it",
+    ),
+    "to everyone": (sends(lambda payload, n, *_: (n - 1) * payload), "a whole gradient for every other rank"),
+    "half the ring": (sends(lambda payload, n, *_: (n - 1) / n * payload), "the reduce-scatter alone"),
+    "no chunks": (sends(lambda payload, n, *_: 2 * (n - 1) * payload), "each of the 2(n-1) messages is one chunk"),
+    "always once": (
+        sends(lambda payload, n, *_: 2 * (n - 1) / n * payload), "without no_sync every micro-batch is averaged",
+    ),
+    "always many": (
+        sends(lambda payload, n, micro_batches, _: micro_batches * 2 * (n - 1) / n * payload),
+        "with no_sync only the last micro-batch is averaged",
+    ),
+    "one rank": (
+        sends(lambda payload, n, _, times: times * payload * (2 * (n - 1) / n or 1)), "one rank has nobody to send to",
+    ),
+}  # fmt: skip
 
 REJECTED = {
     "same_start": {
@@ -706,15 +689,7 @@ REJECTED = {
         accumulate_and_step: "the weights have changed",
         accumulate_not_finite: "and is nan: is 0 divided by 0",
     },
-    "bytes_per_step": {
-        bytes_of_the_payload: "what it hands to the all-reduce; on the ring it sends 2(n-1)/n of it",
-        bytes_to_everyone: "a whole gradient for every other rank",
-        bytes_of_half_the_ring: "the reduce-scatter alone",
-        bytes_without_chunks: "each of the 2(n-1) messages is one chunk",
-        bytes_always_once: "without no_sync every micro-batch is averaged",
-        bytes_always_many: "with no_sync only the last micro-batch is averaged",
-        bytes_of_one_rank: "one rank has nobody to send to",
-    },
+    "bytes_per_step": BYTES,
 }
 SOLUTIONS = {
     "same_start": "broadcast_state",
@@ -732,7 +707,12 @@ RIGHT = {
     "gradient_hook": [hooks_average],
     "untidy": [untidy_one_flat_message],
     "accumulation": [accumulate_right, accumulate_by_the_flag],
-    "bytes_per_step": [*BYTES.values()],
+    "bytes_per_step": [
+        bytes_of_rank_0,
+        *map(
+            on_the_ring, (np.int64, np.float64, lambda sent: torch.tensor(sent, dtype=torch.float64), Fraction, round)
+        ),
+    ],
 }
 
 

@@ -110,7 +110,7 @@ def _verdict(trial, witness, timeout_s):
     try:
         trial()
     except Wrong as fault:
-        return _WRONG, _sentence(_with_return(str(fault), witness))
+        return _WRONG, _sentence(_with_return(str(fault), witness), witness.short_names())
     except NobodyCalls as fault:
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
             return _ALONE, _sentence(str(fault))
@@ -140,9 +140,10 @@ def _with_return(text, witness):
     return text if hint in text or not witness.forgot_to_return() else text.replace("not None", hint, 1)
 
 
-def _sentence(text):
+def _sentence(text, names=()):
+    """The first line as a sentence; a name of the learner's code, such as one of `names`, stays as it is."""
     text = text.strip().split("\n")[0]
-    begins = text[:1] if _CODE.match(text) else text[:1].upper()  # a name of the learner's code stays as it is
+    begins = text[:1] if _CODE.match(text) or text.split(" ")[0] in names else text[:1].upper()
     return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import flat, gradients, normal, seeded
-from manyhands.checks.expect import expect_number, expect_tensor, expect_traffic, number, shown
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, number, shown
 from manyhands.checks.observe import LiveGraphs, Waits
 from manyhands.measure import wire
 
@@ -280,7 +280,7 @@ def bytes_per_step(answer, ranks=None):
             "with no_sync only the last micro-batch is averaged": right * micro_batches,
             "without no_sync every micro-batch is averaged": right / micro_batches,
         }
-        case = f"for {num_params:,} parameters of {value} bytes on {n} ranks"
+        case = f"for {num_params:,} parameters of {value} bytes on {count(n, 'rank')}"
         case += f", {micro_batches} micro-batches {'with' if no_sync else 'without'} no_sync," * (micro_batches > 1)
         expect_number(given, right, f"{case} what a rank sends", "bytes", slips)
 
