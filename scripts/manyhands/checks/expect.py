@@ -8,7 +8,7 @@
             found = answer(n_bytes, n, alpha, beta)
             expect_number(found, hops * (alpha + chunk_s), f"the time of {n_bytes} bytes on {n} ranks", "s", slips)
 
-    # The time of 4096 bytes on 4 ranks should be 0.003003 s, not 0.00050307 s: every hop pays alpha.
+    # The time of 4096 bytes on 4 ranks should be 0.003003 s, not 0.0005031 s: every hop pays alpha.
 
 `what` names the thing and the case, so that "... should be 3, not 4" can follow it. `slips` is {sentence: wrong value}:
 a sentence is a clause that can follow a colon, and is said only where what came *is* that value; else the check says
@@ -102,9 +102,8 @@ def expect_equal(found, wanted, what, slips=None):
     if _same(given, right):
         return
     why = _slip(slips, lambda value: _same(given, simple(value)))
-    raise Wrong(
-        f"{what} should be {_brief(right)}, not {_brief(given) if type(given) is type(right) else shown(found)}{why}"
-    )
+    came = _brief(given) if type(given) is type(right) else shown(found)
+    raise Wrong(f"{what} should be {_brief(right)}, not {came}{why}")
 
 
 def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
@@ -146,10 +145,7 @@ def expect_groups(found, wanted, what, slips=None):
         return
     if why := _slip(slips, lambda value: sorted(groups) == sorted(map(list, value))):
         raise Wrong(f"{what} should be {wanted}, not {groups}{why}")
-    given, everyone = (
-        sorted(rank for group in groups for rank in group),
-        sorted(rank for group in right for rank in group),
-    )
+    given, everyone = (sorted(rank for group in all_ for rank in group) for all_ in (groups, right))
     for rank in given:
         if rank not in everyone:
             raise Wrong(f"{what}: there is no rank {rank}; they are {everyone[0]} to {everyone[-1]}")
@@ -159,14 +155,11 @@ def expect_groups(found, wanted, what, slips=None):
         raise Wrong(f"{what}: rank {missing[0]} is in no group; each is in exactly one")
     if sorted(map(sorted, groups)) == right:
         group = next(group for group in groups if group not in map(list, wanted))
-        raise Wrong(
-            f"{what} are right but for their order: {next(w for w in wanted if sorted(w) == sorted(group))}, not "
-            f"{group}"
-        )
+        in_order = next(list(one) for one in wanted if sorted(one) == sorted(group))
+        raise Wrong(f"{what} are right but for their order: {in_order}, not {group}")
     group = next(group for group in groups if sorted(group) not in right)
-    raise Wrong(
-        f"{what}: rank {group[0]} is in the group {next(list(w) for w in wanted if group[0] in w)}, not {group}"
-    )
+    its = next(list(one) for one in wanted if group[0] in one)
+    raise Wrong(f"{what}: rank {group[0]} is in the group {its}, not {group}")
 
 
 def expect_refusal(ask, case, *numbers):
