@@ -112,7 +112,7 @@ def roll_call(answer, ranks):
         _judge_roll(said, started, counts, said[ranks.rank])
         if not seen.calls:
             raise Wrong("the roll is right, but nobody was asked: one all-reduce tells it to every rank")
-        cure = "it leaves the roll on every rank"
+        cure = "one all-reduce is enough, and leaves the roll on every rank"
         expect_traffic(seen, "the roll is right", cure, calls=1, only=("all_reduce",), payload=8 * started)
 
 
