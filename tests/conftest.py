@@ -1,5 +1,7 @@
 """What every test shares: the course's folders, and an environment in which nothing is written into the tree."""
 
+import functools
+import importlib.util
 import os
 import re
 import sys
@@ -26,6 +28,19 @@ settings.load_profile("course")
 @pytest.fixture(scope="session")
 def root():
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def program(root):
+    """program("sample") -> scripts/sample.py as a module."""
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f"{name}_program", root / "scripts" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return functools.cache(load)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """scripts/align.py as its user runs it: sample.py reads what a stage leaves; what cannot be is refused in a sentence."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -49,7 +48,7 @@ def align(root, outputs, *words):
 
 
 @pytest.mark.ranks
-def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, exported, tmp_path, capsys):
+def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, program, exported, tmp_path, capsys):
     folder = tmp_path / "sft"
     run = align(root, tmp_path, "sft", "--from", exported, "--checkpoint.folder", folder, "--lora.rank", 2, *SHORT)
     assert run.returncode == 0, run.stderr
@@ -60,13 +59,10 @@ def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, e
     lines = [json.loads(line) for line in (tmp_path / "align" / "latest" / "alignment.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "accuracy" in line] == [0, 2]
 
-    spec = importlib.util.spec_from_file_location("sample_program", root / "scripts" / "sample.py")
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
     words = [str(folder), "--prompt", "sort cab", "--length", "5", "--device", "cpu"]
-    assert program.main([*words, "--chat"]) == 0
+    assert program("sample").main([*words, "--chat"]) == 0
     assert len(capsys.readouterr().out) <= 5 * len("<|assistant|>") + 1, "the answer alone, and no prompt"
-    assert program.main([*words, "--system", "You are a fool."]) == 2
+    assert program("sample").main([*words, "--system", "You are a fool."]) == 2
     assert "--system is for --chat" in capsys.readouterr().err
 
     again = align(root, tmp_path, "grpo", "--from", exported, "--checkpoint.folder", folder, *SHORT)

@@ -1,16 +1,13 @@
-"""Training on a text of one's own: no document sees another, under any strategy; a killed run goes on; samples read."""
+"""Training on a text of one's own: no document sees another, under any strategy; a run goes on where it was; samples read."""
 
-import importlib.util
 import json
 import os
 import random
-import signal
-import sys
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.options import (
@@ -30,7 +27,6 @@ from manyhands.data.own_text import open_text
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
 from one_process import assert_equal, one_process, options_of, steps_of
-from rank_pool import _server, ranks_of
 from test_strategies import compiled_steps
 
 SEPARATOR = 3
@@ -166,20 +162,21 @@ OPTIONS = Options(
 )
 
 
-def train(ranks, data, folder, killed_after=None):
-    """The trainer on `data`, from the newest checkpoint on: (losses, the bits that are left), killed at a step."""
+def train(ranks, data, folder):
+    """The trainer on `data`, from the newest checkpoint on: (first step, batches, losses, the bits that are left)."""
     from manyhands.config.layout import resolve_layout
     from manyhands.launch.metrics import fingerprint
     from manyhands.train.preconditions import corpus_of
     from manyhands.train.resume import resume
     from manyhands.train.run import Run
 
+    os.environ["MANYHANDS_OUTPUTS"] = f"{folder}-outputs"
     options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
     corpus = corpus_of(options, ranks)
     config = model_config(options, len(corpus.vocab), corpus.separator)
     run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
     resume(run)
-    began, batch, report, seen = run.step, run.batch, run.report.step, {}
+    began, batch, seen = run.step, run.batch, {}
 
     def note(ids, step, seed):
         found = batch(ids, step, seed)
@@ -187,63 +184,30 @@ def train(ranks, data, folder, killed_after=None):
             seen[step] = found[0].tolist()
         return found
 
-    def step(number, *about):
-        report(number, *about)
-        if number == killed_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    run.batch, run.report.step = note, step
+    run.batch = note
     assert run.go() == 0
     return began, seen, dict(run.val_losses), fingerprint([*run.tensors().values(), torch.get_rng_state()])
 
 
-def _life(store, data, folder, killed_after, pipe):
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MANYHANDS_OUTPUTS": f"{store}.outputs"}
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
-    pipe.send(train(ranks_of(), data, folder, killed_after))
-    dist.destroy_process_group()
-
-
-def life(tmp_path, number, data, folder, killed_after=None):
-    """What `train` returned in a process of its own, and its exit status."""
-    ours, theirs = _server.Pipe(duplex=False)
-    store = str(tmp_path / f"store{number}")
-    process = _server.Process(target=_life, args=(store, str(data), str(folder), killed_after, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        answer = ours.recv() if ours.poll(120) else None
-    except EOFError:
-        answer = None
-    process.join(20)
-    return answer, process.exitcode
-
-
 @pytest.fixture(scope="module")
-def lives(texts, tmp_path_factory):
-    """A run from one go, one that was killed after step 5 of 8 and resumed, and their folders."""
+def lives(pool, texts, tmp_path_factory):
+    """A run from one go, one that goes on with what it had left at step 4, and their folders."""
     scratch = tmp_path_factory.mktemp("lives")
-    data = texts["bpe"]
-    whole = life(scratch, 1, data, scratch / "whole")
-    killed = life(scratch, 2, data, scratch / "killed", killed_after=5)
-    resumed = life(scratch, 3, data, scratch / "killed")
-    return whole, killed, resumed, scratch
+    whole = pool.run(1, train, texts["bpe"], scratch / "whole")[0]
+    for step in (2, 4):
+        shutil.copytree(scratch / "whole" / f"step-{step:08}", scratch / "cut" / f"step-{step:08}")
+    return whole, pool.run(1, train, texts["bpe"], scratch / "cut")[0], scratch
 
 
-@pytest.mark.ranks
-def test_a_run_that_was_killed_goes_on_at_the_very_position_and_ends_with_the_same_bits(lives):
-    (whole, _), (nothing, status), (resumed, _), _ = lives
-    assert (nothing, status) == (None, -signal.SIGKILL)
-    assert (whole[0], resumed[0]) == (0, 4)  # the last checkpoint before step 5
+def test_a_run_that_was_cut_short_goes_on_at_the_very_position_and_ends_with_the_same_bits(lives):
+    whole, resumed, _ = lives
+    assert (whole[0], resumed[0]) == (0, 4)
     assert sorted(resumed[1]) == [4, 5, 6, 7]
     assert {step: whole[1][step] for step in resumed[1]} == resumed[1]
     assert resumed[2][8] == whole[2][8]
     assert resumed[3] == whole[3]
 
 
-@pytest.mark.ranks
 def test_a_checkpoint_of_another_text_is_refused(lives, texts, pool):
     with pytest.raises(AssertionError, match=r"holds another model|was trained on another text"):
         pool.run(1, train, texts["char"], lives[-1] / "whole")
@@ -259,15 +223,6 @@ def test_one_rank_and_two_get_the_same_global_batch(texts):
     assert whole[0].dtype == torch.long
 
 
-@pytest.fixture(scope="module")
-def program(root):
-    spec = importlib.util.spec_from_file_location("sample_program", root / "scripts" / "sample.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.ranks
 def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, program, capsys, tmp_path):
     from manyhands.checkpoint import export
 
@@ -277,17 +232,16 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
         model, metadata = load_model(source, "best")
         assert model.config.separator == 0
         tokenizer = tokenizer_of(metadata)
-        assert program.main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
+        assert program("sample").main([str(source), "--prompt", "dée ", "--length", "40", "--temperature", "1.5"]) == 0
         text = capsys.readouterr().out
         ids = tokenizer.encode("dée ").tolist()
-        drawn = program.drawn(model, ids, 40, 1.5, None, 300, torch.Generator().manual_seed(1))
+        drawn = program("sample").drawn(model, ids, 40, 1.5, None, 300, torch.Generator().manual_seed(1))
         expected = tokenizer.decode([*ids, *drawn])
-        assert text == program.shown(expected) + "\n"
+        assert text == program("sample").shown(expected) + "\n"
         assert "\ufffd" not in text[:6]
         assert tokenizer.encode("kann bée").tolist() == open_text(texts["bpe"]).encode("kann bée").tolist()
 
 
-@pytest.mark.ranks
 def test_a_vocabulary_that_is_none_is_no_checkpoint_to_sample_from(lives, tmp_path, capsys):
     from manyhands.checkpoint import export
 

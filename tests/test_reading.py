@@ -13,13 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from manyhands.data.corpus import get_batch
-from manyhands.data.file_shares import (
-    read_mpi_io,
-    read_own_file,
-    scatter_from_readers,
-    share,
-    write_own_files,
-)
+from manyhands.data.file_shares import read_mpi_io, read_own_file, scatter_from_readers, share, write_own_files
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_file import describe_tokens, memory_map, verify_tokens, write_tokens
 from manyhands.measure import wire
@@ -108,68 +102,45 @@ def test_a_write_that_fails_leaves_nothing_that_looks_complete(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["t.bin"]
 
 
-def _cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
+def flipped(content):
+    return content[:101] + bytes([content[101] ^ 1]) + content[102:]
 
 
-def _grown(path):
-    path.write_bytes(path.read_bytes() + b"\0\0")
-
-
-def _flipped(path):
-    content = bytearray(path.read_bytes())
-    content[101] ^= 1
-    path.write_bytes(content)
-
-
-def _described(**change):
-    def damage(path):
-        beside = Path(f"{path}.json")
-        beside.write_text(json.dumps(json.loads(beside.read_text()) | change))
-
-    return damage
-
-
-def _no_json(path):
-    Path(f"{path}.json").write_text("{")
-
-
-def _a_list(path):
-    Path(f"{path}.json").write_text("[1]")
-
-
-def _without_json(path):
-    Path(f"{path}.json").unlink()
-
-
-def _gone(path):
-    path.unlink()
+def described(**change):
+    return lambda content: json.dumps(json.loads(content) | change).encode()
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("name", "damaged", "sentence"),
     [
-        (_cut, r"t\.bin has 199 bytes, but 100 tokens of 2 bytes were written"),
-        (_grown, r"t\.bin has 202 bytes, but 100 tokens"),
-        (_gone, r"t\.bin cannot be read \(No such file"),
-        (_without_json, r"t\.bin\.json cannot be read \(No such file"),
-        (_no_json, r"t\.bin\.json does not describe"),
-        (_a_list, r"t\.bin\.json does not describe"),
-        (_described(dtype="float64"), r"t\.bin\.json does not describe"),
-        (_described(dtype=["uint16"]), r"t\.bin\.json does not describe"),
-        (_described(count=-100), r"t\.bin\.json does not describe"),
-        (_described(count="100"), r"t\.bin\.json does not describe"),
-        (_described(largest=2**16), r"t\.bin\.json does not describe"),
-        (_described(sha256=None), r"t\.bin\.json does not describe"),
-        (_described(format="another 1"), r"t\.bin\.json does not describe"),
-        (_described(more=1), r"t\.bin\.json does not describe"),
-        (_described(count=50), r"t\.bin has 200 bytes, but 50 tokens"),
+        ("t.bin", lambda content: content[:-1], r"t\.bin has 199 bytes, but 100 tokens of 2 bytes were written"),
+        ("t.bin", lambda content: content + b"\0\0", r"t\.bin has 202 bytes, but 100 tokens"),
+        ("t.bin", None, r"t\.bin cannot be read \(No such file"),
+        ("t.bin.json", None, r"t\.bin\.json cannot be read \(No such file"),
+        ("t.bin.json", lambda content: b"{", r"t\.bin\.json does not describe .* \(its content: invalid json"),
+        ("t.bin.json", lambda content: b"[1]", r"t\.bin\.json does not describe"),
+        (
+            "t.bin.json",
+            described(dtype="float64"),
+            r"does not describe .* \(dtype: input should be 'uint16' or 'uint32'",
+        ),
+        ("t.bin.json", described(dtype=["uint16"]), r"does not describe .* \(dtype"),
+        ("t.bin.json", described(count=-100), r"does not describe .* \(count"),
+        ("t.bin.json", described(count="100"), r"does not describe .* \(count: input should be a valid integer"),
+        ("t.bin.json", described(largest=2**16), r"does not describe .* \(largest: 65536 does not fit into uint16"),
+        ("t.bin.json", described(sha256=None), r"does not describe .* \(sha256"),
+        ("t.bin.json", described(format="another 1"), r"does not describe .* \(format"),
+        ("t.bin.json", described(more=1), r"does not describe .* \(more: extra inputs are not permitted"),
+        ("t.bin.json", described(count=50), r"t\.bin has 200 bytes, but 50 tokens"),
     ],
 )
-def test_a_damaged_file_is_refused_by_its_name(tmp_path, damage, sentence):
-    path = tmp_path / "t.bin"
+def test_a_damaged_file_is_refused_by_its_name(tmp_path, name, damaged, sentence):
+    path, file = tmp_path / "t.bin", tmp_path / name
     write_tokens(path, tokens(100))
-    damage(path)
+    content = file.read_bytes()
+    file.unlink()
+    if damaged is not None:
+        file.write_bytes(damaged(content))
     for read in (memory_map, verify_tokens):
         with pytest.raises(DataError, match=sentence):
             read(path)
@@ -178,7 +149,7 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path, damage, sentence):
 def test_a_flipped_bit_is_found_by_who_reads_the_whole_file(tmp_path):
     write_own_files(tmp_path, tokens(300), 3)
     path = tmp_path / "tokens-00001-of-00003.bin"
-    _flipped(path)
+    path.write_bytes(flipped(path.read_bytes()))
     for read in (lambda: verify_tokens(path), lambda: read_own_file(tmp_path, 1, 3)):
         with pytest.raises(DataError, match=r"tokens-00001-of-00003\.bin has changed since it was written"):
             read()
@@ -326,5 +297,5 @@ def test_without_an_mpi_world_mpi_io_says_how_to_start_one():
 
 
 def test_a_description_names_its_bytes_per_token(files):
-    described = describe_tokens(files[7])
-    assert described.itemsize == 2 and described.model_copy(update={"dtype": "uint32"}).itemsize == 4
+    found = describe_tokens(files[7])
+    assert found.itemsize == 2 and found.model_copy(update={"dtype": "uint32"}).itemsize == 4

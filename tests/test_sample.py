@@ -55,16 +55,6 @@ def trained(tmp_path_factory):
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def program(root):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("sample_program", root / "scripts" / "sample.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def same(model, other):
     ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -207,7 +197,7 @@ def written(program, trained, capfd):
     """written(*flags) -> (status, text on stdout, text on stderr)"""
 
     def write(*flags, source=trained):
-        status = program.main([str(source), *map(str, flags)])
+        status = program("sample").main([str(source), *map(str, flags)])
         return status, *capfd.readouterr()
 
     return write
@@ -244,7 +234,7 @@ def test_top_k_draws_among_the_k_likeliest_and_reaches_all_of_them(program):
     model, generator = gpt(20).eval(), torch.Generator().manual_seed(0)
     ids = [3, 4, 5]
     likeliest = model(torch.tensor([ids]))[0][0, -1, : len(ALPHABET)].topk(3).indices.tolist()
-    drawn = {next(program.drawn(model, ids, 1, 50.0, 3, len(ALPHABET), generator)) for _ in range(60)}
+    drawn = {next(program("sample").drawn(model, ids, 1, 50.0, 3, len(ALPHABET), generator)) for _ in range(60)}
     assert drawn == set(likeliest)
 
 
@@ -314,7 +304,7 @@ def test_forged_metadata_is_refused_before_anything_of_their_size_is_built(train
 
 
 def test_control_characters_of_an_alphabet_do_not_reach_the_terminal(program):
-    assert program.shown("\x1b[2Ja\n\t\u00e9\x07") == "\\x1b[2Ja\n\t\u00e9\\x07"
+    assert program("sample").shown("\x1b[2Ja\n\t\u00e9\x07") == "\\x1b[2Ja\n\t\u00e9\\x07"
 
 
 def test_an_empty_word_is_no_folder(written, capfd):

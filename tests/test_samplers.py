@@ -226,11 +226,6 @@ def test_no_two_seeds_epochs_or_ranks_draw_alike(keys):
     assert len(set(values)) == len(values)  # 16 draws of 2^62 each: not one in common
 
 
-def test_no_two_of_many_ranks_and_epochs_draw_alike():
-    firsts = [draws(1337, epoch, rank, num_samples=1) for epoch in range(40) for rank in range(100)]
-    assert len(set(firsts)) == 4000
-
-
 def test_a_rank_draws_the_same_in_any_world():
     assert draws(5, 3, 1, n=2) == draws(5, 3, 1, n=2000)
 
