@@ -1301,7 +1301,7 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %%
 # %%ranks
-from manyhands.plots.gantt import gantt
+from manyhands.plots.schedule import gantt
 from manyhands.plots.sweep import against_size
 
 if rank == 0:

@@ -1252,7 +1252,7 @@ for k in (8, 32):
     took_s = virtual_step(k)
     spans = network.gather_spans()
     if rank == 0:
-        from manyhands.plots.gantt import gantt
+        from manyhands.plots.schedule import gantt
 
         figure = gantt(spans, f"{k} buckets: {1e3 * took_s:.1f} virtual ms", virtual=True)
         show(figure, f"overlap_{k}", f"hatched communication under solid backward, {k} buckets on each rank")

@@ -1115,7 +1115,7 @@ catch_up(globals(), "volumes")
 
 # %%
 # %%ranks
-from manyhands.plots.held_and_sent import KINDS, held_and_sent
+from manyhands.plots.bars import KINDS, held_and_sent
 
 rows, off = {}, []  # ratios of measured to formula
 for name, (held, seen, held_formula, sent_formula) in table.items():
@@ -1280,7 +1280,7 @@ def virtual_forward(prefetch):
 
 # %%
 # %%ranks
-from manyhands.plots.gantt import gantt
+from manyhands.plots.schedule import gantt
 
 gather_s = (world_size - 1) * network.inside.cost_s(block_P.nbytes // world_size)
 until_s = layers * (gather_s + max(gather_s, 1e-3))  # both charts on one scale

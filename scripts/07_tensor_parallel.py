@@ -844,7 +844,7 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 
 # %%
 # %%ranks
-from manyhands.plots.kept_and_timed import kept_and_timed
+from manyhands.plots.bars import kept_and_timed
 
 if rank == 0:
     figure = kept_and_timed(kept, times, layer_s, f"one of {t} ranks, {layers} layers")

@@ -572,7 +572,7 @@ metrics.exact(pairs=work)
 
 # %%
 # %%ranks
-from manyhands.plots.shared_work import work_per_rank
+from manyhands.plots.bars import work_per_rank
 
 if rank == 0:
     fair = T * (T + 1) / 2 / c
@@ -1270,7 +1270,7 @@ shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, row
 
 # %%
 # %%ranks
-from manyhands.plots.shared_work import skew_and_balance
+from manyhands.plots.bars import skew_and_balance
 
 if rank == 0:
     show(skew_and_balance(skewed, shares), "skew", "bytes of rank 0 against skew, and shares of choices")

@@ -662,7 +662,7 @@ metrics.exact(held_bytes={name: sum(held.values()) for name, held, _ in rows})
 
 # %%
 # %%ranks
-from manyhands.plots.planned_and_held import planned_and_held
+from manyhands.plots.bars import planned_and_held
 
 if rank == 0:
     figure = planned_and_held(rows, f"the fullest of {world_size} ranks, {tiny.num_params():,} parameters")
@@ -728,7 +728,7 @@ if rank == 0:  # nothing communicates in there
 
 # %%
 # %%ranks
-from manyhands.plots.table_and_others import table_and_others
+from manyhands.plots.plans import table_and_others
 from manyhands.predict.published_runs import FITTED_ON, NARAYANAN, RUNS, predicted_tflops, residual, summary
 
 table = [run for run in RUNS if run.source == NARAYANAN]

@@ -209,7 +209,7 @@ def test_each_half_fits_fifty_minutes():
 
 
 def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
-    from manyhands.plots.shared_work import skew_and_balance, work_per_rank
+    from manyhands.plots.bars import skew_and_balance, work_per_rank
 
     figure = work_per_rank({"in order": [[1, 0], [1, 2]], "zig-zag": [[1, 1], [1, 1]]}, fair=2)
     heights = [[bar.get_y() + bar.get_height() for bar in axes.patches] for axes in figure.axes]

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from manyhands.plots.held_and_sent import KINDS, held_and_sent
+from manyhands.plots.bars import KINDS, held_and_sent
 from manyhands.plots.looks import BYTES
 
 

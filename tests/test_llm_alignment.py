@@ -16,7 +16,7 @@ from manyhands.align.tasks import LetterTask
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.plots.alignment import reward_and_kl, stages
+from manyhands.plots.scores import reward_and_kl, stages
 
 LESSON = "13_llm_alignment"
 NAMES = (

@@ -272,7 +272,7 @@ def test_heads_that_do_not_fit_the_ranks_are_refused_with_the_numbers():
 
 
 def test_the_lessons_figure_has_a_bar_for_each_way_and_placement():
-    from manyhands.plots.kept_and_timed import kept_and_timed
+    from manyhands.plots.bars import kept_and_timed
 
     figure = kept_and_timed({"a": (2e6, 1e6, 1e6)}, {"1 node of 4": (2e-3, 1e-3, 2e-3)}, 4e-3, "title")
     left, right = figure.axes

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from manyhands.measure.timeline import Span, Timeline, gather
-from manyhands.plots.gantt import gantt
 from manyhands.plots.heat_map import heat_map
+from manyhands.plots.schedule import gantt
 from rank_pool import run_on_ranks
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.plots.gantt import gantt
 from manyhands.plots.heat_map import heat_map
+from manyhands.plots.schedule import gantt
 
 FAST, SLOW = Link(1e-6, 1e9), Link(1e-4, 1e8)
 

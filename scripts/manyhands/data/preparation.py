@@ -279,7 +279,7 @@ def write_report(folder, report):
     """report.json and report.png. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from manyhands.plots.kept_and_dropped import kept_and_dropped
+    from manyhands.plots.bars import kept_and_dropped
 
     write_whole(folder / REPORT[0], json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")

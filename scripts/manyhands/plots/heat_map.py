@@ -8,7 +8,7 @@ black and white and by colour-blind eyes. Where cells are few, the numbers stand
 
 import math
 
-from manyhands.plots.looks import HEAT, PAPER, QUIET
+from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure
 
 MOST_NUMBERS = 160  # cells with a number in them; beyond that they would touch
 MOST_TICKS = 17
@@ -33,7 +33,6 @@ def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False,
 def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=None):
     """A Figure of several maps {title: values_RS}, one above the other, on one scale; for the rest see `heat_map`."""
     import numpy as np
-    from matplotlib.figure import Figure
 
     all_values = {title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()}
     for values in all_values.values():
@@ -49,8 +48,8 @@ def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=Non
     R, S = (max(sizes) for sizes in zip(*((len(v), len(v[0])) for v in all_values.values()), strict=True))
     wide = min(10.0, max(4.5, 2.0 + 0.62 * S))
     tall = min(8.0, len(maps) * (0.7 + 0.42 * R) + 0.7)
-    figure = Figure(figsize=(wide, tall), layout="constrained")
-    panels = figure.subplots(len(maps), 1, squeeze=False)[:, 0]
+    figure, panels = new_figure(wide, tall, len(maps), 1, squeeze=False)
+    panels = panels[:, 0]
     for axes, (title, values) in zip(panels, all_values.items(), strict=True):
         title = f"{title} (virtual)" if virtual and "virtual" not in title else title
         image = _draw(axes, np.array(values) / scale, title, rows, span)

@@ -12,6 +12,8 @@ Each reads in black and white: colour never stands alone. Plots are white cards 
 Every colour and hatch that a figure shows comes from here, or is a `tint` of one that does; a test holds all to it.
 """
 
+import statistics
+
 INK = "#1a1a1a"  # lines and text
 QUIET = "#666666"  # what is said in passing
 EDGE = "#888888"  # the outline of what waits, or is not here
@@ -90,3 +92,24 @@ def of_rank(rank, activity="compute"):
         return ACTIVITIES[activity]
     colour = rank_colour(rank)
     return ACTIVITIES[activity] | {"fc": colour if activity == "compute" else tint(colour, 0.3)}
+
+
+def new_figure(width, height, rows=1, columns=1, **subplots):
+    """(figure, axes): white panels without the upper and the right line, placed so that no texts collide; in inches.
+
+    `axes` is what `Figure.subplots(rows, columns, **subplots)` returns: one, or an array of them.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.subplots(rows, columns, **subplots)
+
+
+def errorbars(samples, scale=1, middle=statistics.median):
+    """(y, yerr) of matplotlib's errorbar: the middle of each list of samples times `scale`, with whiskers to its ends."""
+    middles = [scale * middle(some) for some in samples]
+    below = [y - scale * min(some) for y, some in zip(middles, samples, strict=True)]
+    above = [scale * max(some) - y for y, some in zip(middles, samples, strict=True)]
+    return middles, [below, above]

@@ -5,8 +5,9 @@ least to the most.
 """
 
 import math
+from statistics import mean, median
 
-from manyhands.plots.looks import ALTERNATIVES, GREY, INK, LIMIT, MEASURED, PREDICTED, WHISKERS
+from manyhands.plots.looks import ALTERNATIVES, GREY, INK, LIMIT, MEASURED, PREDICTED, WHISKERS, errorbars, new_figure
 
 
 def times_read(readers):
@@ -14,10 +15,7 @@ def times_read(readers):
 
     readers: {run: for each sequence the ranks that read it, one for each time}.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
-    above, below = figure.subplots(2, len(readers))
+    figure, (above, below) = new_figure(9, 4.4, 2, len(readers))
     for top, bottom, (name, by) in zip(above, below, readers.items(), strict=True):
         for axes, numbers, what, ticks in (
             (top, [len(ranks) for ranks in by], "times read", range(2, 13, 2)),
@@ -35,10 +33,7 @@ def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last bit there
     is no point.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(7.5, 3.6)
     for (name, (losses, of_one)), look in zip(pairs.items(), ALTERNATIVES, strict=False):
         apart = (losses - of_one).abs().cpu().double()
         apart[apart == 0] = math.nan
@@ -50,7 +45,6 @@ def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     axes.annotate(f"{limit:,g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
     axes.set(xlabel="update", ylabel=ylabel, title=title, xlim=(-0.3, 1.35 * end + 0.3))
     axes.set_xticks(range(0, end + 1, max(1, end // 5)))
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -59,19 +53,14 @@ def by_rate(losses, advised, title):
 
     losses: {(optimizer, batch, rate): losses of its seeds}; advised: {optimizer: the rate at which a dashed line stands}.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    (panels,) = figure.subplots(1, len(advised), sharey=True, squeeze=False)
+    figure, (panels,) = new_figure(10, 3.8, 1, len(advised), sharey=True, squeeze=False)
     for axes, kind in zip(panels, advised, strict=True):
         batches = list(dict.fromkeys(batch for optimizer, batch, _ in losses if optimizer == kind))
         for batch, look in zip(batches, ALTERNATIVES, strict=False):
             runs = sorted((rate, found) for (o, b, rate), found in losses.items() if (o, b) == (kind, batch))
-            middles = [sum(found) / len(found) for _, found in runs]
-            below = [middle - min(found) for middle, (_, found) in zip(middles, runs, strict=True)]
-            above = [max(found) - middle for middle, (_, found) in zip(middles, runs, strict=True)]
+            middles, errors = errorbars([found for _, found in runs], middle=mean)
             x = [rate for rate, _ in runs]
-            axes.errorbar(x, middles, yerr=[below, above], **{**WHISKERS, **look, "ms": 5})
+            axes.errorbar(x, middles, yerr=errors, **{**WHISKERS, **look, "ms": 5})
             up = (
                 8
                 if middles[0] == max(sum(losses[kind, b, x[0]]) / len(losses[kind, b, x[0]]) for b in batches)
@@ -84,38 +73,26 @@ def by_rate(losses, advised, title):
         place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         axes.annotate("the rule", (advised[kind], 1), (4, -10), color=PREDICTED["color"], **place)
         axes.set(xscale="log", xlabel="learning rate", title=f"{kind}, {title}")
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("validation loss")
     return figure
 
 
 def noise(sizes, measured, predicted):
     """Squared distance of a batch's gradient from that of everything, against the batch's size: points and a line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(5.6, 3.4)
     axes.loglog(sizes, predicted, **PREDICTED)
     axes.loglog(sizes, measured, **MEASURED, ls="none")
     _label(axes, sizes[0], predicted[0], "predicted: variance of one × (1/B - 1/256)", PREDICTED["color"])
     axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
     axes.set_xticks(sizes, sizes)
     axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def scaling(sizes, virtual_s, curves_s, speed_ups):
-    """Left virtual step times on `sizes` ranks and curves up to many ranks, right speed-ups of this machine with whiskers.
+    """Left virtual step times on `sizes` ranks and curves up to many ranks, right speed-ups of this machine with whiskers."""
 
-    curves_s: {name: seconds on 1, 2, 3, ... ranks}, the predicted one first; speed_ups: {name: {n: of each round}}.
-    """
-    from statistics import median
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_figure(10, 3.8, 1, 2)
     looks = (PREDICTED, {"color": ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})
     for (name, seconds), look in zip(curves_s.items(), looks, strict=True):
         left.loglog(range(1, len(seconds) + 1), [1e3 * s for s in seconds], **look)
@@ -130,10 +107,8 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     _label(right, sizes[-1], sizes[-1], "ideal", PREDICTED["color"])
     ends = {name: median(by_n[sizes[-1]]) for name, by_n in speed_ups.items()}
     for (name, by_n), look in zip(speed_ups.items(), ALTERNATIVES, strict=False):
-        middles = [median(by_n[n]) for n in sizes]
-        below = [middle - min(by_n[n]) for middle, n in zip(middles, sizes, strict=True)]
-        above = [max(by_n[n]) - middle for middle, n in zip(middles, sizes, strict=True)]
-        right.errorbar(sizes, middles, yerr=[below, above], **{**WHISKERS, **look, "ms": 5})
+        middles, errors = errorbars([by_n[n] for n in sizes])
+        right.errorbar(sizes, middles, yerr=errors, **{**WHISKERS, **look, "ms": 5})
         _label(
             right,
             sizes[-1],
@@ -144,8 +119,6 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
         )
     right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes)
     right.set(ylim=(0, None), xlim=(0.8, 1.25 * sizes[-1] + 0.2))
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

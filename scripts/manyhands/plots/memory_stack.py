@@ -1,6 +1,6 @@
 """The picture of a memory timeline: stacked areas over the events of a step; or of several, side by side by phases."""
 
-from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET
+from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET, new_figure
 
 HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 
@@ -13,7 +13,6 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     two figures have one scale. Kinds differ by hatching as well as by colour.
     Raises ValueError without samples, and for kinds that there are not.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -22,8 +21,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     predicted = predicted or {}
     if unknown := [kind for kind in predicted if kind not in BYTES]:
         raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(BYTES)}")
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(8, 4.2)
     most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
     scale, unit = _scale(most)
     events, floor, keys = range(len(samples)), [0.0] * len(samples), []
@@ -45,7 +43,6 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     _phases(axes, [sample.phase for sample in samples])
     axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
     axes.set(xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(handles=keys[::-1], loc="outside right center", frameon=False, handleheight=1.4)
     return figure
 
@@ -90,7 +87,6 @@ def memory_stacks(timelines):
     Each phase is equally wide in all of them; the events of a phase, however many, are spread over its width. Samples
     outside of phases are left out. Raises ValueError where a timeline has no phases, or others than the first one.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     samples = {title: [s for s in found if s.phase] for title, found in timelines.items()}
@@ -100,8 +96,8 @@ def memory_stacks(timelines):
         raise ValueError(f"timelines side by side need the same phases, one at least; these have {phases}")
     most = max(s.total for found in samples.values() for s in found)
     scale, unit = _scale(most)
-    figure = Figure(figsize=(1 + 2.9 * len(samples), 4), layout="constrained")
-    panels = figure.subplots(1, len(samples), sharey=True, squeeze=False)[0]
+    figure, panels = new_figure(1 + 2.9 * len(samples), 4, 1, len(samples), sharey=True, squeeze=False)
+    panels = panels[0]
     for axes, (title, found) in zip(panels, samples.items(), strict=True):
         _stack(axes, [part for name in names for part in _spread(found, name, names.index(name))], scale)
         for i in range(1, len(names)):
@@ -110,7 +106,6 @@ def memory_stacks(timelines):
         axes.tick_params(axis="x", length=0)
         peak = max(s.total for s in found) / scale
         axes.set(xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}")
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"memory, {unit}")
     there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
     keys = [

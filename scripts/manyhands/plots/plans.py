@@ -4,7 +4,7 @@ plans(rows, memory_bytes, title).savefig("plan.png")
 published(rows).savefig("published.png")
 """
 
-from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, LIMIT, PREDICTED, tint
+from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, LIMIT, PREDICTED, new_figure, tint
 
 GB = 1e9
 KINDS = {"accumulated_gradients": "gradients", "workspace": "other"}  # those that `looks` has no colour of its own for
@@ -20,10 +20,7 @@ def plans(rows, memory_bytes, title):
 
     rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 2.6 + 0.36 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure, (left, right) = new_figure(12, 2.6 + 0.36 * len(rows), 1, 2, sharey=True)
     longest = max(sum(seconds.values()) for _, _, seconds in rows)
     for row, (_, held, seconds) in enumerate(rows):
         _stack(left, row, [(kind.replace("_", " "), size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
@@ -35,7 +32,6 @@ def plans(rows, memory_bytes, title):
     right.set(xlabel="predicted seconds per step", xlim=(0, None))
     left.set_ylim(len(rows) - 0.4, -0.6)
     for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
         below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
@@ -69,10 +65,7 @@ def published(rows):
 
     rows: [(source, published, predicted, whether it was fitted)].
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5, 5.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(6.5, 5.6)
     least, most = (bound(min(one[1:3]) if bound is min else max(one[1:3]) for one in rows) for bound in (min, max))
     ends = [least * 0.85, most * 1.12]
     axes.plot(ends, ends, **PREDICTED)
@@ -101,5 +94,48 @@ def published(rows):
     axes.set_xticks([], minor=True)
     axes.set_yticks([], minor=True)
     axes.legend(frameon=False, loc="upper left", fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+OFF = 0.05  # the thin lines of the left panel: 5 % to either side
+OFF_OTHERS = 0.1
+
+
+def table_and_others(table, others, title):
+    """A Figure of two panels, each with the line of a right prediction.
+
+    `table`: [(label, published, predicted, whether it was fitted)], each point with its label, fitted ones hollow.
+    `others`: the same, on logarithmic axes with one marker for each label.
+    """
+    figure, (left, right) = new_figure(11.5, 5.2, 1, 2)
+    _frame(left, table, OFF, title)
+    for label, published, predicted, fitted in table:
+        left.plot(published, predicted, "o", color=INK, ms=7, fillstyle="none" if fitted else "full", mew=1.4)
+        below = predicted < published
+        shift, side = ((5, -9), "left") if below else ((-6, 3), "right")
+        left.annotate(label, (published, predicted), shift, textcoords="offset points", fontsize=10, ha=side)
+    ends = _frame(right, others, OFF_OTHERS, "other papers")
+    looks = [look | {"ls": "none"} for look in ALTERNATIVES]
+    for i, label in enumerate(dict.fromkeys(row[0] for row in others)):
+        points = [row[1:3] for row in others if row[0] == label]
+        right.plot(*zip(*points, strict=True), **looks[i % len(looks)], ms=7, label=label)
+    right.set(xscale="log", yscale="log")
+    ticks = [100, 150, 200, 300, 400, 500]
+    for axis in (right.xaxis, right.yaxis):
+        axis.set_ticks(ticks, ticks)
+        axis.set_ticks([], minor=True)
+    right.set(xlim=ends, ylim=ends)
+    right.legend(frameon=False, loc="upper left", fontsize=10)
+    return figure
+
+
+def _frame(axes, rows, off, title):
+    """Equal axes around the rows, with the line of a right prediction and thin ones `off` to either side; their ends."""
+    numbers = [number for row in rows for number in row[1:3]]
+    ends = [0.96 * min(numbers), 1.05 * max(numbers)]
+    axes.plot(ends, ends, **PREDICTED)
+    for sign in (1, -1):
+        axes.plot(ends, [end * (1 + sign * off) for end in ends], color=EDGE, lw=1)
+    axes.set(xlim=ends, ylim=ends, xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU")
+    axes.set_title(f"{title} (thin lines: {100 * off:.0f} % off)", fontsize=12)
+    return ends

@@ -1,6 +1,18 @@
-"""Charts of pipeline schedules: what each rank does when, idle time against micro-batches, and what ranks hold."""
+"""Charts of what each rank does when: a Gantt chart of all ranks, pipeline schedules, their idle time."""
 
-from manyhands.plots.looks import ALTERNATIVES, EDGE, GREY, INK, PREDICTED, rank_colour, tint
+from manyhands.plots.looks import (
+    ACTIVITIES,
+    ALTERNATIVES,
+    EDGE,
+    GREY,
+    INK,
+    PAPER,
+    PREDICTED,
+    new_figure,
+    of_rank,
+    rank_colour,
+    tint,
+)
 
 SHADES = {"F": 0.22, "B": 0.75, "I": 0.75, "W": 0.45}  # of the rank's colour
 MEANING = {"F": "forward", "B": "backward", "I": "I: the input's gradient", "W": "W: the weights' gradient"}
@@ -17,12 +29,12 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it. `notes`
     stand at the end of each rank's row. Times are multiplied by `scale` to be in `unit`. Empty is idle.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = [1 + max(slot.rank for slot in slots) for _, slots, _ in charts]
-    figure = Figure(figsize=(9, 0.5 + sum(0.75 + 0.34 * n for n in rows)), layout="constrained")
-    everything = figure.subplots(len(charts), 1, squeeze=False, sharex=True, height_ratios=[n + 1 for n in rows])
+    height = 0.5 + sum(0.75 + 0.34 * n for n in rows)
+    shape = {"sharex": True, "height_ratios": [n + 1 for n in rows]}
+    figure, everything = new_figure(9, height, len(charts), 1, squeeze=False, **shape)
     end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
     kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
     for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
@@ -38,7 +50,6 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
         axes.set_yticks(range(n), [f"rank {rank}" for rank in range(n)])
         axes.set(ylim=(n - 0.4, -0.6), xlim=(0, end * (1.16 if any(any(c[2]) for c in charts) else 1.01)))
         axes.set_title(f"{title} (virtual)" if virtual else title, loc="left", fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.spines["bottom"].set_bounds(0, end)
     last = everything[-1, 0]
     last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
@@ -55,10 +66,8 @@ def bubbles(series):
 
     Measured is a marker, predicted a dashed line through all micro-batches.
     """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(7.6, 3.6)
     for (name, (ms, measured, predicted)), look in zip(series.items(), ALTERNATIVES, strict=False):
         axes.plot(ms, [100 * b for b in predicted], **PREDICTED)
         axes.plot(ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name)
@@ -68,6 +77,36 @@ def bubbles(series):
     axes.set_xticks(ticks, [str(m) for m in ticks])
     axes.set(xlabel="micro-batches m", ylabel="idle, % of the ranks' time", ylim=(0, None))
     axes.set_title("the bubble on real ranks (virtual)")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    return figure
+
+
+def gantt(spans, title, virtual=False, until_s=None):
+    """A chart with one row per rank: compute solid in the rank's colour, communication hatched below it, waiting outlined.
+
+    Returns a matplotlib Figure. A span's name is written into it where it fits. With virtual=True title and axis say that
+    the time is virtual; `until_s` ends the axis there, so that two charts have one scale.
+    """
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})
+    longest = until_s or max((span.end_s for span in spans), default=0.0)
+    unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 1 or u == "µs")
+    figure, axes = new_figure(8, 1.5 + 0.62 * max(len(ranks), 1))
+    for span in spans:
+        top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
+        length = span.end_s - span.start_s
+        axes.broken_barh([(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane))
+        if span.lane != "waiting" and length > 0.0135 * longest * len(span.name):  # the name fits into the box
+            ground = {"boxstyle": "round,pad=0.1", "fc": PAPER, "ec": "none", "alpha": 0.8}
+            middle = (span.start_s + length / 2) * scale
+            axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set(xlim=(0, longest * scale * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
+    axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
+    axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
+    present = [lane for lane in ACTIVITIES if any(span.lane == lane for span in spans)]
+    if present:
+        keys = [Patch(**{"fc": GREY, **ACTIVITIES[lane]}, label=lane) for lane in present]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     return figure

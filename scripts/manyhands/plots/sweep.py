@@ -5,7 +5,7 @@ Series have shades and markers, not the ranks' colours: a curve here is a librar
 
 from statistics import median
 
-from manyhands.plots.looks import ALTERNATIVES, PREDICTED, QUIET, WHISKERS
+from manyhands.plots.looks import ALTERNATIVES, PREDICTED, QUIET, WHISKERS, errorbars, new_figure
 
 _NUDGE = 1.1  # series beside each other at one size, so that whiskers do not cover each other
 _APART = 0.075  # of the axes' height: names at the ends of lines
@@ -21,11 +21,9 @@ def against_size(
     and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured", "virtual"),
     `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
     """
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(7.5, 5.4), layout="constrained")
-    times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    figure, (times, ratios) = new_figure(7.5, 5.4, 2, 1, sharex=True, height_ratios=(3, 1))
     looks = looks or _looks([*measured, *predicted])
     samples = {name: [_samples(seconds) for seconds in found] for name, found in measured.items()}
     medians = {name: [median(some) for some in found] for name, found in samples.items()}
@@ -38,7 +36,7 @@ def against_size(
     for place, name in enumerate(medians):
         nudge = _NUDGE ** (place - (len(medians) - 1) / 2) if several else 1
         nudged_b = [b * nudge for b in sizes_b]
-        _points(times, nudged_b, samples[name], medians[name], looks[name], loose=name in predicted)
+        _points(times, nudged_b, samples[name], looks[name], loose=name in predicted)
     found = []
     for name in (name for name in medians if name in predicted):
         ratio = [m / p if p and m else 1 for m, p in zip(medians[name], predicted[name], strict=True)]
@@ -67,10 +65,8 @@ def against_size(
 
 def bandwidths(sizes_b, measured, factor, title, looks=None):
     """Two panels: algorithm bandwidth (bytes / seconds), and bus bandwidth (that times `factor`), in MB/s."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
-    panels, looks = figure.subplots(1, 2, sharey=True), looks or _looks(measured)
+    figure, panels = new_figure(7.5, 3.2, 1, 2, sharey=True)
+    looks = looks or _looks(measured)
     names = ("algorithm: bytes / time", f"bus: × {factor:g}")
     for axes, name, times in zip(panels, names, (1, factor), strict=True):
         for series, seconds in measured.items():
@@ -93,14 +89,12 @@ def _samples(seconds):
     return seconds if isinstance(seconds, (list, tuple)) else [seconds]
 
 
-def _points(axes, sizes_b, samples, medians, look, loose):
+def _points(axes, sizes_b, samples, look, loose):
     """Medians of a series, joined by a line unless they are `loose`, with whiskers where there are several samples."""
-    middle = [1e3 * s for s in medians]
+    middle, errors = errorbars(samples, 1e3)
     if any(len(some) > 1 for some in samples):
-        down = [m - 1e3 * min(some) for m, some in zip(middle, samples, strict=True)]
-        up = [1e3 * max(some) - m for m, some in zip(middle, samples, strict=True)]
         axes.errorbar(
-            sizes_b, middle, yerr=(down, up), fmt="none", ecolor=look["color"],
+            sizes_b, middle, yerr=errors, fmt="none", ecolor=look["color"],
             elinewidth=WHISKERS["lw"], capsize=WHISKERS["capsize"],
         )  # fmt: skip
     axes.plot(sizes_b, middle, ms=5, **({**look, "ls": "none"} if loose else look))

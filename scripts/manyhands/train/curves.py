@@ -89,7 +89,6 @@ def png(rows, path):
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
     for axes in (loss, norm, speed):
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     return path
 

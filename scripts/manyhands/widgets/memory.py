@@ -3,7 +3,7 @@
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.gpt.model import GPTConfig
-from manyhands.plots.looks import BYTES, INK, LIMIT
+from manyhands.plots.looks import BYTES, INK, LIMIT, new_figure
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.memory import RECIPES, as_recipe, bytes_per_rank
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
@@ -58,14 +58,11 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     `model`: a name in MODELS or a GPTConfig; `recipe`: a name in RECIPES or a Recipe. `device` is the memory of a device in
     `unit` (GB or GiB), a line; 0 leaves it out.
     """
-    from matplotlib.figure import Figure
-
     config, device_bytes = MODELS.get(model, model), device * GIGA[unit]
     bars = _bars(config, recipe, ranks, sequences)
     shown, scale = _shown_unit(bars, unit)
     longest = max(sum(bar.values()) for bar in bars.values()) / scale
-    figure = Figure(figsize=(8.6, 3.3), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(8.6, 3.3)
     drawn = {}
     for name, bar in bars.items():
         left = 0
@@ -90,7 +87,6 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.invert_yaxis()
     axes.tick_params(left=False)
-    axes.spines[["top", "right"]].set_visible(False)
     P = config.num_params()
     size = f"{P / 1e9:,.3g} billion" if P >= 1e9 else f"{P / 1e6:.3g} million"
     figure.suptitle(f"{size} parameters, {_recipe_name(recipe)}", x=0.02, ha="left")

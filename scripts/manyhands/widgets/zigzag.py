@@ -1,6 +1,6 @@
 """Who computes which part of causal attention: ranks, positions and a layout, with the work of each rank in each step."""
 
-from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, rank_colour, tint
+from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, new_figure, rank_colour, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 LAYOUTS = ("in order", "zig-zag", "striped")
@@ -49,8 +49,7 @@ def zigzag_figure(ranks=4, positions=16, layout="zig-zag"):
         figure.text(0.02, 0.5, str(error), fontsize=11, va="center")
         return figure
     pairs = pairs_by_step(owner_T, ranks)
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    mask, work = figure.subplots(1, 2, width_ratios=[1, 1.15])
+    figure, (mask, work) = new_figure(9, 4.2, 1, 2, width_ratios=[1, 1.15])
     _draw_mask(mask, owner_T, layout)
     _draw_work(work, pairs)
     return figure
@@ -115,7 +114,6 @@ def _draw_work(axes, pairs):
     axes.set(xlabel="rank (darkest: step 0 of the ring)", ylabel="query-key pairs", xlim=(-0.6, 1.17 * n))
     axes.set_xticks(range(n))
     axes.set_title(f"the ring takes {_slowdown(pairs):.2f} times a fair share", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _stretches(owner_T):

@@ -1,0 +1,216 @@
+"""Bars: what ranks hold, send, keep and compute, beside what the formulas say; and what became of a prepared text."""
+
+from statistics import median_high
+
+from manyhands.plots.looks import (
+    ACTIVITIES,
+    ALTERNATIVES,
+    BYTES,
+    EDGE,
+    FAINT,
+    GREY,
+    INK,
+    MEASURED,
+    PREDICTED,
+    QUIET,
+    errorbars,
+    new_figure,
+    rank_colour,
+    tint,
+)
+
+KINDS = ("parameters", "optimizer", "gradients")  # what is there between two steps
+
+
+def held_and_sent(rows, num_params, title):
+    """A matplotlib Figure with a bar per row in two panels: bytes per parameter by kind, and the volume of a step.
+
+    `rows`: {name: (held, held by formula, volume, volume by formula, note)}. Held are objects with bytes as attributes,
+    one for each of KINDS; volumes are in numbers of parameters, P; the note stands beside the right bar.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure, (left, right) = new_figure(9.5, 1.6 + 0.3 * len(rows), 1, 2, sharey=True)
+    for i, (held, formula, volume, expected, note) in enumerate(rows.values()):
+        start = 0.0
+        for kind in KINDS:
+            (colour, hatch), width = BYTES[kind], getattr(held, kind) / num_params
+            left.barh(i, width, 0.7, left=start, fc=colour, ec=INK, hatch=hatch)
+            start += width
+        right.barh(i, volume, 0.7, fc=GREY, ec=INK)
+        for axes, value in (
+            (left, sum(getattr(formula, kind) for kind in KINDS) / num_params),
+            (right, expected),
+        ):
+            axes.plot([value, value], [i - 0.48, i + 0.48], **PREDICTED)
+        right.text(max(volume, expected) + 0.08, i, f"{volume:.2f} P, {note}", va="center")
+    left.set_yticks(range(len(rows)), list(rows))
+    left.invert_yaxis()
+    left.set(xlabel="bytes held per parameter", title=title)
+    most = max([volume for _, _, volume, _, _ in rows.values()] + [1.0])
+    right.set(xlabel="volume of a step, P", xlim=(0, 1.75 * most))
+    keys = [Patch(fc=BYTES[kind][0], ec=INK, hatch=BYTES[kind][1], label=kind) for kind in KINDS]
+    keys.append(Line2D([], [], **PREDICTED, label="by formula"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    return figure
+
+
+def planned_and_held(rows, title):
+    """A matplotlib Figure with a stacked bar per layout.
+
+    `rows`: [(name, {kind: bytes held}, bytes planned)], with a value for each of KINDS.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure, axes = new_figure(8.6, 1.6 + 0.34 * len(rows))
+    most = max(max(sum(held.values()), planned) for _, held, planned in rows)
+    for i, (_, held, planned) in enumerate(rows):
+        start = 0.0
+        for kind in KINDS:
+            colour, hatch = BYTES[kind]
+            axes.barh(i, held[kind] / 1e3, 0.64, left=start / 1e3, fc=colour, ec=INK, hatch=hatch)
+            start += held[kind]
+        axes.plot([planned / 1e3] * 2, [i - 0.5, i + 0.5], **PREDICTED | {"lw": 2.2}, zorder=3)
+        said = f"{start / 1e3:,.1f} kB, planned {planned / 1e3:,.1f}"
+        axes.text((max(start, planned) + 0.015 * most) / 1e3, i, said, va="center")
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="kB on the fullest rank", title=title, xlim=(0, 1.34 * most / 1e3))
+    keys = [Patch(fc=BYTES[kind][0], ec=INK, hatch=BYTES[kind][1], label=kind) for kind in KINDS]
+    keys.append(Line2D([], [], **PREDICTED, label="planned"))
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    return figure
+
+
+def kept_and_timed(kept, times, alone_s, title):
+    """A matplotlib Figure of two panels.
+
+    `kept`: {way: (bytes measured, bytes that every rank keeps by formula, bytes of its share by formula)}; the measured bar is
+    divided where the formula says. `times`: {placement: (seconds, of which communication, seconds by formula)}, in virtual
+    time; `alone_s`: seconds of one rank that has the whole layer.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    figure, (left, right) = new_figure(9.5, 3.4, 1, 2)
+    colour, hatch = BYTES["activations"]
+    for i, (measured, whole, share) in enumerate(kept.values()):
+        left.barh(i, whole / 1e6, 0.6, fc=GREY, ec=INK)
+        left.barh(i, (measured - whole) / 1e6, 0.6, left=whole / 1e6, fc=colour, ec=INK, hatch=hatch)
+        _predicted(left, i, (whole + share) / 1e6)
+        left.text((max(measured, whole + share)) / 1e6, i, f"  {measured / 1e6:.2f} MB", va="center")
+    left.set(xlabel="kept for backward, MB", title=title)
+    left.set_xlim(0, 1.35 * max(row[0] for row in kept.values()) / 1e6)
+    left.set_yticks(range(len(kept)), list(kept))
+
+    rows = {"one rank alone": (alone_s, 0.0, alone_s)} | times
+    for i, (total, communication, formula) in enumerate(rows.values()):
+        right.barh(i, 1e3 * (total - communication), 0.6, fc=GREY, ec=INK)
+        if communication:
+            left_ms, style = 1e3 * (total - communication), ACTIVITIES["communication"]
+            right.barh(i, 1e3 * communication, 0.6, left=left_ms, fc="none", **style)
+        _predicted(right, i, 1e3 * formula)
+        right.text(1e3 * total, i, f"  {1e3 * total:.2f} ms", va="center")
+    right.set(xlabel="virtual time of a layer, ms", title="forward and backward, by placement")
+    right.set_xlim(0, 1.3e3 * max(row[0] for row in rows.values()))
+    right.set_yticks(range(len(rows)), list(rows))
+    keys = [
+        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=colour, ec=INK, hatch=hatch, label="divided among ranks"),
+        Patch(fc=GREY, ec=INK, label="compute"), Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
+        Line2D([], [], **PREDICTED, label="by formula"),
+    ]  # fmt: skip
+    for axes in (left, right):
+        axes.invert_yaxis()
+    below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "frameon": False, "handleheight": 1.3}
+    left.legend(handles=keys[:2], ncols=2, **below)
+    right.legend(handles=keys[2:], ncols=3, **below)
+    return figure
+
+
+def _predicted(axes, i, value):
+    axes.plot([value, value], [i - 0.42, i + 0.42], **PREDICTED)
+
+
+def kept_and_dropped(documents, characters, title):
+    """Two rows of bars, one per reason: documents, and millions of characters. Returns a matplotlib Figure.
+
+    documents, characters: {what became of them: count}, "kept" first.
+    """
+    names = list(documents)
+    figure, (left, right) = new_figure(7.5, 0.9 + 0.36 * len(names), 1, 2, sharey=True)
+    places = range(len(names))
+    for axes, counts, unit in ((left, documents, "documents"), (right, characters, "million characters")):
+        scale = 1 if unit == "documents" else 1e6
+        values = [counts[name] / scale for name in names]
+        fill = [QUIET if name == "kept" else FAINT for name in names]
+        axes.barh(places, values, color=fill, edgecolor=EDGE)
+        for place, value in zip(places, values, strict=True):
+            text = f" {value:,.0f}" if scale == 1 else f" {value:,.3g}"
+            axes.text(value, place, text, va="center", fontsize=10, color=INK)
+        axes.set(xlabel=unit, xlim=(0, max([*values, 1e-9]) * 1.25))
+    left.set_yticks(places, names)
+    left.invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def work_per_rank(work, fair):
+    """A matplotlib Figure: for each layout a bar per rank, stacked by the ring's steps.
+
+    `work`: {layout: [rank][step] query-key pairs}; `fair`: pairs of a rank under perfect balance.
+    """
+    figure, panels = new_figure(9, 3.2, 1, len(work), sharey=True, squeeze=False)
+    panels = panels[0]
+    for axes, (name, rows) in zip(panels, work.items(), strict=True):
+        for rank, steps in enumerate(rows):
+            bottom = 0
+            for step, pairs in enumerate(steps):
+                strength = 1 - 0.75 * step / max(1, len(steps) - 1) if len(steps) > 1 else 1
+                axes.bar(rank, pairs, 0.7, bottom=bottom, fc=tint(rank_colour(rank), strength), ec=INK)
+                bottom += pairs
+        axes.axhline(fair, **PREDICTED)
+        axes.set(title=name, xlabel="rank of the group (darkest: step 0)")
+        axes.set_xticks(range(len(rows)))
+    panels[0].set_ylabel("query-key pairs")
+    panels[-1].annotate(
+        "a fair share", (1, fair), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10
+    )
+    return figure
+
+
+def skew_and_balance(skewed, shares):
+    """A matplotlib Figure of two panels.
+
+    `skewed`: {share of expert 0: ([rank 0's bytes over the mean, for each draw], predicted)}; `shares`:
+    {way: [for each seed: shares of the experts, largest first]}.
+    """
+    figure, (left, right) = new_figure(9.5, 3.4, 1, 2)
+    popular = sorted(skewed)
+    left.plot(popular, [skewed[p][1] for p in popular], **PREDICTED, label="predicted")
+    for i, p in enumerate(popular):
+        samples = skewed[p][0]
+        left.plot([p] * len(samples), samples, **MEASURED, ls="none", label=None if i else "measured")
+    left.set(
+        xlabel="share of choices that are expert 0",
+        ylabel="bytes at rank 0 / mean",
+        ylim=(0, None),
+        title="what skew costs",
+    )
+    left.legend(frameon=False)
+    for style, (name, seeds) in zip(ALTERNATIVES, shares.items(), strict=False):
+        places = range(1, len(seeds[0]) + 1)
+        middle, errors = errorbars([[seed[i - 1] for seed in seeds] for i in places], middle=median_high)
+        right.errorbar(list(places), middle, yerr=errors, capsize=3, label=name, **style)
+    even = 1 / len(seeds[0])
+    right.axhline(even, **PREDICTED)
+    right.annotate("even", (1.01, even), xycoords=("axes fraction", "data"), va="center", fontsize=10)
+    right.set(
+        xlabel="experts, busiest first",
+        ylabel="share of choices",
+        ylim=(0, None),
+        title="trained routers, all seeds",
+    )
+    right.legend(frameon=False)
+    return figure
