@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+REAL_PYTHON = sys.executable
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from forked_python import ForkedPython  # noqa: E402
@@ -66,6 +67,12 @@ def _programs_are_forks(request):
         sys.executable = before
     else:
         yield
+
+
+@pytest.fixture
+def real_python(monkeypatch):
+    """In a file of FORKED: what this test starts is no fork, because it looks at processes from outside."""
+    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
 
 
 @pytest.fixture(autouse=True)

@@ -30,14 +30,15 @@ PRELOAD = (
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
-import array, json, os, signal, socket, sys
+import array, json, os, resource, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 files = [int(name) for name in os.listdir("/proc/self/fd")]
 files = [fd for fd in files if fd != server.fileno() and os.path.exists(f"/proc/self/fd/{{fd}}")]
 umask = os.umask(0); os.umask(umask)
 job = json.dumps({{"arguments": sys.argv[1:], "folder": os.getcwd(), "environ": dict(os.environ), "files": files,
-                  "umask": umask, "cores": sorted(os.sched_getaffinity(0))}}, ensure_ascii=True).encode()
+                  "umask": umask, "cores": sorted(os.sched_getaffinity(0)),
+                  "limits": [[kind, resource.getrlimit(kind)] for kind in range(16)]}}, ensure_ascii=True).encode()
 child = None
 def passed_on(number, frame):
     os.kill(child, number) if child else early.append(number)
@@ -56,7 +57,6 @@ for fd in files:
         os.close(fd)
 status = int(answer.readline() or 256 * 71)
 if os.WIFSIGNALED(status):
-    import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(os.WTERMSIG(status), signal.SIG_DFL) if os.WTERMSIG(status) not in (9, 19) else None
     os.kill(os.getpid(), os.WTERMSIG(status))
@@ -182,6 +182,7 @@ def become(job, files, executable):
     """Take over what the small program has: files, environment, folder, group of processes. Returns python's arguments."""
     import fcntl
     import random
+    import resource
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -196,6 +197,8 @@ def become(job, files, executable):
     os.umask(job["umask"])
     os.chdir(job["folder"])
     os.sched_setaffinity(0, job["cores"])
+    for kind, limits in job["limits"]:
+        resource.setrlimit(kind, tuple(limits))
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         setattr(sys, name, opened(number, mode) if number in job["files"] else None)
         setattr(sys, f"__{name}__", getattr(sys, name))
@@ -208,12 +211,14 @@ def become(job, files, executable):
 
 
 def opened(number, mode):
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    encoding, errors = encoding or "utf-8", errors or "strict"
     if mode == "r":
-        return open(number, encoding="utf-8", closefd=False)
+        return open(number, encoding=encoding, errors=errors, closefd=False)
     through = bool(os.environ.get("PYTHONUNBUFFERED")) or number == 2
-    errors = "backslashreplace" if number == 2 else "surrogateescape"
     lines = number == 2 or os.isatty(number)
-    file = open(number, mode, encoding="utf-8", errors=errors, closefd=False, buffering=1 if lines else -1)  # noqa: SIM115
+    errors = "backslashreplace" if number == 2 else errors
+    file = open(number, mode, encoding=encoding, errors=errors, closefd=False, buffering=1 if lines else -1)  # noqa: SIM115
     file.reconfigure(write_through=through)
     return file
 

@@ -400,6 +400,7 @@ sys.exit(5 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0)
 """
 
 
+@pytest.mark.usefixtures("real_python")
 def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps(under_nohup):
     assert processes.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
 
@@ -460,6 +461,7 @@ def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent died")
+@pytest.mark.usefixtures("real_python")
 def test_ranks_whose_torchrun_is_killed_save_and_leave(root, tmp_path):
     """They would train on otherwise, on every node, and hold the folder's lock."""
     program = root / "tests" / "fake_train.py"

@@ -83,6 +83,7 @@ def held_before(ranks):
         return asked.agreed(1)
 
 
+@pytest.mark.usefixtures("real_python")
 def test_a_signal_that_comes_while_a_rank_still_starts_is_not_lost():
     assert run_on_ranks(1, held_before) == ["SIGUSR1"]
 
