@@ -703,7 +703,7 @@ REJECTED = {
         gathers_all_gradients: "1 call and 8 bytes are enough: add up one sum of squares",
         a_call_for_each_share: "add up one sum of squares",
         gives_zeros_to_none: "leave None alone",
-        goes_home_without_a_gradient: "where this rank has no gradient at all, it made no call, and the other 2 wait for it",
+        goes_home_without_a_gradient: "it made no call, and the other 2 wait for it",
         puts_all_gradients_together: "Error: torch.cat(): expected a non-empty list",
         zeroes_the_weights: "the weights were changed; scale share.grad",
         returns(as_nan): "Return a number, not the Tensor tensor(nan, dtype=torch.float64)",

@@ -1,15 +1,14 @@
-"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has forgotten,
-which rank's copy of the model is not that of the others.
+"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has
+forgotten, which rank's copy of the model is not that of the others.
 
-One of them communicates here, the one of a save by all ranks; in the others every rank judges the answer on the same cases,
-drawn from fixed seeds.
+One of them communicates here, the one of a save by all ranks; in the others every rank judges the answer on the same
+cases, drawn from fixed seeds.
 """
 
 import contextlib
 import hashlib
 import io
 import json
-import operator
 import os
 import pickle
 import random
@@ -25,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.values import plain
+from manyhands.checks.expect import plain, shown
+from manyhands.checks.witness import said
 from manyhands.launch import recorded_runs
 
 LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
@@ -51,21 +51,17 @@ def missing_call(answer, ranks=None):
 
 
 def _number_and_ranks(given, name, truth):
-    """What came back, as (number, sorted ranks) or None; raises Wrong if it is something else."""
-    if given is None:
-        if truth is None:
-            return None
+    """What came back, as (number, sorted ranks) or None."""
+    if given is None and truth is not None:
         number, missing = truth
         raise Wrong(f"{name}: you found nothing, and call {number} was not made alike by all (see ranks {missing})")
-    if not (isinstance(given, (tuple, list)) and len(given) == 2):
-        raise Wrong(f"{name}: return (number, ranks), not {plain(given)}")
+    if given is None:
+        return None
     number, found = given
-    if isinstance(found, (str, dict)) or not hasattr(found, "__iter__"):
-        raise Wrong(f"{name}: the second is {plain(found)}; return a list of ranks")
-    try:
-        return operator.index(number), sorted({operator.index(r) for r in found})
-    except TypeError:
-        raise Wrong(f"{name}: number and ranks are whole numbers, not {plain(given)}") from None
+    number, found = plain(number), plain(list(found))
+    if any(type(one) is not int for one in (number, *found)):
+        raise Wrong(f"{name}: return (number, ranks), which are whole numbers, not {shown(given)}")
+    return number, sorted(set(found))
 
 
 def _not_that_call(given, truth, calls):
@@ -75,8 +71,8 @@ def _not_that_call(given, truth, calls):
     if number < max(begins):
         late = begins.index(max(begins))
         return (
-            f"the buffer of rank {late} begins with call {max(begins)}, so it says nothing about call {number}; begin where "
-            "every buffer has begun"
+            f"the buffer of rank {late} begins with call {max(begins)}, so it says nothing about call {number}; begin "
+            "where every buffer has begun"
         )
     if len(set(made)) == 1:
         what = f"all ranks made call {number} alike" if made[0] else f"nobody made call {number}"
@@ -103,7 +99,7 @@ def _sequences():
 
 
 def _made_up_sequence(seed):
-    """(calls, truth): 3 to 7 ranks; at the last number less than half of them make no call, or another one, or all do."""
+    """(calls, truth): 3 to 7 ranks; at the last number less than half of them make no call, or another, or all do."""
     luck = random.Random(f"calls {seed}")
     n, last = luck.randrange(3, 8), luck.randrange(5, 12)
     odd = sorted(luck.sample(range(n), luck.randrange(1, (n + 1) // 2)))
@@ -130,24 +126,21 @@ def _made_up_sequence(seed):
 def culprit(answer, ranks=None):
     """`answer(records, members)` -> (rank, group, number): the call that was not made, and who did not make it."""
     for name, members, records, truth in _hangs():
-        shown = {group: list(its_ranks) for group, its_ranks in members.items()}  # the answer may do what it likes
-        given = answer([[tuple(call) for call in calls] for calls in records], shown)
+        own = {group: list(its_ranks) for group, its_ranks in members.items()}  # the answer may do what it likes
+        given = answer([[tuple(call) for call in calls] for calls in records], own)
         rank, group, number = _fault(given, name)
         if (rank, group, number) != truth:
             raise Wrong(f"{name}: {_why_not(rank, group, number, truth, members, records)}")
 
 
 def _fault(given, hang):
-    """What came back, as (rank, group, number); raises Wrong if it is something else."""
+    """What came back, as (rank, group, number)."""
     if not (isinstance(given, tuple) and len(given) == 3):
-        raise Wrong(f"{hang}: return a tuple (rank, group, number), not {plain(given)}")
-    rank, group, number = given
-    if not isinstance(group, str):
-        raise Wrong(f"{hang}: the group is {plain(group)}; return its name, as in `members`")
-    try:
-        return operator.index(rank), group, operator.index(number)
-    except TypeError:
-        raise Wrong(f"{hang}: rank and number are whole numbers, not {plain(rank)} and {plain(number)}") from None
+        raise Wrong(f"{hang}: return a tuple (rank, group, number), not {shown(given)}")
+    rank, group, number = plain(given[0]), given[1], plain(given[2])
+    if not isinstance(group, str) or type(rank) is not int or type(number) is not int:
+        raise Wrong(f"{hang}: rank and number are whole numbers, the group is a name, not {shown(given)}")
+    return rank, group, number
 
 
 def _why_not(rank, group, number, truth, members, records):
@@ -175,8 +168,8 @@ def _why_not(rank, group, number, truth, members, records):
     if rank == culprit:
         return f"rank {rank} is missing in {group!r} because of what it left out before, in {in_group!r}"
     return (
-        f"rank {rank} did not make call {number} of {group!r}, but only because it waits in another group; the culprit is"
-        " missing somewhere and waits nowhere"
+        f"rank {rank} did not make call {number} of {group!r}, but only because it waits in another group; the culprit "
+        "is missing somewhere and waits nowhere"
     )
 
 
@@ -229,7 +222,7 @@ def _can_be_told(rank, layout):
 
 
 class Trainee:
-    """Like the lesson's, of one rank: a row of weights that the model looks at, Adam's averages, dropout, a step count."""
+    """Like the lesson's, of one rank: a row of weights that the model looks at, Adam's averages, dropout, a step."""
 
     def __init__(self, seed, rank=0):
         torch.manual_seed(1000 * seed + rank)
@@ -269,7 +262,7 @@ ROOM = 1000  # bytes of a shard beyond the state itself: names, and a number or 
 
 @exercise("B", "what a step reads")
 def trainee_state(answer, ranks=None):
-    """`answer` is (state_of, go_on): a fresh trainee that takes the state must make the same next steps, bit for bit."""
+    """`answer` is (state_of, go_on): a fresh trainee that takes the state must go on alike, bit for bit."""
     state_of, go_on = answer
     rank = ranks.rank if ranks else 0
     trainee = Trainee(1, rank)
@@ -295,18 +288,18 @@ def trainee_state(answer, ranks=None):
 def _shard_of(state, trainee):
     """The bytes of a shard with this state; raises Wrong where it cannot be one."""
     if not isinstance(state, dict):
-        raise Wrong(f"state_of returned {plain(state)}; return a dictionary")
+        raise Wrong(f"state_of returned {shown(state)}; return a dictionary")
     for name, part in state.items():
         if not (isinstance(name, str) and torch.is_tensor(part)):
             raise Wrong(
-                f"a shard holds tensors with names, and {name!r} is {plain(part)}; torch.tensor(number) makes a tensor"
+                f"a shard holds tensors with names, and {name!r} is {shown(part)}; torch.tensor(number) makes a tensor"
             )
     shard = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in state.items()})
     enough = sum(part.nbytes for part in trainee.state.values()) + torch.get_rng_state().nbytes
     if len(shard) > enough + ROOM:
         raise Wrong(
-            f"your state has {len(shard):,} bytes, and {enough:,} hold it all: the weights and Adam's averages of this rank, "
-            "once, and the random numbers"
+            f"your state has {len(shard):,} bytes, and {enough:,} hold it all: the weights and Adam's averages of this "
+            "rank, once, and the random numbers"
         )
     return shard
 
@@ -320,13 +313,13 @@ def _compare_trainee(fresh, then, memory):
             raise Wrong(f"trainee.state[{name!r}] is no tensor any more: copy into the tensors that are there")
         if name == "weights" and part.data_ptr() != memory[name]:
             raise Wrong(
-                "trainee.state['weights'] is another tensor now, and the model still looks at the old one: copy into the "
-                "tensor that is there"
+                "trainee.state['weights'] is another tensor now, and the model still looks at the old one: copy into "
+                "the tensor that is there"
             )
         if not torch.equal(part, then[name]):
             raise Wrong(f"{what} (trainee.state[{name!r}]) is not what was saved")
     if not isinstance(fresh.step, int):
-        raise Wrong(f"trainee.step is {plain(fresh.step)}; it was a whole number")
+        raise Wrong(f"trainee.step is {shown(fresh.step)}; it was a whole number")
     if fresh.step != STEPS_BEFORE:
         raise Wrong(f"the trainee is at step {fresh.step}, not {STEPS_BEFORE}: Adam and the next batch depend on it")
 
@@ -388,24 +381,25 @@ class _Disk:
         if self._early:
             what = "its shard" if self._early == 1 else "the manifest"
             raise Wrong(
-                f"{path.name} was there, under its final name, before rank {rank} had {what} on the disk: whoever reads it "
-                "then takes a part for the whole"
+                f"{path.name} was there, under its final name, before rank {rank} had {what} on the disk: whoever "
+                "reads it then takes a part for the whole"
             )
         if self._largest > SHARD_BYTES // 2:
             raise Wrong(
-                f"you gathered {self._largest:,} bytes: each rank writes its own shard of {SHARD_BYTES:,} bytes, and only names "
-                "and sums travel"
+                f"you gathered {self._largest:,} bytes: each rank writes its own shard of {SHARD_BYTES:,} bytes, and "
+                "only names and sums travel"
             )
         if not there:
             left = sorted(file.name for file in path.parent.iterdir())
             why = "nobody has renamed anything to it" if rank == 0 else "a rank that is done must not find it missing"
             raise Wrong(
-                f"{path.name} was not there when rank {rank} returned (in the folder: {', '.join(left) or 'nothing'}): {why}"
+                f"{path.name} was not there when rank {rank} returned (in the folder: "
+                f"{', '.join(left) or 'nothing'}): {why}"
             )
         if self._synced < 1 + (rank == 0):
             raise Wrong(
-                f"rank {rank} forced {self._synced} of its {1 + (rank == 0)} files onto the disk: `write` does, other ways to "
-                "write leave them in a cache"
+                f"rank {rank} forced {self._synced} of its {1 + (rank == 0)} files onto the disk: `write` does, other "
+                "ways to write leave them in a cache"
             )
         if rank and self._synced > 1:
             raise Wrong(f"rank {rank} wrote {self._synced} files; one shard is its own, and the manifest is rank 0's")
@@ -431,7 +425,7 @@ class _Disk:
         for name, content in wanted.items():
             if files[name] != {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}:
                 raise Wrong(
-                    f"the manifest says {plain(files[name])} of {name}, and that is not what write() returned for it"
+                    f"the manifest says {shown(files[name])} of {name}, and that is not what write() returned for it"
                 )
 
 
@@ -451,8 +445,7 @@ def damaged(answer, ranks=None):
             except NotImplementedError:
                 raise
             except Exception as error:
-                said = ": ".join([type(error).__name__, *str(error).split("\n")[:1]]).removesuffix(": ")
-                raise Wrong(f"{name}: your code raised {said}; say what is damaged, whatever it is") from None
+                raise Wrong(f"{name}: your code raised {said(error)}; say what is damaged, whatever it is") from None
             if _contents(path) != before:
                 raise Wrong(f"{name}: your code changed the checkpoint; only read it")
             _judge_names(given, expected, name, hint)
@@ -464,9 +457,9 @@ def _contents(path):
 
 def _judge_names(given, expected, case, hint):
     if not isinstance(given, (list, tuple)):
-        raise Wrong(f"{case}: return a list of names, not {plain(given)}")
+        raise Wrong(f"{case}: return a list of names, not {shown(given)}")
     if strange := [one for one in given if not isinstance(one, (str, Path))]:
-        raise Wrong(f"{case}: the list holds {plain(strange[0])}; return names of files, as text")
+        raise Wrong(f"{case}: the list holds {shown(strange[0])}; return names of files, as text")
     names = [str(one) for one in given]
     if names == expected:
         return
@@ -650,7 +643,7 @@ class Loop:
 
 @exercise(3, "nothing forgotten")
 def resume(answer, ranks=None):
-    """`answer` is (all_of, put_back): a fresh loop that takes the state must train on as the first one does, bit for bit."""
+    """`answer` is (all_of, put_back): a fresh loop that takes the state must train on as the first, bit for bit."""
     all_of, put_back = answer
     rank = ranks.rank if ranks else 0
     loop = Loop(seed=1, rank=rank)
@@ -658,7 +651,7 @@ def resume(answer, ranks=None):
         loop.train_step()
     taken = all_of(loop)
     if not isinstance(taken, dict):
-        raise Wrong(f"all_of returned {plain(taken)}; return a dict")
+        raise Wrong(f"all_of returned {shown(taken)}; return a dict")
     file = io.BytesIO()
     torch.save(taken, file)
     random_then = torch.get_rng_state()
@@ -677,8 +670,8 @@ def resume(answer, ranks=None):
     for i, (ours, theirs) in enumerate(zip(given, wanted, strict=True)):
         if ours != theirs:
             raise Wrong(
-                f"all parts are restored, but loss {i + 1} after the restart is {ours:.6f} and not {theirs:.6f}: what was"
-                " loaded is not what the loop goes on with"
+                f"all parts are restored, but loss {i + 1} after the restart is {ours:.6f} and not {theirs:.6f}: "
+                "what was loaded is not what the loop goes on with"
             )
 
 
@@ -699,8 +692,8 @@ def _compare(fresh, original, random_now, random_then):
         part = getattr(fresh, name, None)
         if not isinstance(part, kind):
             raise Wrong(
-                f"loop.{name} is now of the type {type(part).__name__}, and was a {type(getattr(original, name)).__name__}: "
-                "load the state into what is there"
+                f"loop.{name} is now of the type {type(part).__name__}, and was a "
+                f"{type(getattr(original, name)).__name__}: load the state into what is there"
             )
     if not _equal(fresh.model.state_dict(), original.model.state_dict()):
         raise Wrong("the weights are not those that were saved")
@@ -717,7 +710,7 @@ def _compare(fresh, original, random_now, random_then):
         raise Wrong("the order of this epoch is another one: some rows come twice and some not at all")
     if fresh.position != original.position:
         raise Wrong(
-            f"the next row is number {fresh.position} of the epoch, not {original.position}: rows are read again or left out"
+            f"the next row is number {fresh.position} of the epoch, not {original.position}: rows come twice or never"
         )
     if not torch.equal(fresh.shuffle.get_state(), original.shuffle.get_state()):
         raise Wrong("the next epoch will have another order: the generator `shuffle` is not where it was")
@@ -825,11 +818,10 @@ class _Exchange:
 
 def _compare_copy(what, given, wanted, n):
     if given is not None:
-        try:
-            odd, name = given
-            given = (None if odd is None else operator.index(odd), str(name))
-        except (TypeError, ValueError):
-            raise Wrong(f"return (rank, name) or None, not {plain(given)}") from None
+        odd, name = given
+        given = plain(odd), str(name)
+        if type(given[0]) not in (int, type(None)):
+            raise Wrong(f"return (rank, name) or None, not {shown(given)}")
     if given == wanted:
         return
     if wanted is None:
