@@ -1,4 +1,4 @@
-"""What the tests of all lessons' checks share: their answers are judged once, and each is looked at in a test of its own.
+"""What the tests of all lessons' checks share: their answers are judged once, and each has a test of its own.
 
 class TestAnswers(AnswersOfRanks):
     lesson, checks, world = "07_tensor_parallel", tensor_parallel, 3
@@ -63,9 +63,11 @@ class FromLesson:
 class Answers:
     """Tests of a lesson's checks, for a subclass that holds answers; judged in this process, without ranks.
 
-    rejected: {check: [(wrong answer, part of its sentence)]}, or for the inner list {answer: part}, or {name: (answer, part)}.
-    right: {check: [answers in other styles]}. solutions: {check: name or names in the lesson}, where it is not the check's own
-    name; `around`, `given`: names and {global: value} that they use. elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
+    rejected: {check: [(wrong answer, part of its sentence)]}; also {answer: part} or {name: (answer, part)}.
+    right: {check: [answers in other styles]}.
+    solutions: {check: name or names in the lesson}, where it is not the check's own; `around`, `given`: further
+        names and {global: value} that they use.
+    elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
     """
 
     lesson = checks = None
