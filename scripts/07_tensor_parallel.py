@@ -49,7 +49,7 @@
 # Minutes of the CORE: start 2, warm-up 3, f and g 7, linears 7, attention 3, sequence parallel 11, three ways 4,
 # experiment 5, zoo 3. Builds A to D take about three minutes each and are in these numbers.
 #
-# *Say:* one question carries the lesson: "do all ranks hold the same here, or terms of a sum?" Every movement changes
+# *Say:* one question carries the lesson: "do all ranks hold the same here, or partial sums?" Every movement changes
 # one into the other, and its backward follows from the answer.
 #
 # *Three usual mistakes:* giving tensor ranks different data (they work on the *same* sequences); thinking that f does
@@ -177,27 +177,27 @@ say(f"by columns {mine.tolist()}")
 # %% tags=["nbval-check-output"]
 # %%ranks
 partial_sum = x.tensor_split(world_size, dim=1)[rank] @ W.tensor_split(world_size, dim=0)[rank]
-term = partial_sum.tolist()
+mine = partial_sum.tolist()
 dist.all_reduce(partial_sum)
-say(f"by rows my term is {term}, the sum {partial_sum.tolist()}")
+say(f"by rows my partial sum is {mine}, the sum {partial_sum.tolist()}")
 
 # %% [markdown]
-# (With four ranks two have no column, and one has no row: its term is zero.) All ranks compute *at the same time*,
-# then one all-reduce. Passing a running total from rank to rank gives the same sum, but only one rank works at a time:
-# that is a relay, and no parallelism.
+# (With four ranks two have no column, and one has no row: its partial sum is zero.) All ranks compute *at the same
+# time*, then one all-reduce. Passing a running total from rank to rank gives the same sum, but only one rank works at a
+# time: that is a relay, and no parallelism.
 
 # %% [markdown]
-# ## f and g: the same, or terms of a sum? (CORE, 7 min)
+# ## f and g: the same, or partial sums? (CORE, 7 min)
 #
 # **Why.** Two products with a GELU in between make an MLP: `gelu(X A) B`. Cut A by columns. GELU works number by
 # number, so each rank applies it to its own hidden units. These meet exactly the rows of B that belong to them. So cut
 # B by rows, and *nothing is sent between the two*:
 #
 # ![Two ranks compute an MLP: X is on both; f; each multiplies by its columns of A, applies GELU, multiplies by its rows of B;
-# g adds the two terms up to Y](../assets/07_f_and_g.svg)
+# g adds the two partial sums up to Y](../assets/07_f_and_g.svg)
 #
-# (Cut A by rows instead, and every rank has a term of X A. GELU of a sum is not the sum of GELUs: you would need an
-# all-reduce in the middle.)
+# (Cut A by rows instead, and every rank has a partial sum of X A. GELU of a sum is not the sum of GELUs: you would need
+# an all-reduce in the middle.)
 #
 # This is [**tensor parallelism**](../assets/glossary.md#tensor-parallel) as in Megatron-LM (Shoeybi et al. 2019). The
 # paper calls the place where X enters **f**, and the place where the result leaves **g**.
@@ -207,8 +207,8 @@ say(f"by rows my term is {term}, the sum {partial_sum.tolist()}")
 #
 # <details><summary>Answer</summary>
 #
-# g: Y = Y₀ + Y₁, so the gradient of each term is that of Y. Nothing is to be done. f: both ranks have used X, each with
-# its own columns. Each has only *its term* of the gradient of X: an all-reduce adds them up.
+# g: Y = Y₀ + Y₁, so the gradient of each partial sum is that of Y. Nothing is to be done. f: both ranks have used X,
+# each with its own columns. Each has only *its partial sum* of the gradient of X: an all-reduce adds them up.
 #
 # </details>
 #
@@ -253,7 +253,7 @@ def f(x, group):
 
 
 def g(x, group):
-    """Where terms of a sum leave as the sum, the same on all ranks."""
+    """Where partial sums leave as their sum, the same on all ranks."""
     raise NotImplementedError  # your turn
 
 
@@ -275,7 +275,7 @@ checks.f_and_g((f, g), ranks, solution=True)
 
 # %% [markdown]
 # f and g are mirror images: each one's backward is the other's forward. What is the *same* on all ranks has a gradient
-# in *terms*, as soon as ranks use it differently. The rest of the lesson is this sentence, again and again.
+# in *partial sums*, as soon as ranks use it differently. The rest of the lesson is this sentence, again and again.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: f and g</summary>
@@ -399,7 +399,7 @@ if rank == 0:
 # q, k and v by columns, the output projection by rows. The same pair, the same f and g.
 #
 # ![The rows of the qkv weight lie head by head; ranks 0 and 1 hold two heads each; the output projection is cut along its inputs;
-# the terms are added up by g](../assets/07_heads.svg)
+# the partial sums are added up by g](../assets/07_heads.svg)
 #
 # One thing to mind: rows of the qkv weight must lie head by head (q, k, v of head 0, then of head 1, ...). Our GPT has
 # them so, as Megatron-LM does. Where all q's come first, the first rank would get nothing but queries.
@@ -511,8 +511,8 @@ def joined(x_BsD, group):
 # ### Build C: into the columns, and out of the rows
 #
 # `gathered` takes the place of f: all positions enter what **each rank computes differently**. `scattered` takes the
-# place of g: terms of a sum leave, and each rank keeps its positions of the sum. Write both. Ask of each gradient: is
-# it the same on all ranks, or a term? The check counts one collective in each direction, and its bytes.
+# place of g: partial sums leave, and each rank keeps its positions of the sum. Write both. Ask of each gradient: is
+# it the same on all ranks, or a partial sum? The check counts one collective in each direction, and its bytes.
 
 
 # %%
@@ -523,7 +523,7 @@ def gathered(x_BsD, group):
 
 
 def scattered(x_BTD, group):
-    """From terms of a sum over all positions to the sum at this rank's positions."""
+    """From partial sums over all positions to the sum at this rank's positions."""
     raise NotImplementedError  # your turn
 
 
@@ -576,7 +576,7 @@ assert [seen.count(op) for op in found] == [4 * layers + 2, 4 * layers, 0]
 #
 # <details><summary>Answer</summary>
 #
-# A term: the part of the sum that comes from these positions. Add them up, or the ranks update the same weight
+# A partial sum: what comes from these positions. Add them up, or the ranks update the same weight
 # differently. The same holds for the *biases of the row-parallel layers*, which are added after the reduce-scatter.
 #
 # </details>
@@ -631,8 +631,8 @@ if rank == 0:
 #
 # Put a table on the board: forward and backward of f, g, gathered, scattered, split, joined. Let the room fill in the
 # backward column by the one question. *Usual mistake:* "the backward of an all-gather is: take your part". True for
-# `joined`, wrong for `gathered`: the other ranks' terms are lost. *Ask:* "why does the embedding need no sum?" (`split`
-# gives it the whole gradient.)
+# `joined`, wrong for `gathered`: the other ranks' partial sums are lost. *Ask:* "why does the embedding need no sum?"
+# (`split` gives it the whole gradient.)
 #
 # </details>
 
@@ -640,7 +640,7 @@ if rank == 0:
 # ## The library, and three ways to the same gradients (CORE, 4 min)
 #
 # In PyTorch a *plan* names layers and says how each is split. Parameters become DTensors; a DTensor's **placement** is
-# `Shard(dim)`, `Replicate()` (the same on all ranks) or `Partial()` (terms of a sum): the question of this lesson, as a
+# `Shard(dim)`, `Replicate()` (the same on all ranks) or `Partial()` (partial sums): the question of this lesson, as a
 # type. Conversions between placements insert the collectives, and their backward.
 
 # %% jupyter={"source_hidden": true}
@@ -882,8 +882,8 @@ assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values
 # ![The 65 rows of the embedding on four ranks: 17, 17, 17 and 14; a token is looked up where its row lies, the other ranks give
 # zeros, and g adds up](../assets/07_vocabulary.svg)
 #
-# **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a term of a sum: g. **Head**:
-# by columns; the logits stay cut.
+# **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a partial sum: g.
+# **Head**: by columns; the logits stay cut.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1031,8 +1031,8 @@ checks.agree(agree, ranks, solution=True)
 # with 8 query heads and 2 such KV heads, queries 0 to 3 use KV head 0, and 4 to 7 KV head 1. Write `my_heads(num_heads,
 # num_kv_heads, t, rank)`: the lists of query heads and of KV heads that this rank holds. Query heads are dealt out in order. A rank
 # holds exactly the KV heads that its queries use. Where t is a multiple of `num_kv_heads`, that means copies on
-# several ranks. (Their gradients are then terms: you know what to do.) Refuse with a ValueError that names the two
-# numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
+# several ranks. (Their gradients are then partial sums: you know what to do.) Refuse with a ValueError that names the
+# two numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
 
 
 # %%
@@ -1131,8 +1131,8 @@ for title, model in (("theirs", wrong), ("mended", mended)):
 # <details><summary>Answer</summary>
 #
 # The blocks' norms are added up, but not the *last* norm, and not the biases of the row-parallel layers, which work on
-# own positions as well. Each rank updates these with its own term, so after one step the ranks hold different models.
-# Nothing crashes, and the loss falls, since each of them is nearly right. `of_own_positions` is the mend.
+# own positions as well. Each rank updates these with its own partial sum, so after one step the ranks hold different
+# models. Nothing crashes, and the loss falls, since each of them is nearly right. `of_own_positions` is the mend.
 #
 # The last norm, with ranks' gradients printed side by side:
 # [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446). Norms in general:
@@ -1174,8 +1174,8 @@ for title, model in (("theirs", wrong), ("mended", mended)):
 # %% [markdown]
 # ## Recap
 #
-# 1. By columns you get a part of the result, by rows a term of it. Columns, then rows, need one all-reduce.
-# 2. Ask of each tensor: the same on all ranks, or terms of a sum? Its gradient is the other, where ranks use it differently.
+# 1. By columns you get a part of the result, by rows a partial sum of it. Columns, then rows, need one all-reduce.
+# 2. Ask of each tensor: the same on all ranks, or partial sums? Its gradient is the other, where ranks use it differently.
 # 3. A layer makes two all-reduces forward and two backward, each of B·T·D numbers; nothing hides them, so stay within a node.
 # 4. Sequence parallelism cuts each all-reduce into its halves and keeps 1/t of the norms' activations, for the same bytes.
 # 5. What is whole on all ranks must stay equal: sum the gradients of norms and row biases under sequence parallelism.
