@@ -112,10 +112,6 @@ def all_stages_before(action, p):
     return right_needs(action, p)
 
 
-def needs_names(action, p):
-    return [f"{kind}{s}.{i}" for kind, s, i in right_needs(action, p)]
-
-
 def right_needs(action, p):
     kind, s, i = action
     if kind == "F":
@@ -276,18 +272,10 @@ def fits_with(ahead):
     return lambda p, m, room: [one_with(functools.partial(ahead, room))(s, p, m) for s in range(p)]
 
 
-def one_at_a_time(p, m, room):
-    return [[(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)]
-
-
 def in_groups(p, m, room):
     return [
         [(kind, s, i) for k in range(0, m, room) for kind in "FB" for i in range(k, min(k + room, m))] for s in range(p)
     ]
-
-
-def first_stage_only(p, m, room):
-    return fits_with(lambda room, s, p, m: min(m, p - s, room))(p, m, room)[0]
 
 
 def fits_as_arrays(p, m, room):  # right
@@ -415,7 +403,8 @@ REJECTED = {
         wrong_way_back: "it needs B of micro-batch 0 on stage 1, which sends the gradient of its output",
         the_one_before: "micro-batches know nothing of each other",
         all_stages_before: "it does not wait for F of micro-batch 0 on stage 0",
-        needs_names: 'an action is ("F" or "B", stage, micro-batch)',
+        "needs names": (lambda action, p: [f"{kind}{s}.{i}" for kind, s, i in right_needs(action, p)],
+            'an action is ("F" or "B", stage, micro-batch)'),
     },
     "forward_of": FORWARDS,
     "one_f_one_b": ONES,
@@ -424,13 +413,15 @@ REJECTED = {
             lambda room, s, p, m: min(m, p - s)
         ): "stage 0 holds 4 micro-batches at most, and there is room for 2",
         fits_with(lambda room, s, p, m: m): "stage 0 holds 8 micro-batches at most, and there is room for 4",
-        one_at_a_time: "are idle; 27 % are possible",
+        "one at a time": (lambda p, m, room: [[(kind, s, i) for i in range(m) for kind in "FB"] for s in range(p)],
+            "are idle; 27 % are possible"),
         in_groups: "are idle; 27 % are possible",
-        first_stage_only: "return a list of 4 orders, one for each stage",
+        "first stage only": (lambda p, m, room: fits_with(lambda room, s, p, m: min(m, p - s, room))(p, m, room)[0],
+            "return a list of 4 orders, one for each stage"),
     },
     "loss_share": SHARES,
     "balance": BALANCES,
-}
+}  # fmt: skip
 RIGHT = {
     "backward_of": [by_a_product, by_grad_of_all],
     "needs": [as_a_set, in_another_order],

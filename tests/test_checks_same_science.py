@@ -15,10 +15,6 @@ from torch.utils.data.distributed import DistributedSampler
 # ---- exercise 1: answers say what is wrong with a recorded run ----
 
 
-def says_fine(read, length):
-    return "fine"
-
-
 def looks_at_distinct_ranks(read, length):  # one rank has no other to give a sequence to
     readers = {i: {r for epoch in read for r, mine in enumerate(epoch) if i in mine} for i in range(length)}
     return "same order" if all(len(r) == 1 for r in readers.values()) else disagreement(read, length)
@@ -32,10 +28,6 @@ def takes_filling_for_a_fault(read, length):  # the library reads some twice
     if any(len(sum(epoch, [])) != length for epoch in read):
         return "ranks disagree"
     return "same order" if read[0] == read[1] else disagreement(read, length)
-
-
-def looks_at_rank_0_only(read, length):
-    return "same order" if read[0][0] == read[1][0] else "fine"
 
 
 def counts_over_all_epochs(read, length):  # what one epoch lacks, another has twice
@@ -108,10 +100,6 @@ def deals_blocks(length, epoch, done, rank, n):  # what was read is then no begi
     return [int(i) for i in np.array_split(order(length, epoch)[done:], n)[rank]]
 
 
-def forgets_the_epoch(length, epoch, done, rank, n):
-    return order(length, 0)[done:][rank::n]
-
-
 def uses_the_global_numpy_state(length, epoch, done, rank, n):
     return np.random.permutation(length)[done:][rank::n]
 
@@ -124,14 +112,6 @@ def uses_the_global_random_state(length, epoch, done, rank, n):
 
 def seeds_with_the_rank(length, epoch, done, rank, n):
     return np.random.default_rng((epoch, rank)).permutation(length)[done:][rank::n]
-
-
-def starts_the_epoch_again(length, epoch, done, rank, n):
-    return order(length, epoch)[rank::n]
-
-
-def takes_done_for_this_ranks(length, epoch, done, rank, n):
-    return order(length, epoch)[rank::n][done:]
 
 
 def takes_its_part_of_done(length, epoch, done, rank, n):  # right where done comes out even
@@ -162,10 +142,6 @@ def shuffles_after_dealing(length, epoch, done, rank, n):  # each rank keeps its
     return mine
 
 
-def counts_from_one(length, epoch, done, rank, n):
-    return [i + 1 for i in order(length, epoch)[done:][rank::n]]
-
-
 def leaves_the_rest_to_the_last_rank(length, epoch, done, rank, n):
     left, each = order(length, epoch)[done:], (length - done) // n
     return left[rank * each : (rank + 1) * each if rank < n - 1 else None]
@@ -192,18 +168,6 @@ def seeds_with_the_clock(length, epoch, done, rank, n):
     return np.random.default_rng((int(time.time()), epoch)).permutation(length)[done:][rank::n]
 
 
-def frozen_from_epoch_3(length, epoch, done, rank, n):
-    return order(length, min(epoch, 3))[done:][rank::n]
-
-
-def every_second_epoch(length, epoch, done, rank, n):
-    return order(length, epoch % 2)[done:][rank::n]
-
-
-def wraps_after_100_epochs(length, epoch, done, rank, n):
-    return order(length, epoch % 100)[done:][rank::n]
-
-
 def turns_from_epoch_2_on(length, epoch, done, rank, n):
     return np.roll(order(length, min(epoch, 2)), epoch)[done:][rank::n]
 
@@ -228,14 +192,6 @@ def takes_steps_of_seven(length, epoch, done, rank, n):
 def from_the_back(length, epoch, done, rank, n):
     deck = list(range(length))[::-1]
     return (deck[epoch:] + deck[:epoch])[done:][rank::n]
-
-
-def lists_a_set(length, epoch, done, rank, n):
-    return set(order(length, epoch)[done:][rank::n])
-
-
-def lists_a_number(length, epoch, done, rank, n):
-    return torch.tensor(3)
 
 
 def tensor_of_indices(length, epoch, done, rank, n):  # right, with a seed of its own, by another library
@@ -266,43 +222,15 @@ def count_of_all(y):
     return tokens
 
 
-def own_mean(total, y):
-    return total / count(y)
-
-
-def own_mean_without_nan(total, y):
-    return total / count(y).clamp(min=1)
-
-
-def trusts_ddp(total, y):
-    return total / count_of_all(y)
-
-
 def counts_rows(total, y):
     rows = torch.tensor(len(y))
     dist.all_reduce(rows)
     return dist.get_world_size() * total / rows
 
 
-def multiplies_by_own_count(total, y):
-    return dist.get_world_size() * total * count(y) / count_of_all(y)
-
-
 def forgets_to_divide(total, y):
     count_of_all(y)
     return dist.get_world_size() * total
-
-
-def cuts_the_graph(total, y):
-    return torch.tensor(dist.get_world_size() * total.item() / count_of_all(y).item())
-
-
-def returns_a_number(total, y):
-    return dist.get_world_size() * total.item() / count_of_all(y).item()
-
-
-def returns_a_row(total, y):
-    return (dist.get_world_size() * total / count_of_all(y)).repeat(2)
 
 
 def gathers_all_targets(total, y):
@@ -336,10 +264,6 @@ def rate_after(warm_up, kind, base, k, step, updates):
     return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / max(1, warm_up))
 
 
-def keeps_the_rate(kind, base, k, step, updates):
-    return rate_after(updates // 10, kind, base, 1, step, updates)
-
-
 def linear_for_all(kind, base, k, step, updates):
     return rate_after(updates // 10, "SGD", base, k, step, updates)
 
@@ -348,16 +272,8 @@ def swaps_the_rules(kind, base, k, step, updates):
     return rate_after(updates // 10, "Adam" if kind == "SGD" else "SGD", base, k, step, updates)
 
 
-def no_warm_up(kind, base, k, step, updates):
-    return rate_after(1, kind, base, k, step, updates)
-
-
 def begins_with_nothing(kind, base, k, step, updates):
     return base * (k if kind == "SGD" else k**0.5) * min(1, step / max(1, updates // 10))
-
-
-def always_ten_updates(kind, base, k, step, updates):
-    return rate_after(10, kind, base, k, step, updates)
 
 
 def half_of_the_training(kind, base, k, step, updates):
@@ -577,17 +493,9 @@ def where_it_is_largest(one, many, dtype):
     return None if max(apart) <= 1000 * torch.finfo(dtype).eps else apart.index(max(apart))
 
 
-def takes_update_0_for_none(one, many, dtype):
-    return to_the_right(one, many, dtype) or None
-
-
 def counts_updates_from_one(one, many, dtype):
     found = to_the_right(one, many, dtype)
     return None if found is None else found + 1
-
-
-def says_that_it_betrays(one, many, dtype):
-    return to_the_right(one, many, dtype) is not None
 
 
 def in_arrays(one, many, dtype):  # right
@@ -598,10 +506,12 @@ def in_arrays(one, many, dtype):  # right
 
 REJECTED = {
     "diagnose": {
-        says_fine: "(every rank reads the same list in every epoch) should be 'same order', not 'fine'",
+        "says fine": (lambda read, length: "fine",
+            "(every rank reads the same list in every epoch) should be 'same order', not 'fine'"),
         looks_at_distinct_ranks: "one rank reads every sequence in every epoch. Look at the order too",
         takes_filling_for_a_fault: "3 sequences are read twice in each epoch",
-        looks_at_rank_0_only: "one rank is in another epoch than the rest",
+        "looks at rank 0 only": (lambda read, length: "same order" if read[0][0] == read[1][0] else "fine",
+            "one rank is in another epoch than the rest"),
         counts_over_all_epochs: "one rank is in another epoch than the rest",
         looks_at_the_first_epoch_only: "from epoch 2 on one rank is in another epoch than the rest",
         looks_at_two_ranks(0, -1): "should be 'ranks disagree', not 'fine'",
@@ -613,55 +523,72 @@ REJECTED = {
         pads_like_the_library: "read twice",
         drops_the_tail: "never read",
         deals_blocks: "deal it like cards",
-        forgets_the_epoch: "epochs 0 and 1 have the same order",
+        "forgets the epoch": (lambda length, epoch, done, rank, n: order(length, 0)[done:][rank::n],
+            "epochs 0 and 1 have the same order"),
         uses_the_global_numpy_state: "all ranks must cut one and the same order",
         uses_the_global_random_state: "all ranks must cut one and the same order",
         seeds_with_the_rank: "all ranks must cut one and the same order",
-        starts_the_epoch_again: "after the stop all 64 are read again",
-        takes_done_for_this_ranks: "never read",
+        "starts the epoch again": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n],
+            "after the stop all 64 are read again"),
+        "takes done for this ranks": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n][done:],
+            "never read"),
         takes_its_part_of_done: "read twice",
         leaves_what_is_left_to_rank_0: "so some wait for others; sizes may differ by one",
         turns_the_first_order: "the order of epoch 0, begun elsewhere",
         loses_one_in_odd_epochs: "1 is never read",
         does_not_shuffle: "in the order of the file; shuffle",
         shuffles_after_dealing: "after the stop all 64 are read again",
-        counts_from_one: "is no sequence; they are 0 to",
+        "counts from one": (lambda length, epoch, done, rank, n: [i + 1 for i in order(length, epoch)[done:][rank::n]],
+            "is no sequence; they are 0 to"),
         leaves_the_rest_to_the_last_rank: "sizes may differ by one",
         seed_drawn_by_the_process: "take nothing into the seed that differs between processes",
         seeds_with_the_process_number: "all ranks must cut one and the same order",
         seeds_with_the_clock: "all ranks must cut one and the same order",
-        frozen_from_epoch_3: "epochs 3 and 4 have the same order",
-        every_second_epoch: "epochs 0 and 2 have the same order",
-        wraps_after_100_epochs: "epochs 0 and 100 have the same order",
+        "frozen from epoch 3": (lambda length, epoch, done, rank, n: order(length, min(epoch, 3))[done:][rank::n],
+            "epochs 3 and 4 have the same order"),
+        "every second epoch": (lambda length, epoch, done, rank, n: order(length, epoch % 2)[done:][rank::n],
+            "epochs 0 and 2 have the same order"),
+        "wraps after 100 epochs": (lambda length, epoch, done, rank, n: order(length, epoch % 100)[done:][rank::n],
+            "epochs 0 and 100 have the same order"),
         turns_from_epoch_2_on: "epoch 3 has the order of epoch 2, begun elsewhere",
         shuffles_the_rest_anew: "After a second stop some are read twice",
         sorts_the_rest: "After a second stop some are read twice",
         takes_steps_of_seven: "most sequences come 7 of 64 places after the one before",
         from_the_back: "most sequences come 63 of 64 places after the one before",
-        lists_a_set: "Return a list of indices, which are whole numbers, also if it",
-        lists_a_number: "Return a list of indices, which are whole numbers, also if it",
+        "lists a set": (lambda length, epoch, done, rank, n: set(order(length, epoch)[done:][rank::n]),
+            "Return a list of indices, which are whole numbers, also if it"),
+        "lists a number": (lambda length, epoch, done, rank, n: torch.tensor(3),
+            "Return a list of indices, which are whole numbers, also if it"),
         asks_rank_0: "every rank can compute it by itself",
     },
     "token_mean": {
-        own_mean: "the mean of the ranks' means",
-        own_mean_without_nan: "the mean of the ranks' means",
-        trusts_ddp: "3 times too small: DDP takes the mean over the ranks",
+        "own mean": (lambda total, y: total / count(y), "the mean of the ranks' means"),
+        "own mean without nan": (lambda total, y: total / count(y).clamp(min=1), "the mean of the ranks' means"),
+        "trusts ddp": (lambda total, y: total / count_of_all(y),
+            "3 times too small: DDP takes the mean over the ranks"),
         counts_rows: "targets were counted, and",
-        multiplies_by_own_count: "element [0] should be -0.0006768, not -0.0616",
+        "multiplies by own count": (lambda total, y: dist.get_world_size() * total * count(y) / count_of_all(y),
+            "element [0] should be -0.0006768, not -0.0616"),
         forgets_to_divide: "the number of tokens divides the sum of the losses",
-        cuts_the_graph: "the loss was cut off from `total`",
-        returns_a_number: "Return the loss as a tensor of one number, not 2.04913272930996",
-        returns_a_row: "Return the loss as a tensor of one number, not the Tensor",
+        "cuts the graph": (lambda total, y: torch.tensor(dist.get_world_size() * total.item() / count_of_all(y).item()),
+            "the loss was cut off from `total`"),
+        "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
+            "Return the loss as a tensor of one number, not 2.04913272930996"),
+        "returns a row": (lambda total, y: (dist.get_world_size() * total / count_of_all(y)).repeat(2),
+            "Return the loss as a tensor of one number, not the Tensor"),
         gathers_all_targets: "a count is 8 bytes",
         marks_the_targets: "The row of targets was changed; leave it as it is: count them",
     },
     "rate_rule": {
-        keeps_the_rate: "that is the base itself; the rule is linear: k times",
+        "keeps the rate": (lambda kind, base, k, step, updates: rate_after(updates // 10, kind, base, 1, step, updates),
+            "that is the base itself; the rule is linear: k times"),
         linear_for_all: "that is k times the base; the rule is the square root",
         swaps_the_rules: "that is the square root of k times the base; the rule is",
-        no_warm_up: "update 0 has the full rate 0.4 already; climb to it over 10 updates",
+        "no warm up": (lambda kind, base, k, step, updates: rate_after(1, kind, base, k, step, updates),
+            "update 0 has the full rate 0.4 already; climb to it over 10 updates"),
         begins_with_nothing: "update 0 has the rate 0, so it learns nothing; begin with step + 1",
-        always_ten_updates: "the warm-up lasts 4 updates, and the rate of update 5 should be",
+        "always ten updates": (lambda kind, base, k, step, updates: rate_after(10, kind, base, k, step, updates),
+            "the warm-up lasts 4 updates, and the rate of update 5 should be"),
         half_of_the_training: "the warm-up lasts 10 updates, and the rate of update 11 should be",
         begins_at_the_base: "begin near 0, at about 0.04",
         climbs_in_a_curve: "climb in equal steps of 0.04",
@@ -697,10 +624,12 @@ REJECTED = {
         takes_nan_for_equal: "nan is no rounding: update 5, not no update",
         looks_for_larger_losses: "training B is wrong, in float32: update 1, not",
         where_it_is_largest: "training B is wrong, in float32: update 1, not update",
-        takes_update_0_for_none: "the very first losses differ: they did not start alike: update 0, not no update",
-        says_that_it_betrays: "return the number of an update, or None, not False",
+        "takes update 0 for none": (lambda one, many, dtype: to_the_right(one, many, dtype) or None,
+            "the very first losses differ: they did not start alike: update 0, not no update"),
+        "says that it betrays": (lambda one, many, dtype: to_the_right(one, many, dtype) is not None,
+            "return the number of an update, or None, not False"),
     },
-}
+}  # fmt: skip
 RIGHT = {
     "diagnose": [compares_neighbouring_epochs],
     "sharded_order": [tensor_of_indices, goes_round_from_where_it_stood, as_a_generator],

@@ -114,10 +114,6 @@ def culprit_compares_only_numbers(records, members):  # another call under the s
     return ours.culprit(renamed, members)
 
 
-def culprit_is_a_rank_only(records, members):
-    return ours.culprit(records, members)[0]
-
-
 def culprit_invents_a_group(records, members):
     rank, _, number = ours.culprit(records, members)
     return rank, "default_pg", number
@@ -156,10 +152,6 @@ def culprit_is_looked_for_in_the_largest_group_first(records, members):
     return _waits_nowhere(records, members, sorted(members, key=lambda group: -len(members[group])))
 
 
-def culprit_as_a_list(records, members):
-    return list(ours.culprit(records, members))
-
-
 def culprit_as_text(records, members):
     rank, group, number = ours.culprit(records, members)
     return str(rank), group, number
@@ -168,10 +160,6 @@ def culprit_as_text(records, members):
 def culprit_with_a_list_for_a_group(records, members):
     rank, group, number = ours.culprit(records, members)
     return rank, [group], number
-
-
-def culprit_names_a_call_that_all_made(records, members):
-    return 0, "world", 3
 
 
 def culprit_names_a_call_that_the_buffer_dropped(records, members):
@@ -225,10 +213,6 @@ def damaged_by_size_only(path):
     return sorted(n for n, a in files.items() if not (path / n).exists() or (path / n).stat().st_size != a["bytes"])
 
 
-def damaged_says_yes_or_no(path):
-    return bool(ours.damaged(path))
-
-
 def damaged_raises_for_a_missing_file(path):
     return [n for n, a in _files(path).items() if hashlib.sha256((path / n).read_bytes()).hexdigest() != a["sha256"]]
 
@@ -240,10 +224,6 @@ def damaged_trusts_the_manifest(path):
 
 def _sum(file):
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def damaged_names_the_first_only(path):
-    return ours.damaged(path)[:1]
 
 
 def damaged_counts_strangers(path):
@@ -300,20 +280,8 @@ def damaged_in_the_manifests_order(path):
     return found if len(found) < 2 else [name for name in _files(path) if name in found]
 
 
-def damaged_with_whole_paths(path):
-    return [path / name for name in ours.damaged(path)]
-
-
 def damaged_returns_nothing(path):
     ours.damaged(path)
-
-
-def damaged_returns_a_set(path):
-    return set(ours.damaged(path))
-
-
-def damaged_lists_numbers(path):
-    return [int(name[5]) for name in ours.damaged(path)]
 
 
 def damaged_says_no_more(path):
@@ -528,25 +496,28 @@ REJECTED = {
         culprit_names_the_last_miss: "rank 3 is missing in 'world' because of what it left out before, in 'row 1'",
         culprit_is_no_member: "rank 0 is no member of 'row 1'",
         culprit_compares_only_numbers: "hang 1: return a tuple (rank, group, number), not None",
-        culprit_is_a_rank_only: "return a tuple (rank, group, number), not 2",
+        "culprit is a rank only": (lambda records, members: ours.culprit(records, members)[0],
+            "return a tuple (rank, group, number), not 2"),
         culprit_invents_a_group: "there is no group 'default_pg'",
         culprit_knows_the_groups_names: "another hang (seed 0): return a tuple (rank, group, number), not None",
         culprit_takes_the_first_miss_of_the_smallest_group: "only because it waits in another group",
         culprit_is_looked_for_in_the_smallest_group_first: "because of what it left out before, in 'data'",
         culprit_is_looked_for_in_the_largest_group_first: "because of what it left out before, in 'row 1'",
-        culprit_as_a_list: "hang 0: return a tuple (rank, group, number), not the list [2, 'world', 6]",
+        "culprit as a list": (lambda records, members: list(ours.culprit(records, members)),
+            "hang 0: return a tuple (rank, group, number), not the list [2, 'world', 6]"),
         culprit_as_text: "rank and number are whole numbers, the group is a name, not the",
         culprit_with_a_list_for_a_group: "rank and number are whole numbers, the group is a name, not the",
-        culprit_names_a_call_that_all_made: "did call all_reduce, number 3 of 'world'; and so did the others",
+        "culprit names a call that all made": (lambda records, members: (0, "world", 3),
+            "did call all_reduce, number 3 of 'world'; and so did the others"),
         culprit_names_a_call_that_the_buffer_dropped: "the buffer of rank 0 no longer holds call 1 of 'world'",
     }
     | dict.fromkeys(DO_NOT_ASK_WHO_WAITS, "but only because it waits in another group"),
     "damaged": {
         damaged_by_size_only: "compare the sha256 of the bytes",
-        damaged_says_yes_or_no: "return a list of names, not False",
+        "damaged says yes or no": (lambda path: bool(ours.damaged(path)), "return a list of names, not False"),
         damaged_raises_for_a_missing_file: "a missing file: your code raised FileNotFoundError",
         damaged_trusts_the_manifest: "a manifest cut in half: your code raised JSONDecodeError",
-        damaged_names_the_first_only: "name all of them, sorted",
+        "damaged names the first only": (lambda path: ours.damaged(path)[:1], "name all of them, sorted"),
         damaged_counts_strangers: "what the manifest does not list is nobody's business",
         damaged_takes_any_known_sum: "each file must match its own entry",
         damaged_removes_what_it_finds: "your code changed the checkpoint",
@@ -554,10 +525,12 @@ REJECTED = {
         damaged_by_a_hash_of_the_beginning(2**20): "hash the whole file, not its beginning",
         damaged_does_not_hash_what_is_large: "one bit flipped near the end of a large file",
         damaged_in_the_manifests_order: "are the right names, but not sorted",
-        damaged_with_whole_paths: "return names such as 'rank-1.safetensors', not whole paths",
+        "damaged with whole paths": (lambda path: [path / name for name in ours.damaged(path)],
+            "return names such as 'rank-1.safetensors', not whole paths"),
         damaged_returns_nothing: "a whole checkpoint: return a list of names, not None",
-        damaged_returns_a_set: "return a list of names, not the set set()",
-        damaged_lists_numbers: "the list holds 1; return names of files",
+        "damaged returns a set": (lambda path: set(ours.damaged(path)), "return a list of names, not the set set()"),
+        "damaged lists numbers": (lambda path: [int(name[5]) for name in ours.damaged(path)],
+            "the list holds 1; return names of files"),
         damaged_says_no_more: "a missing file: your code raised FileNotFoundError; say what is damaged",
         damaged_removes_the_checkpoint: "your code changed the checkpoint",
         damaged_makes_a_folder_of_its_own: "your code changed the checkpoint",
@@ -585,7 +558,7 @@ REJECTED = {
         resume_puts("step", None): "the loop is at step None, not 13",
         resume_from_a_copy_in_memory(): "the weights are not those that were saved",
     },
-}
+}  # fmt: skip
 
 
 # ---- build C: answers save; all ranks call them ----

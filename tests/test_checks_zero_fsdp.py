@@ -29,42 +29,6 @@ def drops_the_rest(row_P, n, rank):
     return row_P[rank * size : (rank + 1) * size].clone()
 
 
-def pads_what_fits(row_P, n, rank):
-    return F.pad(row_P, (0, n - len(row_P) % n)).chunk(n)[rank].clone()
-
-
-def unequal_pieces(row_P, n, rank):
-    return row_P.tensor_split(n)[rank].clone()
-
-
-def zeros_in_front(row_P, n, rank):
-    return F.pad(row_P, (-len(row_P) % n, 0)).chunk(n)[rank].clone()
-
-
-def every_nth(row_P, n, rank):
-    return _padded(row_P, n)[rank::n].clone()
-
-
-def a_view(row_P, n, rank):
-    return _padded(row_P, n).chunk(n)[rank]
-
-
-def always_the_first(row_P, n, rank):
-    return _padded(row_P, n).chunk(n)[0].clone()
-
-
-def all_pieces(row_P, n, rank):
-    return _padded(row_P, n).chunk(n)
-
-
-def the_whole_row(row_P, n, rank):
-    return _padded(row_P, n)
-
-
-def in_float32(row_P, n, rank):
-    return _padded(row_P, n).chunk(n)[rank].float()
-
-
 def fills_with_its_last(row_P, n, rank):
     return torch.cat([row_P, row_P[-1:].expand(-len(row_P) % n)]).chunk(n)[rank].clone()
 
@@ -313,10 +277,6 @@ def norm_after_clipping(shares, max_norm):
     return norm.clamp(max=max_norm)
 
 
-def nothing_clipped(shares, max_norm):
-    return _global(shares)
-
-
 def clipped_into_the_air(shares, max_norm):
     norm = _global(shares)
     for gradient in _gradients(shares):
@@ -541,21 +501,9 @@ def draws_its_share(make, mesh):
     return model
 
 
-def forgets_std(make, mesh):
-    return _draw_shares(_on_meta(make, mesh), mesh, std=1.0)
-
-
 def in_another_order(make, mesh):
     model = _on_meta(make, mesh)
     return _draw_shares(model, mesh, names=list(model.parameters())[::-1])
-
-
-def one_unit(make, mesh):
-    return _draw_shares(_on_meta(make, mesh, per_layer=False), mesh)
-
-
-def returns_no_model(make, mesh):
-    return list(_draw_shares(_on_meta(make, mesh), mesh).parameters())
 
 
 def meta_by_default(make, mesh):  # right as well, though it leaves the default where it is
@@ -661,15 +609,22 @@ def hybrid_of_arrays(num_nodes, per_node):  # right
 REJECTED = {
     "my_share": {
         drops_the_rest: "leave out the last",
-        pads_what_fits: "n divides 38, so no zeros are needed",
-        unequal_pieces: "pieces must be equally long on all ranks",
-        zeros_in_front: "the zeros belong at the end of the row",
-        every_nth: "you took every n-th number",
-        a_view: "is right, but a view of 304 bytes, all of which stay",
-        always_the_first: "that is the piece of rank 0",
-        all_pieces: "of rank 0 should be 19 numbers, equally many on all ranks, not",
-        the_whole_row: "that is the whole row; keep this rank's piece",
-        in_float32: "should be float64, as what you were given, not float32",
+        "pads what fits": (lambda row_P, n, rank: F.pad(row_P, (0, n - len(row_P) % n)).chunk(n)[rank].clone(),
+            "n divides 38, so no zeros are needed"),
+        "unequal pieces": (lambda row_P, n, rank: row_P.tensor_split(n)[rank].clone(),
+            "pieces must be equally long on all ranks"),
+        "zeros in front": (lambda row_P, n, rank: F.pad(row_P, (-len(row_P) % n, 0)).chunk(n)[rank].clone(),
+            "the zeros belong at the end of the row"),
+        "every nth": (lambda row_P, n, rank: _padded(row_P, n)[rank::n].clone(), "you took every n-th number"),
+        "a view": (lambda row_P, n, rank: _padded(row_P, n).chunk(n)[rank],
+            "is right, but a view of 304 bytes, all of which stay"),
+        "always the first": (lambda row_P, n, rank: _padded(row_P, n).chunk(n)[0].clone(),
+            "that is the piece of rank 0"),
+        "all pieces": (lambda row_P, n, rank: _padded(row_P, n).chunk(n),
+            "of rank 0 should be 19 numbers, equally many on all ranks, not"),
+        "the whole row": (lambda row_P, n, rank: _padded(row_P, n), "that is the whole row; keep this rank's piece"),
+        "in float32": (lambda row_P, n, rank: _padded(row_P, n).chunk(n)[rank].float(),
+            "should be float64, as what you were given, not float32"),
         fills_with_its_last: "what fills the end up should be zeros",
         zeroes_the_row: "the row itself was changed",
     },
@@ -695,7 +650,8 @@ REJECTED = {
         root_forgotten: "the root is missing",
         longest_rank: "the norm of the rank that has the longest",
         norm_after_clipping: "gradients, before clipping, should be 12.6, not 1.26",
-        nothing_clipped: "the gradients are as they were: scale share.grad in place",
+        "nothing clipped": (lambda shares, max_norm: _global(shares),
+            "the gradients are as they were: scale share.grad in place"),
         clipped_into_the_air: "the gradients are as they were: scale share.grad in place",
         scaled_up: "scale only what is too long, never up",
         right_norm_own_factor: "times as long as they should be",
@@ -717,10 +673,13 @@ REJECTED = {
         left_on_meta: "is still on the meta device, without numbers",
         never_drawn: "share of 0.weight should be the full model's: draw whole weights",
         draws_its_share: "it was drawn as a share, the same on every rank",
-        forgets_std: "the full model's weights have std=0.02",
+        "forgets std": (lambda make, mesh: _draw_shares(_on_meta(make, mesh), mesh, std=1.0),
+            "the full model's weights have std=0.02"),
         in_another_order: "draw whole weights in its order, after torch.manual_seed(7)",
-        one_unit: "is no unit of its own",
-        returns_no_model: "return the model",
+        "one unit": (lambda make, mesh: _draw_shares(_on_meta(make, mesh, per_layer=False), mesh),
+            "is no unit of its own"),
+        "returns no model": (lambda make, mesh: list(_draw_shares(_on_meta(make, mesh), mesh).parameters()),
+            "return the model"),
         meta_by_default_and_a_slip: "your code raised AttributeError",
     },
     "hybrid": {
@@ -734,7 +693,7 @@ REJECTED = {
         flat_lists: "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [0,",
     }
     | HYBRIDS,
-}
+}  # fmt: skip
 RIGHT = {
     "my_share": [by_reshape, copied_into_zeros],
     "reduce_scatter": [divides_first],
