@@ -229,7 +229,7 @@ REJECTED = {
     },
 }  # fmt: skip
 RIGHT = {
-    "coordinates": [by_strides, by_numpy],
+    "coordinates": [by_strides, by_numpy, lambda rank, shape: iter(by_strides(rank, shape))],
     "groups_of": [groups_by_arange, groups_as_tensors],
     "slow_bytes": [_slow(), slow_by_tensors],
     "recommend": [_recommend(), by_sorting],

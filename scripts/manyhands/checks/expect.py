@@ -23,6 +23,7 @@ import math
 import re
 import reprlib
 import struct
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -64,10 +65,10 @@ def truth(found):
 
 
 def plain(found):
-    """Numbers of numpy and torch as Python's, and arrays, tensors, tuples and ranges as lists; all else as it is."""
+    """Numbers of numpy and torch as Python's, and arrays, tensors, tuples, iterators, ... as lists; all else as it is."""
     if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
         return found.tolist()
-    return [plain(part) for part in found] if isinstance(found, (list, tuple, range)) else found
+    return [plain(part) for part in found] if isinstance(found, (list, tuple, range, Iterator)) else found
 
 
 # ---- expectations ----
