@@ -551,14 +551,13 @@ def test_ranks_started_without_the_parameters_cell_say_how_many_the_cell_wants()
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The command by which setup replaced itself; its environment is `tmp_path`/env, the course `tmp_path`/course."""
+    """(command, environment) by which setup replaced itself; its Python is in tmp_path/env, the course in /course."""
     (tmp_path / "course" / "notebooks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "course")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # setup changes it for what it starts
-    command = []
-    monkeypatch.setattr(os, "execv", lambda program, words: command.extend(words))
-    return command
+    command, given = [], {}
+    monkeypatch.setattr(os, "execve", lambda _, words, environ: (command.extend(words), given.update(environ)))
+    return command, given
 
 
 @pytest.mark.parametrize(("flag", "opens"), [("yes", True), ("no", False)])
@@ -566,9 +565,10 @@ def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, 
     for name in ("03_b", "00_a"):
         (tmp_path / "course" / "notebooks" / f"{name}.ipynb").touch()
     assert jupyter.main(["lab", "--open", flag]) == 0
+    started, environ = started
     assert started[1:3] == ["-m", "jupyterlab"]
     # a terminal in it runs the course's Python and mpiexec
-    assert os.environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert environ["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert "--ServerApp.ip=127.0.0.1" in started
     assert f"--ServerApp.root_dir={tmp_path / 'course'}" in started
     assert "--LabApp.default_url=/lab/tree/notebooks/00_a.ipynb" in started
@@ -579,4 +579,4 @@ def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, 
 
 def test_lab_without_a_lesson_says_so(started, capsys):
     assert jupyter.main(["lab"]) == 2
-    assert "there are no notebooks below" in capsys.readouterr().err and started == []
+    assert "there are no notebooks below" in capsys.readouterr().err and started == ([], {})
