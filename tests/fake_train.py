@@ -3,11 +3,11 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 tests/fake_train.py --checkpoint.folder F
         --train.steps 40 --step-s 0.1 --stall-s 0 --fault hang:1:5
 
-It adds up numbers over all ranks, so that a run that was stopped and resumed ends with the sum of one that was not. It saves
-(sum.json) when it ends or is stopped, and goes on from there. Flags of the trainer that it does not know it ignores.
-Faults: hang:R:S (rank R sleeps for ever at step S), stop:R:S (rank R stops its own process), slow-save:S (saving takes S
-seconds), kill:R:S (rank R dies), exit:R:S (rank R raises). With --linger S a run that began at step 0 waits at
-step S until it is told to leave: a test that tells it so has all the time it needs, however busy the machine.
+It adds up numbers over all ranks, so that a run that was stopped and resumed ends with the sum of one that was not. It
+saves (sum.json) when it ends or is stopped, and goes on from there. Flags of the trainer that it does not know it
+ignores. Faults: hang:R:S (rank R sleeps for ever at step S), stop:R:S (rank R stops its own process), slow-save:S
+(saving takes S seconds), kill:R:S (rank R dies), exit:R:S (rank R raises). With --linger S a run that began at step 0
+waits at step S until it is told to leave: a test that tells it so has all the time it needs, however busy the machine.
 """
 
 import argparse

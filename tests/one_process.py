@@ -1,4 +1,4 @@
-"""A few clipped steps of a small GPT under a strategy, and the same steps by torch in one process: they must be equal."""
+"""A few clipped steps of a small GPT under a strategy, and the same by torch in one process: they must be equal."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: equal to one process, resumed where it was, and refused with the cure where it is not installed."""
+"""ZeRO by DeepSpeed: equal to one process, resumed where it was, refused with the cure where it is not installed."""
 
 import importlib.util
 import os

@@ -45,7 +45,8 @@ def test_the_printed_file_means_what_was_asked_for(preset, tmp_path):
 @given(prompt=st.text(), lr=st.floats(0, 1e300), folder=st.none() | st.text(), compile=st.booleans())
 def test_any_text_and_number_survives_the_file(prompt, lr, folder, compile):
     values = {
-        "log": {"prompt": prompt}, "optimizer": {"lr": lr}, "checkpoint": {"folder": folder}, "train": {"compile": compile}
+        "log": {"prompt": prompt}, "optimizer": {"lr": lr}, "checkpoint": {"folder": folder},
+        "train": {"compile": compile}
     }  # fmt: skip
     options = merged(from_preset("nano"), values, "test")
     assert merged(from_preset("nano"), tomllib.loads(dry_run.to_toml(options)), "file") == options
@@ -224,7 +225,8 @@ def test_what_is_said_of_the_corpus_is_no_part_of_the_file(root, tmp_path):
     }
     environ["MANYHANDS_SHAKESPEARE"] = ""
     ran = subprocess.run(
-        [sys.executable, "scripts/train.py", "--dry-run"], cwd=root, env=environ, capture_output=True, text=True, timeout=150
+        [sys.executable, "scripts/train.py", "--dry-run"], cwd=root, env=environ, capture_output=True,
+        text=True, timeout=150
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "OFFLINE" in ran.stderr and tomllib.loads(ran.stdout)["train"]["steps"] == 300

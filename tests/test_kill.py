@@ -50,7 +50,8 @@ OPTIONS = Options(
 
 
 def train(ranks, folder, asynchronous, most, tell):
-    """The trainer, from the newest checkpoint to the end; the fingerprint of all that is left. `tell(what, step, value)`.
+    """The trainer, from the newest checkpoint to the end; the fingerprint of all that is left. `tell(what, step,
+    value)`.
 
     After `most` steps, if it is not None, it waits to be killed: a parent that comes late finds it still alive.
     """
@@ -87,7 +88,8 @@ def _rank(rank, store, folder, asynchronous, slow_s, pipe):
     fsync = os.fsync
     os.fsync = lambda handle: (time.sleep(slow_s), fsync(handle))
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, N_RANKS), rank=rank, world_size=N_RANKS, timeout=timedelta(seconds=PATIENCE_S)
+        "gloo", store=dist.FileStore(store, N_RANKS), rank=rank, world_size=N_RANKS,
+        timeout=timedelta(seconds=PATIENCE_S)
     )  # fmt: skip
     ranks = ranks_of(rank, N_RANKS)
     most = 3 * EVERY if slow_s else None

@@ -40,8 +40,10 @@ def degrees(layout):
         ("--parallel.strategy pp", 4, {"pipeline": 4}),
         ("--parallel.tensor 2", 4, {"replicate": 2, "tensor": 2}),
         ("--parallel.pipeline 2", 4, {"pipeline": 2, "replicate": 2}),
-        ("--parallel.strategy fsdp --parallel.tensor 2 --parallel.pipeline 2", 8, {"pipeline": 2, "shard": 2, "tensor": 2}),
-        ("--parallel.strategy pp --parallel.tensor 2 --parallel.replicate 2", 8, {"pipeline": 2, "replicate": 2, "tensor": 2}),
+        ("--parallel.strategy fsdp --parallel.tensor 2 --parallel.pipeline 2", 8,
+         {"pipeline": 2, "shard": 2, "tensor": 2}),
+        ("--parallel.strategy pp --parallel.tensor 2 --parallel.replicate 2", 8,
+         {"pipeline": 2, "replicate": 2, "tensor": 2}),
         ("--parallel.strategy tp --parallel.tensor 1", 1, {}),
     ],
 )  # fmt: skip
@@ -182,7 +184,8 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         # sizes
         ("--parallel.strategy tp", 3, ("model.n_head=4", "3 tensor ranks")),
         ("--parallel.strategy tp", 8, ("model.n_head=4", "8 tensor ranks")),
-        ("--parallel.strategy tp --model.block-size 63 --parallel.sequence-parallel", 2, ("block_size=63", "2 tensor ranks")),
+        ("--parallel.strategy tp --model.block-size 63 --parallel.sequence-parallel", 2,
+         ("block_size=63", "2 tensor ranks")),
         ("--parallel.strategy pp", 5, ("5 stages (5 ranks x 1)", "model.n_layer=4")),
         ("--parallel.strategy pp --parallel.schedule Interleaved1F1B", 4, ("8 stages (4 ranks x 2)", "n_layer=4")),
         ("--train.global-batch 25", 2, ("train.global_batch=25", "2 data-parallel ranks", "multiple of 2")),
@@ -198,7 +201,8 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.wrapping block_group:2", 2, ("parallel.wrapping=block_group:2", "strategy=fsdp")),
         ("--parallel.offload --parallel.strategy zero1", 2, ("parallel.offload=True", "not zero1")),
         ("--parallel.strategy fsdp --parallel.shard 2", 4, ("shard 2 = 2 ranks", "4 were started")),
-        ("--parallel.strategy fsdp --parallel.shard 2 --parallel.replicate 2", 4, ("replicate=2 and shard=2", "hybrid")),
+        ("--parallel.strategy fsdp --parallel.shard 2 --parallel.replicate 2", 4,
+         ("replicate=2 and shard=2", "hybrid")),
         ("--parallel.strategy fsdp --parallel.sharding none --parallel.shard 2", 2, ("shard=2", "sharding=none")),
         ("--parallel.strategy zero1 --parallel.tensor 2", 4, ("zero1", "fsdp")),
         ("--parallel.strategy zero1 --parallel.pipeline 2", 4, ("zero1", "fsdp")),
@@ -211,20 +215,26 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.strategy pp --train.compile", 2, ("train.compile", "--train.no-compile")),
         ("--parallel.strategy pp --train.precision fp16", 2, ("fp16", "bf16")),
         ("--parallel.strategy fsdp --parallel.offload --train.precision fp16", 2, ("fp16", "offload")),
-        ("--parallel.strategy deepspeed --parallel.activation-checkpointing block", 2, ("without parallel.activation_checkpointing=block", "activation-checkpointing none")),
+        ("--parallel.strategy deepspeed --parallel.activation-checkpointing block", 2,
+         ("without parallel.activation_checkpointing=block", "activation-checkpointing none")),
         ("--parallel.strategy deepspeed --train.compile", 2, ("without train.compile", "--train.no-compile")),
         # options that would have no effect
         ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp")),
         ("--parallel.strategy fsdp --parallel.schedule GPipe", 2, ("parallel.schedule=GPipe", "not fsdp alone")),
         ("--parallel.stages-per-rank 2", 2, ("parallel.stages_per_rank=2", "parallel.pipeline=2")),
         # schedules
-        ("--parallel.strategy pp --parallel.schedule ZBVZeroBubble --parallel.stages-per-rank 1", 2, ("ZBVZeroBubble", "2 stages, not 1")),
-        ("--parallel.strategy pp --parallel.schedule 1F1B --parallel.stages-per-rank 2", 2, ("1F1B", "not 2", "Interleaved1F1B")),
-        ("--parallel.strategy pp --parallel.schedule Interleaved1F1B --parallel.stages-per-rank 1", 2, ("Interleaved1F1B", "not 1")),
+        ("--parallel.strategy pp --parallel.schedule ZBVZeroBubble --parallel.stages-per-rank 1", 2,
+         ("ZBVZeroBubble", "2 stages, not 1")),
+        ("--parallel.strategy pp --parallel.schedule 1F1B --parallel.stages-per-rank 2", 2,
+         ("1F1B", "not 2", "Interleaved1F1B")),
+        ("--parallel.strategy pp --parallel.schedule Interleaved1F1B --parallel.stages-per-rank 1", 2,
+         ("Interleaved1F1B", "not 1")),
         # wrapping
         *(
             (f"--parallel.strategy fsdp --parallel.wrapping {wrapping}", 2, (wrapping, "block_group:2"))
-            for wrapping in ("blocks", "block:2", "block_group", "block_group:0", "size:", "size:²", "size:-1", "size:x")
+            for wrapping in (
+                "blocks", "block:2", "block_group", "block_group:0", "size:", "size:²", "size:-1", "size:x",
+            )
         ),
         ("--parallel.strategy fsdp --parallel.wrapping block_group:5", 2, ("block_group:5", "4 blocks")),
     ],

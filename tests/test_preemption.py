@@ -138,7 +138,8 @@ def under_torchrun(root, tmp_path):
     def start(*flags):
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", str(root / "tests" / "fake_train.py"), *flags],
+             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+             str(root / "tests" / "fake_train.py"), *flags],
             env={**os.environ, MARK: family.mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 

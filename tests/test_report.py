@@ -492,7 +492,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run_and_is_said_once(tmp_path, c
 
 
 def run_of_two(ranks, folder):
-    """Rank 1 takes twice as long a step and holds three times the memory: what rank 0 wrote, and what each rank showed."""
+    """What each rank showed and rank 0 wrote, where rank 1 takes twice as long and holds three times the memory."""
     report_module = sys.modules["manyhands.train.report"]
     report_module.peak_memory_gib = lambda ranks: 1.0 + 2.0 * ranks.rank
     now, shown = FakeTime(), io.StringIO()

@@ -209,8 +209,8 @@ def test_text_goes_to_stdout_and_what_was_read_to_stderr(written, trained):
     assert text.startswith("ABBA") and text.endswith("\n") and len(text) == 4 + 40 + 1
     assert set(text) <= set(ALPHABET), "tokens that the alphabet lacks are never drawn"
     assert (
-        told
-        == f"{trained}/checkpoints/step-00000020: step 20, validation loss 1.5000, {gpt(20).num_params():,} parameters\n"
+        told == f"{trained}/checkpoints/step-00000020: step 20, validation loss 1.5000,"
+        f" {gpt(20).num_params():,} parameters\n"
     )
 
 

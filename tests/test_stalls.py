@@ -159,7 +159,8 @@ def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is
     family = Family(mark)
     try:
         done = subprocess.run(
-            [*command, *program], env={**os.environ, MARK: mark}, timeout=200, capture_output=True, text=True, check=False
+            [*command, *program], env={**os.environ, MARK: mark}, timeout=200,
+            capture_output=True, text=True, check=False
         )  # fmt: skip
         said = done.stdout + done.stderr
         assert done.returncode != 0

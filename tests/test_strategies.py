@@ -1,4 +1,6 @@
-"""Every strategy gives the losses, gradients and gradient norms of one process; and says only what it must over the wire."""
+"""Every strategy gives the losses, gradients and gradient norms of one process; and says only what it must over the
+wire.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Tensor and pipeline parallelism, and their products with the others, are one process; and they talk no more than they must."""
+"""Tensor and pipeline parallelism, and their products with the others, are one process; and they talk no more than they
+must.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -137,7 +139,9 @@ def test_float32_with_adamw_stays_within_its_budget(pool, reference, n, options)
 
 
 def losses_in_bf16(ranks, options):
-    """(this layout's mean loss, one process's under the same autocast, the gradients' dtypes, relative gradient distance)."""
+    """(this layout's mean loss, one process's under the same autocast, the gradients' dtypes, relative gradient
+    distance).
+    """
     parallel = build(ranks, options)
     ids, targets = next(batches(CONFIG))
     loss = parallel.mean_loss(parallel.forward_backward(*share(parallel, ids, targets)))

@@ -1,7 +1,7 @@
 """jobs/train.*: written for a site, run on this machine without a scheduler, and on a real Slurm of two nodes.
 
-There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the numbers of a run
-that nobody disturbed. `fake_train.py` stands in for the trainer where its numbers do not matter (see there).
+There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the numbers of
+a run that nobody disturbed. `fake_train.py` stands in for the trainer where its numbers do not matter (see there).
 """
 
 import json
@@ -126,7 +126,9 @@ def test_a_failing_run_fails_the_job_and_asks_for_nothing_even_beside_an_old_req
     ],
 )
 def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(course, tmp_path, allowed, sentence):
-    """qstat and qrerun as PBS Pro answers, written down: it grants qrerun to operators only. No PBS runs in these tests."""
+    """qstat and qrerun as PBS Pro answers, written down: it grants qrerun to operators only. No PBS runs in these
+    tests.
+    """
     programs = {  # the clock starts with qstat's answer, and that one waits until the program can hear
         "qstat": f'until [ -e {tmp_path}/hears ]; do sleep 0.1; done\necho "    Resource_List.walltime = 00:10:00"',
         "qrerun": f'echo "qrerun $1: {"done" if allowed else "Unauthorized Request"}"; exit {int(not allowed)}',
@@ -225,7 +227,8 @@ class Submitted:
     def start_again_now(self):
         """Slurm lets a requeued job wait for two minutes.
 
-        In the second in which the first start was revoked, a node refuses the next one ("job credential revoked", FAILED).
+        In the second in which the first start was revoked, a node refuses the next one ("job credential revoked",
+        FAILED).
         """
         self.wait_for("PENDING")
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
@@ -299,8 +302,9 @@ def _command_line(pid):
 
 @pytest.mark.slurm
 def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_names_goes_on(slurm, course, environ):
-    """Through Debian's qsub: Slurm's srun starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05) is
-    broken: it refuses, as that of a PBS does for a user who is no operator."""
+    """Through Debian's qsub: Slurm's srun starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05)
+    is broken: it refuses, as that of a PBS does for a user who is no operator.
+    """
     passed = {**environ, "TRAIN_ARGS": LINGER}
     job = Submitted(slurm, course, passed, "qsub", "-V", "jobs/train.pbs")
     job.until("step 10")

@@ -1,7 +1,8 @@
 """Defects of published trainers, each of which let "the loss go down": none of them is here.
 
-Through the trainer's own modules, with tiny models. What concerns gradients (averaged, accumulated, clipped: picotron#39,
-build-nanogpt#30, torchtitan#766) is held in `test_strategies`, what concerns checkpoints in `test_training`.
+Through the trainer's own modules, with tiny models. What concerns gradients (averaged, accumulated, clipped:
+picotron#39, build-nanogpt#30, torchtitan#766) is held in `test_strategies`, what concerns checkpoints in
+`test_training`.
 """
 
 import dataclasses

@@ -230,7 +230,7 @@ def test_a_run_that_nobody_looks_at_does_not_save_what_is_no_number(pool, tmp_pa
 
 
 def signalled(ranks, options, outputs, name, step):
-    """(status, notes, how it ended, what its folder holds) of a run of which rank 0 gets a signal after `step` steps."""
+    """(status, notes, how it ended, what its folder holds) of a run; rank 0 gets a signal after `step` steps."""
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started these tests ignores
     run, _ = begin(ranks, options, outputs)
@@ -256,7 +256,8 @@ def signalled(ranks, options, outputs, name, step):
 def test_the_first_step_too_is_looked_at_before_a_signal_saves_it(pool, tmp_path):
     """Its gradients are finite: AdamW's step of 1e39 is not, in float32. One rank alone sees it in its share."""
     wild = replace(
-        BASE, train=replace(BASE.train, precision="fp32"), log=RARELY, checkpoint=CheckpointOptions(str(tmp_path / "run")),
+        BASE, train=replace(BASE.train, precision="fp32"), log=RARELY,
+        checkpoint=CheckpointOptions(str(tmp_path / "run")),
         optimizer=OptimizerOptions(lr=1e39, warmup=0, weight_decay=0), parallel=FSDP[1],
     )  # fmt: skip
     with pytest.raises(AssertionError, match="a weight is no finite number at step 1"):
@@ -277,7 +278,9 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
 
 
 def signalled_in_evaluation(ranks, options, outputs):
-    """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of step 4."""
+    """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of
+    step 4.
+    """
     from manyhands.train import preemption
 
     run, _ = begin(ranks, options, outputs)
@@ -428,7 +431,8 @@ def train_program(ending, folder):
 
 @pytest.mark.parametrize(
     ("ending", "status", "said"),
-    [("done", 0, "its last line"), ("refusal", 2, "train.py: why\n"), ("interrupt", 130, "train.py: ended by Ctrl-C\n")],
+    [("done", 0, "its last line"), ("refusal", 2, "train.py: why\n"),
+     ("interrupt", 130, "train.py: ended by Ctrl-C\n")],
 )  # fmt: skip
 def test_one_of_several_ranks_ends_itself_without_the_interpreters_own_end(tmp_path, ending, status, said):
     """Threads of gloo that still hold a tensor would abort it there, one run in five on a busy machine."""

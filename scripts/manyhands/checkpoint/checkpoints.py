@@ -42,8 +42,9 @@ MB = 1e6
 class Checkpoints:
     """The checkpoints in `folder` (rank 0's counts). All ranks call every method, in the same order.
 
-    `keep`: so many of the last ones stay, and the best. `asynchronous`: `save` copies the tensors to the CPU's memory and
-    returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: for the slowest disk.
+    `keep`: so many of the last ones stay, and the best. `asynchronous`: `save` copies the tensors to the CPU's memory
+    and returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: for the slowest
+    disk.
     """
 
     def __init__(self, folder, ranks, keep=2, asynchronous=False, timeout_s=1800):
@@ -60,9 +61,10 @@ class Checkpoints:
     def save(self, step, tensors, metadata, rank_state=None, val_loss=None):
         """Write the checkpoint of `step`; one of the same step is replaced.
 
-        `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once. `metadata`:
-        what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as the state of its
-        random numbers. Raises CheckpointError on all ranks; then the older checkpoints are as they were.
+        `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once.
+        `metadata`: what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as
+        the state of its random numbers. Raises CheckpointError on all ranks; then the older checkpoints are as they
+        were.
         """
         self.wait()
         json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
@@ -134,9 +136,9 @@ class Checkpoints:
         """Fill `tensors` in place from the checkpoint in `path`, whatever ranks saved it, and return its metadata.
 
         `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
-        metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if it was.
-        Raises CheckpointError on all ranks for a damaged checkpoint, and for names, shapes and types that do not fit: then
-        no tensor has changed.
+        metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if
+        it was. Raises CheckpointError on all ranks for a damaged checkpoint, and for names, shapes and types that do
+        not fit: then no tensor has changed.
         """
         self.wait()
         path = Path(path)
@@ -221,13 +223,15 @@ class Checkpoints:
             faults.append(f"it holds {_few(sorted(there - wanted))}, which this run does not have")
         if faults:
             raise CheckpointError(
-                f"{path} does not fit this run: {'; '.join(faults)}; use the options it was saved with, or another folder"
+                f"{path} does not fit this run: {'; '.join(faults)}; use the options it was saved with, or another"
+                " folder"
             )
 
     def _see(self, partial):
         if not partial.is_dir():
             raise CheckpointError(
-                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints need a"
+                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints"
+                " need a"
                 " folder that all nodes share: name one"
             )
 

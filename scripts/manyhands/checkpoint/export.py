@@ -1,7 +1,7 @@
 """A trained GPT without its run: the weights in one safetensors file, its sizes and tokens in a JSON file beside it.
 
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
-    python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300 # step 300; else the best
+    python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300   # else the best
     model, metadata = load_model("model.safetensors")                                    # or a folder of checkpoints
 
 You should see one line with the file, the step, and how many parameters it holds. Any number of ranks may have saved
@@ -89,7 +89,9 @@ def find_checkpoint(source, step="best", tell=print):
 
 
 def newest_in(source):
-    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written. None: nothing."""
+    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written. None:
+    nothing.
+    """
     source = Path(source)
     if source.is_file():
         return source.stat().st_mtime_ns
@@ -105,7 +107,8 @@ def _loss(path):
 
 
 def load_model(source, step="best", tell=print):
-    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints; see `find_checkpoint` for those.
+    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints; see `find_checkpoint` for
+    those.
 
     metadata["source"] is the path that was read. Raises CheckpointError if what is there is damaged or is no GPT.
     """
@@ -147,7 +150,7 @@ def tokenizer_of(metadata):
 
 
 def build(weights, metadata, source):
-    """A GPT with {name: tensor}, as sized by metadata["config"]. Raises CheckpointError with the names that do not fit."""
+    """A GPT with {name: tensor}, as sized by metadata["config"]. CheckpointError names what does not fit."""
     try:
         sizes = metadata["config"] | {}
         if "document_mark" in sizes:  # its name in checkpoints of older runs

@@ -4,8 +4,8 @@
         verify(path)                    # CheckpointError names the file that is missing, cut or changed
         metadata = read_manifest(path).metadata
 
-The manifest is written last. It holds the step, the validation loss, the metadata of the run, and the size and sha256 of
-every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged. It is no
+The manifest is written last. It holds the step, the validation loss, the metadata of the run, and the size and sha256
+of every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged. It is no
 signature: who can write the folder can write a manifest that fits, which is why its content is held to a schema here,
 once, and no file of a checkpoint can bring code along (see `tensor_files`).
 """
@@ -200,7 +200,8 @@ def verify_file(path: Path, expected: File) -> None:
         found = path.stat().st_size
         if found != expected.bytes:
             raise CheckpointError(
-                f"{path} has {found} bytes, but was written with {expected.bytes}: it is cut or changed; use another step"
+                f"{path} has {found} bytes, but was written with {expected.bytes}: it is cut or changed; use another"
+                " step"
             )
         if not path.is_file() or describe_file(path) != expected:
             raise CheckpointError(f"{path} has changed since it was written (other sha256); use another step")
@@ -211,7 +212,9 @@ def verify_file(path: Path, expected: File) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """See to it that names made or changed in `folder` are on the disk. Where folders cannot be synced, nothing happens."""
+    """See to it that names made or changed in `folder` are on the disk. Where folders cannot be synced, nothing
+    happens.
+    """
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

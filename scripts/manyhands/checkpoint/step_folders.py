@@ -1,7 +1,7 @@
 """A folder of checkpoints as one process, rank 0, changes it: who may write, what is left over, what is kept.
 
-Nothing here communicates. The order of renames is such that a kill between any two of them leaves, of each step, the old
-checkpoint or the new one, complete and under a name that `manifest.steps_in` lists.
+Nothing here communicates. The order of renames is such that a kill between any two of them leaves, of each step, the
+old checkpoint or the new one, complete and under a name that `manifest.steps_in` lists.
 """
 
 import errno
@@ -27,8 +27,8 @@ PATIENCE_S = 5  # a run that was just killed may take so long to let go of its f
 def lock(folder, owner):
     """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
 
-    The system lets go of it however the process ends. On a file system without locks nobody can be asked, and two runs in
-    one folder are not noticed. `owner` is what the other run is told. Raises CheckpointError.
+    The system lets go of it however the process ends. On a file system without locks nobody can be asked, and two runs
+    in one folder are not noticed. `owner` is what the other run is told. Raises CheckpointError.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,8 @@ def lock(folder, owner):
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise CheckpointError(
-                    f"another run ({file.read().strip() or 'unknown'}) writes its checkpoints into {folder}; wait until it"
+                    f"another run ({file.read().strip() or 'unknown'}) writes its checkpoints into {folder}; wait"
+                    " until it"
                     " ends, or name another folder"
                 ) from None
             time.sleep(0.2)
@@ -120,6 +121,6 @@ def remove_old(folder, keep):
 
 
 def best_of(losses):
-    """The path with the lowest loss in {path, newest first: loss or None}; of equals the newest; None without losses."""
+    """The path with the lowest loss in {path, newest first: loss or None}; of equals the newest; None without any."""
     measured = {path: loss for path, loss in losses.items() if loss is not None}
     return min(measured, key=measured.get, default=None)

@@ -4,9 +4,9 @@
     read_tensors(folder, tensors, group)      # all ranks; in place; from any number of ranks to any other
     whole_tensors(folder, "model.")           # one process: {name: the full tensor on the CPU}
 
-Each rank writes one file, whose header says which piece of which tensor lies where: there is no pickle to trust. (DCP's own
-format has one, `.metadata`, and its reader runs what is in it.) A rank needs room in its host's memory for its file once more
-while it writes.
+Each rank writes one file, whose header says which piece of which tensor lies where: there is no pickle to trust. (DCP's
+own format has one, `.metadata`, and its reader runs what is in it.) A rank needs room in its host's memory for its file
+once more while it writes.
 """
 
 import warnings
@@ -66,7 +66,8 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: dist.ProcessGroup) -> None:
-    """Write {name: tensor or DTensor} of all ranks into `folder`. All ranks of `group` call it, each with its own names.
+    """Write {name: tensor or DTensor} of all ranks into `folder`. All ranks of `group` call it, each with its own
+    names.
 
     A tensor that several ranks hold is written by one of them. Every file is on the disk when this returns.
     Raises CheckpointException (no Exception!) on all ranks if one of them failed: see `failures_of`.

@@ -194,7 +194,8 @@ def _pipeline_refusal(options):
         # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
         if parallel.strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
             return (
-                f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, not"
+                f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come,"
+                " not"
                 f" parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
             )
         if parallel.activation_checkpointing == "selective":
@@ -216,7 +217,8 @@ def _refuse_sizes(parallel, config, degrees, stages_per_rank):
     tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
     if tokens * (tensor - 1) >= config.vocab_size:
         raise LayoutError(
-            f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks, leave none for the"
+            f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks, leave none for"
+            " the"
             " last one; use fewer tensor ranks or a larger vocabulary"
         )
     if parallel.sequence_parallel and config.block_size % tensor:
@@ -226,7 +228,8 @@ def _refuse_sizes(parallel, config, degrees, stages_per_rank):
         )
     if stages > config.n_layer:
         raise LayoutError(
-            f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank}) are more than model.n_layer={config.n_layer};"
+            f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank}) are more than"
+            f" model.n_layer={config.n_layer};"
             " use fewer pipeline ranks or more layers"
         )
     kind, _, count = parallel.wrapping.partition(":")
@@ -236,7 +239,8 @@ def _refuse_sizes(parallel, config, degrees, stages_per_rank):
         fits = kind in ("block_group", "size") and count.isdecimal() and int(count) >= 1
     if not fits:
         raise LayoutError(
-            f"parallel.wrapping={parallel.wrapping!r} is unknown; use block, block_and_size, block_group:2 or size:100000"
+            f"parallel.wrapping={parallel.wrapping!r} is unknown; use block, block_and_size, block_group:2 or"
+            " size:100000"
         )
     if kind == "block_group" and int(count) > config.n_layer:
         raise LayoutError(
@@ -249,13 +253,15 @@ def _micro_batches(options, degrees):
     data = degrees["replicate"] * degrees["shard"]
     if train.global_batch % data:
         raise LayoutError(
-            f"train.global_batch={train.global_batch} does not split over {data} data-parallel ranks; use a multiple of {data}"
+            f"train.global_batch={train.global_batch} does not split over {data} data-parallel ranks; use a multiple"
+            f" of {data}"
         )
     share = train.global_batch // data
     if train.micro_batch is not None:
         if share % train.micro_batch:
             raise LayoutError(
-                f"a rank's share of {share} sequences (train.global_batch={train.global_batch} over {data}) does not split"
+                f"a rank's share of {share} sequences (train.global_batch={train.global_batch} over {data}) does not"
+                " split"
                 f" into micro-batches of {train.micro_batch}; use a divisor of {share}"
             )
         count = share // train.micro_batch

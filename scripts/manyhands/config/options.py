@@ -3,8 +3,8 @@
     options = read_options(["--preset", "shakespeare", "--train.steps", "1000", "--parallel.strategy", "fsdp"])
 
 Flags are spelled as tyro spells dataclasses: `--model.n-layer 12`, `--train.compile`, `--train.no-compile`. A file
-(`--config run.toml`) has one table per group, with the names of the fields below. Flags win over the file,
-the file wins over the preset. A value that makes no sense by itself is refused here; what must fit the number of ranks is
+(`--config run.toml`) has one table per group, with the names of the fields below. Flags win over the file, the file
+wins over the preset. A value that makes no sense by itself is refused here; what must fit the number of ranks is
 refused by `layout`.
 """
 
@@ -308,17 +308,20 @@ def validate(options: Options) -> None:
             raise OptionError(f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1")
     if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
         raise OptionError(
-            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}: each step"
+            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}:"
+            " each step"
             " would take more from a weight than it has; use a smaller weight_decay"
         )
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         raise OptionError(
-            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than optimizer.lr={optimizer.lr:g},"
+            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than"
+            f" optimizer.lr={optimizer.lr:g},"
             " its peak; use less, or leave it out"
         )
     if optimizer.warmup is not None and optimizer.warmup >= train.steps:
         raise OptionError(
-            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the learning"
+            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the"
+            " learning"
             f" rate would never reach its peak; use less than {train.steps}, or leave it out"
         )
     if log.sample and not log.prompt:

@@ -97,7 +97,9 @@ class FlatReplicas(NoParallel):
             dist.all_reduce(self.gradients)
 
     def cut(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """The state of an optimizer over `parts` as that of the parameters in them: views, so that loading writes through."""
+        """The state of an optimizer over `parts` as that of the parameters in them: views, so that loading writes
+        through.
+        """
         ensure_state(optimizer)
         states = [optimizer.state.get(part, {}) for part, _ in self.parts]
         slots = [slot for slot, value in states[0].items() if isinstance(value, torch.Tensor)]

@@ -1,14 +1,15 @@
-"""ZeRO by DeepSpeed, behind the same interface as every other strategy. An optional extra: `pip install -e .[deepspeed]`.
+"""ZeRO by DeepSpeed, behind the same interface as every other strategy. An optional extra: `pip install -e
+.[deepspeed]`.
 
     parallel = DeepSpeedParallel(config, layout, options, ranks)     # all ranks; parallelize() calls it
     loss = parallel.forward_backward(ids_bT, targets_bT)
     norm = parallel.clip(1.0)
     parallel.optimizer.step()
 
-options.parallel.zero_stage says what the data ranks share: 1 the optimizer's state, 2 the gradients too, 3 the parameters
-too (Rajbhandari et al. 2020, ZeRO, section 5). DeepSpeed uses the process group that we have joined, on a CPU through gloo;
-its launcher and its compiled kernels are not needed. Gradients of stages 2 and 3 are reduced after each micro-batch, because
-no rank has room for all of them.
+options.parallel.zero_stage says what the data ranks share: 1 the optimizer's state, 2 the gradients too, 3 the
+parameters too (Rajbhandari et al. 2020, ZeRO, section 5). DeepSpeed uses the process group that we have joined, on a
+CPU through gloo; its launcher and its compiled kernels are not needed. Gradients of stages 2 and 3 are reduced after
+each micro-batch, because no rank has room for all of them.
 
 Shapes: b sequences of this data rank, B that all ranks hold alike, T positions, V tokens in the vocabulary.
 """
@@ -94,7 +95,9 @@ class DeepSpeedParallel(Strategy):
         return self._full(safe_get_full_fp32_param)
 
     def named_full_gradients(self):
-        """{name: full tensor on the CPU}, on all ranks, between `forward_backward` and the optimizer's step. Collective."""
+        """{name: full tensor on the CPU}, on all ranks, between `forward_backward` and the optimizer's step.
+        Collective.
+        """
         from deepspeed.utils import safe_get_full_grad
 
         # DeepSpeed scales them only inside its step
@@ -105,7 +108,9 @@ class DeepSpeedParallel(Strategy):
         return {name: get(p).detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
-        """This rank's mean loss; DeepSpeed has the gradients of the mean over the global batch afterwards. All ranks call it."""
+        """This rank's mean loss; DeepSpeed has the gradients of the mean over the global batch afterwards. All ranks
+        call it.
+        """
         count, total, self._clipping = self.layout.micro_batches, 0.0, 1.0
         for i, (ids, targets) in enumerate(self._micro_batches(ids_bT, targets_bT)):
             self.engine.set_gradient_accumulation_boundary(i == count - 1)
@@ -138,7 +143,9 @@ class DeepSpeedParallel(Strategy):
             return self.engine(ids_BT)[0].float()
 
     def clip(self, max_norm):
-        """The global gradient norm, 0-dim. DeepSpeed scales the gradients to `max_norm` (0: not) inside its step. Collective."""
+        """The global gradient norm, 0-dim. DeepSpeed scales the gradients to `max_norm` (0: not) inside its step.
+        Collective.
+        """
         zero = self.engine.optimizer
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups

@@ -3,8 +3,9 @@
     shard(model, mesh, options)                 # in place, by torch's fully_shard; all ranks of the data axes call it
     replicas = Sharded(model)                   # micro-batches through it, as in `ddp`
 
-After Rajbhandari et al. 2020 (ZeRO) and Zhao et al. 2023 (PyTorch FSDP). A unit is what is gathered at once: the larger,
-the fewer and longer messages, and the more memory. What `parallel.wrapping` makes a unit; all else is one more, the root:
+After Rajbhandari et al. 2020 (ZeRO) and Zhao et al. 2023 (PyTorch FSDP). A unit is what is gathered at once: the
+larger, the fewer and longer messages, and the more memory. What `parallel.wrapping` makes a unit; all else is one more,
+the root:
 
     block            each block
     block_and_size   each block, and each of the two large matrices outside: token embedding and head
@@ -44,8 +45,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Turn `model`, a GPT or a stage of one, into FSDP units, in place. Every rank holds the same full weights before.
 
     `mesh` has the axes replicate and shard. The weights may be on the CPU: each unit is moved to the ranks' device, cut
-    and resharded before the next. Tied weights are in one unit. With mixed precision, what is gathered and multiplied is
-    low; the shards, the gradients' sums and the optimizer stay float32.
+    and resharded before the next. Tied weights are in one unit. With mixed precision, what is gathered and multiplied
+    is low; the shards, the gradients' sums and the optimizer stay float32.
     """
     parallel, low = options.parallel, LOW_PRECISION.get(options.train.precision)
     settings: dict[str, Any] = {
@@ -93,7 +94,8 @@ def units(model: Any, wrapping: str) -> list[list[nn.Module]]:
 
 
 def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, in the order of `units`, without those of units further inside; last those of the root.
+    """The parameters of each unit, in the order of `units`, without those of units further inside; last those of the
+    root.
 
     What is gathered by one message. The root's list is empty where nothing is left to it.
     """
@@ -144,14 +146,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def keep_unsharded(model: nn.Module, kept: bool) -> None:
-    """Whether units stay unsharded after the forwards that follow, as under grad_op (False: as `shard` left them). Local."""
+    """Whether units stay unsharded after the forwards that follow, as under grad_op (False: as `shard` left them).
+    Local.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model and not model.keeps_gathered:
             module.set_reshard_after_forward(not kept, recurse=False)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor on each rank, one mesh axis after the other: all at once, torch warns of several messages."""
+    """The whole of a DTensor on each rank, axis by axis: all at once, torch warns of several messages."""
     if not isinstance(tensor, DTensor):
         return tensor
     for axis in range(tensor.device_mesh.ndim):

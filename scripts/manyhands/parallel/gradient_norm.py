@@ -3,9 +3,9 @@
     norm = global_norm(parameters)                  # collective; the same 0-dim tensor on all ranks
     clip(parameters, norm, max_norm=1.0)            # in place, local
 
-A rank's local shards have a norm too, and it is not the model's: clipped by it, ranks scale their shards differently and
-by too little (torchtitan#766, pytorch#170862). Sums of squares add up over exactly those mesh axes that a gradient is
-sharded on; where it is replicated, every copy knows the whole.
+A rank's local shards have a norm too, and it is not the model's: clipped by it, ranks scale their shards differently
+and by too little (torchtitan#766, pytorch#170862). Sums of squares add up over exactly those mesh axes that a gradient
+is sharded on; where it is replicated, every copy knows the whole.
 """
 
 from collections.abc import Iterable
@@ -62,7 +62,7 @@ def _sum_of_squares(tensors):
 
 
 def _add_up(sums):
-    """{groups: local sum of squares} to one sum over all of them: an all-reduce per group, whatever is sharded on it."""
+    """{groups: local sum of squares} to one sum over all: an all-reduce per group, whatever is sharded on it."""
     while any(sums):
         # an inner group first: then its sum joins that of what is sharded on the outer ones alone
         group = max(sums, key=len)[0]
@@ -80,10 +80,11 @@ def _add_up(sums):
 def clip(
     parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
 ) -> torch.Tensor:
-    """Divide the gradients by `loss_scale`, and scale them in place so that their global norm is at most `max_norm` (0: any).
+    """Divide the gradients by `loss_scale`, and scale them in place so that their global norm is at most `max_norm` (0:
+    any).
 
-    `norm` is that of the gradients as they are, with the loss scale in them; returns the norm without it. A norm that is
-    not finite leaves the gradients as they are. Nothing waits for the device: the decision is taken on it.
+    `norm` is that of the gradients as they are, with the loss scale in them; returns the norm without it. A norm that
+    is not finite leaves the gradients as they are. Nothing waits for the device: the decision is taken on it.
     """
     norm = norm / loss_scale
     if max_norm > 0:

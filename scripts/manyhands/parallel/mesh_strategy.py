@@ -1,8 +1,8 @@
 """Replicas, shards, tensor ranks and pipeline stages of the GPT, and products of them, by torch: applied from outside.
 
-All ranks build the same full weights from the same seed on the CPU, so that every layout starts from one process's numbers;
-each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes what `predict.memory`
-says, but while it starts it needs room for all 4 P bytes in the host's memory.
+All ranks build the same full weights from the same seed on the CPU, so that every layout starts from one process's
+numbers; each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes
+what `predict.memory` says, but while it starts it needs room for all 4 P bytes in the host's memory.
 
 Order on a model: tensor parallel, recomputation, compilation, then FSDP or DDP: each wraps what the ones before made.
 Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.

@@ -17,7 +17,7 @@ WARMUP_SHARE, WARMUP_MOST = 20, 100  # warm-up by itself: a twentieth of the run
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """The learning rate of step 0, 1, ...: linear up to its peak, then half a cosine down to `min_lr` at the last step."""
+    """Of step 0, 1, ...: linear up to its peak, then half a cosine down to `min_lr` at the last step."""
     optimizer, steps = options.optimizer, options.train.steps
     warmup = warmup_steps(options)
     if step < warmup:

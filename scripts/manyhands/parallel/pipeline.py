@@ -4,11 +4,13 @@
     loss = stages.forward_backward(ids_bT, targets_bT)       # this data rank's share, in layout.micro_batches pieces
     logits_BTV = stages.logits(ids_BT)                       # whole, on all ranks
 
-The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `pipeline_stage`). Activations and their gradients travel between stages
-micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019;
-interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi et al. 2024).
+The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `pipeline_stage`). Activations and their
+gradients travel between stages micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al.
+2019; 1F1B: Narayanan et al. 2019; interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi
+et al. 2024).
 
-Shapes: b sequences of this data rank, T positions, D width, V tokens in the vocabulary; B sequences that all ranks hold alike.
+Shapes: b sequences of this data rank, T positions, D width, V tokens in the vocabulary; B sequences that all ranks hold
+alike.
 """
 
 from collections.abc import Callable
@@ -43,9 +45,9 @@ class Stages:
     ) -> None:  # fmt: skip
         """All ranks call it, with the same weights in `full_model`, which is taken apart.
 
-        `mesh` has the axes pipeline, replicate, shard, tensor. `prepare(module)` applies tensor parallelism, recomputation
-        and sharding to a stage, in place, and puts it on its device. A stage that becomes an FSDPModule averages its
-        gradients over the data ranks by itself; those of others are averaged here.
+        `mesh` has the axes pipeline, replicate, shard, tensor. `prepare(module)` applies tensor parallelism,
+        recomputation and sharding to a stage, in place, and puts it on its device. A stage that becomes an FSDPModule
+        averages its gradients over the data ranks by itself; those of others are averaged here.
         """
         self.config, self.layout, self.ranks = config, layout, ranks
         self.parallel = options.parallel
@@ -60,9 +62,8 @@ class Stages:
                 self.own[index] = Stage(full_model, layers[index], autocast)
                 prepare(self.own[index])
         self.has_first, self.has_last = 0 in self.own, len(self.owners) - 1 in self.own
-        self.replicas: dist.ProcessGroup | None = (
-            None  # the group to average gradients over; fully_shard does that by itself
-        )
+        # the group to average gradients over; fully_shard does that by itself
+        self.replicas: dist.ProcessGroup | None = None
         if layout.data > 1 and not any(isinstance(module, FSDPModule) for module in self.modules):
             self.replicas = mesh["replicate"].get_group()
         # kept, because a module that fully_shard has gathered shows others for a while
@@ -78,7 +79,8 @@ class Stages:
         return dict(self._parameters)
 
     def forward_backward(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
-        """Gradients of the mean loss over the global batch, and this data rank's loss on the ranks of the last stage, else 0.
+        """Gradients of the mean loss over the global batch, and this data rank's loss on the ranks of the last stage,
+        else 0.
 
         Raises ValueError if b does not split into layout.micro_batches.
         """
@@ -126,9 +128,10 @@ class Stages:
     def _forward(self, pieces, finish):
         """Send micro-batches of ids through all stages; [finish(i, logits of piece i)] on ranks of the last, else None.
 
-        Breadth first: a rank takes all pieces through one of its stages, then through the next. What goes around, from the
-        last rank to the first, goes when all pieces are there, and is awaited as a whole: neither has to send to the other
-        meanwhile, and sends may wait for their receivers. (The schedules' own `eval` fails for V-shaped ones in torch 2.13.)
+        Breadth first: a rank takes all pieces through one of its stages, then through the next. What goes around, from
+        the last rank to the first, goes when all pieces are there, and is awaited as a whole: neither has to send to
+        the other meanwhile, and sends may wait for their receivers. (The schedules' own `eval` fails for V-shaped ones
+        in torch 2.13.)
         """
         here, last = self.here, len(self.owners) - 1
         results = pieces
@@ -152,7 +155,9 @@ class Stages:
         return results if self.has_last else None
 
     def _about(self, ids):
-        """What a stage needs of the ids beyond the stream: every rank of the pipeline has the batch, so nothing is sent."""
+        """What a stage needs of the ids beyond the stream: every rank of the pipeline has the batch, so nothing is
+        sent.
+        """
         return {} if self.config.separator is None else {"ids": ids}
 
     def _receive(self, ids, source):
@@ -169,7 +174,7 @@ class Stages:
         return self.layout.tensor if self.parallel.sequence_parallel else 1
 
     def _stream_shape(self, ids_shape):
-        """The shape of what travels between stages: under sequence parallelism a tensor rank's share of the positions."""
+        """What travels between stages has this shape: under sequence parallelism a share of the positions."""
         return (ids_shape[0], ids_shape[1] // self._position_ranks, self.config.n_embd)
 
     def _sum(self, losses):

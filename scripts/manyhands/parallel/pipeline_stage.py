@@ -25,7 +25,9 @@ def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int
 
 
 def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
-    """A range of layers per stage, sizes differing by one at most; the last stage, which has the head, gets no extra one."""
+    """A range of layers per stage, sizes differing by one at most; the last stage, which has the head, gets no extra
+    one.
+    """
     least, extra = divmod(n_layer, num_stages)
     ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

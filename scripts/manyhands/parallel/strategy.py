@@ -66,7 +66,8 @@ class Strategy:
     def forward_backward_by(
         self, loss_of: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], timer: Any = None
     ) -> torch.Tensor:
-        """`forward_backward` by a loss of one's own: loss_of(model, *share), once for each micro-batch's share of `tensors`.
+        """`forward_backward` by a loss of one's own: loss_of(model, *share), once for each micro-batch's share of
+        `tensors`.
 
         model(ids_bT) is (logits_bTV, None), and `loss_of` calls it once. The gradients are those of the mean over
         micro-batches and data ranks. Raises ValueError for a strategy whose ranks do not hold whole logits.
@@ -77,9 +78,11 @@ class Strategy:
         )
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call it.
+        """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call
+        it.
 
-        A 0-dim tensor, the same on all ranks, without the loss scale. If it is not finite, the gradients stay as they are.
+        A 0-dim tensor, the same on all ranks, without the loss scale. If it is not finite, the gradients stay as they
+        are.
         """
         raise NotImplementedError
 
@@ -113,11 +116,11 @@ class Strategy:
         return {name: p for module in self.modules for name, p in module.named_parameters()}
 
     def named_full_parameters(self) -> Tensors:
-        """{name: whole parameter on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
+        """{name: whole parameter on the CPU} on all ranks, of other pipeline stages too. All ranks must call it."""
         raise NotImplementedError
 
     def named_full_gradients(self) -> Tensors:
-        """{name: whole gradient on the CPU} on all ranks, those of other pipeline stages too. All ranks must call it."""
+        """{name: whole gradient on the CPU} on all ranks, of other pipeline stages too. All ranks must call it."""
         raise NotImplementedError
 
     # --- its optimizer
@@ -139,9 +142,11 @@ class Strategy:
     # --- its checkpoints
 
     def checkpoint_tensors(self, optimizer: Any) -> Tensors:
-        """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, under names that no strategy changes. All ranks call it.
+        """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, under names that no strategy changes. All ranks call
+        it.
 
-        A DTensor is saved as its shards. What is loaded into the tensors is the training's own, or `take_checkpoint` takes it.
+        A DTensor is saved as its shards. What is loaded into the tensors is the training's own, or `take_checkpoint`
+        takes it.
         """
         model = {f"model.{name}": p.detach() for name, p in self.named_parameters().items()}
         state = self.optimizer_state(optimizer)

@@ -6,10 +6,10 @@
         loss.backward()
     finish_gradients(model.parameters())              # all ranks, once per step, before gradients are looked at
 
-Attention and MLP are split by columns, then by rows (Shoeybi et al. 2019, Megatron-LM, section 3): whole heads and whole
-hidden units per rank, one all-reduce after each of them, and one in the backward before each. The token embedding and the
-head are split over the vocabulary. With `sequence_parallel` each all-reduce becomes an all-gather and a reduce-scatter, and
-norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
+Attention and MLP are split by columns, then by rows (Shoeybi et al. 2019, Megatron-LM, section 3): whole heads and
+whole hidden units per rank, one all-reduce after each of them, and one in the backward before each. The token embedding
+and the head are split over the vocabulary. With `sequence_parallel` each all-reduce becomes an all-gather and a
+reduce-scatter, and norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
 
 Works on a whole `manyhands.gpt.model.GPT` and on a stage of a pipeline, which has only some of its parts.
 Shapes: B sequences, T positions, D width, V tokens in the vocabulary, t tensor ranks.
@@ -43,7 +43,8 @@ def apply_tensor_parallel(
     """Split the layers of `model` (a GPT or a stage of one) over `tensor_mesh`, in place. All its ranks call it.
 
     Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, width and (with
-    `sequence_parallel`) block_size must divide by the mesh's size, which `layout` makes sure of; the vocabulary need not.
+    `sequence_parallel`) block_size must divide by the mesh's size, which `layout` makes sure of; the vocabulary need
+    not.
     """
     tied = _is_tied(model)
     between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
@@ -85,11 +86,13 @@ def sharded_loss(loss_parallel: bool) -> contextlib.AbstractContextManager[None]
 
 @torch.no_grad()
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring each gradient to where its parameter lies; all tensor ranks call it, once per step, after the last backward.
+    """Bring each gradient to where its parameter lies; all tensor ranks call it, once per step, after the last
+    backward.
 
-    Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are partial
-    sums (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks drift apart
-    (Megatron-LM#443). The token embedding's gradient is whole on each rank, and is cut without sending anything.
+    Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are
+    partial sums (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks
+    drift apart (Megatron-LM#443). The token embedding's gradient is whole on each rank, and is cut without sending
+    anything.
     """
     partial_sums: dict[Any, list[Any]] = {}
     parameter: Any  # a DTensor in a Parameter's clothes
@@ -159,9 +162,9 @@ def _plain_results(_, args, results):
 def _draw_own_dropout(model, tensor_rank, sequence_parallel):
     """Let tensor ranks draw different masks where they hold different things: other heads, or other positions.
 
-    Their generators run alike, so that masks of what they all hold agree. Inside such a module the generator starts from a
-    number drawn from the common stream and the rank, and goes back afterwards. A recomputed forward, which starts from the
-    same state of the common stream, draws the same.
+    Their generators run alike, so that masks of what they all hold agree. Inside such a module the generator starts
+    from a number drawn from the common stream and the rank, and goes back afterwards. A recomputed forward, which
+    starts from the same state of the common stream, draws the same.
     """
     for module in model.modules():
         split = hasattr(module, "qkv") or (sequence_parallel and isinstance(module, nn.Dropout))

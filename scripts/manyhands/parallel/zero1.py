@@ -1,7 +1,7 @@
 """ZeRO-1: replicas of the model, and each rank keeps the optimizer's state of its share of the parameters alone.
 
-By torch's ZeroRedundancyOptimizer (Rajbhandari et al. 2020, ZeRO, section 5.1): gradients are averaged as among any replicas;
-each rank updates its share, and broadcasts it to the others.
+By torch's ZeroRedundancyOptimizer (Rajbhandari et al. 2020, ZeRO, section 5.1): gradients are averaged as among any
+replicas; each rank updates its share, and broadcasts it to the others.
 """
 
 import warnings

@@ -4,12 +4,13 @@
     python -m manyhands.tools.isoflop --budget 6e10 --to outputs/mine.json
     row = train_point(Point(6e10, 24), corpus, ranks)         # one point, by all ranks: lesson 12 does it live
 
-A point that the file holds already is not run again, so a grid that was stopped goes on. One budget's sizes differ in width
-only, and in how many tokens the budget then buys: tokens = budget / FLOPs per token. The FLOPs are counted exactly, by
-`flops.flops_per_token`; the usual 6 N per token leaves out attention's products and counts embeddings, which cost nothing.
+A point that the file holds already is not run again, so a grid that was stopped goes on. One budget's sizes differ in
+width only, and in how many tokens the budget then buys: tokens = budget / FLOPs per token. The FLOPs are counted
+exactly, by `flops.flops_per_token`; the usual 6 N per token leaves out attention's products and counts embeddings,
+which cost nothing.
 
-This is the second approach of Hoffmann et al. 2022 (section 3.2, "IsoFLOP profiles") at a millionth of a millionth of its
-scale. `manyhands.predict.scaling` fits what comes out.
+This is the second approach of Hoffmann et al. 2022 (section 3.2, "IsoFLOP profiles") at a millionth of a millionth of
+its scale. `manyhands.predict.scaling` fits what comes out.
 """
 
 import argparse
@@ -76,8 +77,9 @@ class Point:
 def train_point(point, corpus, ranks, strategy="ddp", sample=0):
     """Train one point to its end, over all ranks, and look at it: a row of the file. All ranks call it.
 
-    `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same under
-    each of them on any number of ranks. `sample`: so many characters that the model writes are the row's "sample".
+    `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same
+    under each of them on any number of ranks. `sample`: so many characters that the model writes are the row's
+    "sample".
     """
     options = point.options(len(corpus.vocab))
     options = dataclasses.replace(options, parallel=ParallelOptions(strategy=strategy))
@@ -132,8 +134,8 @@ def look(parallel, corpus, ranks, rows=1024, at_once=64):
 
     Ranks that hold whole copies read a share each; others compute all of it together.
 
-    val_loss: nats per character; accuracy: how often the likeliest character is the right one; in_a_row: how often it is
-    for IN_A_ROW characters one after the other, given the right ones before each.
+    val_loss: nats per character; accuracy: how often the likeliest character is the right one; in_a_row: how often it
+    is for IN_A_ROW characters one after the other, given the right ones before each.
     """
     T = BLOCK
     rows = min(rows, (len(corpus.val_ids) - 1) // T)

@@ -3,8 +3,8 @@
     columns = fitting(all_columns(...), width=120)
     header(columns); line(columns, values); legend(everything, columns, width, colour)
 
-`values` maps a column's key to a number or None. Keys are those of the JSON lines, with their units; a value has the same
-width in every line, so that lines align.
+`values` maps a column's key to a number or None. Keys are those of the JSON lines, with their units; a value has the
+same width in every line, so that lines align.
 """
 
 import io
@@ -24,7 +24,7 @@ PHASES = {"dtf_s", "dtb_s"}  # which a pipeline has not: its forwards and backwa
 
 @dataclass(frozen=True)
 class Column:
-    """`meaning` is its row in the legend; of the columns that do not fit, the one with the highest `spare` goes first."""
+    """`meaning` is its row in the legend; of columns that do not fit, the one with the highest `spare` goes first."""
 
     key: str
     name: str
@@ -89,9 +89,12 @@ def all_columns(options, config, device, world_size, pipeline, peak_name):
     wide = max(4, len(str(options.train.steps)))
     columns = [
         Column("step", "step", wide, str, 0, "optimizer steps done"),
-        Column("loss", "loss", 6, loss, 0, "cross-entropy in nats per token: the mean over the global batch of this step"),
-        Column("val_loss", "val_loss", 8, loss, 0, "the same on text that is never trained on; - where it was not measured"),
-        Column("dt_s", "dt", 7, seconds, 0, "time of one step, on the slowest rank: mean of the steps since the line above"),
+        Column("loss", "loss", 6, loss, 0,
+               "cross-entropy in nats per token: the mean over the global batch of this step"),
+        Column("val_loss", "val_loss", 8, loss, 0,
+               "the same on text that is never trained on; - where it was not measured"),
+        Column("dt_s", "dt", 7, seconds, 0,
+               "time of one step, on the slowest rank: mean of the steps since the line above"),
         Column("dt_min_s", "dt_min", 7, seconds, 5, "dt of the fastest rank"),
         Column("dt_mean_s", "dt_mean", 7, seconds, 5, "dt, mean over ranks"),
         Column("dtf_s", "dtf", 7, seconds, 2, "the part of dt in the forward pass (mean over ranks)"),
@@ -105,7 +108,8 @@ def all_columns(options, config, device, world_size, pipeline, peak_name):
         Column("tokens_per_s_per_rank", f"tokens/s/{unit}", 9 + len(unit), rate, 3,
                f"tokens/s divided by the number of {unit}s"),
         Column("mfu", "MFU", 5, share, 1, f"model FLOPs utilisation: {mfu}"),
-        Column("grad_norm", "grad_norm", 9, "{:.4g}".format, 0, f"length of the gradient of the whole model, {clipped}"),
+        Column("grad_norm", "grad_norm", 9, "{:.4g}".format, 0,
+               f"length of the gradient of the whole model, {clipped}"),
         Column("lr", "lr", 8, "{:.2e}".format, 0, "learning rate of this step"),
         Column("memory_gib", "memory", 7, gib, 0, f"the most memory {held} that any rank has held so far"),
         Column("memory_min_gib", "mem_min", 7, gib, 6, "memory of the rank with the least"),

@@ -1,7 +1,7 @@
 """`--dry-run`: what would run, on how many ranks, and whether it fits. No process group, no weights.
 
     python scripts/train.py --preset olmo-7b --ranks 64 --dry-run                 # read it
-    python scripts/train.py --preset gpt2 --train.steps 9 --dry-run > run.toml    # keep it: --config run.toml runs the same
+    python scripts/train.py --preset gpt2 --train.steps 9 --dry-run > run.toml    # --config run.toml runs the same
 
 What it prints is a configuration file: the resolved options in TOML, and what follows from them as comments above.
 """
@@ -30,7 +30,8 @@ NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not
 
 
 def dry_run(options):
-    """Print what `options` would run on `options.ranks` ranks (none: on those that were started). Returns the exit status.
+    """Print what `options` would run on `options.ranks` ranks (none: on those that were started). Returns the exit
+    status.
 
     A run that would be refused is refused here with the same sentence. Started on many ranks, the first one prints.
     """
@@ -69,7 +70,8 @@ def describe(options, world_size, per_node=None):
         f"{f'{world_size} ranks' if world_size > 1 else 'one rank'}, strategy {options.parallel.strategy}"
         + (f": {layout}" if world_size > 1 else "")
         + (f" (on nodes of {per_node} ranks)" if several_nodes else ""),
-        f"a step: {train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is {share}"
+        f"a step: {train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
+        f" {share}"
         f" sequence{'s' * (share > 1)} in {layout.micro_batches} micro-batch{'es' * (layout.micro_batches > 1)}",
         f"the run: {train.steps:,} steps, {train.steps * tokens:,} tokens",
         f"a checkpoint: {gib(checkpoint_bytes(config, options))}",
@@ -146,7 +148,7 @@ def gib(count):
 
 
 def to_toml(options):
-    """The options as a file that `read_options` reads back. What is none is left out, as a comment: TOML has no none."""
+    """The options as a file that `read_options` reads back. None is a comment: TOML has no none."""
     lines, content = [], to_dict(options)
     groups = {name: value for name, value in content.items() if isinstance(value, dict)}
     top = {name: value for name, value in content.items() if name not in groups}

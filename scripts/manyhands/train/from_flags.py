@@ -1,4 +1,5 @@
-"""From the trainer's flags to a model spread over the ranks, as `scripts/train.py` makes it, and what the formulas say of it.
+"""From the trainer's flags to a model spread over the ranks, as `scripts/train.py` makes it, and what the formulas say
+of it.
 
 spread = model_from_flags("--parallel.strategy fsdp --parallel.wrapping block", ranks, vocab_size=65)
 loss = spread.parallel.forward_backward(ids_bT, targets_bT)

@@ -11,9 +11,9 @@
 
 Ctrl-C saves too, but whoever pressed it wants the run to stay stopped, so there is no file then.
 
-A launcher turns every exit status into 1, so the file says what a status cannot. Signals reach the ranks through torchrun
-(`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks, and never at the same
-moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one per step.
+A launcher turns every exit status into 1, so the file says what a status cannot. Signals reach the ranks through
+torchrun (`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks, and never
+at the same moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one per step.
 """
 
 import json
@@ -40,7 +40,8 @@ _held = []  # signals that came before there was anything to stop
 
 
 def defer_signals():
-    """From now on SIGUSR1, which would end this process, waits for a `PreemptionHandler`, and a launcher that dies is a SIGTERM.
+    """From now on SIGUSR1, which would end this process, waits for a `PreemptionHandler`, and a launcher that dies is a
+    SIGTERM.
 
     Call it first: importing torch takes seconds. Whoever is started by hand may outlive the shell (nohup).
     """
@@ -51,7 +52,8 @@ def defer_signals():
 
 
 class PreemptionHandler:
-    """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it only agrees.
+    """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it
+    only agrees.
 
     The first signal is kept for `agreed`; one that comes more than ECHO_S later does what it did before: SIGTERM ends
     the process at once. After a signal the handlers stay when the block ends: the process is leaving, and an echo must
@@ -78,7 +80,7 @@ class PreemptionHandler:
             self._restore()
 
     def agreed(self, step):
-        """The signal by which all ranks stop after this step, or None. All ranks call it with the same steps, rising."""
+        """The signal by which all ranks stop after this step, or None. All ranks call it, steps rising."""
         import torch  # late, so that `defer_signals` costs nothing
         import torch.distributed as dist
 
@@ -113,7 +115,9 @@ class PreemptionHandler:
 
 
 def write_requeue(folder, stop, step, ranks):
-    """Say in <folder>/requeue.json that `stop` ("SIGUSR1") ended the run after `step` steps. Rank 0 writes, at once whole."""
+    """Say in <folder>/requeue.json that `stop` ("SIGUSR1") ended the run after `step` steps. Rank 0 writes, at once
+    whole.
+    """
     if ranks.rank == 0:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

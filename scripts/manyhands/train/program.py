@@ -1,4 +1,5 @@
-"""What train.py and align.py do before their runs: signals wait, and one rank complains about options that all have read.
+"""What train.py and align.py do before their runs: signals wait, and one rank complains about options that all have
+read.
 
 Imports no torch before the options are read: a wrong flag is said at once.
 """

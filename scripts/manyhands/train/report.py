@@ -8,8 +8,8 @@
     report.evaluation(step, val_loss); report.sample(step, text); report.note(sentence)
     report.close("300 steps done")
 
-`step` reads no number and sends no message, except in an interval's last step: then two collectives, the mean loss and one
-all-reduce of a few numbers per rank. Only rank 0 shows and writes. A line waits for the evaluation of its step.
+`step` reads no number and sends no message, except in an interval's last step: then two collectives, the mean loss and
+one all-reduce of a few numbers per rank. Only rank 0 shows and writes. A line waits for the evaluation of its step.
 Numbers count the whole world: samples/s is the global batch over the time of the slowest rank.
 """
 
@@ -89,7 +89,9 @@ class Report:
         self.bar.start()
 
     def step(self, step, loss, grad_norm, lr):
-        """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim tensors)."""
+        """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim
+        tensors).
+        """
         due = self._due(step)
         expected = self._expected_end(step, due) if self.shows else None
         if not due:
@@ -203,7 +205,7 @@ class Report:
         self.trackers.log(row)
 
     def evaluation(self, step, val_loss):
-        """The validation loss after `step`: in the line of that step, else in a line of its own. All ranks may call it."""
+        """The validation loss after `step`: in the line of that step, else in one of its own. All ranks may call it."""
         if not self.shows:
             return
         if self.pending is None or self.pending["step"] != step:
@@ -269,7 +271,9 @@ class Report:
 
 
 class Bar:
-    """A progress bar below the lines of a run, where `active`: a terminal. Lines go through `write`, and stand above it."""
+    """A progress bar below the lines of a run, where `active`: a terminal. Lines go through `write`, and stand above
+    it.
+    """
 
     def __init__(self, steps, active):
         self.progress, self.drawn = None, 0.0
@@ -345,7 +349,9 @@ def shown_text(text, width):
 
 
 def launch_time(launcher):
-    """When the command was given, as time.time(): the start of the launcher where it is our parent, else of this process."""
+    """When the command was given, as time.time(): the start of the launcher where it is our parent, else of this
+    process.
+    """
     process = psutil.Process()
     if launcher in ("torchrun", "mpich"):
         process = process.parent() or process

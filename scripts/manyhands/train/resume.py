@@ -82,7 +82,7 @@ def _refuse_foreign(run, path):
 
 
 def _changed(before, now):
-    """What of the training differs between two runs' options, as phrases; an option that one lacks counts for nothing."""
+    """What of the training differs between two runs' options, as phrases; what one of them lacks counts for nothing."""
     return [
         f"{group}.{name}={value} (was {before[group][name]})"
         for group in ("train", "optimizer", "parallel")
@@ -97,10 +97,11 @@ def _changed(before, now):
 def seed_dropout(seed, layout, ranks, step=0):
     """Seed this rank's masks, for a run that begins at `step`.
 
-    Ranks with other data or another stage draw other dropout masks; tensor ranks draw the same, on the same activations.
+    Ranks with other data or another stage draw other dropout masks; tensor ranks draw the same, on the same
+    activations.
 
-    The numbers are mixed, not multiplied: products of ranks collide, so that `seed * (rank + 1) * (local_rank + 1)` gives
-    ranks 2 and 8 of two nodes with eight each the same masks.
+    The numbers are mixed, not multiplied: products of ranks collide, so that `seed * (rank + 1) * (local_rank + 1)`
+    gives ranks 2 and 8 of two nodes with eight each the same masks.
     """
     place = layout.coordinates(ranks.rank)
     key = (layout.data_rank(ranks.rank), place["pipeline"], step)

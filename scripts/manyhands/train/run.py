@@ -1,8 +1,8 @@
 """A training run, whatever the strategy: `scripts/train.py` calls `train(options)`.
 
-`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What differs between
-strategies is in `parallel`, what people see in `report`, what survives in `resume` and `checkpoints`. Step k means: after k
-optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data is the step.
+`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What differs
+between strategies is in `parallel`, what people see in `report`, what survives in `resume` and `checkpoints`. Step k
+means: after k optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data is the step.
 """
 
 import math
@@ -201,7 +201,7 @@ class Run:
         self.report.sample(self.step, self.corpus.decode(known))
 
     def batch(self, ids, step, seed):
-        """This rank's share of global batch `step`: [b, T] twice. Ranks of one tensor or pipeline group get the same."""
+        """This rank's share of global batch `step`: [b, T] twice. Ranks of a tensor or pipeline group get the same."""
         return get_batch(
             ids, step, self.options.train.global_batch, self.config.block_size,
             self.parallel.data_rank, self.parallel.data_size, seed,
@@ -212,7 +212,9 @@ class Run:
         return every and self.step % every == 0 and self.step < self.options.train.steps
 
     def agreed(self):
-        """The signal by which all ranks leave, or None. All ranks call it as often: after steps, between validation batches."""
+        """The signal by which all ranks leave, or None. All ranks call it as often: after steps, between validation
+        batches.
+        """
         self.turns += 1
         return self.preemption and self.preemption.agreed(self.turns)
 
@@ -227,7 +229,9 @@ class Run:
         return self.parallel.checkpoint_tensors(self.optimizer)
 
     def save(self):
-        """A checkpoint of this step, if there is none yet. Raises Diverged or CheckpointError on all ranks, which call it."""
+        """A checkpoint of this step, if there is none yet. Raises Diverged or CheckpointError on all ranks, which call
+        it.
+        """
         if self.saved == self.step:
             return
         tensors = self.tensors()
@@ -241,7 +245,9 @@ class Run:
     # --- abort on NaN or Inf before saving
 
     def abort_on_nan(self, norm):
-        """Raises Diverged where the global gradient norm, a 0-dim tensor, is no number: on all ranks, which have the same."""
+        """Raises Diverged where the global gradient norm, a 0-dim tensor, is no number: on all ranks, which have the
+        same.
+        """
         if self.scale is None and not math.isfinite(norm.item()):  # fp16 leaves such steps out, and goes on
             raise Diverged(self, f"the gradient norm is {norm.item()}")
 
@@ -283,7 +289,9 @@ def train(options):
 
 
 def carry_out(run, prog, look=lambda run: None):
-    """Resume a run and go to its end: the exit status. `look(run)` may raise CheckpointError first. All ranks must call it."""
+    """Resume a run and go to its end: the exit status. `look(run)` may raise CheckpointError first. All ranks must call
+    it.
+    """
     try:
         look(run)
         resume(run)

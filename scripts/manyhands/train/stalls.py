@@ -12,9 +12,9 @@ You see, from rank 0 or, if rank 0 is the one that stopped, from the next one:
     rank 1 of 4 (node2, process 71) has not moved for 121 s: it stands at step 5, data, in loader.py line 33, read.
     Ranks 0, 2-3 wait at step 5, training. If it is only slow, raise --train.stall-s.
 
-then the stack of every rank, and the run ends with status 1. A thread of each rank sends a heartbeat, where its main thread
-is, every few seconds, over the process group's store, on a connection of its own; the collectives do not know of it.
-A second thread keeps the time, because a store that is gone answers nothing, not even an error.
+then the stack of every rank, and the run ends with status 1. A thread of each rank sends a heartbeat, where its main
+thread is, every few seconds, over the process group's store, on a connection of its own; the collectives do not know of
+it. A second thread keeps the time, because a store that is gone answers nothing, not even an error.
 """
 
 import faulthandler
@@ -85,7 +85,8 @@ class Heartbeat:
 class StallWatch:
     """Ends the run with status 1 if a rank makes no progress for `stall_s` seconds (0: never). All ranks enter it.
 
-    Progress is a call of `at` or `moved`. A rank whose process is stopped, or whose node is gone, is noticed by its silence.
+    Progress is a call of `at` or `moved`. A rank whose process is stopped, or whose node is gone, is noticed by its
+    silence.
     """
 
     def __init__(self, ranks, stall_s):
@@ -141,7 +142,8 @@ class StallWatch:
         """A run that makes progress does not need the store; one that does not, and gets no answer, has lost rank 0."""
         while self._sleep():
             now, (_, _, _, since, patience_s) = time.monotonic(), self._at
-            # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes, unless it is stopped
+            # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes, unless it is
+            # stopped
             if now - since > min(patience_s, self.stall_s) + self.beat_s and now - self._answered > self.stall_s:
                 _print(
                     f"rank {self.ranks.rank} of {self.ranks.world_size} waits for {now - since:.0f} s at"
@@ -151,7 +153,7 @@ class StallWatch:
                 self._end([self._heartbeats.first_rank] if self._heartbeats.first_rank else [])
 
     def _sleep(self):
-        """Until the next beat; False once the watch is over. Time in which the whole job was suspended does not count."""
+        """Until the next beat; False once the watch is over. Time in which the job was suspended does not count."""
         before = time.monotonic()
         over = self._over.wait(self.beat_s)
         now = time.monotonic()
@@ -218,7 +220,8 @@ class HeartbeatStore:
         self._store.set(f"rank{here.rank}", json.dumps(vars(here)))
 
     def verdict(self):
-        """None while all is well, else {"silent": [Heartbeat]}, and for the one rank that says it also {"sentence": ...}.
+        """None while all is well, else {"silent": [Heartbeat]}, and for the one rank that says it also {"sentence":
+        ...}.
 
         Rank 0 judges. If it is silent itself, or has left, the next ranks do, each a little later than the one before.
         """

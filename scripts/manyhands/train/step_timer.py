@@ -1,7 +1,7 @@
 """Times the parts of a training step without making the device wait.
 
     timer = StepTimer(device)
-    timer.step_start(); ...; timer.batch_ready(); ...; timer.forward_done(); ...; timer.backward_done(); ...; timer.step_done()
+    timer.step_start()    # then, when each is over: batch_ready(), forward_done(), backward_done(), step_done()
     timer.take()          # Timing since the last take: waits for the device, once
 
 A GPU works behind the program: a clock on the wall would see how fast work is handed over. There, each mark is an event
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Mean seconds per step over `steps` steps; None where nothing was marked (a pipeline has no forward of its own)."""
+    """Mean seconds per step over `steps` steps; None where nothing was marked (a forward in a pipeline)."""
 
     steps: int
     step_s: float | None

@@ -3,8 +3,8 @@
     trackers = Trackers(options, folder, world_size, say)     # --log.tensorboard, --log.wandb PROJECT
     trackers.log(row); trackers.text(step, text); trackers.close()
 
-Whatever fails is said once, by `say`, and that tracker is used no more. W&B works offline where nobody is logged in or its
-server does not answer within seconds: its files then lie in the run's folder, and `wandb sync` uploads them later.
+Whatever fails is said once, by `say`, and that tracker is used no more. W&B works offline where nobody is logged in or
+its server does not answer within seconds: its files then lie in the run's folder, and `wandb sync` uploads them later.
 """
 
 import os
