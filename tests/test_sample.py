@@ -109,7 +109,7 @@ def test_what_is_not_there_is_said(trained, tmp_path):
         load_model(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="has no step 15, only 30, 20, 10"):
         load_model(trained, "15")
-    with pytest.raises(CheckpointError, match="step='last' is none; use best, newest or a number"):
+    with pytest.raises(CheckpointError, match="invalid step='last'; use best, newest or a number"):
         load_model(trained, "last")
 
 

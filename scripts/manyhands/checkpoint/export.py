@@ -74,7 +74,7 @@ def find_checkpoint(source, step="best", tell=print):
         verify(there[0])
         return there[0]
     if step not in ("best", "newest"):
-        raise CheckpointError(f"step={step!r} is none; use best, newest or a number")
+        raise CheckpointError(f"invalid step={step!r}; use best, newest or a number")
     problems = []
     while paths:
         path = (best_of({path: _loss(path) for path in paths}) if step == "best" else None) or paths[0]

@@ -36,7 +36,7 @@ VALIDATION_SEED = 1  # the same validation batches at each evaluation of each ru
 
 
 class Diverged(RuntimeError):
-    """The loss, the gradients or the weights of `run` are no numbers any more: `what`, and the cure."""
+    """The loss, the gradients or the weights of `run` are NaN or infinite: `what`, and the cure."""
 
     def __init__(self, run, what):
         super().__init__(
