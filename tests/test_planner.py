@@ -9,8 +9,6 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
 from manyhands.config.options import ModelOptions, read_options
 from manyhands.config.presets import PRESETS
@@ -31,7 +29,7 @@ from manyhands.predict.pipeline_schedules import (
     simulate,
     stages_of_ranks,
 )
-from manyhands.predict.planner import CLOSE, plan, smallest_fit, weakest_assumption
+from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 from manyhands.predict.rank_work import planned_work
 from manyhands.predict.step_time import Assumptions, step_time
 from manyhands.predict.traffic import Traffic, per_step
@@ -424,41 +422,6 @@ def test_what_overlaps_is_hidden_and_what_does_not_is_not():
 
 
 # ------------------------------------------------------------------ the plan
-
-
-models = st.builds(
-    lambda layers, heads, size, vocab, positions, tie: PlannedModel(
-        "any", vocab, positions, layers, heads, heads * size, tie=tie
-    ),
-    st.integers(1, 48), st.sampled_from([1, 3, 4, 8, 12, 25]), st.sampled_from([16, 64, 128]),
-    st.integers(65, 60_000), st.sampled_from([64, 1000, 2048]), st.booleans(),
-)  # fmt: skip
-
-
-@settings(max_examples=25, derandomize=True)
-@given(
-    model=models,
-    memory_gb=st.floats(0.05, 100),
-    gpus=st.sampled_from([1, 2, 4, 8, 16, 48]),
-    batch=st.integers(1, 128),
-)
-def test_what_does_not_fit_is_never_recommended(model, memory_gb, gpus, batch):
-    machine = dataclasses.replace(H100, memory_bytes=memory_gb * 1e9)
-    answer = plan(Question(model, machine, gpus, batch))
-    config = config_of(model)
-    for found in answer.ranked:
-        assert found.held.on_gpu <= machine.memory_bytes
-        assert found.candidate.layout.world_size == gpus
-        layout, options = found.candidate.layout, found.candidate.options
-        assert resolve_layout(options, config, gpus, 8) == layout, "the trainer takes it"
-    if answer.best:
-        layout, options = answer.best.candidate.layout, answer.best.candidate.options
-        needed = bytes_per_rank(config, layout, options)  # as the dry run counts
-        assert needed == answer.best.held and needed.on_gpu <= machine.memory_bytes
-        assert answer.best.step_s <= answer.fastest_s * CLOSE
-        assert all(0 < found.mfu < 1 for found in answer.ranked)
-    for _, sentence in answer.refused:
-        assert sentence and any(c.isdigit() for c in sentence) or "tie" in sentence
 
 
 @pytest.mark.parametrize("model", [ODD, dataclasses.replace(ODD, tie=True)])

@@ -42,7 +42,7 @@ class Sample:
     bytes: dict
 
     @property
-    def total(self):
+    def total(self) -> int:
         return sum(self.bytes.values())
 
 
@@ -79,11 +79,11 @@ class MemoryTimeline:
             self._storages.label = outer
 
     @property
-    def peak(self):
+    def peak(self) -> Sample:
         """The Sample with the most bytes."""
         return max(self.samples, key=lambda sample: sample.total)
 
-    def highest(self, kind):
+    def highest(self, kind: str) -> int:
         """The most bytes that `kind` had."""
         return max(sample.bytes[kind] for sample in self.samples)
 

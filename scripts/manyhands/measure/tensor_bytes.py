@@ -26,11 +26,11 @@ class Bytes:
     unsharded_parameters: int = 0  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
 
     @property
-    def total(self):
+    def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def tensor_bytes(model, optimizer=None):
+def tensor_bytes(model: torch.nn.Module, optimizer=None) -> Bytes:
     """MEASURED: the `Bytes` of this rank's parameters, gradients and optimizer state. Local; no rank waits for another.
 
     `model` is a module; `optimizer` a torch optimizer, a ZeroRedundancyOptimizer, or an object that has one as an
@@ -75,7 +75,7 @@ def _unsharded(model):
     return {id(p): p for unit in units for p in unit.parameters() if not isinstance(p, DTensor)}
 
 
-def local_part(tensor):
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -56,13 +56,13 @@ def take_turns(calls, rounds, ranks):
     return taken
 
 
-def synchronise(device):
+def synchronise(device: torch.device) -> None:
     """Wait until `device` has done what it was given; on a CPU it has."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
-def max_over_ranks(value, ranks):
+def max_over_ranks(value: float, ranks) -> float:
     """The largest of the ranks' values, on all ranks. All ranks must call it."""
     if not dist.is_initialized():
         return value
@@ -73,12 +73,12 @@ def max_over_ranks(value, ranks):
     return largest.item()
 
 
-def tok_per_s(global_batch, block, step_s):
+def tok_per_s(global_batch: int, block: int, step_s: float) -> float:
     """Tokens per second of the whole world: every rank's sequences count, the slowest rank's time does."""
     return global_batch * block / step_s
 
 
-def peak_memory_gib(ranks):
+def peak_memory_gib(ranks) -> float:
     """The most memory this rank has held, in GiB: of its GPU's tensors, or of the process on a CPU."""
     if ranks.device.type != "cpu":
         return torch.get_device_module(ranks.device).max_memory_allocated(ranks.device) / 2**30
@@ -92,7 +92,7 @@ def peak_memory_gib(ranks):
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def gemm_peak(device, dtype, seconds=1.0):
+def gemm_peak(device: torch.device, dtype: torch.dtype, seconds: float = 1.0) -> float:
     """FLOP/s of the fastest square matrix product on `device`, measured in about `seconds`, with torch's threads.
 
     A ceiling for what a model can reach here: the size doubles until one product takes a tenth of the time, and the

@@ -38,9 +38,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from manyhands.measure import stamped_messages
 from manyhands.measure.timeline import LANES, Span, gather
 
+_STAMP = 8  # bytes of the time sent, ahead of each message's payload
 _ROUNDING = 1e-9  # of a clock's reading: ranks in step differ by no more
 
 
@@ -55,9 +55,20 @@ class Link:
         if self.latency_s < 0 or self.bytes_per_s <= 0:
             raise ValueError(f"{self}: the latency must be at least 0 and the bandwidth positive")
 
-    def cost_s(self, n_bytes):
+    def cost_s(self, n_bytes: float) -> float:
         """Seconds that one message of n_bytes takes."""
         return self.latency_s + n_bytes / self.bytes_per_s
+
+
+@dataclass
+class Sending:
+    """A real message under way, and the buffer that must live until it was sent."""
+
+    work: dist.Work
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
 
 
 @dataclass
@@ -67,7 +78,7 @@ class Work:
     name: str
     start_s: float
     end_s: float
-    sending: stamped_messages.Sending | None = None  # the real message of an isend
+    sending: Sending | None = None  # the real message of an isend
 
 
 class VirtualNetwork:
@@ -94,19 +105,19 @@ class VirtualNetwork:
         self._slowdown = slowdown if callable(slowdown) else _of_ranks(slowdown or {}, self.world_size)
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         """All clocks of this rank to zero, no spans, no steps."""
         self.clock_s = self.communication_clock_s = 0.0
         self.spans, self.steps = [], []
         self._spent = dict.fromkeys(LANES, 0.0)  # where this rank's clock went
         self._step, self._in_step, self._asynchronous = 0, False, False
 
-    def link(self, other):
+    def link(self, other: int) -> Link:
         """The Link between this rank and rank `other`."""
         same_node = self.rank // self.ranks_per_node == other // self.ranks_per_node
         return self.inside if same_node else self.between
 
-    def compute(self, seconds, name="compute"):
+    def compute(self, seconds: float, name: str = "compute") -> None:
         """Virtual work: the clock moves by `seconds` (times this rank's slowdown), nothing else happens."""
         factor = self._slowdown(self.rank, self._step)
         if seconds < 0 or not 0 < factor < math.inf:
@@ -132,28 +143,27 @@ class VirtualNetwork:
         lanes = {lane: self._spent[lane] - spent[lane] for lane in LANES}
         self.steps.append({**lanes, "total": self.clock_s - start})
 
-    def send(self, tensor, dst):
-        """Send; this rank is busy for the message's cost. (In reality it waits until the message is received, as gloo
-        does.)"""
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send; this rank is busy for the message's cost. (Really gloo waits until the message is received.)"""
         start = self._now
-        stamped_messages.post(tensor, dst, start, self.group).wait()
+        _post(tensor, dst, start, self.group).wait()
         self._communicate(f"to {dst}", start, start + self._cost_s(tensor, dst))
 
-    def recv(self, tensor, src, tag=0):
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> None:
         """Receive into `tensor`, waiting (virtually) until the message was sent, then for its cost.
 
         Messages of one tag arrive in the order in which they were sent; `isend` gives them their tag.
         """
         start = self._now
-        ready = max(start, stamped_messages.take(tensor, src, self.group, tag))
+        ready = max(start, _take(tensor, src, self.group, tag))
         self._communicate(f"from {src}", start, ready + self._cost_s(tensor, src), late_s=ready - start)
 
-    def exchange(self, send_tensor, dst, recv_tensor, src):
+    def exchange(self, send_tensor: torch.Tensor, dst: int, recv_tensor: torch.Tensor, src: int) -> None:
         """Send and receive at once, as on a link with two directions: ends when both have ended."""
         start = self._now
-        sending = stamped_messages.post(send_tensor, dst, start, self.group)
+        sending = _post(send_tensor, dst, start, self.group)
         out_s, in_s = self._cost_s(send_tensor, dst), self._cost_s(recv_tensor, src)
-        ready = max(start, stamped_messages.take(recv_tensor, src, self.group))
+        ready = max(start, _take(recv_tensor, src, self.group))
         end, on_time = max(start + out_s, ready + in_s), start + max(out_s, in_s)
         self._communicate(f"to {dst}, from {src}", start, end, late_s=end - on_time)
         sending.wait()
@@ -175,14 +185,14 @@ class VirtualNetwork:
             work.end_s = self.communication_clock_s
             self._span("communication", name, start, work.end_s)
 
-    def isend(self, tensor, dst, name=None, tag=0):
+    def isend(self, tensor: torch.Tensor, dst: int, name: str | None = None, tag: int = 0) -> Work:
         """Send on the communication clock without waiting for the receiver; returns a Work that must be waited for."""
         with self.asynchronous(name or f"to {dst}") as work:
-            work.sending = stamped_messages.post(tensor, dst, self._now, self.group, tag)
+            work.sending = _post(tensor, dst, self._now, self.group, tag)
             self._communicate(work.name, self._now, self._now + self._cost_s(tensor, dst))
         return work
 
-    def wait(self, *works):
+    def wait(self, *works: Work) -> None:
         """Move the clock to the end of these works, where that is later."""
         for work in works:
             if work.sending:
@@ -190,13 +200,12 @@ class VirtualNetwork:
         end = max([self.clock_s, *(work.end_s for work in works)])
         self._move("waiting", "wait", self.clock_s, end)
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous `tensor` over all ranks, in place, by the ring of lesson 02; any length."""
         n = self.world_size
         length = -(-tensor.numel() // n)
-        parts = [
-            tensor.view(-1)[i * length : (i + 1) * length] for i in range(n)
-        ]  # the last ones may be short or empty
+        # the last ones may be short or empty
+        parts = [tensor.view(-1)[i * length : (i + 1) * length] for i in range(n)]
         for hop in range(2 * (n - 1)):
             give, take = parts[(self.rank - hop) % n], parts[(self.rank - hop - 1) % n]
             incoming = torch.empty_like(take)
@@ -230,7 +239,7 @@ class VirtualNetwork:
         return self.communication_clock_s if self._asynchronous else self.clock_s
 
     def _cost_s(self, tensor, other):
-        return self.link(other).cost_s(stamped_messages.payload_bytes(tensor))
+        return self.link(other).cost_s(tensor.nbytes)
 
     def _communicate(self, name, start, end, late_s=0.0):
         """A message from start to end, of which the first `late_s` went by because the other rank was not ready."""
@@ -257,3 +266,22 @@ def _of_ranks(factors, world_size):
     if strangers := [rank for rank in factors if rank not in range(world_size)]:
         raise ValueError(f"slowdown names rank {strangers[0]}, but the {world_size} ranks are 0 to {world_size - 1}")
     return lambda rank, step: factors.get(rank, 1.0)
+
+
+def _post(tensor, dst, sent_s, group=None, tag=0):
+    """Begin to send `tensor` to rank `dst` of the group, stamped with `sent_s`; returns a Sending to wait for.
+
+    It travels through host memory, over gloo. The messages of a process group have to be received in the order in which
+    they were sent, as with any send and recv; those of another `tag` have an order of their own.
+    """
+    stamp = torch.tensor([sent_s], dtype=torch.float64).view(torch.uint8)
+    message = torch.cat([stamp, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)])
+    return Sending(dist.isend(message, group=group, tag=tag, group_dst=dst), message)
+
+
+def _take(tensor, src, group=None, tag=0):
+    """Receive into `tensor` from rank `src` of the group; returns the virtual time at which it was sent."""
+    message = torch.empty(_STAMP + tensor.nbytes, dtype=torch.uint8)
+    dist.recv(message, group=group, tag=tag, group_src=src)
+    tensor.copy_(message[_STAMP:].clone().view(tensor.dtype).view(tensor.shape))
+    return message[:_STAMP].view(torch.float64).item()

@@ -67,20 +67,20 @@ class Seen:
     over_sockets: bool = True  # no tensor of a GPU was sent: NCCL takes NVLink, shared memory or a card of its own
 
     @property
-    def messages(self):
+    def messages(self) -> int:
         """Number of point-to-point sends of this rank."""
         return self.count("send")
 
     @property
-    def sent_bytes(self):
+    def sent_bytes(self) -> int:
         """Payload bytes of those sends."""
         return self.payload_bytes("send")
 
-    def count(self, op):
+    def count(self, op: str) -> int:
         """How often `op` ("all_reduce", "send", ...) was called."""
         return sum(call.op == op for call in self.calls)
 
-    def payload_bytes(self, op=None):
+    def payload_bytes(self, op: str | None = None) -> int:
         """Payload bytes of the calls of `op`; without a name, of everything but receives (each is another's send)."""
         return sum(call.bytes for call in self.calls if (call.op == op if op else call.op != "recv"))
 
@@ -103,7 +103,7 @@ def watch():
             seen.transport_bytes = sum(done - before.get(key, 0) for key, done in after.items())
 
 
-def ring_all_reduce_bytes(n_bytes, n):
+def ring_all_reduce_bytes(n_bytes: int, n: int) -> float:
     """Bytes each of n ranks sends in a ring all-reduce of n_bytes: 2 (n-1)/n of them (Patarasuk and Yuan 2009)."""
     return 2 * (n - 1) / n * n_bytes
 
