@@ -173,8 +173,9 @@ def run_grid(points, path, corpus, ranks):
     content = {"conditions": made, "corpus": corpus.metadata(), "recipe": recipe(), "points": []}
     if path.exists():
         held = json.loads(path.read_text(encoding="utf-8"))
-        for what in ("recipe", "corpus"):
-            if held[what] != content[what]:
+        same_text = held["corpus"]["sha256"] == corpus.sha256
+        for what, same in (("recipe", held["recipe"] == content["recipe"]), ("corpus", same_text)):
+            if not same:
                 raise ValueError(f"{path} was made with another {what}; name another file with --to")
         content = held
     for point in points:
