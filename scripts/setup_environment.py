@@ -290,10 +290,11 @@ def make_venv(venv, python, unfinished, clear):
 def install(venv, pins, compiled):
     """Install these lines of requirements.txt; `compiled`: with bytecode, for those who may not write there."""
     with tempfile.TemporaryDirectory() as folder:
-        rest = Path(folder) / "requirements.txt"
-        rest.write_text("".join(block for name, block in locked().items() if name in pins))
         words, environ = installer(venv, Path(folder))
-        words += ["--compile-bytecode"] * (compiled and "uv" in str(words[0]))  # pip does so anyway
+        left_out = "uv" if words[1] == "-m" else None  # there is none for pip to install
+        rest = Path(folder) / "requirements.txt"
+        rest.write_text("".join(block for name, block in locked().items() if name in pins and name != left_out))
+        words += ["--compile-bytecode"] * (compiled and words[1] == "pip")  # pip does so anyway
         print(f"  {len(pins)} packages", flush=True)
         # the pins are complete, so nobody else chooses a version; torch comes last and finds all that it asks for
         run(*words, "--no-deps", "--require-hashes", "-r", rest, environ=environ)
@@ -309,7 +310,7 @@ def installer(venv, folder):
     if uv is None:
         wheel = folder / "uv.txt"
         wheel.write_text(locked()["uv"])
-        if run(*pip, "--no-deps", "--require-hashes", "-r", wheel, may_fail=True):
+        if run(*pip, "--only-binary=:all:", "--no-deps", "--require-hashes", "-r", wheel, may_fail=True):
             print("  uv is not to be had, so pip installs, which takes minutes more", flush=True)
             return pip, {}
         uv = venv / "bin" / "uv"

@@ -31,7 +31,8 @@ def write_metrics(exact, close, corpus="shakespeare", measured=None):
         folder.mkdir(parents=True)
         content = {"lesson": NAME, "launcher": launcher, "world_size": world_size, "device": "cpu",
                    "corpus": {"name": corpus}, "parameters": {},
-                   "exact": {"answer": exact}, "close": {"loss": {"value": close, "tolerance": 1e-3}}, "measured": measured or {}}
+                   "exact": {"answer": exact}, "close": {"loss": {"value": close, "tolerance": 1e-3}},
+                   "measured": measured or {}}
         (folder / "metrics.json").write_text(json.dumps(content))
 
 
@@ -82,7 +83,7 @@ def write_lesson(root, name, body):
 
 
 def write_course(root):
-    """One lesson that is well, one that raises on rank 1, one that hangs, one whose metrics differ, one more that is well."""
+    """Lessons: one is well, one raises on rank 1, one hangs, one's metrics differ, and one more is well."""
     bodies = {
         "01_good": GOOD,
         "02_raises": RAISES,

@@ -1,4 +1,4 @@
-"""What attendees get: no output, no note, no line of a solution, links that lead somewhere, and lessons that go on all the same."""
+"""What attendees get: no output, note or line of a solution, links that lead somewhere, and lessons that go on."""
 
 import re
 import zipfile

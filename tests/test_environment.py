@@ -98,6 +98,8 @@ def test_uv_and_pip_resolve_the_same_versions(pins, tmp_path):
 
 def test_what_is_installed_here_is_what_is_pinned(pins):
     for pin in pins:
+        if pin.name == "uv" and not Path(sys.executable).with_name("uv").exists():
+            continue  # pip has installed the others
         here = importlib.metadata.distribution(pin.name)
         if Path(here.locate_file("")).is_relative_to(sys.prefix):  # a site's own packages are exempt
             version = here.version.split("+")[0]

@@ -142,8 +142,8 @@ def test_make_jobs_needs_no_environment(root, tmp_path):
     shutil.copy(root / "Makefile", course)
     python = program(tmp_path / "bin" / "python3", f'exec {sys.executable} -S "$@"')  # without packages
     done = subprocess.run(
-        ["make", "jobs", "SITE=polaris", "ACCOUNT=Hands", "GPUS=2", f"PYTHON={python}"], cwd=course, capture_output=True,
-        text=True, check=False,
+        ["make", "jobs", "SITE=polaris", "ACCOUNT=Hands", "GPUS=2", f"PYTHON={python}"],
+        cwd=course, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "#PBS -A Hands" in (course / "jobs" / FILES[0]).read_text()
@@ -157,8 +157,8 @@ def test_an_old_python_without_pips_parser_is_told_to_be_newer(root, tmp_path):
         f"{hide}; import runpy; sys.argv[1:] = ['sites']; runpy.run_module('manyhands.jobs.stamp', run_name='__main__')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(root / "scripts")}, cwd=root, capture_output=True,
-        text=True, check=False,
+        [sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(root / "scripts")},
+        cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "older than Python 3.11: make jobs PYTHON=" in done.stderr
@@ -485,8 +485,8 @@ PBS_STATES = {
     "held": ((KNOWN + "    job_state = H\n    comment = Job held by ada",), NOTHING, "waiting", "held"),
     "runs, history off": ((KNOWN + "    job_state = R\n    exec_host = x1/0+x2/0",), NOTHING, "running", "x1/0+x2/0"),
     "a line that wraps": (
-        (KNOWN + "    job_state = R\n    exec_host = x3101c0s1b0n0/0*64+x3101c0s1b1n0/0*64+x3\n\t101c0s25b0n0/0*64",), NOTHING,
-        "running", "+x3101c0s25b0n0",
+        (KNOWN + "    job_state = R\n    exec_host = x3101c0s1b0n0/0*64+x3101c0s1b1n0/0*64+x3\n\t101c0s25b0n0/0*64",),
+        NOTHING, "running", "+x3101c0s25b0n0",
     ),
     "ended well": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = 0",), "completed", ""),
     "failed": (HISTORY, (KNOWN + "    job_state = F\n    Exit_status = 1",), "failed", "exit 1"),
@@ -556,7 +556,7 @@ def test_a_job_that_we_cancelled_and_the_scheduler_forgot_is_cancelled(in_the_co
 
 
 def test_flags_with_a_comma_reach_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys):
-    """A comma ends a value of `qsub -v`: such a variable is only named there, and qsub reads it from its environment."""
+    """A comma ends a value of `qsub -v`: such a variable is only named there; qsub reads it from its environment."""
     pbs_job(monkeypatch, tmp_path, "--sizes 1,2")
     said = capsys.readouterr().out
     assert "$ LESSON_ARGS='--sizes 1,2' qsub -v " in said and ",LESSON_ARGS jobs/ddp_shakespeare.pbs" in said

@@ -15,13 +15,21 @@ from manyhands.course import lesson_parameters
 from manyhands.notebook import jupyter, start
 from packaging.specifiers import SpecifierSet
 
-PINS = "torch==2.13.0  # first\n\nmpi4py==4.1.2\nmpich==5.0.2\nnumpy==2.4.6\njupyterlab==4.6.6\nnot_at_the_site==1.0\n"
+PINS = """torch==2.13.0  # the build is the index's
+
+uv==0.13.9
+mpi4py==4.1.2
+mpich==5.0.2
+numpy==2.4.6
+jupyterlab==4.6.6
+not_at_the_site==1.0
+"""
 RANGES = 'dependencies = ["torch>=2.6", "mpi4py>=4.0", "numpy>=1.26", "jupyterlab>=4.2"]\n'
 
 
 def lock(root, pins):
     """Write requirements.txt and its lock, in which every package but torch has a hash."""
-    names = [line for line in pins.splitlines() if "==" in line and "torch" not in line] + ["uv==0.13.9"]
+    names = [line for line in pins.splitlines() if "==" in line and "torch" not in line]
     (root / "requirements.txt").write_text(pins)
     (root / "requirements.lock").write_text("".join(f"{name} \\\n    --hash=sha256:{name}\n" for name in sorted(names)))
 
@@ -50,7 +58,7 @@ def commands(monkeypatch):
         if words[1:3] == ["-m", "venv"]:
             return run(*words[:3], "--without-pip", *words[3:])
         assert words[1:5] == ["-m", "pip", "install", "-q"]
-        words = [word for word in words[5:] if word != "--disable-pip-version-check"]
+        words = [word for word in words[5:] if word not in ("--disable-pip-version-check", "--only-binary=:all:")]
         if words[:3] == ["--no-deps", "--require-hashes", "-r"]:
             lines = Path(words[3]).read_text().splitlines()
             words = [line.split(" ")[0] for line in lines[::2]]

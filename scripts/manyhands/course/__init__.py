@@ -1,1 +1,1 @@
-"""The course as files: which lessons there are, notebook and script as one, what attendees get. Imports nothing of ours."""
+"""The course as files: which lessons there are, notebook and script as one, what attendees get."""

@@ -4,11 +4,11 @@
     ours = taken_from("02_collectives", "exchange", rank=0)    # in a test: a namespace of its own
     ours.exchange
 
-A section that needs definitions from above starts with such a call, so that it runs after the start cells alone. Nothing is
-written twice: what is defined comes from the cells of the lesson's script. What you have run, or written yourself, stays;
-so in a script nothing happens. Of an exercise's stub and its solution, the solution is taken, also in the place of a stub
-that you have run and not filled in. In an attendee's copy the solutions lie in SOLUTIONS, where nobody stumbles upon them;
-`show_solution(globals(), "exchange")` prints one.
+A section that needs definitions from above starts with such a call, so that it runs after the start cells alone.
+Nothing is written twice: what is defined comes from the cells of the lesson's script. What you have run, or written
+yourself, stays; so in a script nothing happens. Of an exercise's stub and its solution, the solution is taken, also in
+the place of a stub that you have run and not filled in. In an attendee's copy the solutions lie in SOLUTIONS, where
+nobody stumbles upon them; `show_solution(globals(), "exchange")` prints one.
 """
 
 import ast

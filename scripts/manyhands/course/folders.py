@@ -26,10 +26,10 @@ def script_of(lesson, root=ROOT):
 
 
 def write_whole(path, content, mode=None):
-    """Write text (UTF-8) or bytes so that a reader finds the old file or the new one, never half of it. Returns the path.
+    """Write text (UTF-8) or bytes so that a reader finds the old file or the new one, never half; returns the path.
 
-    `mode`: its permissions, such as 0o644; None keeps those of the old file, or leaves them to the umask. Raises OSError,
-    and leaves nothing beside it. A link stays a link: the file that it points to is written.
+    `mode`: its permissions, such as 0o644; None keeps those of the old file, or leaves them to the umask. Raises
+    OSError, and leaves nothing beside it. A link stays a link: the file that it points to is written.
     """
     path = Path(path).resolve()
     # a name of its own: two users, two nodes or two lessons may do this at once

@@ -5,8 +5,9 @@
 
 LESSON is "03" or "03_data_parallel".
 
-An attendee's lessons have no outputs, no notes and no solutions. They run to their end all the same: where a later cell needs
-what an exercise builds, the cell after it takes the attendee's lines, or the course's where these are not there yet.
+An attendee's lessons have no outputs, no notes and no solutions. They run to their end all the same: where a later cell
+needs what an exercise builds, the cell after it takes the attendee's lines, or the course's where these are not there
+yet.
 """
 
 import argparse
@@ -75,8 +76,8 @@ def _original(path, root):
 def copy(target, root):
     """Copy the course below `root` to `target`, a folder or a .zip that does not exist yet, as attendees get it.
 
-    Downloaded data comes along, so that the copy needs no network; the tests, which know the answers, do not. It appears
-    when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's two forms differ.
+    Downloaded data comes along, so that the copy needs no network; the tests, which know the answers, do not. It
+    appears when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's two forms differ.
     """
     target, root = Path(target).expanduser().absolute(), Path(root).absolute()
     if target.exists():
@@ -123,7 +124,7 @@ GO_ON = """{ranks}# stuck, or no time? Without the # the next line prints the co
 
 
 def _for_attendees(cells):
-    """The cells without notes; in place of a solution stands a folded cell that goes on with what the attendee wrote."""
+    """The cells without notes; in a solution's place stands a folded cell that goes on with what the attendee wrote."""
     handed_out = []
     for i, cell in enumerate(cells):
         tags = cell.metadata.get("tags", [])

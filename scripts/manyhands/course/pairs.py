@@ -23,7 +23,7 @@ from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec")
-# on a rendered page IPython's lexer leaves a cell grey that begins with a magic of ours; Python's colours all but that line
+# on a web page IPython's lexer leaves a cell grey that begins with a magic of ours; Python's colours all but that line
 LANGUAGE = {"name": "python", "pygments_lexer": "python3"}
 LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
 KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted

@@ -101,7 +101,7 @@ def replace(text, scheduler, owned, wanted):
 
 
 def complaints(text, scheduler, site):
-    """What is wrong with a job file's directives for `site` (a manyhands.jobs.sites.Site): sentences, none if all is well."""
+    """What is wrong with a job file's directives for `site` (a jobs.sites.Site): sentences, none if all is well."""
     found = read(text, scheduler)
     values = {directive.key: directive.value for directive in found}
     say = list(_ignored_lines(text, scheduler))
@@ -153,7 +153,8 @@ def _pbs(found, values, site):
                 f"write it into the chunk, select=2:{resource}=..."
             )
         elif option == "-l" and resource not in known:
-            yield f"line {directive.line}: {site.title} knows no resource {resource!r}; it has {', '.join(sorted(known))}"
+            has = ", ".join(sorted(known))
+            yield f"line {directive.line}: {site.title} knows no resource {resource!r}; it has {has}"
     selects = [directive for directive in found if directive.key == "-l select"]
     if len(selects) != 1:
         yield f"{len(selects)} lines with -l select=: PBS wants exactly one"

@@ -24,7 +24,7 @@ class JobError(ValueError):
 
 @dataclass(frozen=True)
 class Site:
-    """One machine: what its scheduler wants, when that was read, and where. `pbs` or `slurm` is None where it has none."""
+    """One machine: what its scheduler wants, when that was read, and where. `pbs`, `slurm`: None where it has none."""
 
     name: str
     title: str
@@ -66,7 +66,7 @@ class Site:
 
 
 def jobs_folder():
-    """The folder of the job files: of the course in which we are, else of the one around the package. Raises JobError."""
+    """The folder of the job files: of the course in which we are, else of that around the package. Raises JobError."""
     for course in (Path.cwd(), Path.cwd().parent, ROOT):
         if (course / "jobs" / "sites").is_dir():
             return course / "jobs"

@@ -152,7 +152,7 @@ class Job:
         _show(["tail", "-n", str(lines), self._shown_output()])
         print(
             "\n".join(self._lines()[-lines:])
-            or "no output yet: the file appears when the job runs, or when it has ended where PBS cannot write into this folder"
+            or "no output yet: the file appears when the job runs, or at its end where PBS cannot write here"
         )
 
     def grep(self, text):
@@ -221,7 +221,7 @@ class PbsJob(Job):
         arguments = "LESSON_ARGS" if "LESSON_ARGS" in text else "TRAIN_ARGS"
         values = {name: known[name] for name in PASSED_ON if known.get(name)} | {arguments: " ".join(flags)}
         values = {name: value for name, value in values.items() if value}
-        # PBS does not pass the environment on. A comma would end a value, so that one is named and qsub takes it from its own.
+        # PBS passes no environment on. A comma would end a value, so that one is named and qsub takes it from its own.
         by_name = {name: value for name, value in values.items() if set(value) & set(",'\"\\")}
         variables = [name if name in by_name else f"{name}={value}" for name, value in values.items()]
         command = ["qsub", "-v", ",".join(variables), f"jobs/{self.name}.pbs"]
@@ -302,7 +302,7 @@ def _course(name):
 
 
 def _sync(course, name):
-    """Write what was saved last of the lesson's notebook and script into the other; says so if that changed anything."""
+    """Write what was saved last of the lesson's notebook and script into the other; say so if that changed anything."""
     lessons = set(re.findall(r"scripts/(\d\d_\w+)\.py", (course / "jobs" / f"{name}.pbs").read_text("utf-8")))
     for lesson in find_lessons(course, lessons):
         if pairs.difference(lesson):
