@@ -7,7 +7,8 @@
 to a server, which has imported torch and forks; then it passes signals on, and ends as the fork ends. In the fork
 `sys.executable` is that program again, so that torchrun, mpiexec and ipyparallel start their ranks in the same way. The
 launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command line
-and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the fork.
+and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the fork. What a
+fork leaves in its group of processes is killed when it ends.
 """
 
 import array
@@ -144,6 +145,8 @@ def reap(clients, ready):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
+        with contextlib.suppress(ProcessLookupError):  # what it has forked itself is not marked as its: see above
+            os.killpg(pid, signal.SIGKILL)
         if connection := clients.pop(pid, None):
             if connection.fileno() in ready.get_map():
                 ready.unregister(connection)
