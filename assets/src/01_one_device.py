@@ -18,7 +18,7 @@ SIGN, EXPONENT, FRACTION = FIELDS
 
 def two_reasons():
     figure, axes = card(92, 34, "one device is not enough, for one of two reasons")
-    write(axes, 23, 6.6, "too much data: copies of the model", weight="bold")
+    write(axes, 23, 6.6, "too much data: replicas of the model", weight="bold")
     write(axes, 69, 6.6, "too large a model: parts of it", weight="bold")
     axes.plot([46, 46], [5.5, 31.5], color=FAINT, lw=1.2, zorder=1)
     for rank in range(3):

@@ -35,7 +35,7 @@ def columns_rows():
     arrow(axes, (61, 30.4), (80.6, 30.4))
     _matrix(axes, 81.5, 27, wanted)
     box(axes, 63, 28.6, 14, 3.6, "all-reduce", hatch=HATCH)
-    write(axes, 32, 37.2, "each rank has a term of the sum, of full size", ha="left", colour=QUIET)
+    write(axes, 32, 37.2, "each rank has a partial sum, of full size", ha="left", colour=QUIET)
     for rank in range(3):
         rank_box(axes, rank, 4 + 10.5 * rank, 40.6, width=9, height=3)
     write(axes, 36.5, 42.1, "colour: where it is; white: on all ranks", ha="left", colour=QUIET)
@@ -68,7 +68,7 @@ def f_and_g():
         width = 5 if text == "f" else 7
         box(axes, x, 7.5, width, 26, text, face=PAPER, hatch=hatch, size=16)
     write(axes, 22.5, 6, "X is the same", colour=QUIET)
-    write(axes, 75.5, 6, "terms to sum", colour=QUIET)
+    write(axes, 75.5, 6, "partial sums", colour=QUIET)
     write(axes, 2, 36.6, "forward →", ha="left", weight="bold")
     write(axes, 22.5, 36.6, "nothing")
     write(axes, 75.5, 36.6, "all-reduce of Y₀ + Y₁")

@@ -191,18 +191,20 @@ class SlurmJob(Job):
             if not found[0]:
                 return self._forgotten()
             said = f"JobState={found[0].split()[0]} ExitCode={found[2]}"
-        facts = dict(word.partition("=")[::2] for word in said.split())
-        state = facts["JobState"]
+        fields = dict(word.partition("=")[::2] for word in said.split())
+        state = fields["JobState"]
         if state in ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"):
-            return "waiting", facts.get("Reason", "")
+            return "waiting", fields.get("Reason", "")
         if state in ("RUNNING", "COMPLETING"):
-            return "running", facts.get("NodeList", "")
+            return "running", fields.get("NodeList", "")
         if state == "COMPLETED":
             return "completed", ""
         if state == "TIMEOUT":
             return "failed", "over time"
         return (
-            ("cancelled", "") if state.startswith("CANCELLED") else ("failed", f"{state}, exit {facts.get('ExitCode')}")
+            ("cancelled", "")
+            if state.startswith("CANCELLED")
+            else ("failed", f"{state}, exit {fields.get('ExitCode')}")
         )
 
     def cancel(self):
@@ -235,15 +237,15 @@ class PbsJob(Job):
         ):  # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
             past, more = _asked("qstat", "-x", "-f", self.number)
             said, complaint = past, complaint + more
-        facts = dict(re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE))  # it wraps at 80 columns
-        if "job_state" not in facts:
+        fields = dict(re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE))  # it wraps at 80 columns
+        if "job_state" not in fields:
             left = "Unknown Job Id" in complaint or "Job has finished" in complaint
             return self._forgotten() if left else None
-        letter, status = facts["job_state"], facts.get("Exit_status")
+        letter, status = fields["job_state"], fields.get("Exit_status")
         if letter in "RBE":
-            return "running", facts.get("exec_host", "")
+            return "running", fields.get("exec_host", "")
         if letter not in "FX":
-            return "waiting", facts.get("comment", "")
+            return "waiting", fields.get("comment", "")
         if status == "0":
             return "completed", ""
         if status in (None, "271", "265"):  # deleted while it waited; 256 + the signal

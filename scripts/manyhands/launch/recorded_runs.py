@@ -100,8 +100,8 @@ def record(metrics: dict, folder: Path | None = None, name: str | None = None, c
     name = name or default_name(metrics)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"invalid name {name!r} (small letters, digits, - and _, such as h200x4)")
-    facts = {**metrics, **metrics["conditions"], "name": name}
-    content = {field: facts[field] for field in FIELDS}
+    values = {**metrics, **metrics["conditions"], "name": name}
+    content = {field: values[field] for field in FIELDS}
     folder = folder or RECORDED
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{metrics['lesson']}.{name}.json"

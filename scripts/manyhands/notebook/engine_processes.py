@@ -165,8 +165,8 @@ def sweep_shared_memory(place: Path = Path("/dev/shm")) -> list[Path]:
     old = []
     for segment in place.glob("mpich_shm_*"):
         with contextlib.suppress(OSError):
-            facts = segment.stat()
-            if facts.st_uid == os.getuid() and time.time() - facts.st_mtime > OLD_S:
+            status = segment.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD_S:
                 old.append(segment)
     used = _mapped() if old else ""
     gone = [segment for segment in old if str(segment) not in used]

@@ -26,7 +26,7 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.Process
 
     `parameters` are this rank's: plain tensors, which all ranks (of a pipeline stage) hold whole, and DTensors, on one
     mesh or several. `pipeline_group`: the ranks that hold the other stages, None without a pipeline.
-    Raises ValueError for a gradient that is still a term of a sum (placement Partial).
+    Raises ValueError for a gradient that is still a partial sum (placement Partial).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients and pipeline_group is None:
@@ -48,7 +48,7 @@ def _groups(gradient):
     for axis, placement in enumerate(gradient.placements):
         if placement.is_partial():
             raise ValueError(
-                f"a gradient on mesh {mesh.mesh_dim_names} is {gradient.placements}, a term of a sum; "
+                f"a gradient on mesh {mesh.mesh_dim_names} is {gradient.placements}, a partial sum; "
                 "reduce gradients before their norm is taken"
             )
         if not placement.is_replicate() and mesh.size(axis) > 1:

@@ -64,7 +64,7 @@ def describe(options, world_size, per_node=None):
     tokens = train.global_batch * config.block_size
     held = bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
-    facts = [
+    said = [
         f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
         f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
         f"{f'{world_size} ranks' if world_size > 1 else 'one rank'}, strategy {options.parallel.strategy}"
@@ -87,7 +87,7 @@ def describe(options, world_size, per_node=None):
         "start it with",
         *(f"  {line}" for line in launch_lines(world_size, sys.argv[1:])),
     ]
-    return "\n".join([f"# {fact}".rstrip() for fact in facts] + ["", to_toml(options)])
+    return "\n".join([f"# {line}".rstrip() for line in said] + ["", to_toml(options)])
 
 
 def held_lines(held, options, layout, dropout):

@@ -325,7 +325,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
     tokens = train.global_batch * block
     epochs = train.steps * tokens / max(1, len(corpus.train_ids))
     device = flops.device_name(ranks.device)
-    facts = {
+    lines = {
         "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
         "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
         f"block {block}, a vocabulary of {config.vocab_size}",
@@ -336,7 +336,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
         f"{flops.flops_per_token(config) / 1e6:,.1f} MFLOP per token",
     }
     whole = {"subsequent_indent": " " * 12, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in facts.items())
+    return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in lines.items())
 
 
 def shown_text(text, width):
