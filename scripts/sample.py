@@ -85,7 +85,7 @@ def encoded(prompt, tokenizer):
 
 
 def asked(options, vocab):
-    """The ids of the prompt as a user's message, and the assistant's marker. Raises ValueError: a model without markers."""
+    """Ids of the prompt as a user's message, and the assistant's marker. Raises ValueError where `vocab` has none."""
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})

@@ -8,7 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# threads that wait for work without spinning: ranks, and tests that run beside each other, share the cores. Before torch.
+# threads that wait for work without spinning: ranks, and tests that run beside each other, share the cores; set before
+# torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -127,21 +128,23 @@ def short_run(tmp_path_factory, attendees):
     return run
 
 
-# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the other
-# meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by file.
+# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
+# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
+# file.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
-    "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py", "test_sweep.py",
-    "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
+    "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
+    "test_sweep.py", "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
 ]  # fmt: skip
 FIRST = LESSONS + WAIT
 # what starts many programs; not what looks at command lines in /proc, or at the memory of what it has started
 FORKED = [
     "test_lessons.py", "test_stand_in_device.py", "test_train_program.py", "test_align_program.py", "test_sample.py",
     "test_prepare_data.py", "test_bad_input.py", "test_dry_run.py", "test_serve_program.py", "test_own_text.py",
-    "test_stalls.py", "test_preemption.py", "test_sweep.py", "test_launch_program.py", "test_programs.py", "test_deepspeed.py",
-    "test_new_strategy.py", "test_launch.py", "test_reading.py", "test_data.py", "test_checkpoint.py", "test_same_science.py",
-    "test_data_parallel.py", "test_screen.py", "test_recorded.py", "test_doctor.py", "test_plan_program.py",
+    "test_stalls.py", "test_preemption.py", "test_sweep.py", "test_launch_program.py", "test_programs.py",
+    "test_deepspeed.py", "test_new_strategy.py", "test_launch.py", "test_reading.py", "test_data.py",
+    "test_checkpoint.py", "test_same_science.py", "test_data_parallel.py", "test_screen.py", "test_recorded.py",
+    "test_doctor.py", "test_plan_program.py",
 ]  # fmt: skip
 
 
@@ -153,7 +156,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Seconds per file of tests, the longest first, in outputs/tests/durations.tsv: what to look at when the suite grows."""
+    """Seconds per file of tests, longest first, in outputs/tests/durations.tsv: for when the suite has grown slow."""
     seconds = {}
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -39,8 +39,9 @@ leave()
 
 
 def only_the_start_of_lesson_03(course):
-    """Cut the copy's lesson 03 behind its start cells, for tests of the files that run it: it still reads its flags, loads
-    the corpus and writes metrics. Returns `course`.
+    """Cut the copy's lesson 03 behind its start cells, for tests of the files that run it.
+
+    It still reads its flags, loads the corpus and writes metrics. Returns `course`.
     """
     (lesson,) = find_lessons(course, only=["03"])
     start, cut, _ = lesson.script.read_text().partition("\n\ndef new_model")

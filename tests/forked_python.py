@@ -1,4 +1,4 @@
-"""A Python that has imported torch already: programs of the tests start in 0.05 s instead of 2 to 3 s of processor time.
+"""A Python that has imported torch already: the tests' programs start in 0.05 s instead of 2 to 3 s of processor time.
 
     with ForkedPython(folder) as python:                       # the fixture `forked_python` does this, once per process
         subprocess.run([python.executable, "scripts/train.py", "--train.steps", "4"])
@@ -6,9 +6,9 @@
 `executable` takes what python takes. It is a small program that hands its arguments, environment, folder and open files
 to a server, which has imported torch and forks; then it passes signals on, and ends as the fork ends. In the fork
 `sys.executable` is that program again, so that torchrun, mpiexec and ipyparallel start their ranks in the same way. The
-launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command line
-and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the fork. What a
-fork leaves in its group of processes is killed when it ends.
+launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command
+line and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the
+fork. What a fork leaves in its group of processes is killed when it ends.
 """
 
 import array
@@ -23,7 +23,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-# what most programs of the course import from elsewhere, and nothing of the course: its copies have packages of their own
+# what most of the course's programs import from elsewhere; nothing of the course, whose copies have their own packages
 PRELOAD = (
     "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.run",
@@ -66,7 +66,7 @@ os._exit(os.WEXITSTATUS(status))
 
 
 class ForkedPython:
-    """The server and its small program, in `folder`, whose path must be short: a socket's address has 107 characters."""
+    """The server and its small program, in `folder`; its path must be short: a socket's address has 107 characters."""
 
     def __init__(self, folder):
         self.address, self.executable = str(Path(folder) / "server"), str(Path(folder) / "bin" / "python")
@@ -182,7 +182,7 @@ def received(connection):
 
 
 def become(job, files, executable):
-    """Take over what the small program has: files, environment, folder, group of processes. Returns python's arguments."""
+    """Take over the small program's files, environment, folder and group of processes. Returns python's arguments."""
     import fcntl
     import random
     import resource

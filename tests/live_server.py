@@ -1,4 +1,4 @@
-"""A server in a thread of this process, on a port of loopback, with a tiny model of random weights: `with Live(...) as live`."""
+"""`with Live(...) as live`: a server in a thread of this process, on loopback, with a tiny model of random weights."""
 
 import asyncio
 import json

@@ -228,8 +228,8 @@ def _serve(rank, pipe):
 def _one_call(rank, pipe, world_size, store_path, function, args, timeout_s, environ):
     """Send (None, what the function returned, pickled), or (when it failed, why).
 
-    A failure is told before this rank leaves the group: what the others raise because it left, is told later. An answer is
-    sent when this rank is ready for the next call.
+    A failure is told before this rank leaves the group: what the others raise because it left, is told later. An answer
+    is sent when this rank is ready for the next call.
     """
     import torch
     import torch.distributed as dist

@@ -3,7 +3,7 @@
     python tests/record_first_job.py pending        # 15 s: why jobs wait
     python tests/record_first_job.py queue          # 13 min: when four jobs start, in three queues
     python tests/record_first_job.py run            # 2 min: lesson 03's job
-    python tests/record_first_job.py failed         # 1 min: the same with a mistake that strikes one rank, a file per node
+    python tests/record_first_job.py failed         # 1 min: the same with a mistake on one rank, a file per node
 
 Needs root and Debian's slurm-wlm and munge (see slurm_nodes). Everything is what the real programs printed; only the
 folder of the course is written as ~/many-hands.
@@ -73,7 +73,8 @@ def pending():
         while slurm.state(running) != "RUNNING":
             time.sleep(0.2)
         for name, *options in (
-            ("ada_ddp", "--nodes=2"), ("bob_ddp", "--nodes=1"), ("average", "--nodes=1", f"--dependency=afterok:{running}"),
+            ("ada_ddp", "--nodes=2"), ("bob_ddp", "--nodes=1"),
+            ("average", "--nodes=1", f"--dependency=afterok:{running}"),
             ("plots", "--nodes=1", f"--dependency=afterok:{failed}"), ("sweep", "--nodes=1", "--hold"),
             ("tonight", "--nodes=1", "--begin=now+8hours"), ("all_day", "--nodes=1", "--time=1-00:00:00"),
             ("many", "--nodes=3"),

@@ -3,14 +3,15 @@
     python tests/stand_in_device.py scripts/02_collectives.py --repeats 2     # a lesson that believes to be on cuda:0
     torchrun --nproc-per-node 2 tests/stand_in_device.py scripts/train.py --parallel.strategy fsdp THEN scripts/train.py
 
-What is made on or moved to "cuda" gets a mark on its storage, results of marked tensors are marked, and a marked tensor says
-that its device is cuda:0, or that of its rank on this node. An operator that finds marked and other tensors together raises
-WrongDevice with the lesson's line, as CUDA would; so does `.numpy()` of a marked one, and a collective whose tensors no
-backend of its group serves.
+What is made on or moved to "cuda" gets a mark on its storage, results of marked tensors are marked, and a marked tensor
+says that its device is cuda:0, or that of its rank on this node. An operator that finds marked and other tensors
+together raises WrongDevice with the lesson's line, as CUDA would; so does `.numpy()` of a marked one, and a collective
+whose tensors no backend of its group serves.
 
-What it cannot see: kernels that CUDA lacks, streams that race, and the bytes of a real allocator. `copy_`, `to` and indices
-may cross devices, and a tensor without dimensions on the CPU goes along with marked ones, as with CUDA. An average over
-ranks is a sum here, because gloo has no average: with more than one rank, what FSDP computes is wrong by that factor.
+What it cannot see: kernels that CUDA lacks, streams that race, and the bytes of a real allocator. `copy_`, `to` and
+indices may cross devices, and a tensor without dimensions on the CPU goes along with marked ones, as with CUDA. An
+average over ranks is a sum here, because gloo has no average: with more than one rank, what FSDP computes is wrong by
+that factor.
 """
 
 import contextlib
@@ -129,8 +130,10 @@ class StandIn:
         raise WrongDevice(f"{where}: {operator}: {what}")
 
     def is_for_gpu(self):
-        """Whether C++ that makes a tensor makes it for the GPU: within a call for that call's tensors, such as a mask for
-        attention; outside of any it is a Reducer of DDP, with the buckets of its model.
+        """Whether C++ that makes a tensor makes it for the GPU.
+
+        Within a call it is for that call's tensors, such as a mask for attention; outside of any it is a Reducer of
+        DDP, with the buckets of its model.
         """
         if not self.inside:
             frame = sys._getframe(1)
@@ -152,7 +155,7 @@ class StandIn:
         return self._stack.__exit__(*error)
 
     def _replacements(self):
-        """(owner, name, what stands for it): a tensor's own words, torch.cuda, autocast, groups, the engine of autograd."""
+        """(owner, name, what stands for it): methods of tensors, torch.cuda, autocast, groups, autograd's engine."""
         tensor, real_numpy, real_groups = torch.Tensor, torch.Tensor.numpy, dist.init_process_group
         real_new_group, real_engine = dist.new_group, torch.autograd._engine_run_backward
         real_wrapped = torch.Tensor._make_wrapper_subclass
@@ -222,7 +225,10 @@ def _cuda():
     def saying(value):  # a function of its own for each name: dynamo has a table of them
         return lambda *args, **kwargs: value
 
-    silent = "_lazy_init init set_device synchronize reset_peak_memory_stats empty_cache manual_seed manual_seed_all set_stream"
+    silent = (
+        "_lazy_init init set_device synchronize reset_peak_memory_stats empty_cache "
+        "manual_seed manual_seed_all set_stream"
+    )
     sizes = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
     return {
         **{name: saying(None) for name in silent.split()}, **{name: saying(2**20) for name in sizes.split()},
@@ -402,7 +408,7 @@ class _Marks(TorchDispatchMode):
 
 
 def run_programs(programs):
-    """Run programs, each [path, *arguments], one after the other in this process, as ranks that believe to have GPUs."""
+    """Run programs, each [path, *arguments], one after the other in this process, as ranks that believe to own GPUs."""
     os.environ.setdefault("MPLBACKEND", "agg")
     os.environ["MANYHANDS_DEVICE"] = "cuda"
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""scripts/align.py as its user runs it: sample.py reads what a stage leaves; what cannot be is refused in a sentence."""
+"""scripts/align.py as its user runs it: sample.py reads what a stage leaves; what cannot be is refused in one line."""
 
 import json
 import os
@@ -40,7 +40,8 @@ def exported(tmp_path_factory):
 def align(root, outputs, *words):
     # without a corpus at hand: the manual that every Python carries
     environ = os.environ | {
-        "MANYHANDS_OUTPUTS": str(outputs), "MANYHANDS_SHAKESPEARE_URL": "", "MANYHANDS_DATA": str(outputs), "OMP_NUM_THREADS": "1",
+        "MANYHANDS_OUTPUTS": str(outputs), "MANYHANDS_SHAKESPEARE_URL": "", "MANYHANDS_DATA": str(outputs),
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     environ.pop("MANYHANDS_SHAKESPEARE", None)
     command = [sys.executable, root / "scripts" / "align.py", *map(str, words)]

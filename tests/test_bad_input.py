@@ -1,7 +1,7 @@
 """What users get wrong, as they run it: status 2, one sentence with the cure, no traceback, before any training.
 
-Most runs are `scripts/train.py` in processes forked from a server that has imported torch, as ranks 0 and 1 of a launcher
-would be; the last ones are whole commands.
+Most runs are `scripts/train.py` in processes forked from a server that has imported torch, as ranks 0 and 1 of a
+launcher would be; the last ones are whole commands.
 """
 
 import contextlib
@@ -69,8 +69,10 @@ def free_port():
 
 
 def run(argv, environ, tmp_path, ranks=1, timeout_s=250):
-    """(status of rank 0, all standard output, all errors) of `ranks` processes. As a launcher does, the end of the first
-    that fails ends the others."""
+    """(status of rank 0, all standard output, all errors) of `ranks` processes.
+
+    As a launcher does, the end of the first that fails ends the others.
+    """
     port = str(free_port())
     folders, processes = [], []
     for rank in range(ranks):
@@ -151,7 +153,10 @@ def test_options_that_cannot_be_are_refused_in_one_process(corpus, tmp_path, fla
         ("--train.stall-s inf", "train.stall_s=inf is no finite number"),
         ("--train.timeout-s 1e12", "train.timeout_s=1e+12 is no waiting time; use more than 0 seconds, and at most 1e"),
         ("--train.timeout-s 0", "train.timeout_s=0 is no waiting time"),
-        ("--train.seed 9223372036854775808", "train.seed=9223372036854775808 is too large; use at most 9223372036854775807"),
+        (
+            "--train.seed 9223372036854775808",
+            "train.seed=9223372036854775808 is too large; use at most 9223372036854775807",
+        ),
         ("--optimizer.lr inf", "optimizer.lr=inf is no finite number"),
         ("--optimizer.weight-decay nan", "optimizer.weight_decay=nan is"),
         ("--optimizer.min-lr 1", "optimizer.min_lr=1, for the end of the run, is more than optimizer.lr=0.001"),

@@ -1,4 +1,4 @@
-"""Continuous batching over a paged cache: what is written never depends on who else is served, on blocks, or on reuse."""
+"""Continuous batching over a paged cache: what is written does not depend on who else is served, blocks or reuse."""
 
 import pytest
 import torch

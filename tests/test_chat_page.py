@@ -1,4 +1,4 @@
-"""The chat page in real Chromium: the token from the fragment, a streamed reply, stopping, errors, and a hub's prefix."""
+"""The chat page in real Chromium: the token from the fragment, a streamed reply, stopping, errors, a hub's prefix."""
 
 import re
 
@@ -12,7 +12,7 @@ PREFIX = "/user/rosalind/proxy/8123"
 
 
 def proxied(app, outside):
-    """`app` as jupyter-server-proxy shows it: below PREFIX, which is cut off; `outside` gets what is asked of the hub."""
+    """`app` as jupyter-server-proxy shows it: below PREFIX, which is cut off; `outside` gets the hub's own requests."""
 
     async def hub(scope, receive, send):
         if scope["type"] == "http":

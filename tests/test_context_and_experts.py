@@ -1,4 +1,4 @@
-"""Lesson 09's rings, trades and exchanges: one process, forward and backward; messages, bytes and pairs; gradients of experts.
+"""Lesson 09's rings, trades and exchanges: one process, forward and backward; messages, bytes, pairs, gradients.
 
 What is tested is the lesson's own code, taken from its script, in float64, under a random v.
 """
@@ -12,12 +12,12 @@ from manyhands.measure import wire
 
 LESSON = "09_context_and_experts"
 CONTEXT = (
-    "normal", "scores", "start", "absorb", "pass_on", "ring_forward", "in_order", "mine_of", "block_gradients", "ring_backward",
-    "RingAttention", "zig_zag", "pairs_of", "to_heads", "to_positions", "Trade",
+    "normal", "scores", "start", "absorb", "pass_on", "ring_forward", "in_order", "mine_of", "block_gradients",
+    "ring_backward", "RingAttention", "zig_zag", "pairs_of", "to_heads", "to_positions", "Trade",
 )  # fmt: skip
 EXPERTS = (
-    "normal", "route", "dense_mixture", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel", "finish",
-    "share_of_choices", "balance_loss", "global_balance", "kept", "by_library",
+    "normal", "route", "dense_mixture", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel",
+    "finish", "share_of_choices", "balance_loss", "global_balance", "kept", "by_library",
 )  # fmt: skip
 B, H, T, K = 2, 4, 32, 5
 N, D, M, E, k = 12, 6, 7, 8, 2
@@ -109,8 +109,9 @@ def test_ulysses_is_full_attention_for_four_all_to_alls_forward(pool, n):
 
 
 def experts(ranks, c, way):
-    """(distance from the dense mixture, expert gradients before finish over one process's, bytes of forward's calls, those
-    predicted); the loss is the mean of v · y with a random v, over all tokens of the group.
+    """(distance from the dense mixture, ratios of expert gradients before finish, bytes of forward's calls, predicted).
+
+    The ratios are to one process's. The loss is the mean of v · y with a random v, over all tokens of the group.
     """
     group = subgroup(ranks, c)
     lesson, e, me = ours(EXPERTS, group), E // c, group.rank()

@@ -296,7 +296,8 @@ def torchrun(n):
 def test_a_global_batch_that_does_not_split_is_refused_in_one_sentence(root, tmp_path):
     done = subprocess.run(
         [*torchrun(2), str(root / "scripts" / f"{LESSON}.py"), "--global-batch=9"],
-        env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}, capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)},
+        capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("global_batch=9 does not split over 2 ranks; use a multiple of 2") == 1

@@ -1,7 +1,8 @@
 """Each lesson as its users run it: the notebook at full length once, the script short, equal numbers from each.
 
-Lesson 02 runs from every launcher on 2 and 4 ranks, 03 from two on 2 and under torchrun on 4; the others once as a script. What
-runs on 2 ranks is the attendees' copy, in which nobody has written a line yet. `make preflight` runs every lesson every way.
+Lesson 02 runs from every launcher on 2 and 4 ranks, 03 from two on 2 and under torchrun on 4; the others once as a
+script. What runs on 2 ranks is the attendees' copy, in which nobody has written a line yet. `make preflight` runs every
+lesson every way.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Lesson 13, built by hand: any number of ranks learns the same, its reference rests in shares, its numbers are those it promises.
+"""Lesson 13, built by hand: any number of ranks learns the same; a sharded reference; the promised numbers.
 
 What is tested is the lesson's own code, taken from its script, in float64.
 """
@@ -20,9 +20,9 @@ from manyhands.plots.scores import reward_and_kl, stages
 
 LESSON = "13_llm_alignment"
 NAMES = (
-    "add_up", "update", "adam", "falling", "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy",
-    "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares", "pairs_of", "pair_rows", "pair_loss", "dpo", "advantages",
-    "rl_loss", "grpo", "without_padding",
+    "add_up", "update", "adam", "falling", "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked",
+    "accuracy", "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares", "pairs_of", "pair_rows", "pair_loss",
+    "dpo", "advantages", "rl_loss", "grpo", "without_padding",
 )  # fmt: skip
 EXACT = 1e-10
 VOCAB = with_markers(sorted({*TEXT, *"You are. Speak. sort abcdefghijkl"}))
@@ -45,8 +45,8 @@ def lesson_on(ranks):
     here = {
         "rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device, "config": CONFIG, "vocab": VOCAB,
         "ASSISTANT": VOCAB.index("<|assistant|>"), "STOP": VOCAB.index(END), "corpus": Corpus.from_text("test", TEXT),
-        "task": LetterTask("sort", letters=12, length=4), "base": chatty(), "sft_steps": 2, "dpo_steps": 2, "rl_steps": 2,
-        "ANSWERS": 24, "GROUP": 8, "KL": 0.05,
+        "task": LetterTask("sort", letters=12, length=4), "base": chatty(), "sft_steps": 2, "dpo_steps": 2,
+        "rl_steps": 2, "ANSWERS": 24, "GROUP": 8, "KL": 0.05,
     }  # fmt: skip
     here["held_out"] = here["task"].draw(12, [7], held_out=True)
     return taken_from(LESSON, *NAMES, **here)
@@ -136,7 +136,7 @@ def test_the_zoos_mask_never_counts_an_end():
 
 
 def test_the_stored_run_keeps_the_lessons_promises(root):
-    """Chance, SFT in between, GRPO at 90 % or better with every seed; and the hacked reward at the expense of the task."""
+    """Chance, SFT between, GRPO at 90 % or better with every seed; and the hacked reward at the task's expense."""
     cells = json.loads((root / "notebooks" / f"{LESSON}.ipynb").read_text())["cells"]
     told = "".join(
         "".join(part.get("text", part.get("data", {}).get("text/plain", "")))

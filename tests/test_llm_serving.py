@@ -1,4 +1,4 @@
-"""Lesson 14's own lines: its loop with a cache, its draft tokens against the exact distribution, its counts of steps."""
+"""Lesson 14's own lines: its loop with a cache, draft tokens against the exact distribution, counts of steps."""
 
 import itertools
 
@@ -11,8 +11,8 @@ from test_decoding import chi_square_limit, gpt
 
 LESSON = "14_llm_serving"
 NAMES = (
-    "kept", "drawn", "to_draw_from", "write", "forward", "attend", "write_cached", "judged", "chi_square", "limit", "cached",
-    "draft_tokens_of", "speculate", "continuous_steps",
+    "kept", "drawn", "to_draw_from", "write", "forward", "attend", "write_cached", "judged", "chi_square", "limit",
+    "cached", "draft_tokens_of", "speculate", "continuous_steps",
 )  # fmt: skip
 
 

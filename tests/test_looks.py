@@ -18,6 +18,7 @@ COLOUR_ARGUMENTS = {
 }  # fmt: skip
 PLOTS = {"plot", "loglog", "semilogx", "semilogy", "errorbar"}
 HEX = r"#[0-9a-fA-F]{6}"
+FORMAT_WITH_COLOUR = r"(?=.*[bgrcmyk])[bgrcmyk.,ovs^Dx+*:-]+"  # such as "ko-"
 
 
 def literals(text):
@@ -32,7 +33,7 @@ def literals(text):
             if getattr(node.func, "attr", "") in PLOTS:
                 found += [
                     (one.lineno, one.value) for one in node.args
-                    if isinstance(one, ast.Constant) and re.fullmatch(r"(?=.*[bgrcmyk])[bgrcmyk.,ovs^Dx+*:-]+", str(one.value))
+                    if isinstance(one, ast.Constant) and re.fullmatch(FORMAT_WITH_COLOUR, str(one.value))
                 ]  # fmt: skip
         elif isinstance(node, ast.Dict):
             given = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]

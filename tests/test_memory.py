@@ -11,7 +11,10 @@ from manyhands.predict.memory import bytes_per_rank, checkpoint_bytes, weights_i
 from manyhands.predict.models import model_of
 
 # odd numbers: nothing splits evenly but what must
-SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65 --train.global-batch 4"
+SMALL = (
+    "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65 "
+    "--train.global-batch 4"
+)
 
 
 def read(flags, world_size):
@@ -270,5 +273,7 @@ def test_what_fsdp_has_gathered_is_weighed_apart_from_the_shards(pool):
     P = read("--model.vocab-size 66", 2)[0].num_params()
     for found in pool.run(2, weigh_between_forward_and_backward):
         assert found == [
-            Bytes(parameters=2 * P), Bytes(parameters=2 * P, unsharded_parameters=4 * P), Bytes(parameters=2 * P, gradients=2 * P),
-        ]  # fmt: skip
+            Bytes(parameters=2 * P),
+            Bytes(parameters=2 * P, unsharded_parameters=4 * P),
+            Bytes(parameters=2 * P, gradients=2 * P),
+        ]

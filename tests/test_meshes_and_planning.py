@@ -1,4 +1,4 @@
-"""Lesson 10: grids as DeviceMesh has them, messages between nodes as counted, the product of all axes, 1,024 simulated ranks."""
+"""Lesson 10: grids as DeviceMesh has them, messages between nodes, the product of all axes, 1,024 simulated ranks."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Training on a text of one's own: no document sees another, under any strategy; a run goes on where it was; samples read."""
+"""Training on a text of one's own: no document sees another, under any strategy; resumed runs; samples."""
 
 import json
 import os

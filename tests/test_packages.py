@@ -1,4 +1,4 @@
-"""The package is a house with floors: the contracts in pyproject.toml say who may import whom, and import-linter holds them."""
+"""Who may import whom: the contracts in pyproject.toml, which import-linter holds, and where a name may come from."""
 
 import ast
 import shutil
@@ -46,7 +46,7 @@ def test_the_package_keeps_its_contracts(root):
 
 
 def strangers(sources):
-    """["file:line takes name from module"]: private names from elsewhere, and names from a module that does not define them.
+    """["file:line takes name from module"]: private names from elsewhere, and names that their module does not define.
 
     `sources` is {module or file: its text}; modules of ours are named with dots.
     """

@@ -1,4 +1,4 @@
-"""Lesson 08's pipeline, built by hand: its gradients are one process's, its messages and what it holds as counted by formula.
+"""Lesson 08's pipeline, built by hand: its gradients are one process's, its messages and bytes held are the formula's.
 
 What is tested is the lesson's own code, taken from its script, in float64.
 """
@@ -16,8 +16,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 LESSON = "08_pipeline_parallel"
 NAMES = (
-    "backward_of", "my_stage", "gpipe", "needs", "neighbours", "swap", "forward_of", "train_step", "one_f_one_b", "mean_loss",
-    "by_library", "library_step", "run_virtual", "idle", "fitting", "loss_share",
+    "backward_of", "my_stage", "gpipe", "needs", "neighbours", "swap", "forward_of", "train_step", "one_f_one_b",
+    "mean_loss", "by_library", "library_step", "run_virtual", "idle", "fitting", "loss_share",
 )  # fmt: skip
 T, D, ROWS = 8, 16, 2
 CONFIG = GPTConfig(

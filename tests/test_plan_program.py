@@ -72,9 +72,9 @@ def test_all_shows_every_plan_and_every_refusal(run):
 
 
 PLAN_KEYS = {
-    "layout": str, "axes": dict, "sharing": str, "micro_batches": int, "micro_batch": int, "activation_checkpointing": str,
-    "bytes": dict, "seconds": dict, "messages": list, "bubble": float, "mfu": float, "tokens_per_s": float,
-    "train_flags": list,
+    "layout": str, "axes": dict, "sharing": str, "micro_batches": int, "micro_batch": int,
+    "activation_checkpointing": str, "bytes": dict, "seconds": dict, "messages": list, "bubble": float, "mfu": float,
+    "tokens_per_s": float, "train_flags": list,
 }  # fmt: skip
 
 

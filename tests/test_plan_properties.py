@@ -1,4 +1,4 @@
-"""What holds of every plan, whatever is asked: it fits, its degrees are the GPUs, its bytes are the sum of their kinds."""
+"""What holds of every plan: it fits, its degrees multiply to the GPUs, its bytes are the sum of their kinds."""
 
 import dataclasses
 

@@ -119,7 +119,8 @@ def test_the_smallest_numbers_of_a_format(dtype, normal, subnormal):
     smallest = from_pattern("0" * (len(smallest_normal.pattern) - 1) + "1", dtype)
     assert smallest_normal.kind == "normal" and smallest_normal.value == pytest.approx(normal, rel=5e-3)
     assert smallest.kind == "subnormal" and smallest.value == pytest.approx(subnormal, rel=5e-3)
-    assert smallest_normal.value == torch.finfo(getattr(torch, {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[dtype])).smallest_normal  # fmt: skip
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    assert smallest_normal.value == torch.finfo(torch_dtype).smallest_normal
 
 
 def test_384_h100_do_380_pflops_in_bf16_and_25_7_in_fp32():

@@ -1,4 +1,4 @@
-"""scripts/serve.py as its user meets it: where the token is and is not, a clean end in the middle of a stream, and refusals."""
+"""scripts/serve.py as its user meets it: where the token is and is not, a clean end amid a stream, refusals."""
 
 import importlib.util
 import json

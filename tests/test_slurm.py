@@ -87,9 +87,9 @@ def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, 
     assert_same_numbers(metrics(environ, lesson), under_torchrun(lesson), "srun")
 
 
-# Neither MPICH's nor Slurm's fault alone: MPICH 5.0 tells the other node 4 kB of which it has filled a few bytes, in nine
-# run-length coded pieces, and Slurm reads lines of PMI-1 up to 1,024 bytes. Where the rest happens to be text, which hardly
-# gets shorter, a line is too long, and the ranks wait forever. Seen in 1 of some 20 jobs.
+# Neither MPICH's nor Slurm's fault alone: MPICH 5.0 tells the other node 4 kB of which it has filled a few bytes, in
+# nine run-length coded pieces, and Slurm reads lines of PMI-1 up to 1,024 bytes. Where the rest happens to be text,
+# which hardly gets shorter, a line is too long, and the ranks wait forever. Seen in 1 of some 20 jobs.
 PMI_FAULT = "mpi/pmi2: value not properly terminated"
 
 
@@ -174,7 +174,7 @@ ON_TWO_NODES = [f"rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)]
 
 
 def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
-    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below it is Slurm, so that srun starts torchrun."""
+    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below is Slurm, so srun starts torchrun."""
     passed = {**environ, "LESSON_ARGS": "--steps=6 --repeats=1"}
     job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
@@ -267,7 +267,7 @@ leave()
 
 
 def test_a_notebook_inside_a_job_step_starts_its_ranks_on_all_nodes_of_the_job(slurm, environ, tmp_path):
-    """As a hub spawns it: the notebook's server is a step of the job. mpiexec would die there, srun --overlap does not."""
+    """As a hub spawns it: the notebook's server is a job step. mpiexec would die there, srun --overlap does not."""
     for folder in ("scripts", "notebooks"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts" / "90_hands.py").write_text(TINY)

@@ -1,4 +1,4 @@
-"""A program of a few lines runs beside a notebook under each launcher, and what goes wrong is a line, not a traceback."""
+"""A program of a few lines runs beside a notebook under each launcher; what goes wrong is a line, not a traceback."""
 
 import pytest
 from manyhands.notebook import small_programs

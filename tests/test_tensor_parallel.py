@@ -1,7 +1,7 @@
-"""Lesson 07's tensor and sequence parallelism, built by hand: one process, forward and backward; collectives; bytes kept.
+"""Lesson 07's tensor and sequence parallelism: as one process, forward and backward; collectives; bytes kept.
 
-What is tested is the lesson's own code, taken from its script, in float64. Gradients are vector-Jacobian products of the
-logits with a random v, so that nothing hides behind a sum.
+What is tested is the lesson's own code, taken from its script, in float64. Gradients are vector-Jacobian products of
+the logits with a random v, so that nothing hides behind a sum.
 """
 
 import pytest
@@ -16,9 +16,9 @@ from torch import nn
 
 LESSON = "07_tensor_parallel"
 NAMES = (
-    "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row", "split_blocks", "all_gathered",
-    "reduce_scattered", "own_part", "split", "joined", "gathered", "scattered", "split_stream", "add_up", "of_own_positions",
-    "furthest", "VocabularyEmbedding", "split_loss", "norms_of", "by_library",
+    "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row", "split_blocks",
+    "all_gathered", "reduce_scattered", "own_part", "split", "joined", "gathered", "scattered", "split_stream",
+    "add_up", "of_own_positions", "furthest", "VocabularyEmbedding", "split_loss", "norms_of", "by_library",
 )  # fmt: skip
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=2, n_head=4, n_embd=16)
 B, T, D = 3, CONFIG.block_size, CONFIG.n_embd
@@ -58,7 +58,7 @@ def subgroups(ranks, t):
 
 
 def differences(ranks, t):
-    """{way: largest distance of logits or of any gradient from one process's} of groups of t; each has data of its own."""
+    """{way: largest distance of logits or any gradient from one process's} of groups of t, each with its own data."""
     lesson, found = ours(), {}
     group, seed = subgroups(ranks, t)
     single = new_model()
@@ -98,7 +98,7 @@ def test_so_it_is_by_parallelize_module(pool):
 
 
 def vocabulary(ranks, V):
-    """Distances of loss and gradients from one process's with the vocabulary split, the pieces, and numbers sent by the loss."""
+    """With a split vocabulary: distance of loss and gradients from one process's, the pieces, what the loss sends."""
     lesson, group = ours(), dist.group.WORLD
     config = GPTConfig(vocab_size=V, block_size=T, n_layer=1, n_head=4, n_embd=D)
     torch.manual_seed(1)

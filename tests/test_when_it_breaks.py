@@ -1,4 +1,4 @@
-"""Lesson 11's own code, on real failures: a killed run goes on bit for bit, a save is never half, nothing is left behind."""
+"""Lesson 11's own code, on real failures: a killed run goes on bit for bit, no save is half, nothing is left behind."""
 
 import ast
 import contextlib

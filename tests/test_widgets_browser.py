@@ -168,7 +168,7 @@ def test_ranks_recipe_and_unit_change_the_bytes_of_every_strategy(notebook):
     widget, P = Widget(notebook, "show_memory"), MODELS["7B"].num_params()
 
     def bars(pattern):
-        """The bytes of a rank by strategy, when the picture's text matches the pattern. FSDP's depend on what it gathers."""
+        """A rank's bytes by strategy, when the picture's text matches the pattern. FSDP's depend on what it gathers."""
         said = widget.says(pattern)
         return [float(re.search(rf"{name} ([\d.]+)", said)[1]) for name in ("DDP", "ZeRO-1", "ZeRO-2")]
 

@@ -1,4 +1,4 @@
-"""The course speaks the field's words: what we called otherwise once is gone from code, help, prose, drawings and glossary."""
+"""The course speaks the field's words: our own words are gone from code, help, prose, drawings and glossary."""
 
 import re
 
@@ -34,8 +34,8 @@ WORDS = {
     "invalid port 70000": (r"\"--?[\w-]+ \{\w+\} is none\b", '"--port {port} is none"'),
 }
 WHERE = (
-    "scripts/**/*.py", "scripts/**/*.html", "assets/src/*.py", "assets/*.md", "assets/*.svg", "jobs/*.*", "data/README.md",
-    "README.md", "CONTRIBUTING.md",
+    "scripts/**/*.py", "scripts/**/*.html", "assets/src/*.py", "assets/*.md", "assets/*.svg", "jobs/*.*",
+    "data/README.md", "README.md", "CONTRIBUTING.md",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Lesson 06's sharding, built by hand: ZeRO-1, 2 and 3 are fully_shard, and one process; what each rank holds and sends.
+"""Lesson 06's sharding, built by hand: ZeRO-1 to 3 are fully_shard, and one process; what each rank holds and sends.
 
 What is tested is the lesson's own code, taken from its script. Plain SGD in float64, clipped by the global norm.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 LESSON = "06_zero_fsdp"
 NAMES = (
-    "flat", "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2", "gather",
-    "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
+    "flat", "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2",
+    "gather", "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
 )  # fmt: skip
 # 14 and 65 split evenly over no number of ranks
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=3, n_head=2, n_embd=14)
@@ -146,7 +146,7 @@ def test_each_stage_holds_what_it_should_and_updates_as_one_process_does(pool):
 
 
 def rows_that_are_whole(ranks):
-    """The most numbers that ZeRO-3 had whole at once during a step, those of the largest unit and the root; after it."""
+    """The most numbers that ZeRO-3 had whole at once in a step; those of the largest unit and the root; after it."""
     lesson = ours()
     model = new_model()
     parts = lesson.zero_3(model)
@@ -181,7 +181,7 @@ def test_one_unit_and_the_root_are_whole_at_most_and_nothing_after_backward(pool
 
 
 def calls_of_two_blocks(ranks):
-    """[(op, numbers)] of a step by hand and by the library, of two blocks and the root; ZeroRedundancyOptimizer's volume."""
+    """[(op, numbers)] of two blocks and the root in a step by hand and by FSDP; ZeroRedundancyOptimizer's volume."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -1,4 +1,4 @@
-"""Figures of lesson 06: two halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
+"""Figures of lesson 06: halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
 from draw import arrow, cell
 from manyhands.plots.cards import box, card, rank_box, write
@@ -84,10 +84,17 @@ def volume():
     figure, axes = card(92, 34, "what a step communicates, in P")
     rows = (
         ("DDP", (("forward", 0), ("backward", 0), ("all-reduce: gradients", 2), ("update", 0)), "2 P"),
-        ("ZeRO-1, 2", (("forward", 0), ("backward", 0), ("reduce-scatter", 1), ("update", 0), ("all-gather", 1)), "2 P"),
+        (
+            "ZeRO-1, 2",
+            (("forward", 0), ("backward", 0), ("reduce-scatter", 1), ("update", 0), ("all-gather", 1)),
+            "2 P",
+        ),
         (
             "ZeRO-3",
-            (("all-gather", 1), ("forward", 0), ("all-gather", 1), ("backward", 0), ("reduce-scatter", 1), ("update", 0)),
+            (
+                ("all-gather", 1), ("forward", 0), ("all-gather", 1), ("backward", 0), ("reduce-scatter", 1),
+                ("update", 0),
+            ),
             "3 P",
         ),
     )  # fmt: skip
@@ -268,7 +275,10 @@ def hsdp():
                     box(axes, x + 4.25 * piece, y + 5.2, 4.25, 4, edge=EDGE, dotted=True)
     for i in range(4):
         arrow(axes, (22.5 + 19.2 * i, 16.6), (22.5 + 19.2 * i, 20.8), style="<|-|>")
-    note = "in a node: all-gather weights, reduce-scatter gradients; between nodes (arrows): all-reduce a quarter of the gradients"
+    note = (
+        "in a node: all-gather weights, reduce-scatter gradients; "
+        "between nodes (arrows): all-reduce a quarter of the gradients"
+    )
     write(axes, 2, 34, note, ha="left", colour=QUIET)
     return figure
 

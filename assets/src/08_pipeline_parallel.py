@@ -1,4 +1,4 @@
-"""Figures of lesson 08: a cut model, micro-batches, messages of two neighbours, GPipe and 1F1B, stages in turn, B in halves."""
+"""Figures of lesson 08: a cut model, micro-batches, messages, GPipe and 1F1B, stages in turn, B in halves."""
 
 from draw import arrow
 from manyhands.plots.cards import box, card, rank_box, write

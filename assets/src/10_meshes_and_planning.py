@@ -1,4 +1,4 @@
-"""Figures of lesson 10: a grid, a cube on two nodes, rings in two orders, an all-reduce in three phases, a roofline, a plan."""
+"""Figures of lesson 10: a grid, a cube on two nodes, rings, a three-phase all-reduce, a roofline, a plan."""
 
 from draw import arrow, cell
 from manyhands.plots.cards import box, card, rank_box, write

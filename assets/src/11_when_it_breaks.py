@@ -205,7 +205,8 @@ def preemption():
         axes,
         6,
         28.4,
-        "PBS sends no warning: there the job script's clock gives it; torchrun waits 30 s for its ranks, unless told otherwise",
+        "PBS sends no warning: there the job script's clock gives it; "
+        "torchrun waits 30 s for its ranks, unless told otherwise",
         ha="left",
         size=10,
         colour=QUIET,

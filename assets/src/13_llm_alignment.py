@@ -1,4 +1,4 @@
-"""Figures of lesson 13: a conversation and its mask, a DPO margin, a group of answers, adapters, a sharded reference."""
+"""Figures of lesson 13: a conversation and its mask, a DPO margin, a group of answers, adapters, reference shards."""
 
 from draw import arrow
 from manyhands.plots.cards import box, card, rank_box, write
@@ -116,9 +116,11 @@ def hacked():
     columns = (("answer", 6), ("letters that ascend", 30), ("the verifier", 62))
     for title, x in columns:
         write(axes, x, 7, title, ha="left", weight="bold")
-    for y, (text, ascend, right) in zip(
-        (12, 16.5, 21), (("bcgj", "3 of 3", "right"), ("bgcj", "2 of 3", "wrong"), ("adgk", "3 of 3", "wrong")), strict=True
-    ):  # fmt: skip
+    for y, text, ascend, right in (
+        (12, "bcgj", "3 of 3", "right"),
+        (16.5, "bgcj", "2 of 3", "wrong"),
+        (21, "adgk", "3 of 3", "wrong"),
+    ):
         write(axes, 6, y, text, ha="left", family="monospace", size=11)
         write(axes, 30, y, ascend, ha="left")
         write(axes, 62, y, right, ha="left")

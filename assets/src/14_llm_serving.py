@@ -93,8 +93,11 @@ def roofline():
     write(axes, left, 6, "TFLOP/s", ha="left", colour=QUIET)
     write(axes, left + width, bottom + 5.4, "FLOPs per byte read: positions per call", ha="right", colour=QUIET)
     for intensity, text, dx, dy in (
-        (1, "decode, 1 user", 2, 2.6), (16, "16 users", 2, 2.6), (295, "295 users", 2, 3.2), (2048, "prefill of 2,048", 0, 3.2),
-    ):  # fmt: skip
+        (1, "decode, 1 user", 2, 2.6),
+        (16, "16 users", 2, 2.6),
+        (295, "295 users", 2, 3.2),
+        (2048, "prefill of 2,048", 0, 3.2),
+    ):
         x, y = at(intensity, min(intensity * 3.35, 989))
         axes.plot([x], [y], marker="o", ms=6, color=INK, zorder=4)
         write(axes, x + dx, y + dy, text, ha="left" if dx else "center")

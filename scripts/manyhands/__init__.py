@@ -1,12 +1,14 @@
 """Many Hands: distributed training, taught on real ranks.
 
-    from manyhands import Metrics, catch_up, join, leave, say, show    # what every lesson takes; the rest by its own path
+    # what every lesson takes; all else is imported by its own path
+    from manyhands import Metrics, catch_up, join, leave, say, show
 
     ranks = join(globals())     # whoever started this process: torchrun, mpiexec, srun, a notebook, or nobody
     say(f"rank {ranks.rank} of {ranks.world_size}")
     leave()
 
-These names load on first use: `manyhands.notebook.watchdog` and the doctor run without torch, which takes seconds to import.
+These names load on first use: `manyhands.notebook.watchdog` and the doctor run without torch, which takes seconds to
+import.
 """
 
 from importlib import import_module
@@ -26,9 +28,9 @@ __all__ = [
     "show_solution",
 ]  # fmt: skip
 HOMES = {
-    "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks", "catch_up": "course.catch_up",
-    "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
-    "refuse": "launch.join", "say": "launch.screen", "show": "launch.run_folder",
+    "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks",
+    "catch_up": "course.catch_up", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
+    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.screen", "show": "launch.run_folder",
     "show_solution": "course.catch_up",
 }  # fmt: skip
 

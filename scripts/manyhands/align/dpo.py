@@ -51,7 +51,7 @@ class Preference(Stage):
         self.held_out = pairs_N2T[:num_held_out], answer_N2T[:num_held_out]
 
     def _pairs(self):
-        """(ids_N2T, answer_N2T), chosen first, the same on all ranks, and in a resumed run: the reference draws them."""
+        """(ids_N2T, answer_N2T), chosen first. The reference draws them, the same on all ranks and when resumed."""
         said = self._said()
         # an answer with a marker in it cannot be written as a message
         known = {word: text for word, text in said.items() if set(text) <= set(self.vocab)}

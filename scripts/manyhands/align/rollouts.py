@@ -39,7 +39,7 @@ def rows(encoded, longest=None):
 
 
 def shifted(ids_bT, answer_bT):
-    """(inputs, targets, mask), each [b, T - 1]: position t predicts token t + 1, and counts if that is the assistant's."""
+    """(inputs, targets, mask), each [b, T - 1]: position t predicts token t + 1, counted if it is the assistant's."""
     return ids_bT[:, :-1], ids_bT[:, 1:], answer_bT[:, 1:]
 
 

@@ -60,7 +60,7 @@ class Stage:
         raise NotImplementedError
 
     def draws(self, step, size, n, stream=0):
-        """`n` numbers below `size`, the same on all ranks: rows of a step's global batch. Another stream draws others."""
+        """`n` numbers below `size`, the same on all ranks: rows of a step's global batch. Each `stream` differs."""
         key = np.random.SeedSequence(self.run.options.train.seed, spawn_key=(step, stream))
         return torch.from_numpy(np.random.default_rng(key).integers(0, size, n))
 
@@ -69,7 +69,7 @@ class Stage:
         return rows_B.tensor_split(self.parallel.data_size)[self.parallel.data_rank].to(self.run.ranks.device)
 
     def share(self, num_terms):
-        """What a micro-batch's sum is multiplied by, so that the mean over micro-batches and ranks is sum / num_terms."""
+        """The factor of a micro-batch's sum with which the mean over micro-batches and ranks is sum / num_terms."""
         return self.run.layout.micro_batches * self.parallel.data_size / num_terms
 
     def mean(self, numbers):
@@ -110,7 +110,7 @@ class Stage:
         return encode(self.task.messages(word), self.vocab, reply=True)[0]
 
     def encoded_words(self, words):
-        """[(ids, answer)] of questions and right answers. Raises OptionError for letters that the model does not know."""
+        """[(ids, answer)] of questions and right answers. Raises OptionError for letters unknown to the model."""
         try:
             return [encode(self.task.messages(word, self.task.answer(word)), self.vocab) for word in words]
         except ValueError as error:

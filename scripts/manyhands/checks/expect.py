@@ -65,7 +65,7 @@ def truth(found):
 
 
 def plain(found):
-    """Numbers of numpy and torch as Python's, and arrays, tensors, tuples, iterators, ... as lists; all else as it is."""
+    """Numbers of numpy and torch as Python's; arrays, tensors, tuples, iterators, ... as lists; all else as it is."""
     if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
         return found.tolist()
     return [plain(part) for part in found] if isinstance(found, (list, tuple, range, Iterator)) else found

@@ -795,7 +795,7 @@ def _bits(p):
 
 
 class _Exchange:
-    """The `gather` of an answer: what each rank communicates comes back to all, in rank order; its bytes are counted."""
+    """The `gather` of an answer: each rank's object comes back to all, in rank order, and its bytes are counted."""
 
     def __init__(self, n):
         self._n, self._bytes, self._calls = n, 0, 0
@@ -811,8 +811,8 @@ class _Exchange:
         enough = num_tensors * PRINT_BYTES
         if self._bytes > enough:
             raise Wrong(
-                f"right, but this rank communicated {self._bytes:,} bytes for {num_tensors} tensors: weights travelled; "
-                f"fingerprints fit into {enough:,}"
+                f"right, but this rank communicated {self._bytes:,} bytes for {num_tensors} tensors: "
+                f"weights travelled; fingerprints fit into {enough:,}"
             )
 
 

@@ -24,7 +24,7 @@ AT_ONCE = 2**30  # bytes per call of MPI: many libraries count in 32 bits
 
 
 def share(n, rank, world_size):
-    """This rank's part of n things in a row, a slice; the first n % world_size ranks have one more. Raises ValueError."""
+    """This rank's slice of n things in a row; the first n % world_size ranks have one more. Raises ValueError."""
     if n < 0 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of {world_size} has no share of {n} things; use ranks 0 to {world_size - 1}")
     each, more = divmod(n, world_size)

@@ -139,8 +139,8 @@ def _opened(path):
 
 def _refuse_line(path, number):
     raise DataError(
-        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; break it into lines, or leave "
-        f"it out"
+        f"{path} line {number:,} has more than {LONGEST_LINE:,} bytes without a line end; "
+        f"break it into lines, or leave it out"
     )
 
 

@@ -87,9 +87,9 @@ def planned_and_held(rows, title):
 def kept_and_timed(kept, times, alone_s, title):
     """A matplotlib Figure of two panels.
 
-    `kept`: {way: (bytes measured, bytes that every rank keeps by formula, bytes of its share by formula)}; the measured bar is
-    divided where the formula says. `times`: {placement: (seconds, of which communication, seconds by formula)}, in virtual
-    time; `alone_s`: seconds of one rank that has the whole layer.
+    `kept`: {way: (bytes measured, bytes that every rank keeps by formula, bytes of its share by formula)}; the measured
+    bar is divided where the formula says. `times`: {placement: (seconds, of which communication, seconds by formula)},
+    in virtual time; `alone_s`: seconds of one rank that has the whole layer.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -117,10 +117,12 @@ def kept_and_timed(kept, times, alone_s, title):
     right.set_xlim(0, 1.3e3 * max(row[0] for row in rows.values()))
     right.set_yticks(range(len(rows)), list(rows))
     keys = [
-        Patch(fc=GREY, ec=INK, label="whole on every rank"), Patch(fc=colour, ec=INK, hatch=hatch, label="divided among ranks"),
-        Patch(fc=GREY, ec=INK, label="compute"), Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
+        Patch(fc=GREY, ec=INK, label="whole on every rank"),
+        Patch(fc=colour, ec=INK, hatch=hatch, label="divided among ranks"),
+        Patch(fc=GREY, ec=INK, label="compute"),
+        Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
         Line2D([], [], **PREDICTED, label="by formula"),
-    ]  # fmt: skip
+    ]
     for axes in (left, right):
         axes.invert_yaxis()
     below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "frameon": False, "handleheight": 1.3}

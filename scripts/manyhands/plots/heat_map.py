@@ -2,8 +2,8 @@
 
     show(heat_map(steps["waiting"], "who waits", "s", virtual=True), "waiting", alt="...")
 
-The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darker and have no red in them, so that they read in
-black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.
+The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darker and have no red in them, so that they
+read in black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.
 """
 
 import math
@@ -22,9 +22,9 @@ PREFIXES = {
 def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False, limits=None):
     """A matplotlib Figure of `values_RS` (R rows of S numbers, as lists, an array or a tensor), row 0 at the top.
 
-    `unit` is that of the numbers; "s" and "bytes" are shown in ms, MB, ... as fits. One scale for all cells: from 0 where no
-    number is negative, so that a difference looks as large as it is; `limits` = (lowest, highest) makes two maps alike.
-    NaN is an empty cell with a cross. With virtual=True the title says that the time is virtual.
+    `unit` is that of the numbers; "s" and "bytes" are shown in ms, MB, ... as fits. One scale for all cells: from 0
+    where no number is negative, so that a difference looks as large as it is; `limits` = (lowest, highest) makes two
+    maps alike. NaN is an empty cell with a cross. With virtual=True the title says that the time is virtual.
     Raises ValueError where rows differ in length or there are no numbers.
     """
     return heat_maps({title: values_RS}, unit, rows, columns, virtual, limits)

@@ -4,8 +4,8 @@
 - **What a rank does**: compute is solid, communication hatched //// and nothing else is, reading from a
   file starred, waiting a dotted outline.
 - **Kinds of bytes** have muted colours and a hatch each, darkest what lasts longest.
-- **Measured** is black points, with whiskers from the least to the most; **predicted** is a dashed grey line; a **limit**
-  (a device's memory, a peak) a dash-dotted red one.
+- **Measured** is black points, with whiskers from the least to the most; **predicted** is a dashed grey line; a
+  **limit** (a device's memory, a peak) a dash-dotted red one.
 - **Alternatives** that are compared (libraries, algorithms, rules) differ by line and marker, then by shade.
 
 Each reads in black and white: colour never stands alone. Plots are white cards on light and on dark pages.
@@ -108,7 +108,7 @@ def new_figure(width, height, rows=1, columns=1, **subplots):
 
 
 def errorbars(samples, scale=1, middle=statistics.median):
-    """(y, yerr) of matplotlib's errorbar: the middle of each list of samples times `scale`, with whiskers to its ends."""
+    """(y, yerr) of matplotlib's errorbar: the middle of each list of samples and whiskers to its ends, all scaled."""
     middles = [scale * middle(some) for some in samples]
     below = [y - scale * min(some) for y, some in zip(middles, samples, strict=True)]
     above = [scale * max(some) - y for y, some in zip(middles, samples, strict=True)]

@@ -1,7 +1,7 @@
 """Plots of lesson 05: who read what, how far apart trainings are, learning rates, the noise of a gradient, and scaling.
 
-Series have shades and markers, not the ranks' colours: a curve here is a run, a batch or a formula. Whiskers reach from the
-least to the most.
+Series have shades and markers, not the ranks' colours: a curve here is a run, a batch or a formula. Whiskers reach
+from the least to the most.
 """
 
 import math
@@ -30,8 +30,8 @@ def times_read(readers):
 def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     """|losses - those of one rank| at each update, on a logarithmic axis, and a line at `limit`.
 
-    pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last bit there
-    is no point.
+    pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last
+    bit there is no point.
     """
     figure, axes = new_figure(7.5, 3.6)
     for (name, (losses, of_one)), look in zip(pairs.items(), ALTERNATIVES, strict=False):
@@ -51,7 +51,7 @@ def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
 def by_rate(losses, advised, title):
     """Validation loss against learning rate: a panel for each optimizer, a curve for each batch.
 
-    losses: {(optimizer, batch, rate): losses of its seeds}; advised: {optimizer: the rate at which a dashed line stands}.
+    losses: {(optimizer, batch, rate): losses of its seeds}; advised: {optimizer: the rate of its dashed line}.
     """
     figure, (panels,) = new_figure(10, 3.8, 1, len(advised), sharey=True, squeeze=False)
     for axes, kind in zip(panels, advised, strict=True):
@@ -90,7 +90,7 @@ def noise(sizes, measured, predicted):
 
 
 def scaling(sizes, virtual_s, curves_s, speed_ups):
-    """Left virtual step times on `sizes` ranks and curves up to many ranks, right speed-ups of this machine with whiskers."""
+    """Left virtual step times on `sizes` ranks and curves up to many ranks, right this machine's speed-ups."""
 
     figure, (left, right) = new_figure(10, 3.8, 1, 2)
     looks = (PREDICTED, {"color": ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})

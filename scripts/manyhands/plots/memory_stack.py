@@ -8,9 +8,9 @@ HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=None):
     """A matplotlib Figure of a MemoryTimeline's `samples`: bytes by kind, one on the other, event by event.
 
-    `predicted` {kind: bytes}: a dashed line on each of these kinds, as high above what lies under it as it should be where
-    the kind is largest. `allocator_peak`: bytes, a dotted line. `highest`: bytes for which the axis has room at least, so that
-    two figures have one scale. Kinds differ by hatching as well as by colour.
+    `predicted` {kind: bytes}: a dashed line on each of these kinds, as high above what lies under it as it should be
+    where the kind is largest. `allocator_peak`: bytes, a dotted line. `highest`: bytes for which the axis has room at
+    least, so that two figures have one scale. Kinds differ by hatching as well as by colour.
     Raises ValueError without samples, and for kinds that there are not.
     """
     from matplotlib.lines import Line2D

@@ -16,7 +16,7 @@ STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
 
 def plans(rows, memory_bytes, title):
-    """Left the bytes of each plan by kind and the memory's limit, right the seconds of a step by what the GPU waits for.
+    """Left each plan's bytes by kind and the memory's limit, right the seconds of a step by what the GPU waits for.
 
     rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first.
     """
@@ -130,7 +130,7 @@ def table_and_others(table, others, title):
 
 
 def _frame(axes, rows, off, title):
-    """Equal axes around the rows, with the line of a right prediction and thin ones `off` to either side; their ends."""
+    """Equal axes around the rows, the line of a right prediction, thin ones `off` to either side. Returns its ends."""
     numbers = [number for row in rows for number in row[1:3]]
     ends = [0.96 * min(numbers), 1.05 * max(numbers)]
     axes.plot(ends, ends, **PREDICTED)

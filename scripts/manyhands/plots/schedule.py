@@ -26,8 +26,8 @@ def face(rank, kind):
 def chart(charts, unit="forwards", virtual=False, scale=1.0):
     """One Gantt chart below the other, on one scale: [(title, slots, notes)] -> a matplotlib Figure.
 
-    A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it. `notes`
-    stand at the end of each rank's row. Times are multiplied by `scale` to be in `unit`. Empty is idle.
+    A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it.
+    `notes` stand at the end of each rank's row. Times are multiplied by `scale` to be in `unit`. Empty is idle.
     """
     from matplotlib.patches import Patch
 
@@ -82,10 +82,10 @@ def bubbles(series):
 
 
 def gantt(spans, title, virtual=False, until_s=None):
-    """A chart with one row per rank: compute solid in the rank's colour, communication hatched below it, waiting outlined.
+    """A row per rank: compute solid in the rank's colour, communication hatched below it, waiting outlined.
 
-    Returns a matplotlib Figure. A span's name is written into it where it fits. With virtual=True title and axis say that
-    the time is virtual; `until_s` ends the axis there, so that two charts have one scale.
+    Returns a matplotlib Figure. A span's name is written into it where it fits. With virtual=True title and axis say
+    that the time is virtual; `until_s` ends the axis there, so that two charts have one scale.
     """
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""What runs reached: losses of a killed run, laws of pre-training, rewards of alignment, tokens per call of a drafted decode."""
+"""What runs reached: losses of a killed run, scaling laws, rewards of alignment, tokens per call with draft tokens."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ SIZES = (11, 8, 5)  # of the markers: where two lives made the same step both st
 
 
 def killed_and_resumed(undisturbed, lives, title):
-    """The losses of all lives over the undisturbed curve; below them the residual, a life's loss minus the undisturbed one.
+    """The losses of all lives over the undisturbed curve; below them each life's loss minus the undisturbed one.
 
     undisturbed: {step: loss}; lives: for each start of the run {step: loss}, with steps that `undisturbed` has.
     """
@@ -101,7 +101,7 @@ def isoflop(grids, optima, law, live):
 
 
 def emergence(points):
-    """Left how often the next character is right, right how often five in a row are, against the loss: the same answers."""
+    """How often the next character (left) and five in a row (right) are right in the same answers, against the loss."""
     figure, (one, five) = new_figure(9, 3.6, 1, 2)
     losses = [point["val_loss"] for point in points]
     ordered = sorted(points, key=lambda point: point["val_loss"])
@@ -185,7 +185,7 @@ def tokens_per_call(samples, predicted, alpha):
         color=PREDICTED["color"],
     )  # fmt: skip
     axes.set(
-        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call", xticks=ks, ylim=(1, None),
-        title="points: mean of the texts; whiskers: least and most",
+        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call",
+        xticks=ks, ylim=(1, None), title="points: mean of the texts; whiskers: least and most",
     )  # fmt: skip
     return figure

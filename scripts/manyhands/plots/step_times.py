@@ -64,8 +64,8 @@ def training(losses, looks, vocab_size, title):
 def bucket_sizes(counts, virtual_s, predicted_s, real_counts, samples, title):
     """Step time against the number of buckets, left in virtual time, right measured.
 
-    virtual_s, predicted_s: seconds for each of `counts`. samples: {name: for each of `real_counts` its seconds} of two lines,
-    and then {name: seconds} of the step that averages nothing.
+    virtual_s, predicted_s: seconds for each of `counts`. samples: {name: for each of `real_counts` its seconds} of two
+    lines, and then {name: seconds} of the step that averages nothing.
     """
     figure, (virtual, real) = new_figure(10, 3.8, 1, 2)
     virtual.plot(counts, [1e3 * s for s in predicted_s], **PREDICTED)
@@ -120,10 +120,10 @@ def _label(axes, x, y, text, colour, up=0):
 
 
 def against_trial(steps_s, trial, stopwatch_s, typical_s):
-    """Steps after the first `trial` of them in blocks, median and whiskers in ms, and two guesses made before as lines.
+    """Steps after the first `trial` of them in blocks, median and whiskers in ms; as lines, two guesses made before.
 
-    steps_s: seconds of each step; stopwatch_s: all time of the trial, its start too, divided by its steps; typical_s: the
-    median of its steps.
+    steps_s: seconds of each step; stopwatch_s: all time of the trial, its start too, divided by its steps; typical_s:
+    the median of its steps.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 

@@ -17,9 +17,9 @@ def against_size(
     """Seconds against bytes per message, and below them measured / predicted.
 
     measured and predicted: {series: seconds for each size}; of a measured series also all samples for each size, which
-    are drawn as their median with whiskers from the least to the most. A series without a prediction has no curve below,
-    and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured", "virtual"),
-    `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
+    are drawn as their median with whiskers from the least to the most. A series without a prediction has no curve
+    below, and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured",
+    "virtual"), `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 

@@ -70,7 +70,7 @@ def from_pattern(pattern, dtype):
 
 
 def neighbour(stored, by):
-    """The `Bits` of the number that is `by` places further up (down: negative) among all of its format, up to infinity."""
+    """The `Bits` of the number `by` places further up (negative: down) among all of its format, up to infinity."""
     if stored.kind == "not a number":
         return stored
     place = int(stored.pattern[1:], 2) * (-1 if stored.sign == "1" else 1) + by  # sign and size, not two's complement

@@ -42,8 +42,8 @@ def show_picture(figure, alt):
 def labelled(kind, label, label_em, width_em, **traits):
     """A control of ipywidgets, `width_em` wide in all; equal `label_em` align what stands in one column.
 
-    `kind` is a Dropdown (the space bar opens it), a text or a number: their labels are their accessible names. A slider's
-    handle has none, and the buttons of ToggleButtons do not tell a screen reader which of them is chosen.
+    `kind` is a Dropdown (the space bar opens it), a text or a number: their labels are their accessible names. A
+    slider's handle has none, and the buttons of ToggleButtons do not tell a screen reader which of them is chosen.
     """
     return kind(
         description=label,
@@ -54,7 +54,7 @@ def labelled(kind, label, label_em, width_em, **traits):
 
 
 class Controls:
-    """Rows of ipywidgets above a picture that `draw()` -> (figure, alt) makes: call `redraw` when something has changed.
+    """Rows of ipywidgets above a picture that `draw()` -> (figure, alt) makes; `redraw` when something has changed.
 
     A front end without ipywidgets, and a web page, find the first picture in the same output.
     """

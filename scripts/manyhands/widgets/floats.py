@@ -18,7 +18,7 @@ UNITS = 2.3  # width of a bit in the figure
 
 
 def floats_figure(value=math.pi):
-    """A matplotlib Figure: sign, exponent and fraction of `value` in each format, and the number that they stand for."""
+    """A matplotlib Figure: sign, exponent and fraction of `value` in each format, and the number they stand for."""
     figure, axes = card(98, 39, f"{value:.10g} in three formats")
     for i, name in enumerate(DTYPES):
         _row(axes, 8.5 + 10 * i, bits(value, name), value)
@@ -89,7 +89,7 @@ def show_floats(value=math.pi):
 
 
 class FloatControls:
-    """What one types and clicks; `value` is the number that is shown. What makes no number is said and changes nothing."""
+    """What one types and clicks; `value` is the number shown. What makes no number is said and changes nothing."""
 
     def __init__(self, value):
         import ipywidgets as w

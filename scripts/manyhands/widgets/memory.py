@@ -28,9 +28,9 @@ LOOK_OF = {
 def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
     """{kind: bytes} of one rank under a stage of ZeRO (0: DDP), with `sequences` whole sequences per rank and forward.
 
-    Kinds are those of a Recipe, what FSDP unshards (the root and a block, in the precision of the products) and activations
-    (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and takes more). Shares
-    are equal parts; `predict.memory.bytes_per_rank` counts the padding too.
+    Kinds are those of a Recipe, what FSDP unshards (the root and a block, in the precision of the products) and
+    activations (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and
+    takes more). Shares are equal parts; `predict.memory.bytes_per_rank` counts the padding too.
     """
     recipe, P = as_recipe(recipe), config.num_params()
     share = [1 / n_ranks if stage >= first else 1 for first in (1, 2, 3)]  # optimizer, gradients, weights
@@ -55,8 +55,8 @@ def _unsharded(config, itemsize, n_ranks):
 def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):
     """A matplotlib Figure: a bar for each strategy with the bytes of one of `ranks` ranks, by kind.
 
-    `model`: a name in MODELS or a GPTConfig; `recipe`: a name in RECIPES or a Recipe. `device` is the memory of a device in
-    `unit` (GB or GiB), a line; 0 leaves it out.
+    `model`: a name in MODELS or a GPTConfig; `recipe`: a name in RECIPES or a Recipe. `device` is the memory of a
+    device in `unit` (GB or GiB), a line; 0 leaves it out.
     """
     config, device_bytes = MODELS.get(model, model), device * GIGA[unit]
     bars = _bars(config, recipe, ranks, sequences)

@@ -1,4 +1,4 @@
-"""The planner to play with: a model, a machine, GPUs and a batch; a ranked table of the plans that fit, and their bars."""
+"""The planner to play with: a model, a machine, GPUs and a batch; the plans that fit in a ranked table and as bars."""
 
 from manyhands.plots.plans import plans
 from manyhands.predict.layouts import Question
@@ -13,7 +13,7 @@ ROWS = 6
 
 
 def planner_figure(model="olmo-7b", machine="h100", gpus=64, global_batch=512, offload=True):
-    """A matplotlib Figure: the recommended plan and the next best. Where nothing fits, or cannot be asked, it says why."""
+    """A matplotlib Figure: the recommended plan and the next best, or why nothing fits or cannot be asked."""
     return _figure(*_answer(model, machine, gpus, global_batch, offload))
 
 

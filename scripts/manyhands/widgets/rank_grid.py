@@ -1,4 +1,4 @@
-"""Ranks on a grid over nodes, and what each link carries: sizes and order of the axes, ranks per node, and one rank's partners."""
+"""Ranks on a grid over nodes, and what each link carries: axes and their order, ranks per node, one rank's partners."""
 
 from itertools import permutations
 from math import prod
@@ -16,7 +16,7 @@ GB = 1e9
 
 
 def rank_grid_figure(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
-    """A matplotlib Figure: left a box per rank, `rank`'s partners with a letter; right the bytes from each rank to each.
+    """A matplotlib Figure: left a box per rank, `rank`'s partners with a letter; right the bytes from each to each.
 
     `order` names the axes, the outermost first. Where the numbers make no grid, the figure says why.
     """

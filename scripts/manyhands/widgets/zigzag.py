@@ -1,4 +1,4 @@
-"""Who computes which part of causal attention: ranks, positions and a layout, with the work of each rank in each step."""
+"""Who computes which part of causal attention: ranks, positions and a layout, and each rank's work in each step."""
 
 from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, new_figure, rank_colour, tint
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
@@ -10,8 +10,8 @@ MOST_RANKS, MOST_POSITIONS = 8, 128
 def owners(layout, T, n):
     """The rank of each of T positions under a layout on n ranks: a list of T.
 
-    "in order": one stretch each; "zig-zag": chunk r of 2n and its mirror image; "striped": every n-th position (Brandon et al.
-    2023, arXiv:2311.09431). Raises ValueError where T does not split, or the layout is none of LAYOUTS.
+    "in order": one stretch each; "zig-zag": chunk r of 2n and its mirror image; "striped": every n-th position (Brandon
+    et al. 2023, arXiv:2311.09431). Raises ValueError where T does not split, or the layout is none of LAYOUTS.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
@@ -25,7 +25,7 @@ def owners(layout, T, n):
 
 
 def pairs_by_step(owner_T, n):
-    """[rank][step]: query-key pairs that a causal mask leaves of rank's queries and the keys that visit it in that step."""
+    """[rank][step]: pairs left by a causal mask of rank's queries and the keys that visit it in that step."""
     pairs = [[0] * n for _ in range(n)]
     seen = [0] * n  # keys of each rank so far: all that a query may look at
     for rank in owner_T:
