@@ -26,7 +26,7 @@ AT_ONCE = -n $(PROCESSES)
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -110,7 +110,7 @@ lint: environment  ## format, habits, import rules, types: ruff, import-linter, 
 	@PYTHONPATH=scripts "$(BIN)/lint-imports"
 	@$(RUN) -m mypy
 
-test check: | tests
+test check lint: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 

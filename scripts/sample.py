@@ -4,13 +4,11 @@
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
     python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
-    python scripts/sample.py model.safetensors --temperature 0 > text.txt     # python -m manyhands.checkpoint.export
-    wrote it
+    python scripts/sample.py model.safetensors --temperature 0 > text.txt   # of python -m manyhands.checkpoint.export
 
-On stdout you see the prompt and what the model makes of it, token by token (a model of documents
-writes <|document|> where a new one begins); on stderr what was read: the file, its step and validation loss. The same
-seed writes the same text on the same machine. Status 2: there is nothing to read, or a value makes no sense, with the
-cure.
+On stdout you see the prompt and what the model makes of it, token by token (a model of documents writes <|document|>
+where a new one begins); on stderr what was read: the file, its step and validation loss. The same seed writes the same
+text on the same machine. Status 2: there is nothing to read, or a value makes no sense, with the cure.
 """
 
 import math

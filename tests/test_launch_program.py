@@ -220,6 +220,14 @@ def test_a_wrong_flag_is_refused_with_status_2(root, words, sentence):
     assert status == 2 and sentence in said
 
 
+def test_a_device_that_is_none_is_refused_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("MANYHANDS_DEVICE", "gpu")
+    with pytest.raises(SystemExit) as refusal:
+        commands.main(["--dry-run"])
+    assert refusal.value.code == 2
+    assert "MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu" in capsys.readouterr().err
+
+
 @pytest.fixture
 def script(tmp_path):
     def write(text):

@@ -19,7 +19,7 @@ from manyhands.course.lessons import SHORT, Lesson, find_lessons
 from manyhands.launch import processes
 from manyhands.tools import first_error as errors
 from manyhands.tools import lesson_run as runs
-from manyhands.tools import preflight
+from manyhands.tools import preflight, preflight_report
 from manyhands.tools.preflight_report import command_again
 from manyhands.tools.preflight_report import page as page_of
 
@@ -281,6 +281,11 @@ def test_what_a_report_gives_to_try_again_is_the_same_run_with_all_its_flags(tmp
     for words in scripts:
         assert words[0] == "CUDA_VISIBLE_DEVICES=" and "8" in words
         assert words[-1] == "--length=--steps 4 --repeats 1"
+
+
+def test_a_package_that_is_not_here_is_no_reason_to_lose_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight_report, "PACKAGES", ("torch", "no-such-package"))
+    assert preflight_report.gather_metadata(tmp_path)["packages"].endswith(", no-such-package missing")
 
 
 def test_the_report_says_whether_metrics_agree_before_the_many_columns_of_runs(tmp_path):

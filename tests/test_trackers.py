@@ -150,6 +150,13 @@ def test_what_the_environment_says_about_wandb_holds(tmp_path, wandb, monkeypatc
     assert "mode" not in wandb["inits"][0], "it reads the variable itself"
 
 
+def test_uploads_that_fail_at_the_end_are_said_in_one_line(tmp_path, wandb, capsys):
+    said, wandb["run"] = [], Recorder(failing="finish")
+    Trackers(options_of(wandb="course"), tmp_path, 1, said.append).close()
+    assert said == ["W&B is not used any more: OSError: finish failed. Training goes on"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_an_upload_that_never_ends_is_left_behind_and_said(tmp_path, wandb, monkeypatch):
     monkeypatch.setattr(trackers, "FINISH_S", 0.1)
     forever = threading.Event()

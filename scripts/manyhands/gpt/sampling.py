@@ -1,7 +1,7 @@
 """Sampling: the plain loop, one token of each row after another, and how a token is drawn. No trace in the training.
 
-    ids_BT = generate(parallel, prompt_BT, 200, generator=torch.Generator().manual_seed(seed))    # on any number of
-    ranks for next_B in continued(logits, prompt_BT, 200, block_size, drawing(temperature=0.8)): ...
+    ids_BT = generate(parallel, prompt_BT, 200, generator=torch.Generator().manual_seed(seed))    # any number of ranks
+    for next_B in continued(logits, prompt_BT, 200, block_size, drawing(temperature=0.8)): ...
 
 Shapes: B sequences, T positions, V tokens in the vocabulary.
 """

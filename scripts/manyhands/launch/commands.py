@@ -1,4 +1,4 @@
-"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`kept_command` keeps it).
+"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`processes.keep` runs it).
 
 Commands are lists from end to end: what people give as flags never meets a shell.
 """
@@ -29,6 +29,7 @@ from manyhands.launch.allocation import (
     srun,
     words_of,
 )  # fmt: skip
+from manyhands.launch.launchers import LaunchError
 from manyhands.launch.limits import cores_here
 from manyhands.launch.processes import keep
 from manyhands.launch.program import DIVERGED, MEMORY, REFUSED, STATUS_FILE
@@ -213,7 +214,7 @@ def main(
         parser.error(f"there is no program {args.program}; flags of the program come after `--`")
     try:
         command = command_for([str(args.program), *argv[at + 1 :]], None, args.nproc, args.starter)
-    except RanksError as error:
+    except (RanksError, LaunchError) as error:
         parser.error(str(error))
     if refuse_flags and _reads_options(args.program):
         refuse_flags(argv[at + 1 :])

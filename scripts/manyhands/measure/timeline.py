@@ -1,4 +1,4 @@
-"""Who did what, when: spans of time and a recorder for real ones; `figures.gantt` draws them.
+"""Who did what, when: spans of time and a recorder for real ones; `plots.schedule.gantt` draws them.
 
     timeline = Timeline(ranks)                          # all ranks: agrees on time zero
     with timeline.span("forward"):

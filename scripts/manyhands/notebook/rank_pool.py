@@ -77,10 +77,10 @@ class RankPool:
                 lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
             )
             self._enter()
+            self._touch()
         except BaseException:
             self.stop()
             raise
-        self._touch()
         if not quiet:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes

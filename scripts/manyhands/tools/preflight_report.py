@@ -34,12 +34,19 @@ def gather_metadata(root, results=()) -> dict[str, str]:
         "memory": f"{available_memory_bytes() / 2**30:.1f} GiB free of {psutil.virtual_memory().total / 2**30:.1f} GiB",
         "devices": _devices(),
         "python": f"{platform.python_version()} ({sys.executable})",
-        "packages": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
         "MPI": " ".join(find_mpiexec() or ["none"]),
         "corpus": " and ".join(sorted(corpora(results))) or "none used by these runs",
         "commit": commit(root),
     }
     return {name: text for name, text in metadata.items() if text}
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # such as mpi4py, without which all but MPI works
+        return "missing"
 
 
 def corpora(results) -> set[str]:

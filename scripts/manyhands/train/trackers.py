@@ -99,9 +99,19 @@ class _WandB:
         self.run.log({"sample": text}, step=step)
 
     def close(self):
-        """An upload that is retried for ever is left behind."""
-        ending = threading.Thread(target=self.run.finish, daemon=True)
+        """An upload that is retried for ever is left behind. Raises what `finish` raises."""
+        raised = []
+
+        def finish():
+            try:
+                self.run.finish()
+            except Exception as error:  # noqa: BLE001 - the thread's, which would show a traceback
+                raised.append(error)
+
+        ending = threading.Thread(target=finish, daemon=True)
         ending.start()
         ending.join(FINISH_S)
         if ending.is_alive():
             raise TimeoutError(f"its uploads did not end within {FINISH_S:g} s")
+        if raised:
+            raise raised[0]
