@@ -4,8 +4,9 @@
     python scripts/doctor.py           # or `make doctor`
     python scripts/doctor.py --json    # the same for programs
 
-You see a line for each check (Python, torch, MPI, JupyterLab, ports, memory, limits, GPUs, scheduler, data ...) with
-OK, warning or ERROR and the remedy. It changes nothing. Exit status: 0 without errors, 1 with.
+You see a line for each check (Python, torch, MPI, JupyterLab, memory, limits, network, GPUs, scheduler, data ...) with
+OK, warning or ERROR, and below it the remedy. A check shows the first problem that it finds: after the remedy run it
+again. It changes nothing. Exit status: 0 without errors, 1 with.
 """
 
 

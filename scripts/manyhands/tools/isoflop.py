@@ -208,7 +208,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m manyhands.tools.isoflop", description="Train a grid of small GPTs for lesson 12."
     )
-    parser.add_argument("--to", type=Path, default=PATH, metavar="FILE", help=f"default: {PATH.name}")
+    parser.add_argument("--to", type=Path, default=PATH, metavar="FILE", help=f"default: assets/recorded/{PATH.name}")
     parser.add_argument(
         "--budget", type=float, action="append", help="of 6e10, 2e11, 6e11; several times (default: all)"
     )

@@ -38,7 +38,7 @@ OFFLINE = (
 
 def parser(description=None):
     parser = argparse.ArgumentParser(
-        prog="preflight.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description or __doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--lesson", action="append", type=_named, default=[], metavar="03", help="only this lesson (repeatable)")
