@@ -9,7 +9,7 @@ and common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors
 
     cache = PagedCache(config, num_blocks=256, block_size=16)
     attend = cache.attend_for(tables, lengths, positions_N)    # once per step, for all layers
-    logits_1NV = decoder.run(model, ids_1N, positions_1N, attend)    # the new positions of all sequences, one after another
+    logits_1NV = decoder.run(model, ids_1N, positions_1N, attend)    # the new positions of all sequences, in a row
 
 Position i of a sequence lies in block table[i // block_size], at place i % block_size. A block is found by a digest of
 *everything before its end*: its own tokens, all earlier ones, and a salt (which model, and whatever else its contents

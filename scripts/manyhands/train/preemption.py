@@ -11,9 +11,10 @@
 
 Ctrl-C saves too, but whoever pressed it wants the run to stay stopped, so there is no file then.
 
-torchrun turns every exit status of its ranks into 1, so the file says what a status cannot. Signals reach the ranks through
-torchrun (`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks, and never
-at the same moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one per step.
+torchrun turns every exit status of its ranks into 1, so the file says what a status cannot. Signals reach the ranks
+through torchrun (`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks,
+and never at the same moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one
+per step.
 """
 
 import json
