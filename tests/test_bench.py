@@ -142,6 +142,9 @@ def test_workers_end_with_a_bench_that_was_killed_during_a_burst(tmp_path, corpu
 
 def test_a_start_is_read_from_the_report_of_a_real_run_and_one_that_fails_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
+    earlier = tmp_path / "1-ranks" / "train" / "0001" / "steps.jsonl"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text('{"start_up_s": 0.0}\n')  # of an earlier bench, whose folder is used again
     number = bench.start_up(1, tmp_path, TINY)
     assert number.value is not None and 0.5 < number.value < 180, number.note
     number = bench.start_up(1, tmp_path / "bad", {**TINY, "n_head": 3})

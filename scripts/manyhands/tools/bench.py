@@ -7,6 +7,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -196,6 +197,7 @@ def start_up(ranks, folder, model=bench_trainer.MODEL, timeout_s=180) -> Number:
     """Seconds from the command of a training run to its first step, as its own report says them."""
     outputs, starter = folder / f"{ranks}-ranks", TORCHRUN if ranks > 1 else ()
     print(f"start-up, {ranks} ranks ...", flush=True)
+    shutil.rmtree(outputs, ignore_errors=True)  # an earlier bench's runs
     flags = [f"--model.{name.replace('_', '-')}={value}" for name, value in model.items()]
     ended = supervise(
         [sys.executable, *starter, str(TRAIN), "--train.steps=3", "--train.device=cpu", "--log.no-plots", *flags],
