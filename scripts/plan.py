@@ -42,13 +42,7 @@ from manyhands.predict.models import MODELS, PlannedModel, preset_model
 from manyhands.predict.planner import plan
 
 NOTHING_FITS, SENSELESS = 1, 2
-SIZES = {
-    "vocab": "vocab_size",
-    "positions": "block_size",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "width": "n_embd",
-}
+SIZES = {"vocab": "vocab_size", "positions": "block_size", "layers": "n_layer", "heads": "n_head", "width": "n_embd"}
 MORE_SIZES = {"kv_heads": "n_kv_head", "hidden": "n_hidden"}
 # {flag: (field of a Machine, what one of its unit is)}
 MACHINE_FLAGS = {

@@ -245,10 +245,7 @@ def install_beside(venv, site, compiled):
     # before the site's is visible: pip would be content with it
     install(venv, {n: line for n, line in pins.items() if n not in keep or n in site["jupyter"]}, compiled)
     (packages_of(venv) / "site-python.pth").write_text("\n".join(site["paths"]) + "\n")
-    modules = {
-        "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"),
-        "MANYHANDS_MPIEXEC": shutil.which("mpiexec"),
-    }
+    modules = {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"), "MANYHANDS_MPIEXEC": shutil.which("mpiexec")}
     (venv / "manyhands-site.json").write_text(json.dumps({name: value for name, value in modules.items() if value}))
     try_imports(venv)
 

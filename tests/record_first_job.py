@@ -127,10 +127,7 @@ def course(mistake=None):
     """A copy of the course in which a job leaves its files; `mistake` is (line, lines that follow it) in lesson 03."""
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_course(Path(folder) / "many-hands")
-        script, notebook = (
-            copy / "scripts" / "03_data_parallel.py",
-            copy / "notebooks" / "03_data_parallel.ipynb",
-        )
+        script, notebook = (copy / "scripts" / "03_data_parallel.py", copy / "notebooks" / "03_data_parallel.ipynb")
         if mistake:
             line, lines = mistake
             assert line in script.read_text()
@@ -162,21 +159,8 @@ def run():
         assert facts["JobState"] == "COMPLETED", text
         metrics = json.loads((folder / "outputs/03_data_parallel/latest/metrics.json").read_text())
         save("04_ddp_shakespeare.out", text)
-        kept = (
-            "SubmitTime",
-            "StartTime",
-            "EndTime",
-            "NumNodes",
-            "TimeLimit",
-            "ExitCode",
-            "JobId",
-            "JobState",
-        )
-        content = {
-            "conditions": conditions(slurm),
-            "job": {name: facts[name] for name in kept},
-            "metrics": metrics,
-        }
+        kept = ("SubmitTime", "StartTime", "EndTime", "NumNodes", "TimeLimit", "ExitCode", "JobId", "JobState")
+        content = {"conditions": conditions(slurm), "job": {name: facts[name] for name in kept}, "metrics": metrics}
         save("04_ddp_shakespeare.json", content)
 
 
@@ -191,12 +175,7 @@ MISTAKE = (
 def failed():
     """The same with an index that only the last of four ranks finds too large; with two ranks it works."""
     with course(MISTAKE) as folder, SlurmNodes(settings={"FirstJobId": "4712"}) as slurm:
-        laptop = {
-            **os.environ,
-            "VENV": sys.prefix,
-            "NPROC_PER_NODE": "2",
-            "MANYHANDS_OUTPUTS": str(folder / "outputs"),
-        }
+        laptop = {**os.environ, "VENV": sys.prefix, "NPROC_PER_NODE": "2", "MANYHANDS_OUTPUTS": str(folder / "outputs")}
         flags = ["--steps", "30", "--repeats", "1"]
         subprocess.run(["bash", "jobs/ddp_shakespeare.slurm", *flags], cwd=folder, env=laptop, check=True)  # it works
         environ = {"SRUN_FLAGS": "--output=%x.o%j.%N"}

@@ -39,16 +39,7 @@ INDEX, COUNT = (int(os.environ.get(name, or_else)) for name, or_else in (("LOCAL
 CPU, GPU = torch.device("cpu"), torch.device("cuda", INDEX)
 BOTH = "cpu:gloo,cuda:nccl"
 # operators that CUDA lets cross devices: a copy, and what takes its indices from the CPU
-CROSSING = {
-    "copy_",
-    "_to_copy",
-    "set_",
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-}
+CROSSING = {"copy_", "_to_copy", "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 WRAPPERS, PLAIN = (DTensor, AsyncCollectiveTensor), (torch.Tensor, torch.nn.Parameter)
 _real_device = torch.Tensor.device
 

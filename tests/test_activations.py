@@ -195,8 +195,7 @@ def test_tensor_ranks_share_what_is_inside_a_layer():
     whole = expected("--parallel.strategy tp --train.global-batch 12", 1)
     halves = expected("--parallel.strategy tp --train.global-batch 12", 2)
     less = expected(
-        "--parallel.strategy tp --train.global-batch 12 --parallel.sequence-parallel --parallel.loss-parallel",
-        2,
+        "--parallel.strategy tp --train.global-batch 12 --parallel.sequence-parallel --parallel.loss-parallel", 2
     )
     assert whole / 2 < less < halves < whole
 

@@ -76,12 +76,7 @@ def run(argv, environ, tmp_path, ranks=1, timeout_s=250):
     port = str(free_port())
     folders, processes = [], []
     for rank in range(ranks):
-        place = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
+        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         folders.append(tmp_path / f"rank{rank}-{time.monotonic_ns()}")
         folders[-1].mkdir()
@@ -132,15 +127,9 @@ def refused(argv, environ, tmp_path, words, ranks=1):
         ("--log.prompt \N{SNOWMAN}", ("log.prompt", "'\N{SNOWMAN}' is none of")),
         ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size")),
         ("--model.vocab-size 20", ("vocab_size=20 is less than the corpus's", "leave it out")),
-        (
-            "--train.seed 99999999999999999999999",
-            ("train.seed=99999999999999999999999 is too large", "at most 92"),
-        ),
+        ("--train.seed 99999999999999999999999", ("train.seed=99999999999999999999999 is too large", "at most 92")),
         ("--train.timeout-s inf", ("train.timeout_s=inf is no finite number",)),
-        (
-            "--model.n-layer 9999 --model.n-embd 8192",
-            ("8,053,", "GiB on each rank while it starts", "a smaller model"),
-        ),
+        ("--model.n-layer 9999 --model.n-embd 8192", ("8,053,", "GiB on each rank while it starts", "a smaller model")),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_one_process(corpus, tmp_path, flags, words):
@@ -176,18 +165,9 @@ def test_the_largest_seed_and_a_constant_learning_rate_are_options():
     "flags, words",
     [
         ("--preset gpt5", ("'gpt5' is unknown",)),
-        (
-            "--train.global-batch 25",
-            ("global_batch=25 does not split over 2 data-parallel ranks", "multiple of 2"),
-        ),
-        (
-            "--parallel.strategy tp --model.n-head 3 --model.n-embd 18",
-            ("n_head=3 does not split over 2 tensor ranks",),
-        ),
-        (
-            "--parallel.strategy pp --model.n-layer 1",
-            ("2 stages (2 ranks x 1) are more than model.n_layer=1",),
-        ),
+        ("--train.global-batch 25", ("global_batch=25 does not split over 2 data-parallel ranks", "multiple of 2")),
+        ("--parallel.strategy tp --model.n-head 3 --model.n-embd 18", ("n_head=3 does not split over 2 tensor ranks",)),
+        ("--parallel.strategy pp --model.n-layer 1", ("2 stages (2 ranks x 1) are more than model.n_layer=1",)),
     ],
 )
 def test_two_ranks_refuse_with_one_sentence(corpus, tmp_path, flags, words):
@@ -257,12 +237,7 @@ def test_a_checkpoint_that_must_be_there_and_is_not_is_refused(tmp_path, corpus)
     ],
 )
 def test_a_foreign_checkpoint_is_refused_with_what_differs(tmp_path, corpus, kept, flags, words):
-    refused(
-        [*TINY, "--train.steps", "4", "--checkpoint.folder", str(kept), *flags.split()],
-        corpus,
-        tmp_path,
-        words,
-    )
+    refused([*TINY, "--train.steps", "4", "--checkpoint.folder", str(kept), *flags.split()], corpus, tmp_path, words)
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(tmp_path, corpus):
@@ -274,13 +249,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(tmp_path, corpus):
     if mounted.returncode:
         pytest.skip("a small tmpfs needs root and the right to mount")
     try:
-        flags = [
-            *TINY,
-            "--model.n-embd",
-            "64",
-            "--checkpoint.folder",
-            str(disk / "c"),
-        ]  # 0.9 MB with Adam's moments
+        flags = [*TINY, "--model.n-embd", "64", "--checkpoint.folder", str(disk / "c")]  # 0.9 MB with Adam's moments
         status, out, errors = run(flags, corpus, tmp_path)
         left = [str(path.relative_to(disk)) for path in disk.rglob("step-*")]
     finally:

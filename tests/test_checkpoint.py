@@ -703,11 +703,7 @@ def _save_in_odd_places(ranks, folder):
     if ranks.rank == 1:
         Path.is_dir = lambda path: False
     elsewhere = Checkpoints(folder / f"of-rank-{ranks.rank}", ranks)
-    return (
-        blocked,
-        error_of(lambda: elsewhere.save(1, held(ranks, "plain", whole), {})),
-        str(elsewhere.folder),
-    )
+    return (blocked, error_of(lambda: elsewhere.save(1, held(ranks, "plain", whole), {})), str(elsewhere.folder))
 
 
 def test_a_folder_that_cannot_be_made_or_is_not_shared_is_refused_on_all_ranks(tmp_path):

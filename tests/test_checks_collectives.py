@@ -239,10 +239,7 @@ def sends_to_everyone(x_N):
     mine_N = x_N.clone()
     for step in range(1, n):
         arrived_N = torch.empty_like(x_N)
-        ops = [
-            dist.P2POp(dist.isend, mine_N, (rank + step) % n),
-            dist.P2POp(dist.irecv, arrived_N, (rank - step) % n),
-        ]
+        ops = [dist.P2POp(dist.isend, mine_N, (rank + step) % n), dist.P2POp(dist.irecv, arrived_N, (rank - step) % n)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         x_N += arrived_N
@@ -317,9 +314,7 @@ def gives_the_rest_to_the_last(x_N):
     return _ring(x_N, x_N.split([even] * (n - 1) + [x_N.numel() - even * (n - 1)]))
 
 
-def gives_the_rest_to_the_first(
-    x_N,
-):  # in the exercise of lengths that n divides, so much that it is too large
+def gives_the_rest_to_the_first(x_N):  # in the exercise of lengths that n divides, so much that it is too large
     n = dist.get_world_size()
     small = max(0, x_N.numel() // n - 1)
     return _ring(x_N, x_N.split([x_N.numel() - small * (n - 1)] + [small] * (n - 1)))

@@ -30,22 +30,14 @@ def absorb_by_joining(state, s, v):  # right: largest of both at once, einsum
     new = torch.cat([largest, s], dim=-1).max(dim=-1, keepdim=True).values
     p = torch.exp(s - new)
     old = torch.exp(largest - new)
-    return [
-        new,
-        p.sum(dim=-1)[..., None] + old * total,
-        torch.einsum("bhsu,bhuk->bhsk", p, v) + old * weighted,
-    ]
+    return [new, p.sum(dim=-1)[..., None] + old * total, torch.einsum("bhsu,bhuk->bhsk", p, v) + old * weighted]
 
 
 def absorb_by_where(state, s, v):  # right: -inf is left out by hand
     largest, total, weighted = state
     new = torch.where(s.amax(-1, keepdim=True) > largest, s.amax(-1, keepdim=True), largest)
     p = torch.where(s == -math.inf, 0.0, torch.exp(s - new))
-    return (
-        new,
-        total * (largest - new).exp() + p.sum(-1, True),
-        weighted * (largest - new).exp() + p.matmul(v),
-    )
+    return (new, total * (largest - new).exp() + p.sum(-1, True), weighted * (largest - new).exp() + p.matmul(v))
 
 
 def absorb_in_place(state, s, v):

@@ -150,12 +150,7 @@ def test_first_error_rejects(answer, sentence):
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        (np.int64(3), "IndexError"),
-        (torch.tensor(3), " IndexError:"),
-        (3, IndexError),
-        [3, "IndexError: index 3"],
-    ],
+    [(np.int64(3), "IndexError"), (torch.tensor(3), " IndexError:"), (3, IndexError), [3, "IndexError: index 3"]],
 )
 def test_first_error_takes_other_ways_to_say_it(answer):
     assert first_job.first_error(answer) == CORRECT

@@ -349,10 +349,7 @@ def keeps_names_of_freed_graphs(model, micro_batches):  # right
 
 
 def by_autograd_grad(model, micro_batches):  # right
-    counted, parameters = (
-        sum((targets != -100).sum() for _, targets in micro_batches),
-        [*model.parameters()],
-    )
+    counted, parameters = (sum((targets != -100).sum() for _, targets in micro_batches), [*model.parameters()])
     for p in parameters:
         p.grad = torch.zeros_like(p)
     for ids, targets in micro_batches:

@@ -177,22 +177,13 @@ def forward_beside(stage, arrived, targets_bT, m):
 
 FORWARDS = {
     "beside": (forward_beside, "backward from y does not arrive at x"),
-    "mean_not_divided": (
-        forward_with(divide=lambda loss, m: loss),
-        "that is the micro-batch's mean; 4 of them add up",
-    ),
+    "mean_not_divided": (forward_with(divide=lambda loss, m: loss), "that is the micro-batch's mean; 4 of them add up"),
     "divided_twice": (forward_with(divide=lambda loss, m: loss / m / m), "it was divided by m twice"),
     "a_sum": (forward_with(mean=False), "that is a sum over positions, divided by m"),
-    "detached": (
-        forward_with(divide=lambda loss, m: (loss / m).detach()),
-        "on the last stage y has no graph",
-    ),
+    "detached": (forward_with(divide=lambda loss, m: (loss / m).detach()), "on the last stage y has no graph"),
     "no_leaf": (forward_with(leaf=False), "x does not require a gradient"),
     "divides_everywhere": (forward_with(elsewhere=lambda y, m: y / m), "only the loss is divided, on the last stage"),
-    "sends_it_at_once": (
-        forward_with(elsewhere=lambda y, m: y.detach()),
-        "y has no graph, and backward needs it",
-    ),
+    "sends_it_at_once": (forward_with(elsewhere=lambda y, m: y.detach()), "y has no graph, and backward needs it"),
     "swapped": (forward_with(swap=True), "x should have the shape [5, 6], not [5, 3]: it is what has arrived"),
     "only_y": (only_y, "too many values to unpack (expected 2))"),
     "not_a_leaf": (not_a_leaf, "x is not a leaf"),

@@ -460,10 +460,7 @@ def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
         ((lambda x: 2 * x, appends), "correct"),
         ((lambda x: print(2 * x), appends), "Your function returned None: is a `return` missing?"),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append'."),
-        (
-            (lambda x: "6", appends),
-            "Your function returned '6', of type str, which the check cannot use (Type",
-        ),
+        ((lambda x: "6", appends), "Your function returned '6', of type str, which the check cannot use (Type"),
         ((lambda x: 2 * x, lambda numbers: [][0]), "Your code raised IndexError: list index out of range."),
         ((lambda x: 2 * x, len), "3 and 3 numbers are 9."),
         ((len, appends), "Your code raised TypeError: object of type 'int' has no len()."),

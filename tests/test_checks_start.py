@@ -453,12 +453,7 @@ def test_the_environments_of_the_check_are_read_alike_by_the_course_itself():
     for what, environ, expected in start.ENVIRONMENTS:
         extra = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]"} if "SLURM_STEP_ID" in environ else {}
         if "GROUP_RANK" in environ or "torchrun" in what:
-            extra = {
-                "TORCHELASTIC_RUN_ID": "x",
-                "MASTER_ADDR": "a",
-                "MASTER_PORT": "1",
-                "LOCAL_WORLD_SIZE": "2",
-            }
+            extra = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
         place = resolve(environ | extra)
         assert (place.rank, place.world_size, place.local_rank) == expected, what
 

@@ -187,10 +187,7 @@ DO_NOT_ASK_WHO_WAITS = [
         "smallest group": lambda group, number, odd, members, records: len(members[group]),
         "largest group": lambda group, number, odd, members, records: -len(members[group]),
         "earliest call": lambda group, number, odd, members, records: number,
-        "earliest call of a large group": lambda group, number, odd, members, _: (
-            number,
-            -len(members[group]),
-        ),
+        "earliest call of a large group": lambda group, number, odd, members, _: (number, -len(members[group])),
         "lowest rank": lambda group, number, odd, members, records: odd[0],
         "highest rank": lambda group, number, odd, members, records: -odd[0],
         "shortest record": lambda group, number, odd, members, records: len(records[odd[0]]),

@@ -377,12 +377,7 @@ def _predict(held=None, whole=None, gathers=None, communicated=None):
     def answer(sizes, n):
         *inner, root = sizes
         total, largest = sum(sizes), max(inner, default=0)
-        right = (
-            16 * total // n,
-            4 * (root + largest),
-            2 * len(inner) + 1,
-            4 * (2 * sum(inner) + root) + 4 * total,
-        )
+        right = (16 * total // n, 4 * (root + largest), 2 * len(inner) + 1, 4 * (2 * sum(inner) + root) + 4 * total)
         given = (held, whole, gathers, communicated)
         return tuple(w if f is None else f(sizes, n) for f, w in zip(given, right, strict=True))
 
@@ -543,11 +538,7 @@ def other_way_round(num_nodes, per_node):
 
 
 def everybody_shards(num_nodes, per_node):
-    return (
-        [_grid(num_nodes, per_node).flatten().tolist()],
-        _grid(num_nodes, per_node).T.tolist(),
-        1 / per_node,
-    )
+    return ([_grid(num_nodes, per_node).flatten().tolist()], _grid(num_nodes, per_node).T.tolist(), 1 / per_node)
 
 
 def neighbours_are_copies(num_nodes, per_node):

@@ -60,10 +60,7 @@ def ring(ranks, c, layout):
         out.backward(v_out[:, :, here])
     unit = 2 * B * H * (T // c) * K * 8
     apart = furthest(
-        [
-            (out, wanted[:, :, here]),
-            *((a.grad, b.grad[:, :, here]) for a, b in zip(mine, leaves, strict=True)),
-        ]
+        [(out, wanted[:, :, here]), *((a.grad, b.grad[:, :, here]) for a, b in zip(mine, leaves, strict=True))]
     )
     sent = there.sent_bytes / unit, back.sent_bytes / unit
     return apart, sent, (there.messages, back.messages), lesson.pairs_of(at, group)

@@ -315,14 +315,7 @@ def test_cells_are_short_and_alternate_with_text(cells):
 def test_lesson_has_the_sections_that_every_lesson_has(cells):
     text = "\n".join(cell.source for cell in cells)
     headings = re.findall(r"^#+ (.*)$", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
-    for words in (
-        "warm-up",
-        "experiment",
-        "a bug from the zoo",
-        "on the cluster",
-        "recap",
-        "further reading",
-    ):
+    for words in ("warm-up", "experiment", "a bug from the zoo", "on the cluster", "recap", "further reading"):
         assert any(heading.lower().startswith(words) for heading in headings), words
     assert "you can" in text and text.count("**Predict.**") >= 10
     for kind in ("Build ", "Exercise "):

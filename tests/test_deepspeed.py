@@ -14,8 +14,7 @@ from rank_pool import run_on_ranks
 pytestmark = pytest.mark.ranks
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed: pip install -e .[deepspeed]",
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install -e .[deepspeed]"
 )
 # 36 and 65 do not split evenly over the ranks; 6 sequences at a time are 2 micro-batches
 SMALL = (

@@ -218,11 +218,7 @@ def test_no_weight_is_allocated_for_the_largest_preset(root):
 
 def test_what_is_said_of_the_corpus_is_no_part_of_the_file(root, tmp_path):
     """As a user keeps it: train.py --dry-run > run.toml, without a corpus at hand."""
-    environ = os.environ | {
-        "MANYHANDS_SHAKESPEARE_URL": "",
-        "MANYHANDS_DATA": str(tmp_path),
-        "PYTHONPATH": "scripts",
-    }
+    environ = os.environ | {"MANYHANDS_SHAKESPEARE_URL": "", "MANYHANDS_DATA": str(tmp_path), "PYTHONPATH": "scripts"}
     environ["MANYHANDS_SHAKESPEARE"] = ""
     ran = subprocess.run(
         [sys.executable, "scripts/train.py", "--dry-run"], cwd=root, env=environ, capture_output=True,

@@ -13,11 +13,7 @@ def test_bars_are_as_long_as_the_bytes_per_parameter_and_the_volume():
     figure = held_and_sent({"ddp": (held, formula, 2.0, 1.9, "2 calls")}, 100, "after backward")
     left, right = figure.axes
     bars = [(bar.get_x(), bar.get_width(), bar.get_hatch() or "") for bar in left.patches]
-    assert bars == [
-        (0, 4, BYTES["parameters"][1]),
-        (4, 8, BYTES["optimizer"][1]),
-        (12, 4, BYTES["gradients"][1]),
-    ]
+    assert bars == [(0, 4, BYTES["parameters"][1]), (4, 8, BYTES["optimizer"][1]), (12, 4, BYTES["gradients"][1])]
     assert [bar.get_width() for bar in right.patches] == [2.0]
     assert [axes.lines[0].get_xdata()[0] for axes in (left, right)] == [15, 1.9]
     assert [text.get_text() for text in right.texts] == ["2.00 P, 2 calls"]

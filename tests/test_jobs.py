@@ -199,18 +199,12 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
     ("wish", "sentence"),
     [
         ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, perlmutter, polaris"),
-        (
-            {"site": "polaris"},
-            "charges each job to a project, and none was named: make jobs SITE=polaris ACCOUNT=",
-        ),
+        ({"site": "polaris"}, "charges each job to a project, and none was named: make jobs SITE=polaris ACCOUNT="),
         ({"site": "generic", "walltime": "10"}, "walltime '10' is not hours:minutes:seconds"),
         ({"site": "generic", "walltime": "00:00:00"}, "above zero"),
         ({"site": "generic", "walltime": "1:99:00"}, "write ten minutes as 00:10:00"),
         ({"site": "polaris", "account": "a", "walltime": "02:00:00"}, "at most 01:00:00, not 120 minutes"),
-        (
-            {"site": "polaris", "account": "a", "nodes": 4},
-            "queue debug of Polaris (ALCF) takes 1 to 2 nodes, not 4",
-        ),
+        ({"site": "polaris", "account": "a", "nodes": 4}, "queue debug of Polaris (ALCF) takes 1 to 2 nodes, not 4"),
         ({"site": "generic", "account": "a\nrm"}, "is not a name that a scheduler takes"),
         ({"site": "generic", "queue": "x; rm -rf"}, "QUEUE='x; rm -rf' is not a name"),
         ({"site": "generic", "nodes": 0}, "NODES=0"),
@@ -311,14 +305,7 @@ def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
     """How ranks are started stands in manyhands.launch, once: no job file names a launcher's flags or a port."""
     text = (course / "jobs" / name).read_text()
     assert "python scripts/launch.py --starter" in text
-    for elsewhere in (
-        "rdzv",
-        "20000",
-        "-ppn",
-        "--ntasks=",
-        "torch.distributed.run",
-        "scontrol show hostnames",
-    ):
+    for elsewhere in ("rdzv", "20000", "-ppn", "--ntasks=", "torch.distributed.run", "scontrol show hostnames"):
         assert elsewhere not in text
 
 
@@ -511,9 +498,7 @@ def qstat(monkeypatch, folder, live, past):
 
 
 @pytest.mark.parametrize(
-    ("live", "past", "state", "remark"),
-    PBS_STATES.values(),
-    ids=[name.replace(" ", "_") for name in PBS_STATES],
+    ("live", "past", "state", "remark"), PBS_STATES.values(), ids=[name.replace(" ", "_") for name in PBS_STATES]
 )
 def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys, live, past, state, remark):
     job = pbs_job(monkeypatch, tmp_path)
@@ -588,18 +573,10 @@ SLURM_STATES = {
 
 
 @pytest.mark.parametrize(
-    ("now", "past", "state", "remark"),
-    SLURM_STATES.values(),
-    ids=[name.replace(" ", "_") for name in SLURM_STATES],
+    ("now", "past", "state", "remark"), SLURM_STATES.values(), ids=[name.replace(" ", "_") for name in SLURM_STATES]
 )
 def test_a_cell_follows_a_job_of_slurm(in_the_course, monkeypatch, tmp_path, now, past, state, remark):
-    answers(
-        monkeypatch,
-        tmp_path,
-        sbatch="echo Submitted batch job 7",
-        scontrol=recorded(*now),
-        sacct=recorded(*past),
-    )
+    answers(monkeypatch, tmp_path, sbatch="echo Submitted batch job 7", scontrol=recorded(*now), sacct=recorded(*past))
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
     found = submit.submit("ddp_shakespeare", via="slurm").state()
     assert found[0] == state and remark in found[1]

@@ -57,10 +57,7 @@ def test_the_strategy_uses_the_ranks_that_no_axis_claims(flags, world_size, expe
 def test_hybrid_sharding_shards_within_a_node_and_copies_across():
     flags = "--parallel.strategy fsdp --parallel.sharding hybrid"
     assert degrees(layout_of(flags, 8, ranks_per_node=4)) == {"replicate": 2, "shard": 4}
-    assert degrees(layout_of(f"{flags} --train.global-batch 48", 16, ranks_per_node=2)) == {
-        "replicate": 8,
-        "shard": 2,
-    }
+    assert degrees(layout_of(f"{flags} --train.global-batch 48", 16, ranks_per_node=2)) == {"replicate": 8, "shard": 2}
 
 
 def test_ranks_that_differ_only_in_tensor_are_neighbours():

@@ -26,10 +26,7 @@ LESSONS = find_lessons(ROOT)
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
 OTHERS = [lesson for lesson in LESSONS if lesson not in MATRIX]
 # four ranks behind a notebook: the run of full length; four under torchrun: beside a world of one, below
-LAUNCHERS = [
-    *(("02", *way) for way in (("mpiexec", 2), ("notebook", 2), ("mpiexec", 4))),
-    ("03", "mpiexec", 2),
-]
+LAUNCHERS = [*(("02", *way) for way in (("mpiexec", 2), ("notebook", 2), ("mpiexec", 4))), ("03", "mpiexec", 2)]
 
 
 def each(lessons, *marks):

@@ -166,10 +166,7 @@ def packed_model():
     for p in gpt.parameters():
         p.data += 0.1 * torch.randn_like(p)
     ids_BT = torch.tensor(
-        [
-            [11, 3, 4, 11, 5, 5, 5, 11, 11, 9, 8, 7, 1, 2, 3, 4],
-            [4, 4, 11, 2, 2, 2, 2, 2, 2, 11, 1, 0, 1, 0, 1, 0],
-        ]
+        [[11, 3, 4, 11, 5, 5, 5, 11, 11, 9, 8, 7, 1, 2, 3, 4], [4, 4, 11, 2, 2, 2, 2, 2, 2, 11, 1, 0, 1, 0, 1, 0]]
     )
     return gpt, ids_BT, (ids_BT == 11).cumsum(1)
 

@@ -53,11 +53,7 @@ def measure(ranks, flags):
         at_peak = {kind: seen.highest(kind) for kind in ("copies", "unsharded_parameters")}
     own = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's, inside
     steps = sum(4 for state in own.state.values() if "step" in state)
-    at_rest = {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer - steps,
-    }
+    at_rest = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer - steps}
     return {**at_rest, **at_peak}
 
 
@@ -139,8 +135,7 @@ def test_autocast_keeps_a_copy_in_two_bytes_per_parameter():
 )
 def test_the_stages_of_zero_share_one_thing_more_each(stage, per_rank):
     bytes_ = held(
-        f"--preset olmo-1b --parallel.strategy deepspeed --train.precision fp32 --parallel.zero-stage {stage}",
-        64,
+        f"--preset olmo-1b --parallel.strategy deepspeed --train.precision fp32 --parallel.zero-stage {stage}", 64
     )
     P = 941_346_148
     for kind, factor in zip(("parameters", "gradients", "optimizer"), per_rank, strict=True):

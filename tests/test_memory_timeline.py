@@ -308,12 +308,7 @@ def _tensor_parallel(ranks):
     own = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     saved = count_saved(lambda: model(*batch()), model).bytes
     seen = one_step(model, torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False))
-    return (
-        own,
-        saved,
-        end_of(seen, "forward").bytes["activations"],
-        {kind: seen.highest(kind) for kind in KINDS},
-    )
+    return (own, saved, end_of(seen, "forward").bytes["activations"], {kind: seen.highest(kind) for kind in KINDS})
 
 
 def test_of_tensors_split_over_ranks_this_ranks_part_counts(pool):
@@ -416,12 +411,7 @@ def test_timelines_side_by_side_have_one_scale_and_their_phases_in_the_same_plac
 
 @pytest.mark.parametrize(
     "timelines",
-    [
-        {},
-        {"a": []},
-        {"a": _phased(("", [(1, 1)]))},
-        {"a": _phased(("f", [(1, 1)])), "b": _phased(("g", [(1, 1)]))},
-    ],
+    [{}, {"a": []}, {"a": _phased(("", [(1, 1)]))}, {"a": _phased(("f", [(1, 1)])), "b": _phased(("g", [(1, 1)]))}],
 )
 def test_timelines_without_phases_or_with_other_ones_are_not_put_side_by_side(timelines):
     with pytest.raises(ValueError, match="need the same phases, one at least"):

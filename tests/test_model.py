@@ -40,10 +40,7 @@ def test_the_formula_counts_every_parameter(V, T, N, H, D, tie, qkv_bias):
     [
         (GPTConfig(65), 816_705),  # ShakespeareGPT
         (GPTConfig(32100, 2048, n_layer=16, n_head=16, n_embd=2048), 941_346_148),  # OLMo-1B: 0.941 B
-        (
-            GPTConfig(32768, 2048, n_layer=16, n_head=16, n_embd=2048),
-            944_082_944,
-        ),  # the 0.944 B in circulation
+        (GPTConfig(32768, 2048, n_layer=16, n_head=16, n_embd=2048), 944_082_944),  # the 0.944 B in circulation
         (GPTConfig(32100, 2048, n_layer=32, n_head=32, n_embd=4096), 6_715_153_764),  # OLMo-7B: 6.715 B
         (GPTConfig(50280, 4096, n_layer=80, n_head=64, n_embd=8192), 65_288_471_656),  # 70B-class
         # GPT-2: 124 M, as published weights have it

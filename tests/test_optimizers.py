@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manyhands.config.options import OptimizerOptions, Options, TrainOptions
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.optimizer import (
-    LossScale,
-    build_optimizer,
-    learning_rate,
-    set_learning_rate,
-    warmup_steps,
-)
+from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate, warmup_steps
 from manyhands.parallel.strategy import Strategy
 
 

@@ -274,10 +274,7 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            ["--data.folder", "nowhere"],
-            r"data.folder: nowhere is no prepared text \(it has no manifest.json\)",
-        ),
+        (["--data.folder", "nowhere"], r"data.folder: nowhere is no prepared text \(it has no manifest.json\)"),
         (["--data.folder", ""], r"data.folder is empty \(is a variable of the shell unset\?\)"),
         (["--data.folder", "~nobody-here/x"], r"data.folder=~nobody-here/x: .*name another folder"),
     ],

@@ -390,9 +390,6 @@ def test_cells_of_the_ranks_have_syntax_colours_on_a_page(lesson):
     body, _ = HTMLExporter().from_filename(str(lesson.notebook))
     assert cell.search(body)
     stored = nbformat.read(lesson.notebook, 4)
-    stored.metadata["language_info"] = {
-        "name": "python",
-        "pygments_lexer": "ipython3",
-    }  # what a kernel writes
+    stored.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}  # what a kernel writes
     assert not cell.search(HTMLExporter().from_notebook_node(stored)[0])
     assert nbformat.reads(pairs.as_notebook(stored), 4).metadata["language_info"] == pairs.LANGUAGE

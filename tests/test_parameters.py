@@ -3,15 +3,7 @@
 import re
 
 import pytest
-from manyhands.course.lesson_parameters import (
-    ParameterError,
-    cell_of,
-    help_text,
-    parse,
-    read,
-    read_cell,
-    validate,
-)
+from manyhands.course.lesson_parameters import ParameterError, cell_of, help_text, parse, read, read_cell, validate
 
 CELL = """\
 n_ranks = 4        # processes; in a script the launcher decides

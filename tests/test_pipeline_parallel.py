@@ -71,11 +71,7 @@ def apart_on(ranks, m):
     """{way: distance from one process}, and what was counted while our ways ran."""
     ours, wanted = lesson_on(ranks, m), one_process(m)
     p, s = ranks.world_size, ranks.rank
-    orders = {
-        "gpipe": ours.gpipe(s, p, m),
-        "1f1b": ours.one_f_one_b(s, p, m),
-        "fitting": ours.fitting(p, m, 2)[s],
-    }
+    orders = {"gpipe": ours.gpipe(s, p, m), "1f1b": ours.one_f_one_b(s, p, m), "fitting": ours.fitting(p, m, 2)[s]}
     apart, counted = {}, {}
     for name, order in orders.items():
         stage = ours.my_stage(new_model())
@@ -108,10 +104,7 @@ def accumulated(ranks, m):
     ours, (_, wanted) = lesson_on(ranks, m), one_process(m, steps=(0, 1))
     _, first = one_process(m)
     found = []
-    for loss_fn, settings in (
-        (ours.mean_loss, {}),
-        (lambda *a: ours.mean_loss(*a) / m, {"scale_grads": False}),
-    ):
+    for loss_fn, settings in ((ours.mean_loss, {}), (lambda *a: ours.mean_loss(*a) / m, {"scale_grads": False})):
         stage = ours.my_stage(new_model())
         schedule = ours.by_library(Schedule1F1B, stage, loss_fn, **settings)
         for step in (0, 1):
@@ -137,13 +130,7 @@ def virtual(ranks, schedule, m, v):
 
 @pytest.mark.parametrize(
     "schedule, m, v",
-    [
-        ("GPipe", 8, 1),
-        ("1F1B", 8, 1),
-        ("1F1B", 2, 1),
-        ("Interleaved1F1B", 8, 2),
-        ("InterleavedZeroBubble", 8, 1),
-    ],
+    [("GPipe", 8, 1), ("1F1B", 8, 1), ("1F1B", 2, 1), ("Interleaved1F1B", 8, 2), ("InterleavedZeroBubble", 8, 1)],
 )
 def test_what_real_ranks_run_is_the_simulation_to_the_microsecond_and_the_formula_within_3_percent(
     pool, schedule, m, v

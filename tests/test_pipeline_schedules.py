@@ -66,9 +66,7 @@ def test_1f1b_alternates_from_its_first_backward_until_the_forwards_run_out():
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_as_their_formulas_say(
-    schedule,
-):
+def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_as_their_formulas_say(schedule):
     enough = 0
     for p, m, v in chunked(schedule):
         run = simulate(orders_of(schedule, p, m, v))
@@ -224,10 +222,7 @@ def test_a_schedule_that_waits_in_a_circle_is_refused_with_who_waits_for_what():
         (lambda order: order[:-1], "B is missing"),
         (lambda order: order[1:], "F is missing"),
         (lambda order: [*order, order[0]], "F of micro-batch 0 on stage 1 is there more than once"),
-        (
-            lambda order: [a if a.kind == "F" else Action("I", *a[1:]) for a in order],
-            "the other half of B is missing",
-        ),
+        (lambda order: [a if a.kind == "F" else Action("I", *a[1:]) for a in order], "the other half of B is missing"),
     ],
 )
 def test_a_schedule_that_leaves_something_out_or_does_it_twice_is_refused(change, said):

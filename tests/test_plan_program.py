@@ -223,14 +223,8 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
         ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
         ("--preset olmo-7b --memory-gb 0", "memory_bytes=0.0; use a number above 0"),
         ("--preset olmo-7b --experts 2 --top-k 3", "top_k=3 of 2 expert(s); use more experts, or at most 2"),
-        (
-            "--preset olmo-7b --top-k 2",
-            "--top-k and --capacity-factor are about experts; name --experts, too",
-        ),
-        (
-            "--preset olmo-7b --experts 8 --capacity-factor 0.5",
-            "capacity factor 0.5: use 1, which holds a balanced",
-        ),
+        ("--preset olmo-7b --top-k 2", "--top-k and --capacity-factor are about experts; name --experts, too"),
+        ("--preset olmo-7b --experts 8 --capacity-factor 0.5", "capacity factor 0.5: use 1, which holds a balanced"),
         ("--preset olmo-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
         (
             "--layers 4 --width 128 --heads 4 --vocab 65 --positions 100 --global-batch 8 --context 8",

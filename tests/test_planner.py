@@ -222,8 +222,7 @@ def test_a_preset_has_the_parameters_and_operations_that_the_trainer_counts(pres
 
 
 @pytest.mark.parametrize(
-    "name, count",
-    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
+    "name, count", [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)]
 )
 def test_llamas_have_the_parameters_that_are_published(name, count):
     assert preset_model(name).num_params() == count
@@ -530,11 +529,7 @@ def test_a_machine_comes_from_a_file_alone_or_over_one_of_the_table(tmp_path):
 
 @pytest.mark.parametrize(
     ("gpus", "batch", "words"),
-    [
-        (0, 8, "gpus=0 is too small"),
-        (8, 0, "global_batch=0 is too small"),
-        (12, 24, "12 GPUs do not fill nodes of 8"),
-    ],
+    [(0, 8, "gpus=0 is too small"), (8, 0, "global_batch=0 is too small"), (12, 24, "12 GPUs do not fill nodes of 8")],
 )
 def test_questions_that_make_no_sense_are_refused(gpus, batch, words):
     with pytest.raises(ValueError, match=words):
@@ -543,11 +538,5 @@ def test_questions_that_make_no_sense_are_refused(gpus, batch, words):
 
 def test_a_layout_has_one_name():
     names = {str(c) for c in candidates(ODD, 8)}
-    assert {
-        "replicas 8",
-        "zero1 8",
-        "zero3 4 x tensor 2",
-        "replicas 2 x pipeline 4",
-        "tensor 2 x pipeline 4",
-    } <= names
+    assert {"replicas 8", "zero1 8", "zero3 4 x tensor 2", "replicas 2 x pipeline 4", "tensor 2 x pipeline 4"} <= names
     assert str(one(ODD, 1, "one GPU").layout) == "one rank"

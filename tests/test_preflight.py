@@ -448,12 +448,7 @@ def test_a_refusal_without_a_traceback_is_the_last_line_that_is_not_the_launcher
 
 
 def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
-    output = {
-        "output_type": "error",
-        "ename": "CellFailed",
-        "evalue": "rank 2: ValueError: 3 is odd",
-        "traceback": [],
-    }
+    output = {"output_type": "error", "ename": "CellFailed", "evalue": "rank 2: ValueError: 3 is odd", "traceback": []}
     cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
     (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
     assert str(errors.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"

@@ -91,10 +91,7 @@ def test_the_traced_steps_end_within_the_run(steps):
 
 def test_a_run_that_stops_while_it_is_traced_writes_what_it_has(tmp_path, no_pyinstrument):
     a_nn = torch.ones(8, 8)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        Profile(RANKS, options_of(), tmp_path, [].append) as profile,
-    ):
+    with pytest.raises(KeyboardInterrupt), Profile(RANKS, options_of(), tmp_path, [].append) as profile:
         for step in range(20):
             a_nn @ a_nn
             if step == 7:

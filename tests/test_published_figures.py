@@ -110,8 +110,7 @@ def test_korthikantis_estimate_is_34_t_d_and_5_h_t_squared_per_layer():
 
 
 @pytest.mark.parametrize(
-    "dtype, normal, subnormal",
-    [("fp16", 6.10e-5, 5.96e-8), ("bf16", 1.18e-38, 9.2e-41), ("fp32", 1.18e-38, 1.4e-45)],
+    "dtype, normal, subnormal", [("fp16", 6.10e-5, 5.96e-8), ("bf16", 1.18e-38, 9.2e-41), ("fp32", 1.18e-38, 1.4e-45)]
 )
 def test_the_smallest_numbers_of_a_format(dtype, normal, subnormal):
     zeros = len(bits(0, dtype).fraction)

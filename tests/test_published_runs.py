@@ -37,10 +37,7 @@ def test_a_row_of_the_first_table_agrees_with_its_own_columns(row):
     formula = 12 * layers * width**2 * (1 + 13 / (12 * width) + (51200 + 2048) / (12 * layers * width))
     assert model.num_params() == pytest.approx(formula, rel=1e-5)
     assert round(formula / 1e9, 1) == billions
-    assert round(tflops / 312 * 100) in (
-        percent,
-        percent + 1,
-    )  # 142 / 312 is 45.5 and 46 there, 135 / 312 is 43.3
+    assert round(tflops / 312 * 100) in (percent, percent + 1)  # 142 / 312 is 45.5 and 46 there, 135 / 312 is 43.3
     assert petaflops == pytest.approx(gpus * tflops / 1e3, rel=0.005)
     data = gpus / tensor / pipeline
     assert data == int(data) and batch % data == 0 and layers % pipeline == 0 and heads % tensor == 0

@@ -143,8 +143,7 @@ def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_
 
 
 @pytest.mark.parametrize(
-    "value, said",
-    [(61, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (86_400, "1 day"), (184_000, "2 days 3 h")],
+    "value, said", [(61, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (86_400, "1 day"), (184_000, "2 days 3 h")]
 )
 def test_a_duration_is_said_in_two_units_at_most(value, said):
     assert duration(value) == said
@@ -189,11 +188,7 @@ def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
 @pytest.mark.parametrize(
     "form, width, values",
     [
-        (
-            columns.seconds,
-            7,
-            (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0),
-        ),
+        (columns.seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
         (columns.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
         (columns.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
         (columns.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),

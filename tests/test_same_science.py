@@ -220,10 +220,7 @@ def test_whiskers_of_a_rate_and_of_a_speed_up_reach_from_the_least_to_the_most()
     losses = {("SGD", 4, 0.1): [2.0, 2.5, 3.0], ("SGD", 4, 0.3): [2.0, 2.0], ("SGD", 32, 0.1): [4.0]}
     ups = {"strong": {1: [1.0], 2: [1.5, 1.7, 1.9]}, "weak": {1: [1.0], 2: [1.8]}}
     curves = {"formula": [0.1] * 64, "fit": [0.1] * 64}
-    panels = [
-        by_rate(losses, {"SGD": 0.3}, "3 seeds").axes[0],
-        scaling([1, 2], [0.1, 0.1], curves, ups).axes[1],
-    ]
+    panels = [by_rate(losses, {"SGD": 0.3}, "3 seeds").axes[0], scaling([1, 2], [0.1, 0.1], curves, ups).axes[1]]
     reach = [axes.collections[0].get_segments() for axes in panels]
     assert [point.tolist() for point in reach[0][0]] == [[0.1, 2.0], [0.1, 3.0]]
     assert [point.tolist() for point in reach[1][1]] == [[2, 1.5], [2, 1.9]]
@@ -261,14 +258,7 @@ def test_cells_are_short_and_alternate_with_text(cells):
 def test_lesson_has_the_sections_that_every_lesson_has(cells):
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     headings = re.findall(r"^#+ (.*)$", text, re.M)
-    for words in (
-        "Warm-up",
-        "Experiment",
-        "A bug from the zoo",
-        "On the cluster",
-        "Recap",
-        "Further reading",
-    ):
+    for words in ("Warm-up", "Experiment", "A bug from the zoo", "On the cluster", "Recap", "Further reading"):
         assert any(heading.startswith(words) for heading in headings), words
     assert "you can" in text and text.count("**Predict.**") >= 10
     assert re.findall(r"^### Build (\w)", text, re.M) == ["A", "B", "C"]

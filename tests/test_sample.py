@@ -309,9 +309,6 @@ def test_control_characters_of_an_alphabet_do_not_reach_the_terminal(program):
 
 def test_an_empty_word_is_no_folder(written, capfd):
     status, text, told = written(source="")
-    assert (status, text) == (
-        2,
-        "",
-    ) and "the folder to read is empty (is a variable of the shell unset?)" in told
+    assert (status, text) == (2, "") and "the folder to read is empty (is a variable of the shell unset?)" in told
     assert export.main(["", "model.safetensors"]) == 2
     assert "one of its words is empty" in capfd.readouterr().err

@@ -471,10 +471,7 @@ def test_who_never_reads_is_cut_off_when_the_time_is_over(max_tokens):
     """The connection takes no more bytes: neither the text nor a last word can be sent."""
     with Live(request_s=0.5) as live:
         body = json.dumps({"prompt": "HO", "max_tokens": max_tokens, "stream": True}).encode()
-        headers = [
-            (b"authorization", f"Bearer {TOKEN}".encode()),
-            (b"content-length", str(len(body)).encode()),
-        ]
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-length", str(len(body)).encode())]
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT,
             "raw_path": TEXT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
@@ -674,10 +671,7 @@ def test_prompts_unlike_the_training_text_raise_the_drift_gauge():
 
 def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live, caplog):
     secret = "THE SECRET OF ROSALIND"
-    with (
-        caplog.at_level(logging.DEBUG, logger="manyhands.serve"),
-        caplog.at_level(logging.DEBUG, logger="uvicorn"),
-    ):
+    with caplog.at_level(logging.DEBUG, logger="manyhands.serve"), caplog.at_level(logging.DEBUG, logger="uvicorn"):
         one(live, TEXT, {"prompt": secret, "max_tokens": 3})
         one(live, f"{TEXT}?token={TOKEN}", {"prompt": secret}, token="wrong-" + TOKEN)
         one(live, f"/{TOKEN}/x", {"prompt": secret})

@@ -45,11 +45,7 @@ def course(tmp_path_factory):
 @pytest.fixture(scope="session")
 def environ(tmp_path_factory, course):
     """What every run gets: this Python, and outputs in one place. Caches of the user's own home serve the corpus."""
-    return {
-        "VENV": sys.prefix,
-        "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")),
-        "NPROC_PER_NODE": "2",
-    }
+    return {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")), "NPROC_PER_NODE": "2"}
 
 
 def flags(name):
@@ -137,10 +133,7 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_tor
 
 @pytest.mark.lesson
 def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_torchrun):
-    content, found = (
-        recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"],
-        under_torchrun("03_data_parallel"),
-    )
+    content, found = (recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"], under_torchrun("03_data_parallel"))
     if found["corpus"] != content["corpus"]:
         pytest.skip("recorded on Shakespeare, which is not here: name its file in MANYHANDS_SHAKESPEARE")
     again = "record it again: python tests/record_first_job.py run"
@@ -200,12 +193,7 @@ def test_a_batch_script_is_no_rank(slurm, environ, hello):
     """It has SLURM_PROCID=0 and SLURM_NTASKS=4, and runs as a world of one."""
     output = hello.with_name("out")
     job = slurm.submit(
-        "sbatch",
-        "--nodes=2",
-        "--ntasks=4",
-        f"--output={output}",
-        f"--wrap={sys.executable} {hello}",
-        environ=environ,
+        "sbatch", "--nodes=2", "--ntasks=4", f"--output={output}", f"--wrap={sys.executable} {hello}", environ=environ
     )
     assert slurm.wait(job, timeout_s=PATIENCE_S) == "COMPLETED", output.read_text()
     assert "rank 0 of 1 on node1" in output.read_text()

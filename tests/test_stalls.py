@@ -182,11 +182,7 @@ def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is
 @pytest.mark.parametrize(("answered_s", "ended"), [(20, True), (0, False)])
 def test_a_long_phase_is_no_excuse_where_rank_0_does_not_answer_either(monkeypatch, capfd, answered_s, ended):
     """Under mpiexec rank 0 serves the store; a checkpoint may take 1,800 s."""
-    watch, seen, now = (
-        StallWatch(SimpleNamespace(rank=1, world_size=2, host="node0"), 10),
-        [],
-        time.monotonic(),
-    )
+    watch, seen, now = (StallWatch(SimpleNamespace(rank=1, world_size=2, host="node0"), 10), [], time.monotonic())
     watch._heartbeats = SimpleNamespace(first_rank=None)
     watch._at = (7, 30, "checkpoint", now - 15, 1800.0)
     watch._answered = now - answered_s

@@ -81,15 +81,7 @@ def test_the_trainers_strategies_run_on_gpus_and_agree(tmp_path):
     words = []
     for flags in STRATEGIES.values():
         words += ["THEN", str(ROOT / "scripts" / "train.py"), *TRAIN.split(), *flags.split()]
-    two = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *PROGRAM[1:],
-    ]
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PROGRAM[1:]]
     done = run([*two, *words], tmp_path, timeout_s=360)
     assert done.returncode == 0, done.stdout[-3000:]
     losses = re.findall(r"lowest val_loss (\S+) after step 2", done.stdout)

@@ -21,11 +21,7 @@ def test_a_row_has_its_median_and_whiskers_from_the_least_to_the_most():
 
 
 def test_the_u_of_the_virtual_network_and_the_whiskers_of_this_machine():
-    samples = {
-        "no overlap": [[3e-3], [5e-3, 4e-3, 9e-3]],
-        "overlap": [[2e-3], [3e-3]],
-        "no averaging": [1e-3],
-    }
+    samples = {"no overlap": [[3e-3], [5e-3, 4e-3, 9e-3]], "overlap": [[2e-3], [3e-3]], "no averaging": [1e-3]}
     virtual, real = bucket_sizes([1, 2], [2e-2, 1e-2], [2e-2, 1e-2], [1, 4], samples, "here").axes
     assert [round(float(y)) for y in virtual.lines[1].get_ydata()] == [20, 10]
     assert (pytest.approx(4), pytest.approx(9)) in spans(real, 1)

@@ -57,11 +57,7 @@ def run(course, name, *arguments, **environ):
 def task(name, i, count, first=1):
     """What a scheduler tells task i of an array of `count` tasks."""
     if name.endswith(".pbs"):
-        return {
-            "PBS_ARRAY_INDEX": i,
-            "PBS_ARRAY_ID": "77[].server",
-            "FAKE_ARRAY": f"{first}-{first + count - 1}",
-        }
+        return {"PBS_ARRAY_INDEX": i, "PBS_ARRAY_ID": "77[].server", "FAKE_ARRAY": f"{first}-{first + count - 1}"}
     return {
         "SLURM_ARRAY_JOB_ID": 77, "SLURM_ARRAY_TASK_ID": i, "SLURM_ARRAY_TASK_COUNT": count,
         "SLURM_ARRAY_TASK_MIN": first, "SLURM_ARRAY_TASK_MAX": first + count - 1,

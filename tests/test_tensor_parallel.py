@@ -276,10 +276,7 @@ def test_the_lessons_figure_has_a_bar_for_each_way_and_placement():
 
     figure = kept_and_timed({"a": (2e6, 1e6, 1e6)}, {"1 node of 4": (2e-3, 1e-3, 2e-3)}, 4e-3, "title")
     left, right = figure.axes
-    assert [label.get_text() for label in right.get_yticklabels()] == [
-        "one rank alone",
-        "1 node of 4",
-    ]
+    assert [label.get_text() for label in right.get_yticklabels()] == ["one rank alone", "1 node of 4"]
     assert [bar.get_width() for bar in left.patches] == [1.0, 1.0]
     hatched = [bar.get_width() for bar in right.patches if bar.get_hatch()]
     assert hatched == [1.0], "communication is hatched, nothing else"

@@ -113,12 +113,7 @@ def test_two_blocks_and_the_root_take_five_gathers_and_not_six():
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--parallel.strategy tp",
-        "--parallel.strategy deepspeed",
-        "--parallel.strategy fsdp --parallel.tensor 2",
-    ],
+    "flags", ["--parallel.strategy tp", "--parallel.strategy deepspeed", "--parallel.strategy fsdp --parallel.tensor 2"]
 )
 def test_what_has_no_formula_is_refused(flags):
     with pytest.raises(ValueError, match="there is no formula for strategy="):

@@ -120,10 +120,7 @@ def test_a_failing_run_fails_the_job_and_asks_for_nothing_even_beside_an_old_req
 
 @pytest.mark.parametrize(
     ("allowed", "sentence"),
-    [
-        (True, "job 123.server goes back into the queue"),
-        (False, "qsub -v RUN={run} jobs/train.pbs goes on from there"),
-    ],
+    [(True, "job 123.server goes back into the queue"), (False, "qsub -v RUN={run} jobs/train.pbs goes on from there")],
 )
 def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(course, tmp_path, allowed, sentence):
     """qstat and qrerun as PBS Pro answers, written down: it grants qrerun to operators only. No PBS runs in these
@@ -183,11 +180,7 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
-    return {
-        "VENV": sys.prefix,
-        "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")),
-        "NPROC_PER_NODE": "1",
-    }
+    return {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")), "NPROC_PER_NODE": "1"}
 
 
 class Submitted:

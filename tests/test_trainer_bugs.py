@@ -123,11 +123,7 @@ def test_no_two_ranks_draw_the_same_dropout_and_no_two_seeds_either():
         assert all(len(group) == 1 for group in drawn.values()), "tensor ranks must draw the same"
         return [group.pop() for group in drawn.values()]
 
-    for layout in (
-        Layout(replicate=96),
-        Layout(shard=12, replicate=8),
-        Layout(pipeline=4, replicate=6, tensor=2),
-    ):
+    for layout in (Layout(replicate=96), Layout(shard=12, replicate=8), Layout(pipeline=4, replicate=6, tensor=2)):
         many = [seed for first in range(3) for seed in seeds(layout, first)]
         assert len(set(many)) == len(many)
 

@@ -120,10 +120,7 @@ def _straggling(ranks, n_steps=6):
 
 def _pictures(steps, spans):
     """The bytes of both figures."""
-    for figure in (
-        heat_map(steps["waiting"], "waiting", "s", virtual=True),
-        gantt(spans, "steps", virtual=True),
-    ):
+    for figure in (heat_map(steps["waiting"], "waiting", "s", virtual=True), gantt(spans, "steps", virtual=True)):
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         yield picture.getvalue()

@@ -132,12 +132,7 @@ def test_the_sizes_figure_counts_devices_by_both_units():
 def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
     found = texts(pipeline_figure("1F1B", 4, 8, v=3))
     assert "1F1B, p = 4, m = 8: idle 27 %" in found, "v counts for interleaved schedules only"
-    assert [text for text in found if text.startswith("holds")] == [
-        "holds 4",
-        "holds 3",
-        "holds 2",
-        "holds 1",
-    ]
+    assert [text for text in found if text.startswith("holds")] == ["holds 4", "holds 3", "holds 2", "holds 1"]
     found = texts(pipeline_figure("Interleaved1F1B", 4, 8, 2))
     assert "Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %" in found and "holds 11/2" in found and "7′" in found
     assert any(

@@ -54,8 +54,7 @@ def notebook(tmp_path_factory):
     ]
     kernel = {"name": "manyhands", "display_name": "Many Hands", "language": "python"}
     nbformat.write(
-        nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}),
-        folder / "notebooks/00_widgets.ipynb",
+        nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "notebooks/00_widgets.ipynb"
     )
     with chromium() as browser, Lab(folder, folder) as lab, opened(browser, lab, "00_widgets") as notebook:
         notebook.run_many("Run All Cells", timeout_s=120)

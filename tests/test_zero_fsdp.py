@@ -93,10 +93,7 @@ def differences(ranks, tied):
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     norms = train(model, sgd(model.parameters()), functools.partial(lesson.library_clip, model), **here)
-    found["fully_shard"] = (
-        norms - norms_1,
-        lesson.flat(p.full_tensor() for p in model.parameters()) - weights_1,
-    )
+    found["fully_shard"] = (norms - norms_1, lesson.flat(p.full_tensor() for p in model.parameters()) - weights_1)
     return {way: max(part.abs().max().item() for part in parts) for way, parts in found.items()}
 
 

@@ -93,12 +93,7 @@ def bytes_per_parameter():
                 x += 3
             x += 0.5
         write(axes, x + 1, y + 1.8, total, ha="left", size=11)
-    names = (
-        ("weights", WEIGHTS),
-        ("gradients", GRADIENTS),
-        ("master weights", MASTER),
-        ("Adam's moments", MOMENTS),
-    )
+    names = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("master weights", MASTER), ("Adam's moments", MOMENTS))
     for i, (name, (face, hatch)) in enumerate((*names, ("cast for a while", CAST))):
         cell_face(axes, 3 + 18 * i, 26.5, face, hatch)
         write(axes, 6.8 + 18 * i, 28.1, name, ha="left", size=10)

@@ -79,10 +79,7 @@ _EVERY_PAIR = [pair for pair in itertools.product(range(N), repeat=2)]
 _TO_0, _FROM_0 = [(r, 0) for r in range(N)], [(0, r) for r in range(N)]
 
 broadcast = _collective(
-    "broadcast: everybody gets rank 0's tensor",
-    [_own(0, 3), [None], [None], [None]],
-    [_own(0, 3)] * N,
-    _FROM_0,
+    "broadcast: everybody gets rank 0's tensor", [_own(0, 3), [None], [None], [None]], [_own(0, 3)] * N, _FROM_0
 )
 scatter = _collective(
     "scatter: everybody gets one part of rank 0's tensor",
@@ -97,10 +94,7 @@ reduce = _collective(
 all_reduce = _collective("all-reduce: everybody gets the sum of all tensors", _SINGLE, [[(10, None)]] * N, _EVERY_PAIR)
 all_gather = _collective("all-gather: everybody gets all tensors, side by side", _SINGLE, [_ALL] * N, _EVERY_PAIR)
 reduce_scatter = _collective(
-    "reduce-scatter: everybody gets one part of the sum",
-    _PARTS,
-    [[(total, None)] for total in _SUMS],
-    _EVERY_PAIR,
+    "reduce-scatter: everybody gets one part of the sum", _PARTS, [[(total, None)] for total in _SUMS], _EVERY_PAIR
 )
 all_to_all = _collective("all-to-all: part k of everybody goes to rank k", _PARTS, _COLUMNS, _EVERY_PAIR)
 

@@ -65,14 +65,7 @@ def _panels(title, note):
         rank_box(axes, rank, 1.5, 10.2 + 4 * rank, width=8.4, height=3)
     for panel in range(N):
         left = 12 + 20.2 * panel
-        write(
-            axes,
-            left + 8.4,
-            5.6,
-            "at the start" if panel == 0 else f"after hop {panel}",
-            size=10,
-            weight="bold",
-        )
+        write(axes, left + 8.4, 5.6, "at the start" if panel == 0 else f"after hop {panel}", size=10, weight="bold")
         for chunk in range(N):
             write(axes, left + 2.1 + 4.2 * chunk, 8.4, str(chunk), colour=QUIET)
     return figure, axes
@@ -87,8 +80,7 @@ def _grid_cell(axes, panel, rank, chunk, text, fresh, complete):
 def ring_reduce_scatter():
     """The first half of the ring: partial sums travel, and grow by one rank's numbers at each hop."""
     figure, axes = _panels(
-        "reduce-scatter on the ring",
-        "digits: whose numbers are in it; hatched: has just arrived and was added",
+        "reduce-scatter on the ring", "digits: whose numbers are in it; hatched: has just arrived and was added"
     )
     for panel, (held, fresh) in enumerate(_reduce_scatter_states()):
         for rank, chunk in itertools.product(range(N), repeat=2):
@@ -150,16 +142,7 @@ def _node(axes, rank, x, y):
 def tree():
     """A broadcast from rank 0 to eight ranks: whoever has the data passes it on, so the number doubles each round."""
     figure, axes = card(66, 33, "broadcast by a binomial tree: 1, 2, 4, 8 have it")
-    places = {
-        0: (34, 7),
-        1: (46, 13),
-        2: (27, 19),
-        3: (52, 19),
-        4: (10, 26),
-        5: (40, 26),
-        6: (31, 26),
-        7: (58, 26),
-    }
+    places = {0: (34, 7), 1: (46, 13), 2: (27, 19), 3: (52, 19), 4: (10, 26), 5: (40, 26), 6: (31, 26), 7: (58, 26)}
     for child in range(1, 8):
         parent = child - (1 << (child.bit_length() - 1))
         (x0, y0), (x1, y1) = places[parent], places[child]

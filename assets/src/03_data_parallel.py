@@ -48,14 +48,7 @@ def same_start():
                 path.append((path[-1][0] + dx, path[-1][1] + dy))
             # of two equal paths the second is thinner, so that both are seen
             width = 6 if one and rank == 0 else 2
-            axes.plot(
-                *zip(*path, strict=True),
-                "o-",
-                color=rank_colour(rank),
-                lw=width,
-                ms=width + 3,
-                zorder=3 + rank,
-            )
+            axes.plot(*zip(*path, strict=True), "o-", color=rank_colour(rank), lw=width, ms=width + 3, zorder=3 + rank)
             if not one:
                 write(axes, left + x - 1.4, y, f"rank {rank}", ha="right")
         if one:
@@ -133,14 +126,7 @@ def overlap():
     for y, finish in ((6, end + 23), (16, end + 16), (26, end + 4)):
         axes.plot([finish, finish], [y - 0.6, y + 7.6], color=INK, lw=2.5, zorder=4)
         write(axes, finish + 0.8, y + 1.2, "update", ha="left")
-    write(
-        axes,
-        17,
-        35.3,
-        "solid: compute; hatched: communication; time runs to the right",
-        ha="left",
-        colour=QUIET,
-    )
+    write(axes, 17, 35.3, "solid: compute; hatched: communication; time runs to the right", ha="left", colour=QUIET)
     return figure
 
 

@@ -107,11 +107,7 @@ def _life():
         _box(axes, x, 8, 13, 10, fill=GREY if name == "running" else GROUND, edge=INK)
         write(axes, x + 6.5, 10.4, name, weight="bold")
         write(axes, x + 6.5, 14.7, f"Slurm {slurm}\nPBS {pbs}")
-    ends = [
-        (4.5, "completed", "CD, exit 0"),
-        (10.5, "failed", "F, exit not 0"),
-        (16.5, "over time", "TO"),
-    ]
+    ends = [(4.5, "completed", "CD, exit 0"), (10.5, "failed", "F, exit not 0"), (16.5, "over time", "TO")]
     for y, name, how in ends:
         _box(axes, 69, y, 15.5, 5, fill=PAPER)
         write(axes, 76.75, y + 1.5, name, weight="bold")

@@ -118,14 +118,7 @@ def noise():
         for dx, dy in draw * 4 / np.sqrt(size):
             arrow(axes, (left + 4, 17), (left + 17 + dx, 17 + 0.8 * dy), colour=EDGE, style="->")
         arrow(axes, (left + 4, 17), (left + 17, 17))
-    write(
-        axes,
-        46,
-        28.2,
-        "grey: gradients of single batches; black: the gradient of everything",
-        size=10,
-        colour=QUIET,
-    )
+    write(axes, 46, 28.2, "grey: gradients of single batches; black: the gradient of everything", size=10, colour=QUIET)
     return figure
 
 
@@ -186,15 +179,7 @@ def straggler():
         y, slow = 6 + 4.6 * rank, rank == 1
         write(axes, 2, y + 1.9, f"rank {rank}", ha="left", weight="bold")
         colour = tint(rank_colour(rank), 0.5)
-        box(
-            axes,
-            11,
-            y,
-            54 if slow else 18,
-            3.8,
-            "compute, three times as slow" if slow else "compute",
-            face=colour,
-        )
+        box(axes, 11, y, 54 if slow else 18, 3.8, "compute, three times as slow" if slow else "compute", face=colour)
         if not slow:
             box(axes, 29, y, 36, 3.8, "wait", edge=EDGE, dotted=True)
         box(axes, 65, y, 12, 3.8, "average", hatch=HATCH, size=10)

@@ -43,11 +43,7 @@ def stages():
         ("ZeRO-2", "and gradients", 2, "16.6 GB"),
         ("ZeRO-3", "and weights", 3, "1.9 GB"),
     )
-    kinds = (
-        ("parameters", 3, 2),
-        ("gradients", 2, 2),
-        ("optimizer", 1, 12),
-    )  # from which stage on in shares; bytes
+    kinds = (("parameters", 3, 2), ("gradients", 2, 2), ("optimizer", 1, 12))  # from which stage on in shares; bytes
     columns, unit = (("rank 0", 0, 0), ("rank 1", 1, 1), ("rank N-1", 63, 2)), 19 / 16
     for i, (label, _, colour_of) in enumerate(columns):
         rank_box(axes, colour_of, 21 + 21.5 * i, 5, width=19, height=3, label=label)
@@ -67,11 +63,7 @@ def stages():
                 x += width
         write(axes, 87, y + 2.7, gigabytes, weight="bold")
     x = 4
-    for kind, text in (
-        ("parameters", "weights"),
-        ("gradients", "gradients"),
-        ("optimizer", "Adam and fp32 copy"),
-    ):
+    for kind, text in (("parameters", "weights"), ("gradients", "gradients"), ("optimizer", "Adam and fp32 copy")):
         box(axes, x, 39.6, 3.4, 2, hatch=BYTES[kind][1], face=GREY)
         write(axes, x + 4.2, 40.6, text, ha="left")
         x += 8 + 0.8 * len(text)
@@ -104,16 +96,7 @@ def volume():
         x = 14
         for text, cost in parts:
             width = 24 if cost == 2 else 12 if cost else 9
-            box(
-                axes,
-                x,
-                y,
-                width,
-                4.8,
-                text,
-                face=PAPER if cost else GREY,
-                hatch=HATCH if cost else None,
-            )
+            box(axes, x, y, width, 4.8, text, face=PAPER if cost else GREY, hatch=HATCH if cost else None)
             x += width
         write(axes, 86, y + 2.4, total, weight="bold", size=12)
     note = "hatched: communication, one box of this width for each P; ZeRO-2 and 3 do theirs unit by unit"
@@ -130,16 +113,7 @@ def fsdp_step():
     for i, (name, _) in enumerate(steps):
         x = 11.5 + 10 * i
         hatched = name.startswith(("all-gather", "reduce"))
-        box(
-            axes,
-            x,
-            5,
-            9,
-            4.6,
-            name,
-            hatch=HATCH if hatched else None,
-            face=PAPER if hatched else GREY,
-        )
+        box(axes, x, 5, 9, 4.6, name, hatch=HATCH if hatched else None, face=PAPER if hatched else GREY)
         if i:
             arrow(axes, (x - 1, 7.3), (x, 7.3))
     for rank, y in ((0, 12), (1, 25)):
@@ -151,26 +125,10 @@ def fsdp_step():
                 weights = {rank: f"w{'₀₁'[rank]}′"}
             _share(axes, x, y, 9, 4, 2, weights)
             if state == "grads":
-                box(
-                    axes,
-                    x,
-                    y + 5,
-                    9,
-                    4,
-                    "whole g",
-                    face=tint(rank_colour(rank), 0.15),
-                    edge=rank_colour(rank),
-                )
+                box(axes, x, y + 5, 9, 4, "whole g", face=tint(rank_colour(rank), 0.15), edge=rank_colour(rank))
             if state in ("sum", "new"):
                 _share(axes, x, y + 5, 9, 4, 2, {rank: "Σg"})
-    write(
-        axes,
-        11.5,
-        38.3,
-        "upper row: weights; lower row: gradients; dotted: not here",
-        ha="left",
-        colour=QUIET,
-    )
+    write(axes, 11.5, 38.3, "upper row: weights; lower row: gradients; dotted: not here", ha="left", colour=QUIET)
     return figure
 
 

@@ -102,29 +102,13 @@ def heads():
     for rank in range(2):
         y, colour = 8.4 + 14.8 * rank, rank_colour(rank)
         arrow(axes, (48.8, y + 7.1), (53, y + 7.1))
-        box(
-            axes,
-            53.4,
-            y + 2,
-            13,
-            10.2,
-            "its columns of\nthe output\nprojection",
-            face=tint(colour, 0.3),
-            edge=colour,
-        )
+        box(axes, 53.4, y + 2, 13, 10.2, "its columns of\nthe output\nprojection", face=tint(colour, 0.3), edge=colour)
         arrow(axes, (66.8, y + 7.1), (72.5, y + 7.1))
         rank_box(axes, rank, 56, y - 1.4, width=8, height=3)
     box(axes, 72.8, 8.4, 7, 29.2, "g", face=PAPER, hatch=HATCH, size=16)
     arrow(axes, (80.2, 23), (84, 23))
     box(axes, 84.4, 20, 6, 6, "sum", face=GREY)
-    write(
-        axes,
-        11,
-        39.9,
-        "heads do not look at each other before the output projection",
-        ha="left",
-        colour=QUIET,
-    )
+    write(axes, 11, 39.9, "heads do not look at each other before the output projection", ha="left", colour=QUIET)
     return figure
 
 
@@ -167,16 +151,7 @@ def vocabulary():
         here = first <= 40 < last
         text = "its row 6" if here else "zeros"
         arrow(axes, (x + width / 2, 16), (x + width / 2, 20.3), colour=INK if here else EDGE)
-        box(
-            axes,
-            x + width / 2 - 6,
-            20.6,
-            12,
-            4,
-            text,
-            face=tint(colour, 0.35) if here else PAPER,
-            edge=colour,
-        )
+        box(axes, x + width / 2 - 6, 20.6, 12, 4, text, face=tint(colour, 0.35) if here else PAPER, edge=colour)
     write(axes, 6, 13.1, "rows of")
     write(axes, 6, 22.6, "finds")
     box(axes, x0, 27.2, 76, 3.4, "g: the sum is the row of token 40, on all ranks", hatch=HATCH)

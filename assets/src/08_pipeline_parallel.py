@@ -10,23 +10,10 @@ FORWARD, BACKWARD = 1, 2  # lengths
 
 def cut():
     figure, axes = card(92, 31, "a network 6-4-2, cut between its layers")
-    for rank, x, layer, numbers in (
-        (0, 4, "6 inputs → 4", "28 parameters"),
-        (1, 58, "4 → 2 outputs", "10 parameters"),
-    ):
+    for rank, x, layer, numbers in ((0, 4, "6 inputs → 4", "28 parameters"), (1, 58, "4 → 2 outputs", "10 parameters")):
         rank_box(axes, rank, x, 5.5, width=30, height=20, label="")
         write(axes, x + 15, 8.6, f"rank {rank}", weight="bold", size=11)
-        box(
-            axes,
-            x + 5,
-            11.5,
-            20,
-            7,
-            layer,
-            face=tint(rank_colour(rank), 0.4),
-            edge=rank_colour(rank),
-            size=11,
-        )
+        box(axes, x + 5, 11.5, 20, 7, layer, face=tint(rank_colour(rank), 0.4), edge=rank_colour(rank), size=11)
         write(axes, x + 15, 22, numbers)
     arrow(axes, (34.5, 12.5), (57.5, 12.5))
     box(axes, 40, 8.4, 12, 2.8, "h: 4 numbers", hatch=HATCH)

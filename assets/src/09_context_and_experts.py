@@ -101,12 +101,7 @@ def ulysses():
     arrow(axes, (34.4, 21), (37.6, 21))
     arrow(axes, (50.4, 21), (55.4, 21))
     write(
-        axes,
-        8,
-        37.4,
-        "the diagonal stays where it is; three quarters of the numbers travel",
-        ha="left",
-        colour=QUIET,
+        axes, 8, 37.4, "the diagonal stays where it is; three quarters of the numbers travel", ha="left", colour=QUIET
     )
     return figure
 
@@ -129,14 +124,7 @@ def dispatch():
             cell(axes, 49.4, top, expert, source, width=3.4, height=3.4)
             cell(axes, 66.4, top, expert, source, width=3.4, height=3.4, strength=0.55)
             cell(axes, 86.4, top, chosen[rank][i], rank, width=3.4, height=3.4, strength=0.55)
-        for start, end in (
-            (14.4, 24.8),
-            (29.4, 33.4),
-            (44.6, 48.8),
-            (53.4, 65.8),
-            (70.4, 73.2),
-            (83.4, 85.8),
-        ):
+        for start, end in ((14.4, 24.8), (29.4, 33.4), (44.6, 48.8), (53.4, 65.8), (70.4, 73.2), (83.4, 85.8)):
             arrow(axes, (start, y + 5.6), (end, y + 5.6))
         write(axes, 59.5, y + 3.6, f"experts {2 * rank}, {2 * rank + 1}")
     box(axes, 33.8, 9, 10.4, 27, "dispatch", hatch=HATCH)

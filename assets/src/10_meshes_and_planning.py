@@ -2,19 +2,7 @@
 
 from draw import arrow, cell
 from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import (
-    EDGE,
-    FAINT,
-    GREY,
-    GROUND,
-    HATCH,
-    INK,
-    LIMIT,
-    PAPER,
-    QUIET,
-    rank_colour,
-    tint,
-)
+from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, HATCH, INK, LIMIT, PAPER, QUIET, rank_colour, tint
 
 
 def _node(axes, x, y, width, height, text):
@@ -165,16 +153,7 @@ def fake():
     for i in range(1, 9):
         box(axes, 18 + 7.4 * (i - 1), 9, 6, 5, {7: "...", 8: "1023"}.get(i, str(i)), edge=EDGE, dotted=True)
     write(axes, 48, 17.4, "ranks that are not there: collectives return at once and move nothing", colour=QUIET)
-    box(
-        axes,
-        3,
-        20,
-        30,
-        4.5,
-        "its real shard of each weight",
-        face=tint(rank_colour(0), 0.3),
-        edge=rank_colour(0),
-    )
+    box(axes, 3, 20, 30, 4.5, "its real shard of each weight", face=tint(rank_colour(0), 0.3), edge=rank_colour(0))
     write(axes, 35, 22.2, "shapes and padding as on the machine, no numbers in them", ha="left", colour=QUIET)
     return figure
 

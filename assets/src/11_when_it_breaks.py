@@ -37,15 +37,7 @@ def straggler():
         write(axes, x + (length + 4) / 2, 26, f"step {step}", size=10)
     for rank in range(4):
         write(axes, 2, 7.9 + 4.8 * rank, f"rank {rank}", ha="left", weight="bold")
-    write(
-        axes,
-        2,
-        28.3,
-        "hatched: all-reduce; in step 1 rank 2 is twice as slow",
-        ha="left",
-        size=10,
-        colour=QUIET,
-    )
+    write(axes, 2, 28.3, "hatched: all-reduce; in step 1 rank 2 is twice as slow", ha="left", size=10, colour=QUIET)
     return figure
 
 
@@ -142,24 +134,10 @@ def restart():
         for step in range(first, last):
             repeated = i == 1 and step < 8
             box(axes, at(step), y, unit, 4, str(step + 1), face=FAINT if repeated else GROUND, size=10)
-    for step, i, ha in (
-        (6, 0, "center"),
-        (12, 1, "center"),
-        (14, 1, "left"),
-        (18, 2, "center"),
-        (24, 2, "center"),
-    ):
+    for step, i, ha in ((6, 0, "center"), (12, 1, "center"), (14, 1, "left"), (18, 2, "center"), (24, 2, "center")):
         y = 7 + 9.5 * i
         axes.plot([at(step)] * 2, [y - 1, y + 5], color=INK, lw=2.5, zorder=4)
-        write(
-            axes,
-            at(step) - (0.8 if ha == "left" else 0),
-            y + 6.3,
-            f"save {step}",
-            size=10,
-            weight="bold",
-            ha=ha,
-        )
+        write(axes, at(step) - (0.8 if ha == "left" else 0), y + 6.3, f"save {step}", size=10, weight="bold", ha=ha)
     write(axes, at(8) + 1, 9, "kill -9", ha="left", size=11, weight="bold")
     write(axes, at(14) + 1.4, 18.5, "SIGTERM: save, leave", ha="left", size=11, weight="bold")
     arrow(axes, (at(6), 14.4), (at(6), 16.2))

@@ -22,17 +22,7 @@ def life():
     stages = ("collect,\nclean", "pre-train", "fine-tune", "align", "deploy", "monitor,\nre-evaluate")
     for i, name in enumerate(stages):
         x = 2.5 + 14.8 * i
-        box(
-            axes,
-            x,
-            7,
-            12,
-            7,
-            name,
-            face=GREY if i == 1 else PAPER,
-            size=11,
-            weight="bold" if i == 1 else "normal",
-        )
+        box(axes, x, 7, 12, 7, name, face=GREY if i == 1 else PAPER, size=11, weight="bold" if i == 1 else "normal")
         if i:
             arrow(axes, (x - 2.6, 10.5), (x - 0.2, 10.5))
     write(axes, 23.3, 16, "nearly all the compute")
@@ -158,10 +148,4 @@ def packing():
     return figure
 
 
-FIGURES = {
-    "12_life": life,
-    "12_appetite": appetite,
-    "12_minhash": minhash,
-    "12_bpe": bpe,
-    "12_packing": packing,
-}
+FIGURES = {"12_life": life, "12_appetite": appetite, "12_minhash": minhash, "12_bpe": bpe, "12_packing": packing}

@@ -72,24 +72,10 @@ def sharded_reference():
         x = 4 + 21.5 * rank
         rank_box(axes, rank, x, 5.5, width=19.5, height=24.5, label="")
         write(axes, x + 9.75, 8.2, f"rank {rank}", weight="bold", size=11)
-        box(
-            axes,
-            x + 2,
-            10.5,
-            15.5,
-            6.6,
-            "policy, gradients,\nAdam: 16 bytes",
-            face=tint(rank_colour(rank), 0.4),
-        )
+        box(axes, x + 2, 10.5, 15.5, 6.6, "policy, gradients,\nAdam: 16 bytes", face=tint(rank_colour(rank), 0.4))
         box(axes, x + 2, 18.6, 15.5, 3.4, "reference: a quarter", face=tint(rank_colour(rank), 0.2))
         box(axes, x + 2, 23.4, 15.5, 3.4, "one block, whole", face=GROUND, dotted=True)
-    write(
-        axes,
-        46,
-        32,
-        "bytes per parameter, in float32; the dotted block is there while it computes",
-        colour=QUIET,
-    )
+    write(axes, 46, 32, "bytes per parameter, in float32; the dotted block is there while it computes", colour=QUIET)
     return figure
 
 

@@ -16,14 +16,7 @@ def _bars(axes, x, values, labels, y=36.0, scale=40.0, gone=()):
         left, height = x + 4.6 * i, scale * value
         kept = i not in gone
         box(
-            axes,
-            left,
-            y - height,
-            4,
-            height,
-            face=GREY if kept else PAPER,
-            edge=INK if kept else EDGE,
-            dotted=not kept,
+            axes, left, y - height, 4, height, face=GREY if kept else PAPER, edge=INK if kept else EDGE, dotted=not kept
         )
         if kept:
             write(axes, left + 2, y - height - 1.4, labels[i])
@@ -55,16 +48,7 @@ def cache():
             for position in range(step + 1):
                 fresh = position == step or not cached
                 face = tint(MINE, 0.25) if fresh else GROUND
-                box(
-                    axes,
-                    x0 + 5 * position,
-                    y,
-                    4.4,
-                    3.2,
-                    face=face,
-                    edge=INK if fresh else EDGE,
-                    dotted=not fresh,
-                )
+                box(axes, x0 + 5 * position, y, 4.4, 3.2, face=face, edge=INK if fresh else EDGE, dotted=not fresh)
     write(axes, 6, 36.6, "1 + 2 + ... + 6 = 21 positions", ha="left")
     write(axes, 52, 36.6, "6 positions; dotted: stored keys and values", ha="left")
     return figure
@@ -131,17 +115,7 @@ def draft_tokens():
         cell(axes, 20 + 8 * i, 31, letter, width=6, height=4, size=12)
     for i, letter in enumerate(written):
         colour = MINE if i == 2 else OTHER
-        box(
-            axes,
-            36 + 8 * i,
-            31,
-            6,
-            4,
-            {" ": "␣"}.get(letter, letter),
-            face=tint(colour, 0.3),
-            edge=colour,
-            size=12,
-        )
+        box(axes, 36 + 8 * i, 31, 6, 4, {" ": "␣"}.get(letter, letter), face=tint(colour, 0.3), edge=colour, size=12)
     write(axes, 55, 37.6, "drawn from max(0, p - q)", colour=QUIET)
     write(axes, 62, 33, "three tokens for one call", ha="left")
     return figure

@@ -12,43 +12,13 @@ def packing():
     figure, axes = card(80, 49, "three documents in one window: who attends to whom")
     side, left, top = 4, 18, 11
     for i, (word, document) in enumerate(zip(WINDOW, DOCUMENT, strict=True)):
-        write(
-            axes,
-            left + (i + 0.5) * side,
-            top - 1.8,
-            word,
-            rotation=45,
-            weight="bold" if word == "sep" else "normal",
-        )
-        write(
-            axes,
-            left - 1,
-            top + (i + 0.5) * side,
-            word,
-            ha="right",
-            weight="bold" if word == "sep" else "normal",
-        )
+        write(axes, left + (i + 0.5) * side, top - 1.8, word, rotation=45, weight="bold" if word == "sep" else "normal")
+        write(axes, left - 1, top + (i + 0.5) * side, word, ha="right", weight="bold" if word == "sep" else "normal")
         for j in range(len(WINDOW)):
             seen = j <= i and DOCUMENT[j] == document
-            box(
-                axes,
-                left + j * side,
-                top + i * side,
-                side,
-                side,
-                face=SHADES[document] if seen else PAPER,
-                edge=EDGE,
-            )
+            box(axes, left + j * side, top + i * side, side, side, face=SHADES[document] if seen else PAPER, edge=EDGE)
     for place, text in ((1, "the end of a document"), (4, "a whole one"), (7.5, "the beginning of another")):
-        write(
-            axes,
-            left + len(WINDOW) * side + 1,
-            top + (place + 0.0) * side,
-            text,
-            ha="left",
-            colour=QUIET,
-            size=10,
-        )
+        write(axes, left + len(WINDOW) * side + 1, top + (place + 0.0) * side, text, ha="left", colour=QUIET, size=10)
     return figure
 
 
@@ -69,17 +39,9 @@ def minhash():
     write(axes, 17, 19.6, "a band in which all six agree: the pair is compared", ha="left", colour=QUIET)
     write(axes, 17, 23, "16 of 18 numbers agree: about 89 % of all shingles are common", ha="left", colour=QUIET)
     write(
-        axes,
-        17,
-        26.4,
-        "each number: the least of all shingles' hashes, in one of 128 orders",
-        ha="left",
-        colour=QUIET,
+        axes, 17, 26.4, "each number: the least of all shingles' hashes, in one of 128 orders", ha="left", colour=QUIET
     )
     return figure
 
 
-FIGURES = {
-    "own_text_packing": packing,
-    "own_text_minhash": minhash,
-}
+FIGURES = {"own_text_packing": packing, "own_text_minhash": minhash}

@@ -73,10 +73,7 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     b, P = prompts_bP.shape
     ids_bT = torch.cat((prompts_bP, prompts_bP.new_zeros(b, n)), dim=1)
     answer_bT = torch.zeros_like(ids_bT, dtype=torch.bool)
-    rows_b, going_b = (
-        torch.arange(b, device=ids_bT.device),
-        torch.ones(b, dtype=torch.bool, device=ids_bT.device),
-    )
+    rows_b, going_b = (torch.arange(b, device=ids_bT.device), torch.ones(b, dtype=torch.bool, device=ids_bT.device))
     longest = int(lengths_b.max()) if b else P
     for i in range(n):
         at_b = lengths_b + i

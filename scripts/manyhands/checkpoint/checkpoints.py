@@ -25,14 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from manyhands.checkpoint import step_folders, tensor_files
-from manyhands.checkpoint.manifest import (
-    CheckpointError,
-    describe_file,
-    read_manifest,
-    step_of,
-    steps_in,
-    verify_file,
-)
+from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
 from manyhands.launch.agreement import Agreement, said
 from manyhands.launch.screen import say
 

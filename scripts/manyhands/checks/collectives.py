@@ -77,10 +77,7 @@ def _fault_of_copy(held_5, chunk, numbers, rank):
         )
     source, other = from_where[0]
     if source == n:
-        return (
-            0,
-            f"chunk {chunk} holds the finished chunk {other}: receive each chunk where the same number stands",
-        )
+        return (0, f"chunk {chunk} holds the finished chunk {other}: receive each chunk where the same number stands")
     if (source, other) == (rank, chunk):
         return 3, (
             f"chunk {chunk} still holds this rank's unfinished sum: a finished one must arrive there in one of the "

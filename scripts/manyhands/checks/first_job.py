@@ -18,10 +18,7 @@ PENDING = {
     4702: ("wait", "Resources: it is next in line and starts when two nodes are free"),
     4703: ("wait", "Priority: jobs with a higher priority come first"),
     4704: ("wait", "Dependency: it starts when job 4701 has ended well"),
-    4705: (
-        "cancel",
-        "DependencyNeverSatisfied: the job that it waits for has failed, so it would wait forever",
-    ),
+    4705: ("cancel", "DependencyNeverSatisfied: the job that it waits for has failed, so it would wait forever"),
     4706: ("release", "JobHeldUser: its owner put it on hold; scontrol release 4706 (PBS: qrls) lets it go"),
     4708: ("ask for less", "PartitionTimeLimit: it asks for a day, and this queue gives an hour"),
 }

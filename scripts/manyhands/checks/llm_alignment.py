@@ -6,15 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.expect import (
-    count,
-    expect_number,
-    expect_tensor,
-    expect_traffic,
-    expect_unchanged,
-    number,
-    shown,
-)
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number, shown
 from manyhands.measure import wire
 
 

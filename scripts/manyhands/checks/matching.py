@@ -185,16 +185,7 @@ def _communicated(name, given, group):
             "from": _split(targets, given["output_split_sizes"], group.size()),
         }
     side = "output" if "scatter" in name else "input"
-    names = (
-        f"{side}_tensors",
-        f"{side}_tensor",
-        f"{side}s",
-        "input_list",
-        "input",
-        "inputs",
-        "tensors",
-        "tensor",
-    )
+    names = (f"{side}_tensors", f"{side}_tensor", f"{side}s", "input_list", "input", "inputs", "tensors", "tensor")
     tensors = tree_leaves(next(given[name] for name in names if name in given))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if "reduce" in name and tensors else None
     return {"bytes": _bytes(tensors), "dtype": dtype}

@@ -313,11 +313,7 @@ def _trade_offs():
     ], 85  # fmt: skip
     generator = torch.Generator().manual_seed(12)
     numbers = torch.randint(1, 100, (10, 3), generator=generator).tolist()
-    yield (
-        "ten unequal pieces",
-        [Piece(f"p{i}", 20 + a, b // 5, c) for i, (a, b, c) in enumerate(numbers)],
-        320,
-    )
+    yield ("ten unequal pieces", [Piece(f"p{i}", 20 + a, b // 5, c) for i, (a, b, c) in enumerate(numbers)], 320)
     yield "four equal blocks, and too little even for their inputs", equal, 3.5
 
 

@@ -509,13 +509,7 @@ def _pairs_of_losses():
         yield falling, drift, dtype, None, f"in {name} a difference that grows to {ROUNDING} eps is rounding"
         large = [1000 * a for a in falling]
         drift = [1000 * a for a in drift]
-        yield (
-            large,
-            drift,
-            dtype,
-            None,
-            f"in {name} a loss of 4,000 rounds a thousand times as far as one of 4",
-        )
+        yield (large, drift, dtype, None, f"in {name} a loss of 4,000 rounds a thousand times as far as one of 4")
         once = [a * (1 + eps * A_FAULT * (i == 7)) for i, a in enumerate(falling)]
         yield falling, once, dtype, 7, f"in {name} one loss is off by {A_FAULT:g} eps, and later ones are not"
         start = [a * (1 + eps * A_FAULT) for a in falling]

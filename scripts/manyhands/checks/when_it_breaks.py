@@ -770,12 +770,7 @@ def _wrong_copies(n):
         "0.weight",
         swapped,
     )
-    yield (
-        f"a zero has become -0.0 on rank {last}: equal to the eye, one bit apart",
-        last,
-        biases,
-        flipped(0, 31),
-    )
+    yield (f"a zero has become -0.0 on rank {last}: equal to the eye, one bit apart", last, biases, flipped(0, 31))
 
 
 def _model():

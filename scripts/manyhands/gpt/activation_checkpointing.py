@@ -44,7 +44,4 @@ class Checkpointed(Block):
 class SelectivelyCheckpointed(Checkpointed):
     """A block that keeps its input and what is dear to compute."""
 
-    how = {
-        "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, _keep_what_is_dear),
-    }
+    how = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_what_is_dear)}

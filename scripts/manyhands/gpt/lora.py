@@ -46,12 +46,7 @@ def add_lora(model, rank, alpha, seed=0):
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:
-        for part, name in (
-            (block.attention, "qkv"),
-            (block.attention, "out"),
-            (block.mlp, "up"),
-            (block.mlp, "down"),
-        ):
+        for part, name in ((block.attention, "qkv"), (block.attention, "out"), (block.mlp, "up"), (block.mlp, "down")):
             setattr(part, name, LoRALinear.from_linear(getattr(part, name), rank, alpha / rank, generator))
     return model
 

@@ -77,13 +77,7 @@ class Job:
         """The number that the scheduler gave to the job of this command. `first`: variables to show in front of it."""
         _show(command, "".join(f"{name}={shlex.quote(value)} " for name, value in (first or {}).items()))
         done = subprocess.run(
-            command,
-            cwd=self.course,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
+            command, cwd=self.course, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
         )
         said = (done.stdout + done.stderr).strip()
         number = re.search(r"\d+", done.stdout)

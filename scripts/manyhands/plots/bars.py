@@ -39,10 +39,7 @@ def held_and_sent(rows, num_params, title):
             left.barh(i, width, 0.7, left=start, fc=colour, ec=INK, hatch=hatch)
             start += width
         right.barh(i, volume, 0.7, fc=GREY, ec=INK)
-        for axes, value in (
-            (left, sum(getattr(formula, kind) for kind in KINDS) / num_params),
-            (right, expected),
-        ):
+        for axes, value in ((left, sum(getattr(formula, kind) for kind in KINDS) / num_params), (right, expected)):
             axes.plot([value, value], [i - 0.48, i + 0.48], **PREDICTED)
         right.text(max(volume, expected) + 0.08, i, f"{volume:.2f} P, {note}", va="center")
     left.set_yticks(range(len(rows)), list(rows))
@@ -209,10 +206,7 @@ def skew_and_balance(skewed, shares):
     right.axhline(even, **PREDICTED)
     right.annotate("even", (1.01, even), xycoords=("axes fraction", "data"), va="center", fontsize=10)
     right.set(
-        xlabel="experts, busiest first",
-        ylabel="share of choices",
-        ylim=(0, None),
-        title="trained routers, all seeds",
+        xlabel="experts, busiest first", ylabel="share of choices", ylim=(0, None), title="trained routers, all seeds"
     )
     right.legend(frameon=False)
     return figure

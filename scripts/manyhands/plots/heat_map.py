@@ -13,10 +13,7 @@ from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure
 MOST_NUMBERS = 160  # cells with a number in them; beyond that they would touch
 MOST_TICKS = 17
 MOST_LINES = 40  # between columns, or rows
-PREFIXES = {
-    "s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
-    "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")),
-}
+PREFIXES = {"s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")), "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))}
 
 
 def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False, limits=None):
@@ -108,13 +105,7 @@ def _write_numbers(axes, values_RS, image):
             dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
             colour = "white" if dark else "black"
             axes.text(
-                s,
-                r,
-                f"{value:,.{decimals}f}" if value else "0",
-                ha="center",
-                va="center",
-                color=colour,
-                fontsize=size,
+                s, r, f"{value:,.{decimals}f}" if value else "0", ha="center", va="center", color=colour, fontsize=size
             )
 
 

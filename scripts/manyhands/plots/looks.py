@@ -67,11 +67,7 @@ ALTERNATIVES = (
     {"color": "#7f1d1d", "marker": "^", "ls": "-"},
     {"color": "#4c1d95", "marker": "D", "ls": "-"},
 )
-FIELDS = (
-    ("sign", QUIET, ""),
-    ("exponent", "#7f1d1d", "++++"),
-    ("fraction", "#4c1d95", ""),
-)  # of a float's bits
+FIELDS = (("sign", QUIET, ""), ("exponent", "#7f1d1d", "++++"), ("fraction", "#4c1d95", ""))  # of a float's bits
 HEAT = "YlGnBu"  # ColorBrewer: only ever darker, no red
 
 

@@ -109,14 +109,7 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     for (name, by_n), look in zip(speed_ups.items(), ALTERNATIVES, strict=False):
         middles, errors = errorbars([by_n[n] for n in sizes])
         right.errorbar(sizes, middles, yerr=errors, **{**WHISKERS, **look, "ms": 5})
-        _label(
-            right,
-            sizes[-1],
-            ends[name],
-            name,
-            look["color"],
-            up=1 if ends[name] == max(ends.values()) else -1,
-        )
+        _label(right, sizes[-1], ends[name], name, look["color"], up=1 if ends[name] == max(ends.values()) else -1)
     right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes)
     right.set(ylim=(0, None), xlim=(0.8, 1.25 * sizes[-1] + 0.2))
     return figure

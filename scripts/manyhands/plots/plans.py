@@ -8,10 +8,7 @@ from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, L
 
 GB = 1e9
 KINDS = {"accumulated_gradients": "gradients", "workspace": "other"}  # those that `looks` has no colour of its own for
-COMPUTE, MESSAGES = (
-    ("compute", "memory", "optimizer"),
-    ("tensor", "context", "experts", "pipeline", "data", "host"),
-)
+COMPUTE, MESSAGES = (("compute", "memory", "optimizer"), ("tensor", "context", "experts", "pipeline", "data", "host"))
 STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
 

@@ -108,15 +108,10 @@ def emergence(points):
     one.plot(losses, [100 * point["accuracy"] for point in points], **MEASURED, ls="none")
     five.plot(losses, [100 * point["in_a_row"] for point in points], **MEASURED, ls="none")
     five.plot(
-        [point["val_loss"] for point in ordered],
-        [100 * point["accuracy"] ** 5 for point in ordered],
-        **PREDICTED,
+        [point["val_loss"] for point in ordered], [100 * point["accuracy"] ** 5 for point in ordered], **PREDICTED
     )
     five.annotate(
-        "dashed: if guesses were independent",
-        (0.03, 0.93),
-        xycoords="axes fraction",
-        color=PREDICTED["color"],
+        "dashed: if guesses were independent", (0.03, 0.93), xycoords="axes fraction", color=PREDICTED["color"]
     )
     one.set(title="the next character is right", ylabel="%")
     five.set(title="five in a row are right")

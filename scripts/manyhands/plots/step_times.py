@@ -102,14 +102,7 @@ def weak_scaling(sizes, samples, tokens_per_rank, title):
     axes.plot(sizes, [n * middles[0] / sizes[0] for n in sizes], **PREDICTED)
     _label(axes, sizes[-1], sizes[-1] * middles[0] / sizes[0], "ideal", PREDICTED["color"])
     _label(axes, sizes[-1], middles[-1], "measured", INK)
-    axes.set(
-        xlabel="ranks",
-        ylabel="tokens/s",
-        xticks=sizes,
-        ylim=(0, None),
-        xlim=(0.7, 1.35 * sizes[-1]),
-        title=title,
-    )
+    axes.set(xlabel="ranks", ylabel="tokens/s", xticks=sizes, ylim=(0, None), xlim=(0.7, 1.35 * sizes[-1]), title=title)
     return figure
 
 

@@ -229,9 +229,7 @@ def _experts(model, sharing, tensor, group, per_node):
 
 
 def families(
-    question: Question,
-    checkpointing: tuple[str, ...] = CHECKPOINTING,
-    most_micro_batch: int = LARGEST_MICRO_BATCH,
+    question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
 ) -> Iterator[Family]:
     """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
     base = base_options(question.model)

@@ -152,10 +152,7 @@ RUNS = (
     _llama(8192, 32, 430, 43),
     _llama(16384, 16, 400, 41),
 )  # fmt: skip
-FITTED_ON = (
-    "GPT 1.7B",
-    "GPT 1008.0B",
-)  # the ends of the first table: the most memory-bound run, and the least
+FITTED_ON = ("GPT 1.7B", "GPT 1008.0B")  # the ends of the first table: the most memory-bound run, and the least
 
 
 def published_work(run):
@@ -236,10 +233,7 @@ def fit(names=FITTED_ON):
     runs = {run.name: run for run in RUNS}
     found = Assumptions()
     for _ in range(40):
-        for name, key, low, high in (
-            (names[0], "memory_passes", 0.0, 20.0),
-            (names[1], "matmul_share", 0.2, 1.0),
-        ):
+        for name, key, low, high in ((names[0], "memory_passes", 0.0, 20.0), (names[1], "matmul_share", 0.2, 1.0)):
             for _ in range(40):
                 middle = (low + high) / 2
                 # more passes are slower, a larger share is faster

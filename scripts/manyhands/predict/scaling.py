@@ -42,10 +42,7 @@ class PowerLaw:
 
     def at(self, budget_flops):
         """(params, loss) of the best model for this budget."""
-        return (
-            self.scale * budget_flops**self.exponent,
-            self.loss_scale * budget_flops**self.loss_exponent,
-        )
+        return (self.scale * budget_flops**self.exponent, self.loss_scale * budget_flops**self.loss_exponent)
 
 
 def by_budget(points):

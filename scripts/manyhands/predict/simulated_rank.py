@@ -92,11 +92,7 @@ def _held(config, layout, options):
         optimizer.step()  # Adam's state is made in the first step
         held = tensor_bytes(model, optimizer)
         counters = sum(4 for state in optimizer.state.values() if "step" in state)
-        return {
-            "parameters": held.parameters,
-            "gradients": held.gradients,
-            "optimizer": held.optimizer - counters,
-        }
+        return {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer - counters}
     finally:
         dist.destroy_process_group()
 

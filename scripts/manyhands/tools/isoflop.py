@@ -194,13 +194,7 @@ def run_grid(points, path, corpus, ranks):
 
 def recipe():
     """What is the same for all points."""
-    return {
-        "layers": LAYERS,
-        "heads": HEADS,
-        "block": BLOCK,
-        "global_batch": GLOBAL_BATCH,
-        "lr": "0.3 / width",
-    }
+    return {"layers": LAYERS, "heads": HEADS, "block": BLOCK, "global_batch": GLOBAL_BATCH, "lr": "0.3 / width"}
 
 
 def main(argv=None):
@@ -217,10 +211,7 @@ def main(argv=None):
     wanted = parser.parse_args(argv)
     unknown = [budget for budget in wanted.budget or () if budget not in GRID]
     if unknown:
-        print(
-            f"isoflop: budget {unknown[0]:g} is none of {', '.join(f'{b:.0e}' for b in GRID)}",
-            file=sys.stderr,
-        )
+        print(f"isoflop: budget {unknown[0]:g} is none of {', '.join(f'{b:.0e}' for b in GRID)}", file=sys.stderr)
         return 2
     points = [
         Point(budget, width, wanted.seed)

@@ -43,11 +43,7 @@ FORWARD_S = 2  # for its launcher to hand that on: once a rank has ended, it thr
 ABORT_S = 20  # for the end of a process on a busy node
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # inside these files of torch a rank waits for the others, or for a GPU that does
-WAITING_FILES = (
-    "distributed" + os.sep,
-    os.path.join("nn", "parallel", "distributed.py"),
-    "autograd" + os.sep,
-)
+WAITING_FILES = ("distributed" + os.sep, os.path.join("nn", "parallel", "distributed.py"), "autograd" + os.sep)
 WAITING_LINES = re.compile(
     r"\.(wait|item|tolist|synchronize|cpu)\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all"
     r"|\b(i?send|i?recv|gather|scatter)\b"

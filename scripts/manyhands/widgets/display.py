@@ -33,9 +33,7 @@ def show_picture(figure, alt):
     from IPython.display import display
 
     display(
-        {"image/png": png(figure), "text/plain": f"[figure: {alt}]"},
-        metadata={"image/png": {"alt": alt}},
-        raw=True,
+        {"image/png": png(figure), "text/plain": f"[figure: {alt}]"}, metadata={"image/png": {"alt": alt}}, raw=True
     )
 
 
@@ -46,10 +44,7 @@ def labelled(kind, label, label_em, width_em, **traits):
     slider's handle has none, and the buttons of ToggleButtons do not tell a screen reader which of them is chosen.
     """
     return kind(
-        description=label,
-        style={"description_width": f"{label_em}em"},
-        layout={"width": f"{width_em}em"},
-        **traits,
+        description=label, style={"description_width": f"{label_em}em"}, layout={"width": f"{width_em}em"}, **traits
     )
 
 
@@ -81,11 +76,7 @@ class Controls:
     def show(self):
         from IPython.display import display
 
-        bundle = {
-            **self.box._repr_mimebundle_(),
-            "image/png": self.png,
-            "text/plain": f"[figure: {self.alt}]",
-        }
+        bundle = {**self.box._repr_mimebundle_(), "image/png": self.png, "text/plain": f"[figure: {self.alt}]"}
         display(bundle, metadata={"image/png": {"alt": self.alt}}, raw=True)
 
 

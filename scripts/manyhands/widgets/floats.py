@@ -101,9 +101,7 @@ class FloatControls:
         self.pattern = labelled(w.Text, "sign exponent fraction", 11.5, 31.5, continuous_update=False)
         self.down, self.up = (
             w.Button(
-                description=f"one {way}",
-                tooltip=f"the next {other} number of this format",
-                layout={"width": "6.5em"},
+                description=f"one {way}", tooltip=f"the next {other} number of this format", layout={"width": "6.5em"}
             )
             for way, other in (("down", "smaller"), ("up", "larger"))
         )
