@@ -23,6 +23,7 @@ sys.path.insert(0, os.environ.get("MANYHANDS_SCRIPTS", str(Path(__file__).resolv
 import torch
 import torch.distributed as dist
 from manyhands.launch.join import join, leave
+from manyhands.launch.program import run_program
 from manyhands.train.preemption import PreemptionHandler, clear_requeue, defer_signals, write_requeue
 from manyhands.train.stalls import StallWatch
 
@@ -89,4 +90,4 @@ def misbehave(fault):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program("train.py", main)

@@ -79,7 +79,7 @@ def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, 
         f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=course, timeout_s=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "node1: ranks 0, 1" in done.stdout and "node2: ranks 2, 3" in done.stdout
+    assert "node1: ranks 0-1" in done.stdout and "node2: ranks 2-3" in done.stdout
     assert_same_numbers(metrics(environ, lesson), under_torchrun(lesson), "srun")
 
 
@@ -127,7 +127,7 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_tor
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = (course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
-    assert "node1: ranks 0, 1" in output and "node2: ranks 2, 3" in output
+    assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
     assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
 
 

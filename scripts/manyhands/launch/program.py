@@ -54,6 +54,12 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
             say_status(INTERRUPTED, f"{name}: ended by Ctrl-C")
             print(f"{name}: ended by Ctrl-C", file=sys.stderr)
         status = INTERRUPTED
+    except Exception:
+        if is_alone():
+            raise
+        sys.excepthook(*sys.exc_info())
+        flush()
+        os._exit(1)  # without MPI's goodbye, for which the others would be waited for: the launcher ends them
     end_process(status or 0)
 
 
@@ -63,18 +69,28 @@ def end_process(status: int) -> NoReturn:
     One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds
     the last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13).
     """
-    ranks = joined()
-    if ranks is None or ranks.world_size == 1:
+    if is_alone():
         sys.exit(status)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and status != INTERRUPTED and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush()
     if mpi:  # C's own end, not Python's: there MPICH says goodbye, and else mpiexec kills whoever ends a moment later
         ctypes.CDLL(None).exit(status)
     os._exit(status)
+
+
+def is_alone() -> bool:
+    """Whether this process is no rank, or a world of one."""
+    ranks = joined()
+    return ranks is None or ranks.world_size == 1
+
+
+def flush() -> None:
+    """Write what has been printed; whoever read it may have gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def is_first_rank() -> bool:
