@@ -76,6 +76,7 @@ ON_TWO = [
         "--parallel.strategy fsdp --parallel.wrapping size:250",  # units inside of units
         "--parallel.strategy fsdp --parallel.wrapping size:10000",  # the root alone
         "--parallel.strategy fsdp --parallel.sharding grad_op --train.precision bf16",
+        "--parallel.strategy fsdp --parallel.sharding grad_op --train.micro-batch 1",
         "--parallel.strategy fsdp --parallel.sharding none",
         "--parallel.strategy tp",
         "--parallel.strategy tp --parallel.sequence-parallel --model.block-size 10",
@@ -92,6 +93,7 @@ ON_FOUR = [
         "--parallel.strategy fsdp --parallel.sharding hybrid",
         "--parallel.strategy fsdp --parallel.tensor 2",
         "--parallel.strategy fsdp --parallel.pipeline 2",
+        "--parallel.pipeline 2",
         "--parallel.tensor 2 --parallel.pipeline 2",
     )
 ]

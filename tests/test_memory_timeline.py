@@ -81,11 +81,10 @@ def test_samples_go_through_the_phases_and_leave_what_was_there(step):
     model, seen = step
     phases = list(dict.fromkeys(sample.phase for sample in seen.samples))
     assert phases == ["", "forward", "backward", "optimizer"]
-    assert all(value >= 0 for sample in seen.samples for value in sample.bytes.values())
-    assert set(seen.samples[0].bytes) == set(KINDS)
+    assert all(set(sample.bytes) == set(KINDS) and min(sample.bytes.values()) >= 0 for sample in seen.samples)
     end = seen.samples[-1].bytes
     assert end["gradients"] == end["activations"] == end["unsharded_parameters"] == end["copies"] == 0
-    assert seen.peak.total == max(sample.total for sample in seen.samples)
+    assert seen.peak == max(seen.samples, key=lambda sample: sample.total)
     assert seen.peak.phase == "backward"  # everything saved, and a result of the moment
 
 
@@ -151,11 +150,9 @@ def test_recomputed_blocks_keep_their_inputs_alone_and_one_block_at_a_time_in_th
         checkpoint_activations(model, kind)
         results[kind] = one_step(model, adamw(model))
     forward = {kind: end_of(seen, "forward").bytes["activations"] for kind, seen in results.items()}
-    B, T = batch()[0].shape
-    stream = 4 * B * T * CONFIG.n_embd
     per_block = {kind: forward[kind] / CONFIG.n_layer for kind in forward}
     assert forward["block"] < forward["selective"] < forward["none"]
-    assert per_block["block"] > stream
+    assert per_block["block"] > 4 * batch()[0].numel() * CONFIG.n_embd, "the stream"
     # the backward of a block has the activations of that block, and what the others keep
     assert forward["block"] < results["block"].highest("activations") < forward["block"] + per_block["none"]
     assert results["block"].peak.total < results["none"].peak.total
@@ -221,9 +218,6 @@ def test_an_error_in_the_step_leaves_torch_as_it_was_and_the_samples_so_far():
     assert end_of(seen, "forward").bytes["parameters"] == 4 * 72
 
 
-# ---- ranks ----
-
-
 def _sharded(ranks, keep_gathered):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -254,11 +248,10 @@ def test_fully_sharded_weights_are_own_shards_and_unsharded_for_the_moment(pool,
             assert highest["gradients"] == pytest.approx(4 * own, rel=0.02)
             assert highest["optimizer"] == pytest.approx(8 * own, rel=0.02)
             # the root stays from its forward on; of the blocks all do, or the one at work alone
-            at_end = next(held for phase, held in reversed(samples) if phase == "forward")
-            assert at_end["unsharded_parameters"] == pytest.approx(4 * (root + keep_gathered * 3 * block), rel=0.02)
-            assert highest["unsharded_parameters"] == pytest.approx(
-                4 * (root + (3 if keep_gathered else 1) * block), rel=0.02
-            )
+            at_end = next(held["unsharded_parameters"] for phase, held in reversed(samples) if phase == "forward")
+            assert at_end == pytest.approx(4 * (root + keep_gathered * 3 * block), rel=0.02)
+            at_most = 4 * (root + (3 if keep_gathered else 1) * block)
+            assert highest["unsharded_parameters"] == pytest.approx(at_most, rel=0.02)
             assert samples[-1][1]["unsharded_parameters"] == 0
             assert samples[0][1]["other"] < 5000  # gloo's own buffers are there when it works, not before
 
@@ -338,23 +331,19 @@ def test_a_zero_redundancy_optimizer_has_the_state_of_this_ranks_share(pool):
         assert highest["parameters"] == highest["gradients"] == 4 * P
 
 
-# ---- the figure ----
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_stack_has_an_area_for_each_kind_in_order_and_differs_by_hatching(step):
+def test_the_stack_has_an_area_for_each_kind_up_to_the_peak_on_the_scale_that_is_asked_for(step):
     _, seen = step
-    figure = memory_stack(seen.samples, "a step")
-    areas = figure.axes[0].collections
-    assert len(areas) == 5  # nothing unsharded, no copies
-    hatches = [area.get_hatch() or "" for area in areas]
-    assert len(set(hatches)) == 5
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["other", "activations", "gradients", "optimizer", "parameters"]
-    assert [text.get_text().strip() for text in figure.axes[0].texts] == ["forward", "backward", "optimizer"]
-    heights = [area.get_paths()[0].vertices[:, 1].max() for area in areas]
-    assert heights == sorted(heights)
-    assert heights[-1] == pytest.approx(seen.peak.total / 1e6)
-    assert figure.axes[0].get_ylabel() == "memory, MB"
+    figure = memory_stack(seen.samples, "a step", highest=3e9)
+    (axes,) = figure.axes
+    assert legend(figure) == ["other", "activations", "gradients", "optimizer", "parameters"], "what is there"
+    assert [text.get_text().strip() for text in axes.texts] == ["forward", "backward", "optimizer"]
+    top = max(area.get_paths()[0].vertices[:, 1].max() for area in axes.collections)
+    assert top == pytest.approx(seen.peak.total / 1e9)
+    assert axes.get_ylabel() == "memory, GB" and axes.get_ylim()[1] > 3
 
 
 def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
@@ -363,8 +352,7 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
     figure = memory_stack(samples, "t", predicted={"parameters": 4000, "activations": 5000})
     lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert [line.get_ydata()[0] for line in lines] == [4.0, 9.0]
-    assert list(lines[0].get_xdata()) == [0, 4]  # parameters hold all along
-    assert lines[1].get_xdata()[0] <= 2 and lines[1].get_xdata()[1] >= 3
+    assert "predicted" in legend(figure)
     with pytest.raises(ValueError, match="no kind 'weights' of memory; there are: parameters"):
         memory_stack(samples, "t", predicted={"weights": 1})
     with pytest.raises(ValueError, match="no samples yet"):
@@ -381,12 +369,6 @@ def test_kinds_of_memory_differ_in_lightness_or_hatching_in_black_and_white():
     assert len(seen) == len(BYTES) == len(KINDS)
 
 
-def test_two_figures_get_one_scale_where_the_highest_is_named():
-    low, high = ([Sample("", {"parameters": n}), Sample("", {"parameters": n})] for n in (1e6, 3e6))
-    tops = [memory_stack(samples, "t", highest=3e6).axes[0].get_ylim()[1] for samples in (low, high)]
-    assert tops[0] == tops[1] > 3
-
-
 def _phased(*phases):
     """Samples of parameters and activations, from (phase, [(parameters, activations)])."""
     return [Sample(phase, {"parameters": p, "activations": a}) for phase, heights in phases for p, a in heights]
@@ -396,17 +378,11 @@ def test_timelines_side_by_side_have_one_scale_and_their_phases_in_the_same_plac
     few = _phased(("forward", [(1e6, 0), (1e6, 2e6)]), ("update", [(1e6, 0)]))
     many = _phased(("", [(9e6, 0)]), ("forward", [(5e5, k * 1e5) for k in range(8)]), ("update", [(5e5, 0)] * 3))
     figure = memory_stacks({"few": few, "many": many})
-    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    assert len({(axes.get_ylim(), axes.get_xlim()) for axes in figure.axes}) == 1
     for axes in figure.axes:
-        assert axes.get_xlim() == (0, 2)
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["forward", "update"]
-        assert [line.get_xdata()[0] for line in axes.lines] == [1], "a line where the second phase begins"
-        for area in axes.collections:
-            x = area.get_paths()[0].vertices[:, 0]
-            assert (x.min(), x.max()) == (0, 2)
     assert [axes.get_title() for axes in figure.axes] == ["few\npeak 3.0 MB", "many\npeak 1.2 MB"]
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["activations", "parameters"], "what is nowhere has no key"
+    assert legend(figure) == ["activations", "parameters"], "what is nowhere has no key"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Pipeline schedules: every action once and nobody waits in a circle, bubbles and memory as in their papers, torch's
-own order."""
+"""Pipeline schedules: every action once, nobody waits in a circle, bubbles and memory as published, torch's order."""
 
 import itertools
 from fractions import Fraction
@@ -14,7 +13,6 @@ from manyhands.predict.pipeline_schedules import (
     bubble_formula,
     in_flight,
     needs,
-    one_f_one_b,
     orders_of,
     simulate,
     slots_of,
@@ -33,36 +31,15 @@ def chunked(schedule):
             yield p, m, v
 
 
-# ------------------------------------------------------------------ the schedules of one stage per rank
-
-
 @pytest.mark.parametrize("schedule", ONE_STAGE)
-def test_every_schedule_ends_and_idles_as_its_formula_says_for_any_p_and_m(schedule):
+def test_one_stage_per_rank_idles_and_holds_as_its_formulas_say_however_long_a_backward_is(schedule):
     for p, m in itertools.product(P, M):
         run = simulate(orders_of(schedule, p, m))
         assert run.bubble == bubble_formula(schedule, p, m) == Fraction(p - 1, m + p - 1)
         assert run.length == 3 * (m + p - 1)
-
-
-@pytest.mark.parametrize("backward", [1, 2, 5])
-def test_the_bubble_does_not_depend_on_how_long_a_backward_is(backward):
-    for schedule in ONE_STAGE:
-        run = simulate(orders_of(schedule, 4, 8), {"F": 1, "B": backward})
-        assert run.bubble == Fraction(3, 11)
-
-
-def test_gpipe_holds_all_micro_batches_and_1f1b_no_more_than_stages_are_left():
-    for p, m in itertools.product(P, M):
-        assert simulate(orders_of("GPipe", p, m)).in_flight == [m] * p
-        assert simulate(orders_of("1F1B", p, m)).in_flight == [min(m, p - s) for s in range(p)]
-
-
-def test_1f1b_alternates_from_its_first_backward_until_the_forwards_run_out():
-    order = "".join(action.kind for action in one_f_one_b(1, 4, 8))
-    assert order == "FFF" + "BF" * 5 + "BBB"
-
-
-# ------------------------------------------------------------------ several stages per rank, and split backwards
+        assert run.in_flight == [m if schedule == "GPipe" else min(m, p - s) for s in range(p)]
+    for backward in (1, 5):
+        assert simulate(orders_of(schedule, 4, 8), {"F": 1, "B": backward}).bubble == Fraction(3, 11)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
@@ -115,9 +92,6 @@ def test_every_schedule_is_valid_whatever_its_actions_take(asked, times, message
         assert all(one.end <= other.start for one, other in itertools.pairwise(own))
         assert {slot.action.stage % p for slot in own} == {rank}
         assert in_flight([slot.action for slot in own]) == run.in_flight[rank] <= m * v
-
-
-# ------------------------------------------------------------------ what torch's runtime executes
 
 
 class Recorder:
@@ -192,9 +166,6 @@ def test_torch_prints_another_order_for_the_last_stage_of_1f1b_than_it_executes(
     assert [i for kind, _, i in executed("1F1B", 4, 8)[3] if kind == "F"] == [*range(8)]
 
 
-# ------------------------------------------------------------------ the simulation
-
-
 def test_what_comes_from_another_rank_costs_a_message_and_what_is_here_does_not():
     run = simulate(orders_of("GPipe", 2, 1), message=Fraction(1, 4))
     assert [(slot.rank, slot.action.kind, slot.start) for slot in run.slots] == [
@@ -256,7 +227,3 @@ def test_the_computing_of_a_network_becomes_slots():
     spans = [Span(1, "compute", "W 5 12", 0.5, 1.0), Span(1, "waiting", "wait", 0, 0.5)]
     (slot,) = slots_of(spans)
     assert (slot.rank, slot.action, slot.start, slot.end) == (1, ("W", 5, 12), 0.5, 1.0)
-
-
-def test_the_names_are_torchs():
-    assert all(torchs.get_schedule_class(name) for name in SCHEDULES)

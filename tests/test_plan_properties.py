@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
-from manyhands.predict.layouts import Question, families
+from manyhands.predict.layouts import Question, families, name_of
 from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.models import PlannedModel
@@ -60,8 +60,13 @@ def with_little_memory(question, pick, factor):
 def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(question, pick, factor):
     question = with_little_memory(question, pick, factor)
     answer = plan(question)
+    names = [family.name for family in families(question, ("none",), 1)]
+    assert len(names) == len(set(names)), "a name says which way to split it is"
+    assert sorted(names) == sorted([one.name for one in answer.ranked] + [name for name, _ in answer.refused])
     for one in answer.ranked:
         layout, held = one.candidate.layout, one.held
+        assert one.name == name_of(one.candidate.sharing, layout) and layout.world_size == question.gpus
+        assert layout.replicate * layout.shard % layout.expert == 0 == question.model.n_expert % layout.expert
         assert held.on_gpu <= question.machine.memory_bytes
         assert held == bytes_per_rank(question.model, layout, one.candidate.options), "as the dry run counts"
         if question.model.style == "gpt":

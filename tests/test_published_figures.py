@@ -1,5 +1,4 @@
-"""Every figure that lessons 01, 06 and 11 quote is what the package computes; where another one is in circulation,
-why."""
+"""Every figure that lessons 01, 06 and 11 quote is what the package computes; why, where another is in circulation."""
 
 import ast
 import math
@@ -22,13 +21,15 @@ P_70B = 65_288_471_656
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
-# ------------------------------------------------------------------ 01: parameters
-
-
-def test_the_70b_class_has_65_288_471_656_parameters():
-    assert CLASS_70B.num_params() == P_70B
+def test_the_70b_class_takes_130_6_gb_of_weights_and_914_at_14_p_on_23_or_12_devices_in_gb_and_22_or_11_in_gib():
+    assert CLASS_70B.num_params() == P_70B and round(2 * P_70B / 1e9, 1) == 130.6
     assert (CLASS_70B.vocab_size, CLASS_70B.n_embd, CLASS_70B.block_size) == (50_280, 8192, 4096)
     assert (CLASS_70B.n_layer, CLASS_70B.n_head) == (80, 64)
+    gigabytes = state_bytes(P_70B, "14P of many slides") / 1e9
+    assert round(gigabytes) == 914 and 14 * 65 == 910, "in circulation: P was rounded first"
+    for unit, counts in (("GB", [23, 12]), ("GiB", [22, 11])):
+        found = [devices_needed(gigabytes, size, unit) for size in (40, 80)]
+        assert found == counts and [ceil(n / 4) for n in found] == [6, 3], "nodes of 4"
 
 
 def test_olmos_sizes_give_0_941_and_6_715_billion_and_0_944_is_another_vocabulary():
@@ -50,17 +51,9 @@ def test_yamazakis_speed_up_is_1_398_on_256_times_the_devices():
     assert 29 * 3600 == 104_400 and round(104_400 / 74.7) == 1398 and 2048 // 8 == 256
 
 
-# ------------------------------------------------------------------ 01: bytes
-
-
 def test_a_parameter_takes_8_or_16_bytes_and_18_while_autocasts_copies_live():
-    assert {name: recipe.total for name, recipe in RECIPES.items()} == {
-        "fp32": 16,
-        "bf16": 8,
-        "bf16 + fp32 master": 16,
-        "fp32 + autocast": 18,
-        "14P of many slides": 14,
-    }
+    totals = {"fp32": 16, "bf16": 8, "bf16 + fp32 master": 16, "fp32 + autocast": 18, "14P of many slides": 14}
+    assert {name: recipe.total for name, recipe in RECIPES.items()} == totals
     assert RECIPES["14P of many slides"].gradients == 0, "that is what it leaves out"
 
 
@@ -70,26 +63,6 @@ def test_a_parameter_takes_8_or_16_bytes_and_18_while_autocasts_copies_live():
 def test_the_usual_table_is_14_p_and_training_takes_16(billions, at_14, at_16):
     assert state_bytes(billions * 1e9, "14P of many slides") == at_14 * 1e9
     assert state_bytes(billions * 1e9, "bf16 + fp32 master") == at_16 * 1e9
-
-
-def test_an_unknown_recipe_is_refused_with_the_names_of_the_others():
-    with pytest.raises(ValueError, match="recipe 'fp8' is unknown; use one of fp32, bf16"):
-        state_bytes(10, "fp8")
-
-
-def test_65_billion_parameters_take_130_6_gb_of_weights_and_914_at_14_p():
-    assert round(2 * P_70B / 1e9, 1) == 130.6
-    held = state_bytes(P_70B, "14P of many slides")
-    assert round(held / 1e9) == 914
-    assert 14 * 65 == 910, "in circulation: P was rounded first"
-
-
-def test_that_fits_on_23_or_12_devices_in_gb_and_22_or_11_in_gib():
-    gigabytes = state_bytes(P_70B, "14P of many slides") / 1e9
-    assert [devices_needed(gigabytes, size, "GB") for size in (40, 80)] == [23, 12]
-    assert [devices_needed(gigabytes, size, "GiB") for size in (40, 80)] == [22, 11]
-    for unit in ("GB", "GiB"):
-        assert [ceil(devices_needed(gigabytes, size, unit) / 4) for size in (40, 80)] == [6, 3], "nodes of 4"
 
 
 def test_its_activations_by_the_slides_are_51_tb_86_per_cent_of_them_scores():
@@ -104,9 +77,6 @@ def test_korthikantis_estimate_is_34_t_d_and_5_h_t_squared_per_layer():
     s, b, h, a = 2048, 4, 6144, 64
     config = GPTConfig(vocab_size=51_200, block_size=s, n_layer=48, n_head=a, n_embd=h)
     assert published_bytes(config, b) / 48 == pytest.approx(s * b * h * (34 + 5 * a * s / h))
-
-
-# ------------------------------------------------------------------ 01: floats and FLOPs
 
 
 @pytest.mark.parametrize(
@@ -130,19 +100,22 @@ def test_384_h100_do_380_pflops_in_bf16_and_25_7_in_fp32():
     assert round(384 * 2 * h100["bf16"] / 1e3) == 760, "the data sheet's 1,979 TFLOP/s needs sparsity"
 
 
-# ------------------------------------------------------------------ 06
-
-
 def test_zeros_figure_is_120_and_31_4_and_16_6_and_1_9_gb():
     gigabytes = [round(zero_bytes(7.5e9, 64, stage, k=12) / 1e9, 1) for stage in range(4)]
     assert gigabytes == [120.0, 31.4, 16.6, 1.9]
 
 
-def test_a_stage_that_does_not_exist_and_no_rank_are_refused():
-    with pytest.raises(ValueError, match="stage=4 is none"):
-        zero_bytes(1, 1, 4)
-    with pytest.raises(ValueError, match="n_ranks=0 is too small"):
-        zero_bytes(1, 0, 1)
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (lambda: state_bytes(10, "fp8"), "recipe 'fp8' is unknown; use one of fp32, bf16"),
+        (lambda: zero_bytes(1, 1, 4), "stage=4 is none"),
+        (lambda: zero_bytes(1, 0, 1), "n_ranks=0 is too small"),
+    ],
+)
+def test_unknown_recipes_and_stages_and_no_rank_are_refused(asked, words):
+    with pytest.raises(ValueError, match=words):
+        asked()
 
 
 def small_network(ranks):
@@ -158,9 +131,6 @@ def small_network(ranks):
 
 def test_an_mlp_6_4_2_has_38_parameters_under_ddp_and_19_under_fsdp_on_each_of_2_ranks(pool):
     assert pool.run(2, small_network) == [(4 * 38, 4 * 19)] * 2
-
-
-# ------------------------------------------------------------------ 11
 
 
 def test_with_llama_3s_interruptions_one_saves_every_19_minutes():

@@ -1,5 +1,4 @@
-"""Published runs, predicted: the table is typed in rightly, two constants come from two runs, and the residuals stay
-small."""
+"""Published runs, predicted: the table is typed in rightly, two runs give two constants, the residuals stay small."""
 
 import dataclasses
 import re
@@ -24,9 +23,6 @@ BY_NAME = {run.name: run for run in RUNS}
 
 def runs_of(words):
     return [run for run in RUNS if words in run.source]
-
-
-# ------------------------------------------------------------------ the data
 
 
 @pytest.mark.parametrize("row", NARAYANAN_ROWS, ids=lambda row: f"{row[0]}B")
@@ -74,9 +70,6 @@ def test_every_run_has_a_source_that_one_can_open_and_says_what_was_checked_and_
         assert len(run.checked) > 20 and run.assumed
 
 
-# ------------------------------------------------------------------ the fit
-
-
 def test_the_two_constants_are_what_two_runs_give():
     found = fit()
     assert found.matmul_share == pytest.approx(step_time.MATMUL_SHARE, abs=0.001)
@@ -86,24 +79,15 @@ def test_the_two_constants_are_what_two_runs_give():
 
 
 def test_only_the_fitted_runs_decide_the_constants(monkeypatch):
-    """Whatever the others had published, the fit would be the same."""
-    shifted = tuple(
-        run if run.name in FITTED_ON else dataclasses.replace(run, published=2 * run.published) for run in RUNS
-    )
     before = fit()
-    monkeypatch.setattr(published_runs, "RUNS", shifted)
+    shifted = [run if run.name in FITTED_ON else dataclasses.replace(run, published=2 * run.published) for run in RUNS]
+    monkeypatch.setattr(published_runs, "RUNS", tuple(shifted))
     assert fit() == before
 
 
-# ------------------------------------------------------------------ the residuals
-
-
-def test_the_other_eight_rows_of_the_first_table_are_predicted_within_a_few_percent():
+def test_runs_are_predicted_within_the_bounds_that_the_report_shows():
     middle, worst = summary(runs_of("2104.04473"))
     assert middle < 0.04 and worst < 0.07
-
-
-def test_runs_that_no_constant_has_seen_are_predicted_within_the_bounds_that_the_report_shows():
     assert summary(runs_of("2205.05198"))[1] < 0.12
     assert summary(runs_of("2407.21783"))[1] < 0.10
     assert summary(runs_of("BigScience"))[1] < 0.10

@@ -1,5 +1,6 @@
 """Pictures with controls: what they compute, what is shown where nobody can use them, and what their controls do."""
 
+import html
 import math
 import struct
 from types import SimpleNamespace
@@ -11,17 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
+from manyhands.predict.layouts import Question
+from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import state_bytes, state_of_rank, zero_bytes
-from manyhands.predict.models import model_of
+from manyhands.predict.models import model_of, preset_model
+from manyhands.predict.planner import plan
+from manyhands.predict.traffic import OnLink, between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets import display as display_module
 from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
 from manyhands.widgets.floats import FloatControls, in_words, show_floats
 from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
 from manyhands.widgets.pipeline import pipeline_figure, show_pipeline
+from manyhands.widgets.planner import planner_figure, show_planner
+from manyhands.widgets.rank_grid import ORDERS, rank_grid_figure, show_rank_grid
 from manyhands.widgets.sizes import show_sizes, sizes_figure
 from manyhands.widgets.zigzag import owners, pairs_by_step, show_zigzag, zigzag_figure
-
-# ------------------------------------------------------------------ bits
 
 
 @given(value=st.floats(width=32))
@@ -71,15 +76,13 @@ def test_what_is_no_pattern_and_no_format_is_refused():
         bits(1, "fp8")
 
 
-# ------------------------------------------------------------------ memory and sizes
-
-
 @pytest.mark.parametrize("stage", range(4))
-def test_the_bars_are_zeros_stages_and_what_is_unsharded(stage):
-    found = bytes_by_kind(MODELS["7B"], "bf16 + fp32 master", stage, 64)
-    unsharded = found.pop("unsharded parameters", 0)
-    assert sum(found.values()) == pytest.approx(zero_bytes(MODELS["7B"].num_params(), 64, stage))
-    assert (unsharded > 0) == (stage == 3)
+def test_the_bars_are_zeros_stages_and_what_is_unsharded_and_on_one_rank_the_recipe(stage):
+    P = MODELS["7B"].num_params()
+    for ranks, expected in ((64, zero_bytes(P, 64, stage)), (1, state_bytes(P, "bf16 + fp32 master"))):
+        found = bytes_by_kind(MODELS["7B"], "bf16 + fp32 master", stage, ranks)
+        assert (found.pop("unsharded parameters", 0) > 0) == (stage == 3)
+        assert sum(found.values()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("recipe, precision", [("fp32", "fp32"), ("fp32 + autocast", "bf16")])
@@ -92,24 +95,16 @@ def test_the_bars_are_what_the_trainer_takes_within_two_per_cent(recipe, precisi
     assert sum(bytes_by_kind(MODELS["7B"], recipe, stage, 16).values()) == pytest.approx(expected, rel=0.02)
 
 
-def test_on_one_rank_all_stages_hold_the_recipe():
-    config = MODELS["GPT-2"]
-    for stage in range(4):
-        found = bytes_by_kind(config, "bf16", stage, 1)
-        found.pop("unsharded parameters", 0)
-        assert sum(found.values()) == state_bytes(config.num_params(), "bf16")
-
-
 def texts(figure):
     return [text.get_text().strip() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
 
 
-def test_the_memory_figure_says_what_fits_in_the_unit_that_was_chosen():
-    found = texts(memory_figure("7B", "bf16 + fp32 master", ranks=64, sequences=0, device=27, unit="GB"))
-    assert "107 GB  does not fit" in found and "14.9 GB" in found
-    found = texts(memory_figure("7B", "bf16 + fp32 master", ranks=64, sequences=0, device=27, unit="GiB"))
-    assert "100 GiB  does not fit" in found and "13.9 GiB" in found
-    assert sum("does not fit" in text for text in found) == 1, "27.9 GB are 26 GiB"
+@pytest.mark.parametrize("unit, figures", [("GB", ["107 GB", "14.9 GB"]), ("GiB", ["100 GiB", "13.9 GiB"])])
+def test_the_memory_figure_says_what_fits_in_the_unit_that_was_chosen(unit, figures):
+    found = texts(memory_figure("7B", "bf16 + fp32 master", ranks=64, sequences=0, device=27, unit=unit))
+    assert f"{figures[0]}  does not fit" in found and figures[1] in found
+    does_not_fit = sum("does not fit" in text for text in found)
+    assert does_not_fit == (1 if unit == "GiB" else 2), "27.9 GB are 26 GiB"
 
 
 def test_what_is_small_is_said_in_millions_and_one_rank_is_no_plural():
@@ -129,21 +124,19 @@ def test_the_sizes_figure_counts_devices_by_both_units():
     assert "25,000" in texts(sizes_figure(1e6, 40)), "too many boxes to draw"
 
 
-def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds():
-    found = texts(pipeline_figure("1F1B", 4, 8, v=3))
-    assert "1F1B, p = 4, m = 8: idle 27 %" in found, "v counts for interleaved schedules only"
-    assert [text for text in found if text.startswith("holds")] == ["holds 4", "holds 3", "holds 2", "holds 1"]
-    found = texts(pipeline_figure("Interleaved1F1B", 4, 8, 2))
-    assert "Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %" in found and "holds 11/2" in found and "7′" in found
-    assert any(
-        "the formula is for m of p or more: 43 %" in text for text in texts(pipeline_figure("Interleaved1F1B", 4, 2, 2))
-    )
-    assert "11 micro-batches do not split into 2 equal rounds; use a multiple of p=4" in texts(
-        pipeline_figure("Interleaved1F1B", 4, 11, 2)
-    )
-
-
-# ------------------------------------------------------------------ who computes what of attention
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        # v counts for interleaved schedules only
+        (("1F1B", 4, 8, 3), ["1F1B, p = 4, m = 8: idle 27 %", "holds 4", "holds 3", "holds 2", "holds 1"]),
+        (("Interleaved1F1B", 4, 8, 2), ["Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %", "holds 11/2", "7′"]),
+        (("Interleaved1F1B", 4, 2, 2),
+         ["Interleaved1F1B, p = 4, m = 2, v = 2: idle 56 % (the formula is for m of p or more: 43 %)"]),
+        (("Interleaved1F1B", 4, 11, 2), ["11 micro-batches do not split into 2 equal rounds; use a multiple of p=4"]),
+    ],
+)  # fmt: skip
+def test_the_pipeline_figure_says_what_is_idle_and_what_each_rank_holds(asked, said):
+    assert set(said) <= set(texts(pipeline_figure(*asked)))
 
 
 @given(n=st.integers(1, 8), each=st.integers(1, 5), layout=st.sampled_from(["in order", "zig-zag", "striped"]))
@@ -171,7 +164,69 @@ def test_the_zigzag_figure_says_how_long_the_ring_takes_and_why_positions_do_not
         owners("mirror", 16, 4)
 
 
-# ------------------------------------------------------------------ where a picture goes
+GRID = {"pipeline": 2, "data": 2, "tensor": 4}
+
+
+def test_the_partners_of_a_rank_are_those_of_the_lesson():
+    assert partners(GRID, 5) == {"pipeline": [5, 13], "data": [1, 5], "tensor": [4, 5, 6, 7]}
+    assert partners(dict.fromkeys(GRID, 1), 0) == {"pipeline": [0], "data": [0], "tensor": [0]}
+
+
+def test_rings_send_on_stages_send_both_ways_and_one_rank_sends_nothing():
+    found = links({"pipeline": 3, "tensor": 4}, {"pipeline": 10.0, "tensor": 8.0})
+    assert found[0, 4] == found[4, 0] == found[4, 8] == OnLink("pipeline", 10.0) and (8, 0) not in found
+    assert found[0, 1] == found[3, 0] == OnLink("tensor", 12.0) and (1, 0) not in found
+    assert len(found) == 4 * 4 + 3 * 4
+    assert links({"pipeline": 1, "data": 1, "tensor": 1}, payloads_of_7b(GRID)) == {}
+
+
+@pytest.mark.parametrize("order", [GRID, ("data", "pipeline", "tensor"), ("tensor", "data", "pipeline")])
+def test_the_bytes_between_nodes_are_those_that_the_lesson_counts(order):
+    from manyhands.course.catch_up import taken_from
+
+    sizes = {axis: GRID[axis] for axis in order}
+    payloads = payloads_of_7b(sizes)
+    counted = taken_from("10_meshes_and_planning", "coordinates", "groups_of", "slow_bytes", "crossing").crossing(
+        order, sizes, payloads, 8
+    )
+    assert between_nodes(links(sizes, payloads), 8) == pytest.approx(counted)
+
+
+def test_the_grid_marks_partners_and_says_what_leaves_the_node():
+    figure = rank_grid_figure(2, 2, 4, per_node=8, rank=5)
+    assert {"rank 5", "4 T", "1 D", "13 P", "node 1"} <= set(found := texts(figure))
+    assert "P  pipeline: 2 ranks, over 2 nodes, 0.13 GB a step to its neighbour" in found
+    assert "between nodes: 2.1 of 261.9 GB in a step of a 7B model" in found
+    assert any("between nodes: 103.1 of" in text for text in texts(rank_grid_figure(2, 2, 4, 8, 5, ORDERS[-1])))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"per_node": 3}, "8 ranks do not fill nodes of 3; use a divisor of 8"),
+        ({"rank": 8}, "there is no rank 8 among 8; use 0 to 7"),
+        ({"data": 32}, "2 x 32 x 2 = 128 ranks are more than 64; use fewer"),
+    ],
+)
+def test_numbers_that_make_no_grid_are_refused_in_the_picture(settings, sentence):
+    assert sentence in texts(rank_grid_figure(**settings))
+
+
+def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state_out():
+    found = texts(planner_figure("olmo-7b", "h100", 64))
+    assert "olmo-7b on 64 h100" in found and "predicted seconds per step" in found
+    best = plan(Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)).best
+    (first,) = {text for text in found if text.startswith("1 ")}
+    assert best.name in first and first.split()[-2:] == [f"{best.step_s:.2f}", f"{best.mfu:.0%}"]
+    assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
+    (bytes_axes, _) = planner_figure("olmo-7b", "h100", 1).axes
+    assert "optimizer" not in [text.get_text() for text in bytes_axes.get_legend().get_texts()]
+
+
+def test_where_nothing_fits_the_planner_says_on_how_many_gpus_something_would():
+    found = texts(planner_figure("llama3-405b", "h100", 8, offload=False))
+    assert found[0].startswith("nothing of llama3-405b fits on 8 h100; something fits on ")
+    assert texts(planner_figure("olmo-7b", "h100", 12))[0].startswith("12 GPUs do not fill nodes of 8")
 
 
 @pytest.fixture
@@ -188,23 +243,51 @@ def shown(monkeypatch):
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-SHOWS = [show_floats, show_memory, show_sizes, show_pipeline, show_zigzag]
+SHOWS = [show_floats, show_memory, show_sizes, show_pipeline, show_zigzag, show_planner, show_rank_grid]
 
 
+@pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("show", SHOWS)
-def test_where_nobody_can_use_controls_there_is_a_picture_with_its_text(show, shown, monkeypatch):
-    monkeypatch.setenv("MANYHANDS_LIVE", "0")
+def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_them(show, live, shown, monkeypatch):
+    monkeypatch.setenv("MANYHANDS_LIVE", str(int(live)))
     show()
     ((bundle, metadata),) = shown
-    assert set(bundle) == {"image/png", "text/plain"} and bundle["image/png"].startswith(b"\x89PNG")
-    assert metadata["image/png"]["alt"] in bundle["text/plain"]
+    assert set(bundle) == {"image/png", "text/plain"} | ({WIDGET} if live else set())
+    assert bundle["image/png"].startswith(b"\x89PNG") and (alt := metadata["image/png"]["alt"])
+    assert live or alt in bundle["text/plain"]
 
 
-@pytest.mark.parametrize("show", SHOWS)
-def test_in_a_notebook_there_are_controls_and_the_picture_stays_for_pages_without_a_kernel(show, shown):
-    show()
-    ((bundle, metadata),) = shown
-    assert WIDGET in bundle and bundle["image/png"].startswith(b"\x89PNG") and metadata["image/png"]["alt"]
+@pytest.mark.parametrize(
+    ("show", "given", "labels", "before", "changes"),
+    [
+        (show_memory, {"ranks": 8}, ["model", "recipe", "ranks", "sequences per rank", "memory of a device", "unit"],
+         "GB on each of 8 ranks for 7B",
+         [({"model": "1B", "ranks": 1024, "unit": "GiB"}, "GiB on each of 1,024 ranks for 1B")]),
+        (show_pipeline, {"p": 2}, ["schedule", "ranks p", "micro-batches m", "stages per rank v"],
+         "ranks hold 2, 1 micro-batches at most",
+         [({"schedule": "InterleavedZeroBubble", "micro-batches m": 7}, "7 micro-batches do not split into 3 equal")]),
+        (show_zigzag, {"ranks": 2, "positions": 8}, ["ranks c", "positions", "layout"],
+         "8 positions zig-zag on 2 ranks: 18, 18 query-key pairs",
+         [({"layout": "in order"}, "8 positions in order on 2 ranks: 10, 26 query-key pairs"),
+          ({"ranks c": 3}, "8 positions do not split into 3 equal chunks; use a multiple of 3")]),
+        (show_planner, {"gpus": 8}, ["model", "machine", "GPUs", "sequences per step", "offload"], "olmo-7b on 8 h100",
+         [({"model": "gpt2"}, "gpt2 on 8 h100: best is replicas 8")]),
+    ],
+)  # fmt: skip
+def test_every_control_says_what_it_is_and_a_new_value_draws_anew(
+    show, given, labels, before, changes, shown, monkeypatch
+):
+    pages = []
+    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
+    show(**given)
+    (page,) = pages
+    controls = {c.description: c for row in page.box.children[:-1] for c in row.children}
+    assert list(controls) == labels
+    assert before in page.alt and f'alt="{html.escape(page.alt)}"' in page.picture.value
+    for values, after in changes:
+        for label, value in values.items():
+            controls[label].value = value
+        assert after in page.alt and html.escape(page.alt) in page.picture.value
 
 
 def test_without_ipywidgets_there_is_a_picture(shown, monkeypatch):
@@ -218,46 +301,6 @@ def test_in_a_script_the_text_is_printed(capsys):
     assert capsys.readouterr().out == (
         "[figure: 100 GB = 93.13 GiB: that takes 2 of 80 GB and 2 of 80 GiB; the devices have GiB]\n"
     )
-
-
-# ------------------------------------------------------------------ controls
-
-
-def test_every_control_says_what_it_is_and_a_new_value_draws_anew(shown, monkeypatch):
-    pages = []
-    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
-    show_memory(ranks=8)
-    (page,) = pages
-    controls = {c.description: c for row in page.box.children[:-1] for c in row.children}
-    assert list(controls) == ["model", "recipe", "ranks", "sequences per rank", "memory of a device", "unit"]
-    assert "8 ranks for 7B" in page.picture.value and 'alt="' in page.picture.value
-    before = page.picture.value
-    controls["model"].value, controls["ranks"].value, controls["unit"].value = "1B", 1024, "GiB"
-    assert page.picture.value != before and "GiB on each of 1,024 ranks for 1B" in page.picture.value
-
-
-def test_the_pipelines_controls_draw_anew_also_where_a_schedule_refuses_the_numbers(shown, monkeypatch):
-    pages = []
-    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
-    show_pipeline(p=2)
-    controls = {c.description: c for row in pages[0].box.children[:-1] for c in row.children}
-    assert list(controls) == ["schedule", "ranks p", "micro-batches m", "stages per rank v"]
-    assert "ranks hold 2, 1 micro-batches at most" in pages[0].alt
-    controls["schedule"].value, controls["micro-batches m"].value = "InterleavedZeroBubble", 7
-    assert pages[0].alt.startswith("7 micro-batches do not split into 3 equal rounds")
-
-
-def test_the_zigzags_controls_draw_anew_also_where_positions_do_not_split(shown, monkeypatch):
-    pages = []
-    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
-    show_zigzag(ranks=2, positions=8)
-    controls = {c.description: c for row in pages[0].box.children[:-1] for c in row.children}
-    assert list(controls) == ["ranks c", "positions", "layout"]
-    assert pages[0].alt.startswith("8 positions zig-zag on 2 ranks: 18, 18 query-key pairs")
-    controls["layout"].value = "in order"
-    assert pages[0].alt.startswith("8 positions in order on 2 ranks: 10, 26 query-key pairs")
-    controls["ranks c"].value = 3
-    assert pages[0].alt == "8 positions do not split into 3 equal chunks; use a multiple of 3"
 
 
 def test_a_number_its_bits_and_its_picture_follow_each_other(shown):
