@@ -128,7 +128,7 @@ def refused(argv, environ, tmp_path, words, ranks=1):
         ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size")),
         ("--model.vocab-size 20", ("vocab_size=20 is less than the corpus's", "leave it out")),
         ("--train.seed 99999999999999999999999", ("train.seed=99999999999999999999999 is too large", "at most 92")),
-        ("--train.timeout-s inf", ("train.timeout_s=inf is no finite number",)),
+        ("--train.timeout-s inf", ("train.timeout_s=inf is not finite",)),
         ("--model.n-layer 9999 --model.n-embd 8192", ("8,053,", "GiB on each rank while it starts", "a smaller model")),
     ],
 )
@@ -139,14 +139,14 @@ def test_options_that_cannot_be_are_refused_in_one_process(corpus, tmp_path, fla
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--train.stall-s inf", "train.stall_s=inf is no finite number"),
-        ("--train.timeout-s 1e12", "train.timeout_s=1e+12 is no waiting time; use more than 0 seconds, and at most 1e"),
-        ("--train.timeout-s 0", "train.timeout_s=0 is no waiting time"),
+        ("--train.stall-s inf", "train.stall_s=inf is not finite"),
+        ("--train.timeout-s 1e12", "invalid train.timeout_s=1e+12; use more than 0 seconds, and at most 1e"),
+        ("--train.timeout-s 0", "invalid train.timeout_s=0;"),
         (
             "--train.seed 9223372036854775808",
             "train.seed=9223372036854775808 is too large; use at most 9223372036854775807",
         ),
-        ("--optimizer.lr inf", "optimizer.lr=inf is no finite number"),
+        ("--optimizer.lr inf", "optimizer.lr=inf is not finite"),
         ("--optimizer.weight-decay nan", "optimizer.weight_decay=nan is"),
         ("--optimizer.min-lr 1", "optimizer.min_lr=1, for the end of the run, is more than optimizer.lr=0.001"),
     ],
