@@ -53,13 +53,9 @@ def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_a
     assert enough > 60
 
 
-def test_the_formulas_are_those_of_the_papers():
+def test_on_four_ranks_schedules_idle_and_hold_as_in_their_papers():
     assert bubble_formula("Interleaved1F1B", 4, 8, 2) == Fraction(3, 19)
-    assert bubble_formula("InterleavedZeroBubble", 4, 8) == Fraction(3, 27)
-    assert bubble_formula("GPipe", 1, 8) == 0
-
-
-def test_on_four_ranks_interleaved_holds_7_stages_and_with_two_per_rank_11_halves():
+    assert bubble_formula("InterleavedZeroBubble", 4, 8) == Fraction(3, 27) and bubble_formula("GPipe", 1, 8) == 0
     assert simulate(orders_of("Interleaved1F1B", 4, 8, 1)).in_flight == [7, 5, 3, 1]
     assert simulate(orders_of("Interleaved1F1B", 4, 8, 2)).in_flight == [11, 9, 7, 5]
     assert simulate(orders_of("InterleavedZeroBubble", 4, 8, 1)).in_flight == [4, 4, 4, 4]
@@ -166,17 +162,14 @@ def test_torch_prints_another_order_for_the_last_stage_of_1f1b_than_it_executes(
     assert [i for kind, _, i in executed("1F1B", 4, 8)[3] if kind == "F"] == [*range(8)]
 
 
-def test_what_comes_from_another_rank_costs_a_message_and_what_is_here_does_not():
+def test_what_comes_from_another_rank_costs_a_message_and_stages_may_take_unequal_times():
     run = simulate(orders_of("GPipe", 2, 1), message=Fraction(1, 4))
     assert [(slot.rank, slot.action.kind, slot.start) for slot in run.slots] == [
         (0, "F", 0), (1, "F", Fraction(5, 4)), (1, "B", Fraction(9, 4)), (0, "B", Fraction(9, 2)),
     ]  # fmt: skip
     assert simulate(orders_of("Interleaved1F1B", 1, 4, 2), message=5).bubble == 0
-
-
-def test_stages_may_take_unequal_times():
-    times = {("F", 0): 1, ("B", 0): 2, ("F", 1): 3, ("B", 1): 6}
-    assert simulate(orders_of("1F1B", 2, 4), times).length == 1 + 4 * 9 + 2
+    unequal = {("F", 0): 1, ("B", 0): 2, ("F", 1): 3, ("B", 1): 6}
+    assert simulate(orders_of("1F1B", 2, 4), unequal).length == 1 + 4 * 9 + 2
 
 
 def test_a_schedule_that_waits_in_a_circle_is_refused_with_who_waits_for_what():

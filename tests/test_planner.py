@@ -1,5 +1,4 @@
-"""The planner: bytes equal to the course's formulas and to real ranks, nothing recommended that does not fit, honest
-refusals."""
+"""The planner: bytes and messages are those of the course's formulas and of real ranks; honest refusals."""
 
 import dataclasses
 import itertools
@@ -131,10 +130,6 @@ def kept_by_ranks(ranks, all_flags):
     """Per command line (bytes that this rank's forward keeps for its backward, what `activation_bytes` says)."""
     from manyhands.config.options import model_config
     from manyhands.parallel.parallelize import parallelize
-    from torch.distributed.tensor import DTensor
-
-    def storage(tensor):
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
     found = []
     for flags in all_flags:
@@ -142,18 +137,9 @@ def kept_by_ranks(ranks, all_flags):
         config = model_config(options, 64)
         layout = resolve_layout(options, config, ranks.world_size)
         model = parallelize(config, layout, options, ranks).modules[0]
-        weights, kept = {storage(p).data_ptr() for p in model.parameters()}, {}
-
-        def pack(tensor, weights=weights, kept=kept):
-            if (place := storage(tensor).data_ptr()) not in weights:
-                kept[place] = storage(tensor).nbytes(), tensor  # held, so that no other one gets its place
-            return tensor
-
         ids = torch.zeros(8, 64, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(ids, ids)
-        sizes = sum(size for size, _ in kept.values())
-        found.append((sizes, activation_bytes(config, layout, options)))
+        kept = count_saved(lambda model=model, ids=ids: model(ids, ids), model).bytes
+        found.append((kept, activation_bytes(config, layout, options)))
     return found
 
 
@@ -293,14 +279,11 @@ def test_layers_in_flight_are_those_of_the_simulated_schedule(schedule, v, n_lay
         assert (first[1], last[1]) == (0, heads), (p, m)
 
 
-def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline_and_one_schedule_may_be_asked_for():
+def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline():
     assert plan(Question(preset_model("gpt2-xl"), H100, 4, 64)).schedules == (), "a tied head has no pipeline"
     model = preset_model("olmo-1b")
     told = {one.candidate.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules}
     assert set(told) == set(SCHEDULES) and len({one.name for one in told.values()}) == 1
-    only = plan(Question(model, H100, 4, 64, schedule="GPipe"))
-    pipelines = [one for one in only.ranked if one.candidate.layout.pipeline > 1]
-    assert pipelines and all(one.candidate.options.parallel.schedule == "GPipe" for one in pipelines)
     with pytest.raises(ValueError, match="schedule='ZBV' is not planned; use one of 1F1B, GPipe"):
         Question(model, H100, 4, 64, schedule="ZBV")
 
