@@ -1,7 +1,6 @@
 """Each check of lesson 03 accepts right answers and rejects mutants, several of them from published code, by name."""
 
 import contextlib
-import functools
 import math
 from fractions import Fraction
 
@@ -12,66 +11,94 @@ import torch.nn.functional as F
 from exercises import AnswersOfRanks
 from manyhands.checks import data_parallel
 
+
+def summed(x):
+    dist.all_reduce(x)
+    return x
+
+
+def averaged(x):
+    return summed(x).div_(dist.get_world_size())
+
+
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return parts
+
+
+def from_rank_0(tensor):
+    dist.broadcast(tensor.detach(), src=0)
+
+
+def state(model):
+    return model.state_dict().values()
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def there(model):
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def each(act, of=torch.nn.Module.parameters):
+    """An answer that does `act` with each parameter of the model, or with each tensor that `of` lists."""
+
+    def answer(model, *_):
+        for tensor in of(model):
+            act(tensor)
+
+    return answer
+
+
+def then(*answers):
+    """An answer that does what these do, one after the other."""
+
+    def answer(*given):
+        for one in answers:
+            one(*given)
+
+    return answer
+
+
+# ---- what one does with a parameter, after backward and in a hook ----
+
+
+def averages(p):
+    averaged(p.grad)
+
+
+def averages_matrices(p):
+    if p.ndim > 1:
+        averaged(p.grad)
+
+
+def gathers(p):
+    p.grad.copy_(sum(gathered(p.grad)) / dist.get_world_size())
+
+
+def reduces_and_broadcasts(p):
+    dist.reduce(p.grad, 0)
+    p.grad /= dist.get_world_size()
+    dist.broadcast(p.grad, 0)
+
+
+def becomes_nan(p):
+    p.grad *= math.nan
+
+
+def steps(p):
+    p.data -= 0.1 * p.grad
+
+
+def filled(p):
+    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    return p.grad
+
+
 # ---- build A: answers hand out rank 0's state ----
-
-
-def start_of_state_dict(model):  # right: it lists parameters and buffers
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, 0)
-
-
-def start_by_data(model):  # right
-    for p in model.parameters():
-        dist.broadcast(p.data, src=0)
-    for b in model.buffers():
-        dist.broadcast(b, src=0)
-
-
-def start_without_buffers(model):
-    for p in model.parameters():
-        dist.broadcast(p.detach(), src=0)
-
-
-def start_of_what_trains(model):
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.requires_grad or tensor in set(model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def start_in_copies(model):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor.clone(), src=0)
-
-
-def start_as_mean(model):
-    for tensor in model.parameters():
-        dist.all_reduce(tensor.detach())
-        tensor.detach().div_(dist.get_world_size())
-    for tensor in model.buffers():
-        dist.broadcast(tensor, src=0)
-
-
-def start_from_a_seed(model):
-    torch.manual_seed(0)
-    for tensor in model.parameters():
-        torch.nn.init.normal_(tensor)
-
-
-def start_of_rank_0_alone(model):
-    if dist.get_rank() == 0:
-        start_of_state_dict(model)
-
-
-def start_from_everyone(model):
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=dist.get_rank())
-
-
-def start_by_gathering(model):
-    for tensor in model.state_dict().values():
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor)
-        tensor.copy_(parts[0])
 
 
 def start_in_new_parameters(model):
@@ -84,194 +111,67 @@ def start_in_new_parameters(model):
             dist.broadcast(b, src=0)
 
 
-# ---- build B: answers average after backward ----
+# ---- build B and exercise 1: answers average after backward ----
 
 
-def mean_one_flat_message(model):  # right: fewer calls are welcome
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()]) / dist.get_world_size()
-    dist.all_reduce(flat)
-    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
-        p.grad = part.view_as(p)
+def one_flat_message(model, *_):  # right: fewer calls are welcome
+    flat = averaged(torch.cat([filled(p).flatten() for p in trainable(model)]))
+    for p, part in zip(trainable(model), flat.split([p.numel() for p in trainable(model)]), strict=True):
+        p.grad = part.view_as(p).clone()
 
 
-def mean_after_the_sum(model):  # right
-    for p in model.parameters():
-        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
-        p.grad.div_(dist.get_world_size())
+def divides_by_the_users(p):  # mean over the ranks that used it, not over all
+    users = torch.tensor([0.0 if p.grad is None else 1.0], dtype=torch.float64)
+    summed(filled(p)).div_(summed(users).clamp(min=1))
 
 
-def mean_of_the_weights(model):
-    for p in model.parameters():
-        p.data /= dist.get_world_size()
-        dist.all_reduce(p.data)
+def by_flags(dtype):
+    def answer(model):  # as DDP: first who has which, then what somebody has
+        has = summed(torch.tensor([p.grad is not None for p in trainable(model)]).to(dtype))
+        for p, users in zip(trainable(model), has.tolist(), strict=True):
+            if users:
+                averaged(filled(p))
 
-
-def mean_sum(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-
-
-def mean_of_copies(model):
-    for p in model.parameters():
-        mean = p.grad / dist.get_world_size()
-        dist.all_reduce(mean)
-
-
-def mean_divided_only(model):
-    for p in model.parameters():
-        p.grad /= dist.get_world_size()
-
-
-def mean_returned(model):
-    means = []
-    for p in model.parameters():
-        means.append(p.grad / dist.get_world_size())
-        dist.all_reduce(means[-1])
-    return means
-
-
-def mean_on_rank_0(model):
-    for p in model.parameters():
-        p.grad /= dist.get_world_size()
-        dist.reduce(p.grad, 0)
-
-
-def mean_by_gathering(model):
-    for p in model.parameters():
-        parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, p.grad)
-        p.grad.copy_(sum(parts) / len(parts))
-
-
-def mean_of_matrices(model):
-    for p in model.parameters():
-        if p.ndim > 1:
-            p.grad /= dist.get_world_size()
-            dist.all_reduce(p.grad)
+    return answer
 
 
 # ---- build C: answers attach hooks to a model ----
 
 
-def _hook_each(model, hook):
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(hook)
+def hooked(act):
+    def hook(p):
+        act(p)
 
-
-def hooks_the_parameter(model):  # picotron#39
-    def average(gradient):
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-
-    _hook_each(model, average)
-
-
-def hooks_sum(model):
-    _hook_each(model, lambda p: dist.all_reduce(p.grad))
-
-
-def hooks_divide_twice(model):
-    def average(p):
-        p.grad /= dist.get_world_size()
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-    _hook_each(model, average)
-
-
-def hooks_forget_all_but_the_weights(model):
-    def average(p):
-        if p.ndim > 1:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-    _hook_each(model, average)
+    return each(lambda p: p.register_post_accumulate_grad_hook(hook))
 
 
 def hooks_work_once(model):
-    def average(p, handle):
-        handle[0].remove()
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-    for p in model.parameters():
-        handle = []
-        handle.append(p.register_post_accumulate_grad_hook(functools.partial(average, handle=handle)))
-
-
-def hooks_average(model):  # right
     def average(p):
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
+        handles.pop(p).remove()
+        averaged(p.grad)
 
-    _hook_each(model, average)
-
-
-def hooks_never(model):
-    model.train()
-
-
-def hooks_send_every_gradient_twice(model):
-    def average(p):
-        twice = torch.stack([p.grad, p.grad])
-        dist.all_reduce(twice)
-        p.grad.copy_(twice[0] / dist.get_world_size())
-
-    _hook_each(model, average)
-
-
-def hooks_step_themselves(model):
-    def average(p):
-        dist.all_reduce(p.grad)
-        p.data -= 0.1 * p.grad
-        p.grad.zero_()
-
-    _hook_each(model, average)
-
-
-def hooks_gather_all(model):
-    def average(p):
-        parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, p.grad)
-        p.grad.copy_(sum(parts) / len(parts))
-
-    _hook_each(model, average)
-
-
-def hooks_reduce_and_broadcast(model):
-    def average(p):
-        dist.reduce(p.grad, 0)
-        p.grad /= dist.get_world_size()
-        dist.broadcast(p.grad, 0)
-
-    _hook_each(model, average)
-
-
-def hooks_forget_the_gradient(model):
-    def average(p):
-        dist.all_reduce(p.grad)
-        p.grad = None
-
-    _hook_each(model, average)
-
-
-def hooks_divide_by_zero(model):
-    def average(p):
-        dist.all_reduce(p.grad)
-        p.grad *= math.nan
-
-    _hook_each(model, average)
-
-
-def hooks_divide_by_six(model):
-    def average(p):
-        dist.all_reduce(p.grad)
-        p.grad /= 6
-
-    _hook_each(model, average)
+    handles = {p: p.register_post_accumulate_grad_hook(average) for p in model.parameters()}
 
 
 # ---- build D: answers start the all-reduce of a bucket ----
+
+
+def send_without_waiting(flat):
+    return dist.all_reduce(flat, async_op=True)
+
+
+def started(send=send_without_waiting, divides=True, keeps=True, after=lambda bucket: None):
+    """The right answer, with another way to send, without the division or the handle, or with something after it."""
+
+    def answer(bucket):
+        if divides:
+            bucket.flat_P /= dist.get_world_size()
+        work = send(bucket.flat_P)
+        if keeps:
+            bucket.work = work
+        after(bucket)
+
+    return answer
 
 
 def bucket_multiplied(bucket):  # right
@@ -279,49 +179,9 @@ def bucket_multiplied(bucket):  # right
     bucket.work = dist.all_reduce(bucket.flat_P, op=dist.ReduceOp.SUM, async_op=True)
 
 
-def bucket_by_a_view(bucket):  # right: a view of the whole memory
-    flat = bucket.flat_P.view(-1)
-    flat /= dist.get_world_size()
-    bucket.work = dist.all_reduce(flat, async_op=True)
-
-
-def bucket_blocks(bucket):
-    bucket.flat_P /= dist.get_world_size()
-    bucket.work = dist.all_reduce(bucket.flat_P)
-
-
-def bucket_waits_at_once(bucket):
-    bucket.flat_P /= dist.get_world_size()
-    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
-    bucket.work.wait()
-
-
-def bucket_forgets_the_handle(bucket):
-    bucket.flat_P /= dist.get_world_size()
-    dist.all_reduce(bucket.flat_P, async_op=True)
-
-
-def bucket_returns_the_handle(bucket):
-    bucket.flat_P /= dist.get_world_size()
-    return dist.all_reduce(bucket.flat_P, async_op=True)
-
-
-def bucket_divides_afterwards(bucket):
-    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
-    bucket.flat_P /= dist.get_world_size()
-
-
-def bucket_sum(bucket):
-    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
-
-
 def bucket_in_new_memory(bucket):
     bucket.flat_P = bucket.flat_P / dist.get_world_size()
     bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
-
-
-def bucket_sends_a_copy(bucket):
-    bucket.work = dist.all_reduce(bucket.flat_P / dist.get_world_size(), async_op=True)
 
 
 def bucket_by_gradients(bucket):
@@ -330,195 +190,40 @@ def bucket_by_gradients(bucket):
         bucket.work = dist.all_reduce(p.grad, async_op=True)
 
 
-def bucket_never_starts(bucket):
-    bucket.flat_P /= dist.get_world_size()
-
-
-def bucket_gathers(bucket):
-    parts = [torch.empty_like(bucket.flat_P) for _ in range(dist.get_world_size())]
-    bucket.work = dist.all_gather(parts, bucket.flat_P, async_op=True)
-
-
-# ---- exercise 1: answers average after backward ----
-
-
-def untidy_skips_missing(model):  # the rank that has no gradient makes one call less
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= dist.get_world_size()
-            dist.all_reduce(p.grad)
-
-
-def untidy_sends_frozen(model):
-    for p in model.parameters():
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad /= dist.get_world_size()
-        dist.all_reduce(p.grad)
-
-
-def untidy_sends_tied_twice(model):
-    for _, p in model.named_parameters(remove_duplicate=False):
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
-            p.grad /= dist.get_world_size()
-
-
-def untidy_keeps_none(model):
-    for p in model.parameters():
-        if p.requires_grad:
-            sent = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(sent)
-            sent /= dist.get_world_size()
-
-
-def untidy_sum(model):
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-
-
-def untidy_divides_by_the_users(model):  # mean over the ranks that used it, not over all
-    for p in model.parameters():
-        if p.requires_grad:
-            users = torch.tensor([0.0 if p.grad is None else 1.0], dtype=torch.float64)
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(users)
-            dist.all_reduce(p.grad)
-            p.grad /= users.clamp(min=1)
-
-
-def untidy_one_flat_message(model):  # right: fewer calls are welcome
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trainable])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for p, part in zip(trainable, flat.split([p.numel() for p in trainable]), strict=True):
-        p.grad = part.view_as(p).clone()
-
-
-def untidy_flat_message_of_what_is_there(model):  # sizes differ between ranks: gloo would abort the process
-    there = [p for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([p.grad.flatten() for p in there])
-    dist.all_reduce(flat)
-
-
-def untidy_reduces_what_is_there(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.reduce(p.grad, 0)
-            p.grad /= dist.get_world_size()
-            dist.broadcast(p.grad, 0)
-
-
-def untidy_gathers_what_is_there(model):
-    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, flat)
-
-
-def _untidy_by_flags(dtype):
-    def answer(model):  # as DDP: first who has which, then what somebody has
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        has = torch.tensor([p.grad is not None for p in trainable]).to(dtype)
-        dist.all_reduce(has)
-        for p, users in zip(trainable, has.tolist(), strict=True):
-            if users:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad /= dist.get_world_size()
-                dist.all_reduce(p.grad)
-
-    return answer
-
-
-untidy_flags_of_few_bytes, untidy_flags = _untidy_by_flags(torch.uint8), _untidy_by_flags(torch.int64)
-
-
-def untidy_steps_too(model):
-    untidy_one_flat_message(model)
-    for p in model.parameters():
-        if p.grad is not None:
-            p.data -= 0.1 * p.grad
-
-
-def untidy_divides_by_zero(model):
-    untidy_one_flat_message(model)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad *= math.nan
-
-
 # ---- exercise 2: answers accumulate ----
 
 
-def _backward(ddp, x, y, k):
-    (F.mse_loss(ddp(x), y) / k).backward()
+def accumulated(share=len, silent=lambda i, k: i < k - 1):
+    """The right answer, with another divisor, or with no_sync around other micro-batches i of k."""
 
+    def answer(ddp, micro_batches):
+        for i, (x, y) in enumerate(micro_batches):
+            with ddp.no_sync() if silent(i, len(micro_batches)) else contextlib.nullcontext():
+                (F.mse_loss(ddp(x), y) / share(micro_batches)).backward()
 
-def accumulate_undivided(ddp, micro_batches):
-    with ddp.no_sync():
-        for x, y in micro_batches[:-1]:
-            _backward(ddp, x, y, 1)
-    _backward(ddp, *micro_batches[-1], 1)
-
-
-def accumulate_always_averaging(ddp, micro_batches):
-    for x, y in micro_batches:
-        _backward(ddp, x, y, len(micro_batches))
+    return answer
 
 
 def accumulate_no_sync_around_backward_only(ddp, micro_batches):
     for i, (x, y) in enumerate(micro_batches):
         loss = F.mse_loss(ddp(x), y) / len(micro_batches)
-        if i < len(micro_batches) - 1:
-            with ddp.no_sync():
-                loss.backward()
-        else:
+        with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             loss.backward()
 
 
-def accumulate_flag_after_forward(ddp, micro_batches):  # build-nanogpt#30
-    for i, (x, y) in enumerate(micro_batches):
-        loss = F.mse_loss(ddp(x), y) / len(micro_batches)
-        ddp.require_backward_grad_sync = i == len(micro_batches) - 1
-        loss.backward()
+def accumulate_by_the_flag(late):  # right, if not pretty; late, as in build-nanogpt#30: after forward has looked at it
+    def answer(ddp, micro_batches):
+        for i, (x, y) in enumerate(micro_batches):
+            loss = F.mse_loss(ddp(x), y) if late else None
+            ddp.require_backward_grad_sync = i == len(micro_batches) - 1
+            ((loss if late else F.mse_loss(ddp(x), y)) / len(micro_batches)).backward()
 
-
-def accumulate_never_averaging(ddp, micro_batches):
-    with ddp.no_sync():
-        for x, y in micro_batches:
-            _backward(ddp, x, y, len(micro_batches))
-
-
-def accumulate_no_sync_in_the_first_alone(ddp, micro_batches):
-    for i, (x, y) in enumerate(micro_batches):
-        with ddp.no_sync() if i == 0 else contextlib.nullcontext():
-            _backward(ddp, x, y, len(micro_batches))
-
-
-def accumulate_right(ddp, micro_batches):
-    for i, (x, y) in enumerate(micro_batches):
-        with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
-            _backward(ddp, x, y, len(micro_batches))
-
-
-def accumulate_by_the_flag(ddp, micro_batches):  # right, if not pretty
-    for i, (x, y) in enumerate(micro_batches):
-        ddp.require_backward_grad_sync = i == len(micro_batches) - 1
-        _backward(ddp, x, y, len(micro_batches))
-
-
-def accumulate_and_all_reduce_again(ddp, micro_batches):
-    accumulate_right(ddp, micro_batches)
-    for p in ddp.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
+    return answer
 
 
 def accumulate_in_one_batch(ddp, micro_batches):
-    _backward(ddp, *(torch.cat(parts) for parts in zip(*micro_batches, strict=True)), 1)
+    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    F.mse_loss(ddp(x), y).backward()
 
 
 def accumulate_in_one_backward(ddp, micro_batches):
@@ -534,35 +239,6 @@ def accumulate_and_retain(ddp, micro_batches):
         with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
             losses.append(F.mse_loss(ddp(x), y) / len(micro_batches))
             losses[-1].backward(retain_graph=True)
-
-
-def _accumulate_by(divisor):
-    def answer(ddp, micro_batches):
-        with ddp.no_sync():
-            for x, y in micro_batches[:-1]:
-                _backward(ddp, x, y, divisor)
-        _backward(ddp, *micro_batches[-1], divisor)
-
-    return answer
-
-
-accumulate_by_three, accumulate_by_ten = _accumulate_by(3), _accumulate_by(10)
-
-
-def accumulate_and_step(ddp, micro_batches):
-    accumulate_right(ddp, micro_batches)
-    for p in ddp.parameters():
-        p.data -= 0.1 * p.grad
-
-
-def accumulate_not_finite(ddp, micro_batches):
-    accumulate_right(ddp, micro_batches)
-    for p in ddp.parameters():
-        p.grad *= math.nan
-
-
-def accumulate_last_only(ddp, micro_batches):
-    _backward(ddp, *micro_batches[-1], 1)
 
 
 # ---- exercise 3: answers predict bytes ----
@@ -609,88 +285,133 @@ BYTES = {
 
 REJECTED = {
     "same_start": {
-        start_without_buffers: "1.running_mean should be rank 0's: it is still this rank's own; it is a buffer",
-        start_of_what_trains: "2.weight should be rank 0's: it is still this rank's own; it does not train, but the lo",
-        start_in_copies: "0.weight should be rank 0's: it is still this rank's own; broadcast into the tensor itself,",
-        start_as_mean: "0.weight should be rank 0's: it is the mean of what all ranks drew; take rank 0's",
-        start_from_a_seed: "no broadcast was called here: only rank 0 knows what it has drawn",
-        start_of_rank_0_alone: "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must",
-        start_from_everyone: "call broadcast with different roots: 0, 1 and 2",
-        start_by_gathering: "1,320 bytes were communicated in 9 calls of all_gather, where 440 bytes are enough: broad",
+        "without buffers": (each(from_rank_0),
+            "1.running_mean should be rank 0's: it is still this rank's own; it is a buffer"),
+        "what trains": (each(from_rank_0, lambda model: [*trainable(model), *model.buffers()]),
+            "2.weight should be rank 0's: it is still this rank's own; it does not train, but the lo"),
+        "in copies": (each(lambda tensor: from_rank_0(tensor.clone()), state),
+            "0.weight should be rank 0's: it is still this rank's own; broadcast into the tensor itself,"),
+        "as mean": (then(each(lambda p: averaged(p.detach())), each(from_rank_0, torch.nn.Module.buffers)),
+            "0.weight should be rank 0's: it is the mean of what all ranks drew; take rank 0's"),
+        "from a seed": (then(lambda model: torch.manual_seed(0), each(torch.nn.init.normal_)),
+            "no broadcast was called here: only rank 0 knows what it has drawn"),
+        "rank 0 alone": (lambda model: each(from_rank_0, state)(model) if dist.get_rank() == 0 else None,
+            "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must"),
+        "from everyone": (each(lambda tensor: dist.broadcast(tensor, src=dist.get_rank()), state),
+            "call broadcast with different roots: 0, 1 and 2"),
+        "by gathering": (each(lambda tensor: tensor.copy_(gathered(tensor)[0]), state),
+            "1,320 bytes were communicated in 9 calls of all_gather, where 440 bytes are enough: broad"),
         start_in_new_parameters: "the numbers are right, but in new tensors",
     },
     "mean_gradient": {
-        mean_of_the_weights: "should be the mean over the ranks: what is there is still this rank's own; send p.grad i",
-        mean_sum: "3 times too large; divide by the number of ranks",
-        mean_of_copies: "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself",
-        mean_returned: "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself,",
-        mean_divided_only: "nothing was sent, so no rank knows the gradients of the others",
-        mean_on_rank_0: "rank 1: the gradients should be the mean over the ranks: element [0] should be 0.03214, not 0",
-        mean_by_gathering: "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each gra",
-        mean_of_matrices: "the gradients should be the mean over the ranks: element [",
+        "the weights": (each(lambda p: averaged(p.data)),
+            "should be the mean over the ranks: what is there is still this rank's own; send p.grad i"),
+        "sum": (each(lambda p: summed(p.grad)), "3 times too large; divide by the number of ranks"),
+        "copies": (each(lambda p: averaged(p.grad.clone())),
+            "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself"),
+        "returned": (lambda model: [averaged(p.grad.clone()) for p in model.parameters()],
+            "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself,"),
+        "divided only": (each(lambda p: p.grad.div_(dist.get_world_size())),
+            "nothing was sent, so no rank knows the gradients of the others"),
+        "on rank 0": (each(lambda p: dist.reduce(p.grad.div_(dist.get_world_size()), 0)),
+            "rank 1: the gradients should be the mean over the ranks: element [0] should be 0.03214, not 0"),
+        "by gathering": (each(gathers),
+            "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each gra"),
+        "matrices": (each(averages_matrices), "the gradients should be the mean over the ranks: element ["),
     },
     "bucket_start": {
-        bucket_blocks: "your function waited for the other ranks, so backward stands still",
-        bucket_waits_at_once: "leave the waiting to finish()",
-        bucket_forgets_the_handle: "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not",
-        bucket_returns_the_handle: "finish() will call its wait()",
-        bucket_divides_afterwards: "changed while its all-reduce was on its way",
-        bucket_sum: "3 times too large; divide by the number of ranks",
+        "blocks": (started(lambda flat: dist.all_reduce(flat)), "your function waited for the other ranks, so backward stands still"),
+        "waits at once": (started(after=lambda bucket: bucket.work.wait()), "leave the waiting to finish()"),
+        "no handle": (started(keeps=False),
+            "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not"),
+        "returns the handle": (lambda bucket: send_without_waiting(bucket.flat_P.div_(dist.get_world_size())),
+            "finish() will call its wait()"),
+        "divides afterwards": (
+            started(divides=False, after=lambda bucket: bucket.flat_P.div_(dist.get_world_size())),
+            "changed while its all-reduce was on its way"),
+        "sum": (started(divides=False), "3 times too large; divide by the number of ranks"),
         bucket_in_new_memory: "bucket.flat_P is another tensor now",
-        bucket_sends_a_copy: "bucket.flat_P should be the mean over the ranks: what is there is still this rank's own;",
+        "sends a copy": (started(lambda flat: send_without_waiting(flat / dist.get_world_size()), divides=False),
+            "bucket.flat_P should be the mean over the ranks: what is there is still this rank's own;"),
         bucket_by_gradients: "4 calls were made where 1 is enough",
-        bucket_never_starts: "nothing was sent: start an all-reduce of bucket.flat_P",
-        bucket_gathers: "what is there is still this rank's own; send the bucket itself, not a copy",
+        "never starts": (started(lambda flat: None, keeps=False),
+            "nothing was sent: start an all-reduce of bucket.flat_P"),
+        "gathers": (
+            started(lambda flat: dist.all_gather([torch.empty_like(flat) for _ in range(3)], flat, async_op=True),
+                divides=False),
+            "what is there is still this rank's own; send the bucket itself, not a copy"),
     },
     "gradient_hook": {
-        hooks_the_parameter: "the hook is handed the parameter; send its grad",
-        hooks_sum: "3 times too large; divide by the number of ranks",
-        hooks_divide_twice: "3 times too small; it was divided by the number of ranks twice",
-        hooks_forget_all_but_the_weights: "the gradients should be the mean over the ranks: element [",
+        "the parameter": (hooked(averaged), "the hook is handed the parameter; send its grad"),  # picotron#39
+        "sum": (hooked(lambda p: summed(p.grad)), "3 times too large; divide by the number of ranks"),
+        "divide twice": (hooked(lambda p: averaged(p.grad).div_(dist.get_world_size())),
+            "3 times too small; it was divided by the number of ranks twice"),
+        "matrices": (hooked(averages_matrices), "the gradients should be the mean over the ranks: element ["),
         hooks_work_once: "nothing was sent during the second backward",
-        hooks_never: "nothing was sent while backward ran",
-        hooks_send_every_gradient_twice: "608 bytes were communicated in",
-        hooks_step_themselves: "the weights changed during backward",
-        hooks_gather_all: "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each grad",
-        hooks_reduce_and_broadcast: "608 bytes were communicated in",
-        hooks_forget_the_gradient: "some gradients are None",
-        hooks_divide_by_zero: "and is nan: is 0 divided by 0",
-        hooks_divide_by_six: "the gradients should be the mean over the ranks: what came is 0.5 times that",
+        "never": (lambda model: model.train(), "nothing was sent while backward ran"),
+        "every gradient twice": (hooked(lambda p: p.grad.copy_(averaged(torch.stack([p.grad] * 2))[0])),
+            "608 bytes were communicated in"),
+        "step themselves": (hooked(lambda p: (summed(p.grad), steps(p), p.grad.zero_())),
+            "the weights changed during backward"),
+        "gather all": (hooked(gathers),
+            "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each grad"),
+        "reduce and broadcast": (hooked(reduces_and_broadcasts), "608 bytes were communicated in"),
+        "forget the gradient": (hooked(lambda p: (averages(p), setattr(p, "grad", None))),
+            "some gradients are None"),
+        "nan": (hooked(lambda p: (averages(p), becomes_nan(p))), "and is nan: is 0 divided by 0"),
+        "by six": (hooked(lambda p: summed(p.grad).div_(6)),
+            "the gradients should be the mean over the ranks: what came is 0.5 times that"),
     },
     "untidy": {
-        untidy_skips_missing: "does one have grad None where its rank did not use the parameter?",
-        untidy_sends_frozen: "the frozen parameter has a gradient now",
-        untidy_sends_tied_twice: "a tied matrix has one gradient; send it once",
-        untidy_keeps_none: "rare.weight has no gradient here",
-        untidy_sum: "3 times too large",
-        untidy_divides_by_the_users: "the gradients should be the mean over the ranks: element [",
-        untidy_flat_message_of_what_is_there: "ranks 0-2 call all_reduce with 400, 400 and 688 bytes: does one have gr",
-        untidy_reduces_what_is_there: "does one have grad None where its rank did not use the parameter?",
-        untidy_gathers_what_is_there: "ranks 0-2 call all_gather with 400, 400 and 688 bytes: does one",
-        untidy_flags: "728 bytes were communicated in 5 calls of all_reduce, where 712 bytes are enough: send each gra",
-        untidy_flags_of_few_bytes: "something else than gradients was sent, to leave one out",
-        untidy_steps_too: "the weights have changed",
-        untidy_divides_by_zero: "and is nan: is 0 divided by 0",
+        "skips missing": (each(averages, there),  # the rank that has no gradient makes one call less
+            "does one have grad None where its rank did not use the parameter?"),
+        "sends frozen": (each(lambda p: averaged(filled(p))), "the frozen parameter has a gradient now"),
+        "sends tied twice": (each(lambda p: averaged(filled(p)),
+            lambda model: [p for _, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]),
+            "a tied matrix has one gradient; send it once"),
+        "keeps None": (each(lambda p: averaged(torch.zeros_like(p) if p.grad is None else p.grad), trainable),
+            "rare.weight has no gradient here"),
+        "sum": (each(lambda p: summed(filled(p)), trainable), "3 times too large"),
+        "by the users": (each(divides_by_the_users, trainable),
+            "the gradients should be the mean over the ranks: element ["),
+        # sizes differ between ranks: gloo would abort the process
+        "a flat message": (lambda model: summed(torch.cat([p.grad.flatten() for p in there(model)])),
+            "ranks 0-2 call all_reduce with 400, 400 and 688 bytes: does one have gr"),
+        "reduces what is there": (each(reduces_and_broadcasts, there),
+            "does one have grad None where its rank did not use the parameter?"),
+        "gathers what is there": (lambda model: gathered(torch.cat([p.grad.flatten() for p in there(model)])),
+            "ranks 0-2 call all_gather with 400, 400 and 688 bytes: does one"),
+        "flags": (by_flags(torch.int64),
+            "728 bytes were communicated in 5 calls of all_reduce, where 712 bytes are enough: send each gra"),
+        "flags of few bytes": (by_flags(torch.uint8), "something else than gradients was sent, to leave one out"),
+        "steps too": (then(one_flat_message, each(steps, there)), "the weights have changed"),
+        "nan": (then(one_flat_message, each(becomes_nan, there)), "and is nan: is 0 divided by 0"),
     },
     "accumulation": {
-        accumulate_undivided: "3 times too large; each micro-batch's loss is a mean already",
-        accumulate_always_averaging: "bytes were communicated in 3 calls of all_reduce, where 304 bytes are enough",
+        "undivided": (accumulated(lambda _: 1), "3 times too large; each micro-batch's loss is a mean already"),
+        "always averaging": (accumulated(silent=lambda i, k: False),
+            "bytes were communicated in 3 calls of all_reduce, where 304 bytes are enough"),
         accumulate_no_sync_around_backward_only: "their forward pass too, because that is where DDP looks",
-        accumulate_flag_after_forward: "DDP decides in forward whether the next backward averages",
-        accumulate_never_averaging: "nothing was averaged: the last micro-batch belongs outside no_sync",
-        accumulate_last_only: "that is the last micro-batch's alone",
-        accumulate_no_sync_in_the_first_alone: "608 bytes were communicated in 2 calls of all_reduce, where 304 bytes",
-        accumulate_and_all_reduce_again: "where 304 bytes are enough: DDP has averaged in the last",
+        "flag after forward": (accumulate_by_the_flag(late=True),
+            "DDP decides in forward whether the next backward averages"),
+        "never averaging": (accumulated(silent=lambda i, k: True),
+            "nothing was averaged: the last micro-batch belongs outside no_sync"),
+        "last only": (lambda ddp, micro_batches: accumulated()(ddp, micro_batches[-1:]),
+            "that is the last micro-batch's alone"),
+        "no_sync in the first alone": (accumulated(silent=lambda i, k: i == 0),
+            "608 bytes were communicated in 2 calls of all_reduce, where 304 bytes"),
+        "all-reduce again": (then(accumulated(), each(averages)),
+            "where 304 bytes are enough: DDP has averaged in the last"),
         accumulate_in_one_batch: "the model was given 15 rows at once, and a micro-batch has 5",
         accumulate_in_one_backward: "the activations of 3 micro-batches were in memory at once",
         accumulate_and_retain: "the activations of 3 micro-batches were in memory at once",
-        accumulate_by_three: "what came is 0.6667 times that",
-        accumulate_by_ten: "what came is 0.3 times that",
-        accumulate_and_step: "the weights have changed",
-        accumulate_not_finite: "and is nan: is 0 divided by 0",
+        "by three": (accumulated(lambda _: 3), "what came is 0.6667 times that"),
+        "by ten": (accumulated(lambda _: 10), "what came is 0.3 times that"),
+        "a step": (then(accumulated(), each(steps)), "the weights have changed"),
+        "nan": (then(accumulated(), each(becomes_nan)), "and is nan: is 0 divided by 0"),
     },
     "bytes_per_step": BYTES,
-}
+}  # fmt: skip
 SOLUTIONS = {
     "same_start": "broadcast_state",
     "mean_gradient": "average_gradients",
@@ -701,12 +422,15 @@ SOLUTIONS = {
     "bytes_per_step": "bytes_per_step",
 }
 RIGHT = {
-    "same_start": [start_of_state_dict, start_by_data],
-    "mean_gradient": [mean_one_flat_message, mean_after_the_sum],
-    "bucket_start": [bucket_multiplied, bucket_by_a_view],
-    "gradient_hook": [hooks_average],
-    "untidy": [untidy_one_flat_message],
-    "accumulation": [accumulate_right, accumulate_by_the_flag],
+    "same_start": [
+        each(from_rank_0, state),
+        then(each(lambda p: dist.broadcast(p.data, src=0)), each(from_rank_0, torch.nn.Module.buffers)),
+    ],
+    "mean_gradient": [one_flat_message, each(averages)],
+    "bucket_start": [bucket_multiplied, started(lambda flat: send_without_waiting(flat.view(-1)))],
+    "gradient_hook": [hooked(averages)],
+    "untidy": [one_flat_message],
+    "accumulation": [accumulated(), accumulate_by_the_flag(late=False)],
     "bytes_per_step": [
         bytes_of_rank_0,
         *map(
