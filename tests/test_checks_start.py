@@ -33,49 +33,12 @@ def read(letters, environ, as_type=int):
     return 0, 1, 0
 
 
-def takes_the_jobs_tasks(environ):
-    return read([*LETTERS[:4], ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")], environ)
-
-
-def forgets_int(environ):
-    return read(LETTERS, environ, str)
-
-
-def asks_mpi_before_torchrun(environ):
-    return read([*LETTERS[1:], LETTERS[0]], environ)
-
-
-def takes_the_table_as_it_stands(environ):
-    return read(LESSONS_OWN.values(), environ)
-
-
 def lets_the_last_letter_win(environ):
     found = 0, 1, 0
     for names in LESSONS_OWN.values():
         if all(name in environ for name in names):
             found = tuple(int(environ[name]) for name in names)
     return found
-
-
-def asks_slurm_first(environ):
-    return read([LETTERS[4], *LETTERS[:4]], environ)
-
-
-def takes_the_rank_for_the_local_rank(environ):
-    rank, size, _ = read(LETTERS, environ)
-    return rank, size, rank
-
-
-def knows_no_pals(environ):
-    return read([LETTERS[0], LETTERS[1], *LETTERS[3:]], environ)
-
-
-def needs_a_launcher(environ):
-    return int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
-
-
-def returns_two(environ):
-    return read(LETTERS, environ)[:2]
 
 
 def empties_the_letter_box(environ):
@@ -104,10 +67,13 @@ def one_hot(rank, started, **options):
     return row
 
 
-def as_whole_numbers(rank, started):  # right
-    row = torch.nn.functional.one_hot(torch.tensor(rank), started)
-    dist.all_reduce(row)
+def summed(row, op=dist.ReduceOp.SUM):
+    dist.all_reduce(row, op=op)
     return row
+
+
+def as_whole_numbers(rank, started):  # right
+    return summed(torch.nn.functional.one_hot(torch.tensor(rank), started))
 
 
 def as_a_list_of_float64(rank, started):  # right
@@ -123,34 +89,6 @@ def in_one_buffer_again_and_again(rank, started, rows={}):  # right  # noqa: B00
     return row.numpy()
 
 
-def adds_nobody_else(rank, started):
-    return one_hot(rank, started)
-
-
-def counts_who_is_there(rank, started):
-    row = one_hot(dist.get_rank(), started)
-    dist.all_reduce(row)
-    return row
-
-
-def takes_the_largest(rank, started):
-    row = one_hot(rank, started)
-    dist.all_reduce(row, op=dist.ReduceOp.MAX)
-    return row
-
-
-def has_room_for_the_world_alone(rank, started):
-    row = one_hot(rank, dist.get_world_size())
-    dist.all_reduce(row)
-    return row
-
-
-def puts_all_at_the_start(rank, started):
-    row = one_hot(0, started)
-    dist.all_reduce(row)
-    return row
-
-
 def gathers_instead(rank, started):
     said = [None] * dist.get_world_size()
     dist.all_gather_object(said, rank)
@@ -160,26 +98,6 @@ def gathers_instead(rank, started):
 def tells_rank_0_alone(rank, started):
     row = one_hot(rank, started)
     dist.reduce(row, 0)
-    return row
-
-
-def sums_place_by_place(rank, started):
-    row = one_hot(rank, started)
-    for place in row:
-        dist.all_reduce(place)
-    return row
-
-
-def has_room_for_thousands(rank, started):
-    row = one_hot(rank, 4096)
-    dist.all_reduce(row)
-    return row[:started]
-
-
-def only_rank_0_asks(rank, started):
-    row = one_hot(rank, started)
-    if rank == 0:
-        dist.all_reduce(row)
     return row
 
 
@@ -193,17 +111,48 @@ def every_rank_once(started, said):
 # ---------------------------------------------------------------- exercise 2: whose turn is it?
 
 
-def everybody_at_once(append, ranks):
-    append(f"rank {ranks.rank}")
+def in_order(*acts):
+    """An answer that does act(ranks) one after the other, and appends those that are text."""
+
+    def answer(append, ranks):
+        for act in acts:
+            append(act.format(ranks.rank)) if isinstance(act, str) else act(ranks)
+
+    return answer
 
 
-def hands_the_pen_on_before_writing(append, ranks):
-    pen = torch.zeros(1)
+def takes_the_pen(ranks):
     if ranks.rank > 0:
-        dist.recv(pen, ranks.rank - 1)
+        dist.recv(torch.zeros(1), ranks.rank - 1)
+
+
+def hands_it_on(ranks):
     if ranks.rank < ranks.world_size - 1:
-        dist.send(pen, ranks.rank + 1)
-    append(f"rank {ranks.rank}")
+        dist.send(torch.zeros(1), ranks.rank + 1)
+
+
+def waits_for_the_left(ranks):
+    dist.recv(torch.zeros(1), (ranks.rank - 1) % ranks.world_size)
+
+
+def hands_it_round(ranks):
+    dist.send(torch.zeros(1), (ranks.rank + 1) % ranks.world_size)
+
+
+def takes_it_back(ranks):
+    if ranks.rank == 0:
+        dist.recv(torch.zeros(1), ranks.world_size - 1)
+
+
+def sleeps(ranks):
+    time.sleep(0.6 * ranks.rank)
+
+
+def sends_to_the_wrong_side(ranks):
+    if ranks.rank > 0:
+        dist.send(torch.zeros(1), ranks.rank - 1)
+    if ranks.rank < ranks.world_size - 1:
+        dist.recv(torch.zeros(1), ranks.rank + 1)
 
 
 def takes_turns_by_barriers(append, ranks):
@@ -213,22 +162,6 @@ def takes_turns_by_barriers(append, ranks):
         dist.barrier()
 
 
-def everybody_waits_first(append, ranks):
-    dist.recv(torch.zeros(1), (ranks.rank - 1) % ranks.world_size)
-    append(f"rank {ranks.rank}")
-    dist.send(torch.zeros(1), (ranks.rank + 1) % ranks.world_size)
-
-
-def goes_round_the_ring(append, ranks):
-    pen = torch.zeros(1)
-    if ranks.rank > 0:
-        dist.recv(pen, ranks.rank - 1)
-    append(f"rank {ranks.rank}")
-    dist.send(pen, (ranks.rank + 1) % ranks.world_size)
-    if ranks.rank == 0:
-        dist.recv(pen, ranks.world_size - 1)
-
-
 def rank_0_writes_nothing(append, ranks):
     if ranks.rank > 0:
         if ranks.rank > 1:
@@ -236,38 +169,6 @@ def rank_0_writes_nothing(append, ranks):
         append(f"rank {ranks.rank}")
         if ranks.rank < ranks.world_size - 1:
             dist.send(torch.zeros(1), ranks.rank + 1)
-
-
-def sleeps_instead_of_waiting(append, ranks):
-    time.sleep(0.6 * ranks.rank)
-    append(f"rank {ranks.rank}")
-
-
-def all_write_the_same_line(append, ranks):
-    append("one of us was here")
-
-
-def hands_the_pen_on_and_writes_in_time(append, ranks):
-    pen = torch.zeros(1)
-    if ranks.rank > 0:
-        dist.recv(pen, ranks.rank - 1)
-    if ranks.rank < ranks.world_size - 1:
-        dist.send(pen, ranks.rank + 1)
-    time.sleep(0.6 * ranks.rank)
-    append(f"rank {ranks.rank}")
-
-
-def sends_to_the_wrong_side_and_sleeps(append, ranks):
-    time.sleep(0.6 * ranks.rank)
-    append(f"rank {ranks.rank}")
-    if ranks.rank > 0:
-        dist.send(torch.zeros(1), ranks.rank - 1)
-    if ranks.rank < ranks.world_size - 1:
-        dist.recv(torch.zeros(1), ranks.rank + 1)
-
-
-def ends_its_line(append, ranks):  # right: whoever writes to a file ends lines
-    in_turn_with(append, ranks, f"rank {ranks.rank}\n")
 
 
 def in_turn_with(append, ranks, line):
@@ -285,10 +186,6 @@ def receives_from_anybody(append, ranks):  # right
     append(ranks.rank)
     if ranks.rank < ranks.world_size - 1:
         dist.send(torch.zeros(1), ranks.rank + 1)
-
-
-def writes_two_lines_at_once(append, ranks):
-    in_turn_with(append, ranks, f"rank {ranks.rank}\nwas here")
 
 
 # ---------------------------------------------------------------- exercise 3: read the profile
@@ -312,17 +209,27 @@ def right_samples(batch, step_s):
 
 REJECTED = {
     "who_am_i": {
-        takes_the_jobs_tasks: "For rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCI",
-        forgets_int: "the rank should be 3, not the text '3': variables are text, make numbers of them with int()",
-        asks_mpi_before_torchrun: "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0",
-        takes_the_table_as_it_stands: "For rank 1 of a torchrun that mpiexec started, which has RANK=1",
+        "takes the job's tasks": (
+            lambda environ: read([*LETTERS[:4], ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")], environ),
+            "For rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCI"),
+        "forgets int": (lambda environ: read(LETTERS, environ, str),
+            "the rank should be 3, not the text '3': variables are text, make numbers of them with int()"),
+        "asks mpi before torchrun": (lambda environ: read([*LETTERS[1:], LETTERS[0]], environ),
+            "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0"),
+        "takes the table as it stands": (lambda environ: read(LESSONS_OWN.values(), environ),
+            "For rank 1 of a torchrun that mpiexec started, which has RANK=1"),
         lets_the_last_letter_win: "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
-        asks_slurm_first: "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
-        takes_the_rank_for_the_local_rank: "GROUP_RANK=1, the local rank should be 1, not 3",
-        knows_no_pals: "For rank 5 of PALS, which has PALS_RANKID=5",
+        "asks slurm first": (lambda environ: read([LETTERS[4], *LETTERS[:4]], environ),
+            "For rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks"),
+        "takes the rank for the local rank": (lambda environ: (*read(LETTERS, environ)[:2], read(LETTERS, environ)[0]),
+            "GROUP_RANK=1, the local rank should be 1, not 3"),
+        "knows no pals": (lambda environ: read([*LETTERS[:2], *LETTERS[3:]], environ),
+            "For rank 5 of PALS, which has PALS_RANKID=5"),
         takes_the_batch_script_for_rank_0: "the batch script of a Slurm job, which is no rank, which has SLURM_PROCID=",
-        needs_a_launcher: "Your code raised KeyError",
-        returns_two: "Return three values, rank, world size and local rank",
+        "needs a launcher": (lambda environ: tuple(int(environ[name]) for name in LESSONS_OWN["torchrun"]),
+            "Your code raised KeyError"),
+        "returns two": (lambda environ: read(LETTERS, environ)[:2],
+            "Return three values, rank, world size and local rank"),
         asks_for_a_size_that_is_not_there: "the world size should be 4, not None",
         empties_the_letter_box: "Leave the environment as it is",
     },
@@ -415,34 +322,54 @@ class TestAnswersOfRanks(AnswersOfRanks):
     lesson, checks, worlds = LESSON, start, (1, 2, 4)
     rejected = {
         "roll_call": {
-            adds_nobody_else: "what every rank holds should be [1, 1, 1], not [1, 0, 0]: that is this rank's own 1",
-            counts_who_is_there: "count what each says, the argument `rank`, not who it is",
-            takes_the_largest: "should be [3, 0, 0], not [1, 0, 0]: of two that say the same",
-            has_room_for_the_world_alone: "not [1, 1, 1]: return one number for each that was started",
-            puts_all_at_the_start: "not [3, 0, 0]: all put their 1 at the same place",
+            "adds nobody else": (one_hot,
+                "what every rank holds should be [1, 1, 1], not [1, 0, 0]: that is this rank's own 1"),
+            "counts who is there": (lambda rank, started: summed(one_hot(dist.get_rank(), started)),
+                "count what each says, the argument `rank`, not who it is"),
+            "takes the largest": (lambda rank, started: summed(one_hot(rank, started), dist.ReduceOp.MAX),
+                "should be [3, 0, 0], not [1, 0, 0]: of two that say the same"),
+            "has room for the world alone": (lambda rank, started: summed(one_hot(rank, dist.get_world_size())),
+                "not [1, 1, 1]: return one number for each that was started"),
+            "puts all at the start": (lambda rank, started: summed(one_hot(0, started)),
+                "not [3, 0, 0]: all put their 1 at the same place"),
             gathers_instead: "the roll is right, but it calls all_gather: one all-reduce is enough",
             tells_rank_0_alone: "it calls reduce: one all-reduce is enough, and leaves the roll on every rank",
-            sums_place_by_place: "12 bytes were communicated in 3 calls of all_reduce, where 1 call and 24 bytes",
-            has_room_for_thousands: "16,384 bytes were communicated in 1 call of all_reduce, where 1 call and 24 bytes",
-            only_rank_0_asks: "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, what every rank holds",
+            "sums place by place": (lambda rank, started: torch.stack([*map(summed, one_hot(rank, started))]),
+                "12 bytes were communicated in 3 calls of all_reduce, where 1 call and 24 bytes"),
+            "has room for thousands": (lambda rank, started: summed(one_hot(rank, 4096))[:started],
+                "16,384 bytes were communicated in 1 call of all_reduce, where 1 call and 24 bytes"),
+            "only rank 0 asks": (lambda rank, started: (one_hot if rank else as_whole_numbers)(rank, started),
+                "Rank 1: Where the ranks say [0, 1, 2] and 3 were started, what every rank holds"),
         },
         "in_turn": {
-            everybody_at_once: "wait until the rank before you has written",
-            hands_the_pen_on_before_writing: "wait until the rank before you has written",
+            "everybody at once": (in_order("rank {}"), "wait until the rank before you has written"),
+            "hands the pen on before writing": (in_order(takes_the_pen, hands_it_on, "rank {}"),
+                "wait until the rank before you has written"),
             takes_turns_by_barriers: "The order is right, but you used barrier; send and recv are enough",
-            goes_round_the_ring: "The order is right, but 3 messages were sent; 2 are enough",
+            "goes round the ring": (in_order(takes_the_pen, "rank {}", hands_it_round, takes_it_back),
+                "The order is right, but 3 messages were sent; 2 are enough"),
             rank_0_writes_nothing: "Each rank appends one line; yours appended [0, 1, 1]",
-            everybody_waits_first: "A rank waited 5 s for a message that never came",
-            sleeps_instead_of_waiting: "rank 1 had received nothing from rank 0 when it wrote",
-            all_write_the_same_line: "were written by ranks [2, 1, 0], in this order: wait until",
-            hands_the_pen_on_and_writes_in_time: "rank 0 sent its message to rank 1 before it wrote; write first",
-            sends_to_the_wrong_side_and_sleeps: "rank 1 had received nothing from rank 0 when it wrote",
-            writes_two_lines_at_once: "Each rank appends one line; yours appended [2, 2, 2]",
+            "everybody waits first": (in_order(waits_for_the_left, "rank {}", hands_it_round),
+                "A rank waited 5 s for a message that never came"),
+            "sleeps instead of waiting": (in_order(sleeps, "rank {}"),
+                "rank 1 had received nothing from rank 0 when it wrote"),
+            "all write the same line": (in_order("one of us was here"),
+                "were written by ranks [2, 1, 0], in this order: wait until"),
+            "hands the pen on and writes in time": (in_order(takes_the_pen, hands_it_on, sleeps, "rank {}"),
+                "rank 0 sent its message to rank 1 before it wrote; write first"),
+            "sends to the wrong side and sleeps": (in_order(sleeps, "rank {}", sends_to_the_wrong_side),
+                "rank 1 had received nothing from rank 0 when it wrote"),
+            "writes two lines at once": (
+                lambda append, ranks: in_turn_with(append, ranks, f"rank {ranks.rank}\nwas here"),
+                "Each rank appends one line; yours appended [2, 2, 2]"),
         },
-    }
+    }  # fmt: skip
     right = {
         "roll_call": [as_whole_numbers, as_a_list_of_float64, in_one_buffer_again_and_again],
-        "in_turn": [ends_its_line, receives_from_anybody],
+        "in_turn": [
+            lambda append, ranks: in_turn_with(append, ranks, f"rank {ranks.rank}\n"),
+            receives_from_anybody,
+        ],
     }
     given, elsewhere = {"device": "cpu"}, tuple(REJECTED)
 

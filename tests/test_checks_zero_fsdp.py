@@ -17,6 +17,11 @@ LESSON = "06_zero_fsdp"
 AROUND = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build C call
 
 
+def summed(x, op=dist.ReduceOp.SUM):
+    dist.all_reduce(x, op=op)
+    return x
+
+
 # ---- build A: answers cut a row ----
 
 
@@ -53,90 +58,50 @@ def copied_into_zeros(row_P, n, rank):  # right
 # ---- build B: answers hand in gradients ----
 
 
-def _handed_in(unit, average=lambda total_p: total_p / dist.get_world_size(), row=lambda row_P: row_P):
-    total_p = torch.empty_like(unit.share_p)
-    dist.reduce_scatter(total_p, list(row(unit.gradient_row()).chunk(dist.get_world_size())))
-    unit.share_p.grad = average(total_p)
+def pieces(unit, row_P=None):
+    return list((unit.gradient_row() if row_P is None else row_P).chunk(dist.get_world_size()))
 
 
-def _let_go(unit):
-    for p in unit.parameters:
-        p.grad = None
+def scattered(parts):
+    total_p = torch.empty_like(parts[0])
+    dist.reduce_scatter(total_p, parts)
+    return total_p
 
 
-def adds_up_only(unit):
-    _handed_in(unit, average=lambda total_p: total_p)
-    _let_go(unit)
+def averaged_piece(unit):
+    return scattered(pieces(unit)) / dist.get_world_size()
 
 
-def divides_twice(unit):
-    _handed_in(unit, row=lambda row_P: row_P / dist.get_world_size())
-    _let_go(unit)
+def cut_from_the_average(unit):
+    return pieces(unit, summed(unit.gradient_row() / dist.get_world_size()))[dist.get_rank()]
 
 
-def keeps_its_own(unit):
-    unit.share_p.grad = unit.gradient_row().chunk(dist.get_world_size())[dist.get_rank()].clone()
-    _let_go(unit)
+def handing_in(piece=averaged_piece, lets_go=True):
+    """An answer that makes piece(unit) the gradient of its share, and lets the others go."""
 
+    def answer(unit):
+        unit.share_p.grad = piece(unit)
+        for p in unit.parameters if lets_go else ():
+            p.grad = None
 
-def keeps_all_gradients(unit):
-    _handed_in(unit)
-
-
-def all_reduces_and_cuts(unit):
-    row_P = unit.gradient_row() / dist.get_world_size()
-    dist.all_reduce(row_P)
-    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()].clone()
-    _let_go(unit)
-
-
-def all_reduces_and_keeps_a_view(unit):
-    row_P = unit.gradient_row() / dist.get_world_size()
-    dist.all_reduce(row_P)
-    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()]
-    _let_go(unit)
-
-
-def pieces_backwards(unit):
-    n = dist.get_world_size()
-    total_p = torch.empty_like(unit.share_p)
-    dist.reduce_scatter(total_p, list(unit.gradient_row().chunk(n))[::-1])
-    unit.share_p.grad = total_p / n
-    _let_go(unit)
+    return answer
 
 
 def updates_at_once(unit):
-    _handed_in(unit)
-    _let_go(unit)
+    handing_in()(unit)
     unit.share_p.data -= 0.1 * unit.share_p.grad
 
 
 def nowhere_to_be_found(unit):
-    grad = torch.empty_like(unit.share_p)
-    dist.reduce_scatter(grad, list(unit.gradient_row().chunk(dist.get_world_size())))
-    _let_go(unit)
+    handing_in()(unit)
+    unit.share_p.grad = None
 
 
 def a_call_for_each_parameter(unit):
     for p in unit.parameters:
         if p.grad is not None:
             dist.all_reduce(p.grad)
-    row_P = unit.gradient_row() / dist.get_world_size()
-    unit.share_p.grad = row_P.chunk(dist.get_world_size())[dist.get_rank()].clone()
-    _let_go(unit)
-
-
-def sums_in_float32(unit):
-    n = dist.get_world_size()
-    total_p = torch.empty(len(unit.share_p))
-    dist.reduce_scatter(total_p, list(unit.gradient_row().float().chunk(n)))
-    unit.share_p.grad = total_p.double() / n
-    _let_go(unit)
-
-
-def divides_first(unit):  # right
-    _handed_in(unit, average=lambda total_p: total_p, row=lambda row_P: row_P / dist.get_world_size())
-    _let_go(unit)
+    handing_in(lambda unit: pieces(unit)[dist.get_rank()] / dist.get_world_size())(unit)
 
 
 # ---- build C: answers hook a unit to its modules ----
@@ -221,8 +186,8 @@ def _gradients(shares):
     return [share.grad for share in shares if share.grad is not None]
 
 
-def _scale(shares, max_norm, norm):
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+def _scale(shares, max_norm, norm, at_most=1):
+    factor = (max_norm / (norm + 1e-6)).clamp(max=at_most)
     for gradient in _gradients(shares):
         gradient *= factor
     return norm
@@ -233,68 +198,12 @@ def _square(shares):
 
 
 def _global(shares):
-    total = _square(shares)
-    dist.all_reduce(total)
-    return total.sqrt()
+    return summed(_square(shares)).sqrt()
 
 
-def norm_of_the_share(shares, max_norm):  # torchtitan#766
-    return _scale(shares, max_norm, _square(shares).sqrt())
-
-
-def norms_added_up(shares, max_norm):
-    total = _square(shares).sqrt()
-    dist.all_reduce(total)
-    return _scale(shares, max_norm, total)
-
-
-def squares_averaged(shares, max_norm):
-    total = _square(shares)
-    dist.all_reduce(total)
-    return _scale(shares, max_norm, (total / dist.get_world_size()).sqrt())
-
-
-def adds_up_in_float32(shares, max_norm):
-    total = _square(shares).float()
-    dist.all_reduce(total)
-    return _scale(shares, max_norm, total.sqrt().double())
-
-
-def root_forgotten(shares, max_norm):
-    total = _square(shares)
-    dist.all_reduce(total)
-    return _scale(shares, max_norm, total)
-
-
-def longest_rank(shares, max_norm):
-    total = _square(shares).sqrt()
-    dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    return _scale(shares, max_norm, total)
-
-
-def norm_after_clipping(shares, max_norm):
-    norm = _scale(shares, max_norm, _global(shares))
-    return norm.clamp(max=max_norm)
-
-
-def clipped_into_the_air(shares, max_norm):
-    norm = _global(shares)
-    for gradient in _gradients(shares):
-        gradient = gradient * (max_norm / (norm + 1e-6)).clamp(max=1)
-    return norm
-
-
-def scaled_up(shares, max_norm):
-    norm = _global(shares)
-    for gradient in _gradients(shares):
-        gradient *= max_norm / (norm + 1e-6)
-    return norm
-
-
-def right_norm_own_factor(shares, max_norm):
-    norm = _global(shares)
-    _scale(shares, max_norm, _square(shares).sqrt())
-    return norm
+def clips_by(norm_of, then=lambda norm, max_norm: norm):
+    """An answer that takes norm_of(shares) for the norm."""
+    return lambda shares, max_norm: then(_scale(shares, max_norm, norm_of(shares)), max_norm)
 
 
 def divides_by_zero(shares, max_norm):
@@ -310,13 +219,9 @@ def gathers_all_gradients(shares, max_norm):
     return _scale(shares, max_norm, torch.cat(everyone).norm())
 
 
-def a_call_for_each_share(shares, max_norm):
-    total = torch.zeros((), dtype=torch.float64)
-    for share in shares:
-        square = torch.zeros_like(total) if share.grad is None else share.grad.square().sum()
-        dist.all_reduce(square)
-        total += square
-    return _scale(shares, max_norm, total.sqrt())
+def a_call_for_each_share(shares):
+    none = torch.zeros((), dtype=torch.float64)
+    return sum(summed(none.clone() if share.grad is None else share.grad.square().sum()) for share in shares).sqrt()
 
 
 def gives_zeros_to_none(shares, max_norm):
@@ -330,44 +235,12 @@ def goes_home_without_a_gradient(shares, max_norm):
     return _scale(shares, max_norm, _global(shares)) if _gradients(shares) else torch.zeros(())
 
 
-def puts_all_gradients_together(shares, max_norm):
-    total = torch.cat([g.flatten() for g in _gradients(shares)]).square().sum()
-    dist.all_reduce(total)
-    return _scale(shares, max_norm, total.sqrt())
-
-
 def zeroes_the_weights(shares, max_norm):
     norm = _scale(shares, max_norm, _global(shares))
     with torch.no_grad():
         for share in shares:
             share.zero_()
     return norm
-
-
-def returns(what):
-    """An answer that clips as it should and returns `what(norm)`."""
-
-    def answer(shares, max_norm):
-        return what(_scale(shares, max_norm, _global(shares)))
-
-    answer.__name__ = f"returns_{what.__name__}"
-    return answer
-
-
-def as_nan(norm):
-    return norm * float("nan")
-
-
-def never_zero(norm):
-    return norm if norm else norm + 1
-
-
-def as_array(norm):
-    return norm.numpy()
-
-
-def as_fraction(norm):
-    return Fraction(norm.item())
 
 
 # ---- exercise 1: answers predict ----
@@ -430,25 +303,27 @@ def _draw_shares(model, mesh, seed=7, std=0.02, names=None):
     return model
 
 
-def _on_meta(make, mesh, per_layer=True):
-    with torch.device("meta"):
-        model = make()
-    for layer in model if per_layer else ():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    return model
-
-
-def whole_then_cut(make, mesh):  # init_device: cuda
-    model = make()
+def _drawn(model, local=False):
     torch.manual_seed(7)
     for p in model.parameters():
-        p.data.normal_(std=0.02)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        (p.data.to_local() if local else p.data).normal_(std=0.02)
     return model
+
+
+def _sharded(model, mesh, per_layer=True):
+    for layer in model if per_layer else ():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _left_on_meta(make, mesh, per_layer=True):
+    with torch.device("meta"):
+        model = make()
+    return _sharded(model, mesh, per_layer)
+
+
+def _on_meta(make, mesh, per_layer=True):
+    return _left_on_meta(make, mesh, per_layer).to_empty(device="cpu")
 
 
 def all_weights_drawn_first(make, mesh):
@@ -463,36 +338,10 @@ def all_weights_drawn_first(make, mesh):
     return model
 
 
-def never_sharded(make, mesh):
-    model = make()
-    torch.manual_seed(7)
-    for p in model.parameters():
-        p.data.normal_(std=0.02)
-    return model
-
-
-def left_on_meta(make, mesh):
-    with torch.device("meta"):
-        model = make()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def never_drawn(make, mesh):
     model = _on_meta(make, mesh)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.to_local().zero_()
-    return model
-
-
-def draws_its_share(make, mesh):
-    model = _on_meta(make, mesh)
-    torch.manual_seed(7)
     for p in model.parameters():
-        p.data.to_local().normal_(std=0.02)
+        p.data.to_local().zero_()
     return model
 
 
@@ -528,73 +377,19 @@ def by_distribute_tensor(make, mesh):  # right as well
 # ---- exercise 3: answers list groups ----
 
 
-def _grid(num_nodes, per_node):
-    return torch.arange(num_nodes * per_node).view(num_nodes, per_node)
-
-
-def other_way_round(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.T.tolist(), grid.tolist(), 1 / per_node
-
-
-def everybody_shards(num_nodes, per_node):
-    return ([_grid(num_nodes, per_node).flatten().tolist()], _grid(num_nodes, per_node).T.tolist(), 1 / per_node)
-
-
-def neighbours_are_copies(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.tolist(), grid.reshape(per_node, num_nodes).tolist(), 1 / per_node
-
-
-def whole_gradient_between(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.tolist(), grid.T.tolist(), 1.0
-
-
-def cut_by_nodes(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.tolist(), grid.T.tolist(), 1 / num_nodes
-
-
-def a_rank_is_missing(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid[:, :-1].tolist(), grid.T.tolist(), 1 / per_node
-
-
-def only_groups(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.tolist(), grid.T.tolist()
-
-
-def flat_lists(num_nodes, per_node):
-    grid = _grid(num_nodes, per_node)
-    return grid.flatten().tolist(), grid.T.tolist(), 1 / per_node
-
-
-def hybrid_with(shard=None, copies=None, share=None):
-    """The right answer, but for one part of it."""
+def hybrid(change=lambda grid, share: (grid, grid.T, share)):
+    """An answer of change(grid of ranks by node, what of the gradients a rank communicates between nodes)."""
 
     def answer(num_nodes, per_node):
-        grid = _grid(num_nodes, per_node)
-        right = (grid.tolist(), grid.T.tolist(), 1 / per_node)
-        return tuple(w if f is None else f(w) for f, w in zip((shard, copies, share), right, strict=True))
+        grid = torch.arange(num_nodes * per_node).view(num_nodes, per_node)
+        return tuple(part.tolist() if torch.is_tensor(part) else part for part in change(grid, 1 / per_node))
 
     return answer
 
 
-HYBRIDS = {
-    "share_nan": (hybrid_with(share=lambda _: math.nan), "Return a number, not nan"),
-    "ranks_in_halves": (
-        hybrid_with(shard=lambda groups: [[rank + 0.5 for rank in group] for group in groups]),
-        "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not",
-    ),
-    "groups_turned_round": (hybrid_with(shard=lambda groups: groups[::-1]), "are right, but not in order of rank"),
-}  # fmt: skip
-
-
 def hybrid_of_arrays(num_nodes, per_node):  # right
-    grid = _grid(num_nodes, per_node)
-    return grid, grid.T.numpy(), Fraction(1, per_node)
+    shard, copies, share = hybrid()(num_nodes, per_node)
+    return torch.tensor(shard), np.array(copies), Fraction(1, per_node)
 
 
 REJECTED = {
@@ -620,50 +415,72 @@ REJECTED = {
         zeroes_the_row: "the row itself was changed",
     },
     "reduce_scatter": {
-        adds_up_only: "that is the sum over the ranks; divide by 3",
-        divides_twice: "it was divided by 3 twice",
-        keeps_its_own: "the piece of this rank's own gradients",
-        keeps_all_gradients: "the parameters still hold 152 bytes of gradients, where the share is 72",
-        all_reduces_and_cuts: "432 bytes were communicated in 1 call of all_reduce (an all_reduce counts twice)",
-        all_reduces_and_keeps_a_view: "but a view of 216 bytes, all of which stay",
-        pieces_backwards: "that is the average of piece 2, not of piece 0",
+        "adds up only": (handing_in(lambda unit: scattered(pieces(unit))),
+            "that is the sum over the ranks; divide by 3"),
+        "divides twice": (handing_in(lambda unit: averaged_piece(unit) / dist.get_world_size()),
+            "it was divided by 3 twice"),
+        "keeps its own": (handing_in(lambda unit: pieces(unit)[dist.get_rank()].clone()),
+            "the piece of this rank's own gradients"),
+        "keeps all gradients": (handing_in(lets_go=False),
+            "the parameters still hold 152 bytes of gradients, where the share is 72"),
+        "all reduces and cuts": (handing_in(lambda unit: cut_from_the_average(unit).clone()),
+            "432 bytes were communicated in 1 call of all_reduce (an all_reduce counts twice)"),
+        "all reduces and keeps a view": (handing_in(cut_from_the_average),
+            "but a view of 216 bytes, all of which stay"),
+        "pieces backwards": (handing_in(lambda unit: scattered(pieces(unit)[::-1]) / dist.get_world_size()),
+            "that is the average of piece 2, not of piece 0"),
         updates_at_once: "leave the update to the optimizer",
         nowhere_to_be_found: "unit.share_p.grad should be the average of this rank's piece,",
         a_call_for_each_parameter: "one reduce_scatter of the row, 1 P",
-        sums_in_float32: "which is float32's accuracy",
+        "sums in float32": (
+            handing_in(lambda unit: scattered([p.float() for p in pieces(unit)]).double() / dist.get_world_size()),
+            "which is float32's accuracy"),
     },
     "gather_when_needed": HOOKS,
     "clip_by_global_norm": {
-        norm_of_the_share: "the norm of this rank's shares alone",
-        norms_added_up: "the sum of the ranks' norms; their squares add up",
-        squares_averaged: "the squares were averaged over the ranks",
-        adds_up_in_float32: "that is as near as float32 comes, so compute in float64",
-        root_forgotten: "the root is missing",
-        longest_rank: "the norm of the rank that has the longest",
-        norm_after_clipping: "gradients, before clipping, should be 12.6, not 1.26",
+        "norm of the share": (clips_by(lambda shares: _square(shares).sqrt()), "the norm of this rank's shares alone"),
+        "norms added up": (clips_by(lambda shares: summed(_square(shares).sqrt())),
+            "the sum of the ranks' norms; their squares add up"),
+        "squares averaged": (clips_by(lambda shares: (summed(_square(shares)) / dist.get_world_size()).sqrt()),
+            "the squares were averaged over the ranks"),
+        "adds up in float32": (clips_by(lambda shares: summed(_square(shares).float()).sqrt().double()),
+            "that is as near as float32 comes, so compute in float64"),
+        "root forgotten": (clips_by(lambda shares: summed(_square(shares))), "the root is missing"),
+        "longest rank": (clips_by(lambda shares: summed(_square(shares).sqrt(), dist.ReduceOp.MAX)),
+            "the norm of the rank that has the longest"),
+        "norm after clipping": (clips_by(_global, lambda norm, max_norm: norm.clamp(max=max_norm)),
+            "gradients, before clipping, should be 12.6, not 1.26"),
         "nothing clipped": (lambda shares, max_norm: _global(shares),
             "the gradients are as they were: scale share.grad in place"),
-        clipped_into_the_air: "the gradients are as they were: scale share.grad in place",
-        scaled_up: "scale only what is too long, never up",
-        right_norm_own_factor: "times as long as they should be",
+        "scaled up": (lambda shares, max_norm: _scale(shares, max_norm, _global(shares), at_most=math.inf),
+            "scale only what is too long, never up"),
+        "right norm own factor": (
+            lambda shares, max_norm: (_global(shares), _scale(shares, max_norm, _square(shares).sqrt()))[0],
+            "times as long as they should be"),
         divides_by_zero: "became nan: the norm is 0 there",
         gathers_all_gradients: "1 call and 8 bytes are enough: add up one sum of squares",
-        a_call_for_each_share: "add up one sum of squares",
+        "a call for each share": (clips_by(a_call_for_each_share), "add up one sum of squares"),
         gives_zeros_to_none: "leave None alone",
         goes_home_without_a_gradient: "it made no call, and the other 2 wait for it",
-        puts_all_gradients_together: "Error: torch.cat(): expected a non-empty list",
+        "puts all gradients together": (clips_by(
+            lambda shares: summed(torch.cat([g.flatten() for g in _gradients(shares)]).square().sum()).sqrt()),
+            "Error: torch.cat(): expected a non-empty list"),
         zeroes_the_weights: "the weights were changed; scale share.grad",
-        returns(as_nan): "Return a number, not the Tensor tensor(nan, dtype=torch.float64)",
-        returns(never_zero): "gradients of zeros should be 0, not 1",
+        "nan": (clips_by(_global, lambda norm, _: norm * math.nan),
+            "Return a number, not the Tensor tensor(nan, dtype=torch.float64)"),
+        "never zero": (clips_by(_global, lambda norm, _: norm if norm else norm + 1),
+            "gradients of zeros should be 0, not 1"),
     },
     "predict": PREDICTIONS,
     "sharded_from_meta": {
-        whole_then_cut: "the numbers are right, but at one moment you held",
+        "whole then cut": (lambda make, mesh: _sharded(_drawn(make()), mesh),
+            "the numbers are right, but at one moment you held"),
         all_weights_drawn_first: "the numbers are right, but at one moment you held",
-        never_sharded: "is whole on every rank; call fully_shard",
-        left_on_meta: "is still on the meta device, without numbers",
+        "never sharded": (lambda make, mesh: _drawn(make()), "is whole on every rank; call fully_shard"),
+        "left on meta": (_left_on_meta, "is still on the meta device, without numbers"),
         never_drawn: "share of 0.weight should be the full model's: draw whole weights",
-        draws_its_share: "it was drawn as a share, the same on every rank",
+        "draws its share": (lambda make, mesh: _drawn(_on_meta(make, mesh), local=True),
+            "it was drawn as a share, the same on every rank"),
         "forgets std": (lambda make, mesh: _draw_shares(_on_meta(make, mesh), mesh, std=1.0),
             "the full model's weights have std=0.02"),
         in_another_order: "draw whole weights in its order, after torch.manual_seed(7)",
@@ -674,23 +491,36 @@ REJECTED = {
         meta_by_default_and_a_slip: "your code raised AttributeError",
     },
     "hybrid": {
-        other_way_round: "the two are the wrong way round",
-        everybody_shards: "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [[0,",
-        neighbours_are_copies: "the same share, should be [[0, 4], [1, 5], [2, 6], [3, 7]], not",
-        whole_gradient_between: "each rank has only its share to send",
-        cut_by_nodes: "communicates between nodes should be 0.25, not 0.5",
-        a_rank_is_missing: "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [[0,",
-        only_groups: "return three things",
-        flat_lists: "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [0,",
-    }
-    | HYBRIDS,
+        "other way round": (hybrid(lambda grid, share: (grid.T, grid, share)), "the two are the wrong way round"),
+        "everybody shards": (hybrid(lambda grid, share: (grid.view(1, -1), grid.T, share)),
+            "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [[0,"),
+        "neighbours are copies": (hybrid(lambda grid, share: (grid, grid.reshape(grid.T.shape), share)),
+            "the same share, should be [[0, 4], [1, 5], [2, 6], [3, 7]], not"),
+        "whole gradient between": (hybrid(lambda grid, share: (grid, grid.T, 1.0)),
+            "each rank has only its share to send"),
+        "cut by nodes": (hybrid(lambda grid, share: (grid, grid.T, 1 / len(grid))),
+            "communicates between nodes should be 0.25, not 0.5"),
+        "a rank is missing": (hybrid(lambda grid, share: (grid[:, :-1], grid.T, share)),
+            "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [[0,"),
+        "only groups": (hybrid(lambda grid, share: (grid, grid.T)), "return three things"),
+        "flat lists": (hybrid(lambda grid, share: (grid.flatten(), grid.T, share)),
+            "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [0,"),
+        "share nan": (hybrid(lambda grid, share: (grid, grid.T, math.nan)), "Return a number, not nan"),
+        "ranks in halves": (hybrid(lambda grid, share: (grid + 0.5, grid.T, share)),
+            "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not"),
+        "groups turned round": (hybrid(lambda grid, share: (grid.flip(0), grid.T, share)),
+            "are right, but not in order of rank"),
+    },
 }  # fmt: skip
 RIGHT = {
     "my_share": [by_reshape, copied_into_zeros],
-    "reduce_scatter": [divides_first],
+    "reduce_scatter": [handing_in(lambda unit: scattered([p / dist.get_world_size() for p in pieces(unit)]))],
     "gather_when_needed": [on_all_modules],
     "sharded_from_meta": [meta_by_default, by_distribute_tensor],
-    "clip_by_global_norm": [returns(float), returns(as_array), returns(as_fraction)],
+    "clip_by_global_norm": [
+        clips_by(_global, lambda norm, _, kind=kind: kind(norm))
+        for kind in (float, torch.Tensor.numpy, lambda norm: Fraction(norm.item()))
+    ],
     "predict": [every_kind_of_number, an_array_of_numbers],
     "hybrid": [hybrid_of_arrays],
 }
