@@ -1,6 +1,8 @@
 """Each check of lesson 01 accepts right answers and rejects mutants with the sentence that names their fault."""
 
+import contextlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,12 +31,18 @@ def fits(config, device_bytes, per_parameter=16, itemsize=2, vectors=16):
 # ---- build C: recompute_backward ----
 
 
-def _again(block, x, dy, keep=False):
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        y = block(x)
-    y.backward(dy, retain_graph=keep)
-    return x.grad, y
+def recomputed(
+    into=lambda x: x.detach().requires_grad_(), grad=torch.enable_grad, backward=lambda y, dy: y.backward(dy)
+):
+    """The right answer, with another x, with or without autograd, or with another start of backward."""
+
+    def answer(block, x, dy):
+        x = into(x)
+        with grad():
+            backward(block(x), dy)
+        return x.grad
+
+    return answer
 
 
 def recomputes_by_autograd_grad(block, x, dy):
@@ -46,73 +54,19 @@ def recomputes_by_autograd_grad(block, x, dy):
     return given
 
 
-def recomputes_by_a_weighted_sum(block, x, dy):
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        (block(x) * dy).sum().backward()
-    return x.grad
-
-
-def without_enable_grad(block, x, dy):
-    x = x.detach().requires_grad_()
-    block(x).backward(dy)
-    return x.grad
-
-
-def without_enable_grad_and_quiet(block, x, dy):
-    block(x)
-    return dy
-
-
-def fills_the_grad_of_x(block, x, dy):
-    with torch.enable_grad():
-        block(x).backward(dy)
-    return x.grad
-
-
-def x_requires_no_gradient(block, x, dy):
-    x = x.detach()
-    with torch.enable_grad():
-        block(x).backward(dy)
-    return x.grad
-
-
-def starts_from_ones(block, x, dy):
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        block(x).sum().backward()
-    return x.grad
-
-
-def returns_dy(block, x, dy):
-    _again(block, x, dy)
-    return dy
-
-
 def forgets_the_parameters(block, x, dy):
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(block(x), x, dy)[0]
 
 
-def overwrites_the_parameters(block, x, dy):
-    block.zero_grad()
-    return _again(block, x, dy)[0]
-
-
 def runs_the_block_twice(block, x, dy):
     block(x)
     block.without_graph = False
-    return _again(block, x, dy)[0]
+    return recomputed()(block, x, dy)
 
 
 kept_graphs = []
-
-
-def keeps_the_graph(block, x, dy):
-    given, y = _again(block, x, dy, keep=True)
-    kept_graphs.append(y)
-    return given
 
 
 # ---- build D: accumulate ----
@@ -186,22 +140,6 @@ def master_takes_two_steps(parameters, masters, adam):
 # ---- exercise 2: names to recompute ----
 
 
-def chooses_everything(pieces, budget):
-    return {piece.name for piece in pieces}
-
-
-def chooses_nothing(pieces, budget):
-    return set()
-
-
-def chooses_the_largest_first(pieces, budget):
-    return _greedy(pieces, budget, lambda piece: piece.input - piece.kept)
-
-
-def chooses_the_cheapest_per_byte(pieces, budget):
-    return _greedy(pieces, budget, lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9))
-
-
 def _greedy(pieces, budget, price):
     chosen, kept = set(), sum(piece.kept for piece in pieces)
     for piece in sorted(pieces, key=price):
@@ -213,22 +151,6 @@ def _greedy(pieces, budget, price):
     return chosen if kept <= budget else None
 
 
-def forgets_the_inputs(pieces, budget):
-    return ours.choose([one_device.Piece(p.name, p.kept, 0, p.flops) for p in pieces], budget)
-
-
-def gives_up_early(pieces, budget):
-    return None if pieces else set()
-
-
-def answers_with_indices(pieces, budget):
-    return set(range(len(pieces)))
-
-
-def answers_with_the_pieces(pieces, budget):
-    return pieces
-
-
 # ---- exercise 3: accumulate ----
 
 
@@ -236,12 +158,19 @@ def _loss(model, ids, targets, **how):
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, **how)
 
 
-def mean_of_means(model, micro_batches):  # transformers#34191
-    for ids, targets in micro_batches:
-        if (targets != -100).any():
-            (_loss(model, ids, targets) / len(micro_batches)).backward()
-        else:
-            (model(ids).sum() * 0).backward()
+def weighted(weight, reduction="sum"):
+    """An answer that runs backward on each micro-batch's losses times weight(its targets, all, counted targets)."""
+
+    def answer(model, micro_batches):
+        counted = sum((targets != -100).sum() for _, targets in micro_batches)
+        for ids, targets in micro_batches:
+            if reduction == "mean" and not (targets != -100).any():
+                (model(ids).sum() * 0).backward()
+            else:
+                loss = _loss(model, ids, targets, reduction=reduction)
+                (loss * weight(targets, [t for _, t in micro_batches], counted)).backward()
+
+    return answer
 
 
 def weighs_means_that_may_not_exist(model, micro_batches):
@@ -251,35 +180,6 @@ def weighs_means_that_may_not_exist(model, micro_batches):
         losses = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
         mean = (losses * counts).sum() / counts.sum()
         (mean * counts.sum() / counted).backward()
-
-
-def sum_of_means(model, micro_batches):
-    for ids, targets in micro_batches:
-        _loss(model, ids, targets).backward()
-
-
-def sum_of_sums(model, micro_batches):
-    for ids, targets in micro_batches:
-        _loss(model, ids, targets, reduction="sum").backward()
-
-
-def counts_padding(model, micro_batches):
-    positions = sum(targets.numel() for _, targets in micro_batches)
-    for ids, targets in micro_batches:
-        (_loss(model, ids, targets, reduction="sum") / positions).backward()
-
-
-def weighs_by_sequences(model, micro_batches):
-    sequences = sum(len(ids) for ids, _ in micro_batches)
-    for ids, targets in micro_batches:
-        loss = _loss(model, ids, targets) if (targets != -100).any() else model(ids).sum() * 0
-        (loss * len(ids) / sequences).backward()
-
-
-def divides_twice(model, micro_batches):
-    counted = sum((targets != -100).sum() for _, targets in micro_batches)
-    for ids, targets in micro_batches:
-        (_loss(model, ids, targets, reduction="sum") / counted / len(micro_batches)).backward()
 
 
 def whole_batch_at_once(model, micro_batches):
@@ -392,17 +292,21 @@ REJECTED = {
         "one at least": (lambda c, b: max(1, fits(c, b)), "not even the parameters fit"),
     },
     "recompute": {
-        "autograd off": (without_enable_grad, "run it under torch.enable_grad()"),
-        "autograd off, and quiet": (without_enable_grad_and_quiet, "run it under torch.enable_grad()"),
-        "x.grad": (fills_the_grad_of_x, "x belongs to the graph above: detach it first"),
-        "no gradient of x": (x_requires_no_gradient, "nothing came back: is a `return` missing, or did x not require"),
-        "ones": (starts_from_ones, "backward must start from dy"),
-        "dy": (returns_dy, "it is dy, the gradient of the block's output"),
+        "autograd off": (recomputed(grad=contextlib.nullcontext), "run it under torch.enable_grad()"),
+        "autograd off, and quiet": (lambda block, x, dy: (block(x), dy)[1], "run it under torch.enable_grad()"),
+        "x.grad": (recomputed(into=lambda x: x), "x belongs to the graph above: detach it first"),
+        "no gradient of x": (recomputed(into=torch.Tensor.detach),
+            "nothing came back: is a `return` missing, or did x not require"),
+        "ones": (recomputed(backward=lambda y, dy: y.sum().backward()), "backward must start from dy"),
+        "dy": (lambda block, x, dy: (recomputed()(block, x, dy), dy)[1],
+            "it is dy, the gradient of the block's output"),
         "never run": (lambda block, x, dy: dy, "the block was never run"),
         "no parameters": (forgets_the_parameters, "the block's parameters got none"),
-        "overwritten": (overwrites_the_parameters, "add to what is in their grad already"),
+        "overwritten": (lambda block, *given: (block.zero_grad(), recomputed()(block, *given))[1],
+            "add to what is in their grad already"),
         "twice": (runs_the_block_twice, "right, but the block was run 2 times"),
-        "graph kept": (keeps_the_graph, "what the block kept is still in memory"),
+        "graph kept": (recomputed(backward=lambda y, dy: kept_graphs.append(y) or y.backward(dy, retain_graph=True)),
+            "what the block kept is still in memory"),
     },
     "accumulation": {
         "sum of means": (lambda m, x, y, k: _in_pieces(m, x, y, k, 1), "3 times too large; that is the sum of 3 means"),
@@ -421,23 +325,32 @@ REJECTED = {
         "two steps": (master_takes_two_steps, "after 1 step the masters should be one step of adam further"),
     },
     "recompute_trade_off": {
-        "everything": (chooses_everything, "costs 40 FLOPs; nothing fits for 0"),
-        "nothing": (chooses_nothing, "keeps 64 bytes of 34"),
-        "the largest first": (chooses_the_largest_first, "costs 100 FLOPs; other, small fits for 90"),
-        "the cheapest per byte": (chooses_the_cheapest_per_byte, "FLOPs;"),
-        "inputs forgotten": (forgets_the_inputs, "a piece that is recomputed keeps its input"),
-        "None": (gives_up_early, "the answer was None"),
-        "indices": (answers_with_indices, "is the name of no piece"),
-        "pieces": (answers_with_the_pieces, "return a set of names; the Piece"),
+        "everything": (lambda pieces, budget: {piece.name for piece in pieces}, "costs 40 FLOPs; nothing fits for 0"),
+        "nothing": (lambda pieces, budget: set(), "keeps 64 bytes of 34"),
+        "the largest first": (lambda *given: _greedy(*given, lambda piece: piece.input - piece.kept),
+            "costs 100 FLOPs; other, small fits for 90"),
+        "the cheapest per byte": (
+            lambda *given: _greedy(*given, lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9)),
+            "FLOPs;"),
+        "inputs forgotten": (lambda pieces, budget: ours.choose([replace(piece, input=0) for piece in pieces], budget),
+            "a piece that is recomputed keeps its input"),
+        "None": (lambda pieces, budget: None if pieces else set(), "the answer was None"),
+        "indices": (lambda pieces, budget: set(range(len(pieces))), "is the name of no piece"),
+        "pieces": (lambda pieces, budget: pieces, "return a set of names; the Piece"),
     },
     "uneven_accumulation": {
-        "mean of means": (mean_of_means, "the mean of the micro-batches' means"),
+        # transformers#34191
+        "mean of means": (weighted(lambda _, of_all, counted: 1 / len(of_all), "mean"),
+            "the mean of the micro-batches' means"),
         "not a number": (weighs_means_that_may_not_exist, "the mean over a micro-batch without counted tokens is 0/0"),
-        "sum of means": (sum_of_means, "3 times too large; that is the sum of 3 means"),
-        "sum of sums": (sum_of_sums, "30 times too large; divide by the number of counted tokens"),
-        "padding counted": (counts_padding, "positions that do not count were counted"),
-        "weighs by sequences": (weighs_by_sequences, "the mean of the micro-batches' means"),
-        "divides twice": (divides_twice, "3 times too small; they were divided once too often"),
+        "sum of means": (weighted(lambda *_: 1, "mean"), "3 times too large; that is the sum of 3 means"),
+        "sum of sums": (weighted(lambda *_: 1), "30 times too large; divide by the number of counted tokens"),
+        "padding counted": (weighted(lambda _, of_all, counted: 1 / sum(t.numel() for t in of_all)),
+            "positions that do not count were counted"),
+        "weighs by sequences": (weighted(lambda t, of_all, counted: len(t) / sum(map(len, of_all)), "mean"),
+            "the mean of the micro-batches' means"),
+        "divides twice": (weighted(lambda _, of_all, counted: 1 / counted.double() / len(of_all)),
+            "3 times too small; they were divided once too often"),
         "whole batch at once": (whole_batch_at_once, "the model was given 6 sequences at once"),
         "one backward at the end": (one_backward_at_the_end, "the activations of 3 micro-batches were in memory at on"),
         "graphs retained": (backward_that_keeps_the_graphs, "the activations of 3 micro-batches were in memory at onc"),
@@ -467,7 +380,7 @@ RIGHT = {
         lambda config, device_bytes: max(0, math.floor(fits(config, device_bytes))),
         lambda config, device_bytes: torch.tensor(max(0, fits(config, device_bytes))),
     ],
-    "recompute": [recomputes_by_autograd_grad, recomputes_by_a_weighted_sum],
+    "recompute": [recomputes_by_autograd_grad, recomputed(backward=lambda y, dy: (y * dy).sum().backward())],
     "accumulation": [slices_instead_of_chunks, divides_the_gradients_at_the_end],
     "master_copy": [_steps],
     "recompute_trade_off": [in_another_order],

@@ -1,5 +1,7 @@
 """Each check of lesson 05 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+import contextlib
+import math
 import os
 import random
 import time
@@ -37,10 +39,25 @@ def counts_over_all_epochs(read, length):  # what one epoch lacks, another has t
     return "same order" if read[0] == read[-1] else "fine"
 
 
-def looks_at_the_first_epoch_only(read, length):
-    if len(set(sum(read[0], []))) < length:
-        return "ranks disagree"
-    return "same order" if all(epoch == read[0] for epoch in read) else "fine"
+def looks_at_epoch(number, order=lambda read: all(epoch == read[0] for epoch in read)):
+    """An answer that looks for what one epoch lacks, and takes order(read) for the sign of one order in all."""
+
+    def answer(read, length):
+        if len({*sum(read[number], [])}) < length:
+            return "ranks disagree"
+        return "same order" if order(read) else "fine"
+
+    return answer
+
+
+def compares(order):
+    """An answer that looks for what any epoch lacks, and takes order(read) for the sign of one order in all."""
+
+    def answer(read, length):
+        found = disagreement(read, length)
+        return "same order" if found == "fine" and order(read) else found
+
+    return answer
 
 
 def looks_at_two_ranks(one, other):
@@ -52,7 +69,6 @@ def looks_at_two_ranks(one, other):
             return "ranks disagree"
         return "same order" if all(epoch == read[0] for epoch in read) else disagreement_of_padded(read, length)
 
-    answer.__name__ = f"looks_at_ranks_{one}_and_{other}"
     return answer
 
 
@@ -60,25 +76,27 @@ def disagreement_of_padded(read, length):
     return disagreement(read, length) if any(len(sum(epoch, [])) > length for epoch in read) else "fine"
 
 
-def looks_at_the_last_epoch_only(read, length):
-    if len(set(sum(read[-1], []))) < length:
-        return "ranks disagree"
-    return "same order" if read[0] == read[-1] else "fine"
-
-
-def compares_rank_0_with_the_last_epoch(read, length):
-    if disagreement(read, length) != "fine":
-        return "ranks disagree"
-    return "same order" if read[0][0] == read[-1][0] else "fine"
-
-
-def compares_neighbouring_epochs(read, length):  # right as well
-    if disagreement(read, length) != "fine":
-        return "ranks disagree"
-    return "same order" if read[0] == read[1] else "fine"
-
-
 # ---- build A: answers list what a rank still has to read ----
+
+
+def dealt(deck_of):
+    """An answer that deals deck_of(length, epoch)."""
+    return lambda length, epoch, done, rank, n: deck_of(length, epoch)[done:][rank::n]
+
+
+def drawn_with(seed):
+    """An answer that deals a permutation drawn with seed(epoch, rank)."""
+
+    def answer(length, epoch, done, rank, n):
+        deck = np.random.default_rng(seed(epoch, rank)).permutation(length)
+        return deck[done:][rank::n]
+
+    return answer
+
+
+def rotated(deck, places):
+    places %= max(1, len(deck))
+    return deck[places:] + deck[:places]
 
 
 def order(length, epoch):
@@ -100,18 +118,8 @@ def deals_blocks(length, epoch, done, rank, n):  # what was read is then no begi
     return [int(i) for i in np.array_split(order(length, epoch)[done:], n)[rank]]
 
 
-def uses_the_global_numpy_state(length, epoch, done, rank, n):
-    return np.random.permutation(length)[done:][rank::n]
-
-
-def uses_the_global_random_state(length, epoch, done, rank, n):
-    deck = list(range(length))
-    random.shuffle(deck)
-    return deck[done:][rank::n]
-
-
-def seeds_with_the_rank(length, epoch, done, rank, n):
-    return np.random.default_rng((epoch, rank)).permutation(length)[done:][rank::n]
+def uses_the_global_random_state(length, epoch):
+    return random.sample(range(length), length)
 
 
 def takes_its_part_of_done(length, epoch, done, rank, n):  # right where done comes out even
@@ -121,19 +129,6 @@ def takes_its_part_of_done(length, epoch, done, rank, n):  # right where done co
 def leaves_what_is_left_to_rank_0(length, epoch, done, rank, n):
     left = order(length, epoch)[done:]
     return left[rank::n] if done == 0 else left * (rank == 0)
-
-
-def turns_the_first_order(length, epoch, done, rank, n):
-    return np.roll(order(length, 0), 5 * epoch)[done:][rank::n]
-
-
-def loses_one_in_odd_epochs(length, epoch, done, rank, n):
-    return order(length, epoch)[done + (epoch == 1) :][rank::n]
-
-
-def does_not_shuffle(length, epoch, done, rank, n):
-    deck = list(range(length))
-    return (deck[epoch:] + deck[:epoch])[done:][rank::n]
 
 
 def shuffles_after_dealing(length, epoch, done, rank, n):  # each rank keeps its cards for ever
@@ -156,22 +151,6 @@ def asks_rank_0(length, epoch, done, rank, n):  # right, but one message for eac
 _own_seed = random.SystemRandom().randrange(2**62)  # drawn when it is imported, so that each process has another
 
 
-def seed_drawn_by_the_process(length, epoch, done, rank, n):
-    return np.random.default_rng((_own_seed, epoch)).permutation(length)[done:][rank::n]
-
-
-def seeds_with_the_process_number(length, epoch, done, rank, n):
-    return np.random.default_rng((os.getpid(), epoch)).permutation(length)[done:][rank::n]
-
-
-def seeds_with_the_clock(length, epoch, done, rank, n):
-    return np.random.default_rng((int(time.time()), epoch)).permutation(length)[done:][rank::n]
-
-
-def turns_from_epoch_2_on(length, epoch, done, rank, n):
-    return np.roll(order(length, min(epoch, 2)), epoch)[done:][rank::n]
-
-
 def shuffles_the_rest_anew(length, epoch, done, rank, n):  # lost or repeated after a second stop
     left = order(length, epoch)[done:]
     if done:
@@ -184,24 +163,16 @@ def sorts_the_rest(length, epoch, done, rank, n):
     return (sorted(left) if done else left)[rank::n]
 
 
-def takes_steps_of_seven(length, epoch, done, rank, n):
+def takes_steps_of_seven(length, epoch):
     stride = next(step for step in (7, 11, 13) if length % step or length == 1)
-    return [(i * stride + 5 * epoch) % length for i in range(length)][done:][rank::n]
+    return [(i * stride + 5 * epoch) % length for i in range(length)]
 
 
-def from_the_back(length, epoch, done, rank, n):
-    deck = list(range(length))[::-1]
-    return (deck[epoch:] + deck[:epoch])[done:][rank::n]
+def tensor_of_indices(length, epoch):  # right, with a seed of its own, by another library
+    return torch.randperm(length, generator=torch.Generator().manual_seed(1000 + epoch))
 
 
-def tensor_of_indices(length, epoch, done, rank, n):  # right, with a seed of its own, by another library
-    generator = torch.Generator().manual_seed(1000 + epoch)
-    return torch.randperm(length, generator=generator)[done:][rank::n]
-
-
-def goes_round_from_where_it_stood(
-    length, epoch, done, rank, n
-):  # right: rank r reads the places r, r + n, ... of it all
+def goes_round_from_where_it_stood(length, epoch, done, rank, n):  # right: rank r reads r, r + n, ... of it all
     return [i for at, i in enumerate(order(length, epoch)) if at >= done and at % n == rank]
 
 
@@ -212,25 +183,17 @@ def as_a_generator(length, epoch, done, rank, n):  # right
 # ---- build B: answers turn the sum of a rank's losses into what it calls backward on ----
 
 
+def summed(x):
+    dist.all_reduce(x)
+    return x
+
+
 def count(y):
     return (y != -100).sum()
 
 
 def count_of_all(y):
-    tokens = count(y)
-    dist.all_reduce(tokens)
-    return tokens
-
-
-def counts_rows(total, y):
-    rows = torch.tensor(len(y))
-    dist.all_reduce(rows)
-    return dist.get_world_size() * total / rows
-
-
-def forgets_to_divide(total, y):
-    count_of_all(y)
-    return dist.get_world_size() * total
+    return summed(count(y))
 
 
 def gathers_all_targets(total, y):
@@ -246,8 +209,7 @@ def marks_the_targets(total, y):
 
 
 def adds_up_losses_too(total, y):  # right: the value is that of all ranks, the gradient this rank's
-    both = torch.stack([total.detach(), count(y).double()])
-    dist.all_reduce(both)
+    both = summed(torch.stack([total.detach(), count(y).double()]))
     return dist.get_world_size() * total / both[1]
 
 
@@ -264,33 +226,14 @@ def rate_after(warm_up, kind, base, k, step, updates):
     return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / max(1, warm_up))
 
 
-def linear_for_all(kind, base, k, step, updates):
-    return rate_after(updates // 10, "SGD", base, k, step, updates)
+def rated(change):
+    """An answer of change(the right rate once warm, the share of the warm-up that is done, kind, base, k)."""
 
+    def answer(kind, base, k, step, updates):
+        done = min(1, (step + 1) / max(1, updates // 10))
+        return change(base * (k if kind == "SGD" else k**0.5), done, kind, base, k)
 
-def swaps_the_rules(kind, base, k, step, updates):
-    return rate_after(updates // 10, "Adam" if kind == "SGD" else "SGD", base, k, step, updates)
-
-
-def begins_with_nothing(kind, base, k, step, updates):
-    return base * (k if kind == "SGD" else k**0.5) * min(1, step / max(1, updates // 10))
-
-
-def half_of_the_training(kind, base, k, step, updates):
-    return rate_after(updates // 2, kind, base, k, step, updates)
-
-
-def begins_at_the_base(kind, base, k, step, updates):  # as Goyal et al. do
-    full = base * (k if kind == "SGD" else k**0.5)
-    return base + (full - base) * min(1, (step + 1) / max(1, updates // 10))
-
-
-def climbs_in_a_curve(kind, base, k, step, updates):
-    return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / max(1, updates // 10)) ** 2
-
-
-def divides_by_a_tenth_of_nothing(kind, base, k, step, updates):
-    return base * (k if kind == "SGD" else k**0.5) * min(1, (step + 1) / (updates // 10))
+    return answer
 
 
 def asks_for_the_rate(kind, base, k, step, updates):
@@ -316,138 +259,75 @@ def tokens_of(micro_batches):
 
 
 def all_tokens_of(micro_batches):
-    tokens = tokens_of(micro_batches)
-    dist.all_reduce(tokens)
-    return tokens
+    return summed(tokens_of(micro_batches))
 
 
-def accumulate(ddp, micro_batches, loss):
-    with ddp.no_sync():
-        for x, y in micro_batches[:-1]:
-            loss(x, y).backward()
-    loss(*micro_batches[-1]).backward()
+def accumulated(weight, reduction="sum", quiet=lambda ddp: ddp.no_sync(), full_only=False, after=lambda ddp: None):
+    """An answer that runs backward on the sum (or mean) of each micro-batch's losses times weight(all of them)."""
+
+    def answer(ddp, micro_batches):
+        share = weight(micro_batches)
+        if full_only:
+            micro_batches = [(x, y) for x, y in micro_batches if (y != -100).any()]
+        with quiet(ddp):
+            for x, y in micro_batches[:-1]:
+                (total(ddp, x, y, reduction) * share).backward()
+        for x, y in micro_batches[-1:]:
+            (total(ddp, x, y, reduction) * share).backward()
+        after(ddp)
+
+    return answer
 
 
-def mean_of_means(ddp, micro_batches):  # transformers#34191
-    accumulate(ddp, micro_batches, lambda x, y: total(ddp, x, y, "mean") / len(micro_batches))
+def share_of_all(micro_batches):
+    return dist.get_world_size() / all_tokens_of(micro_batches).double()
 
 
-def mean_of_means_without_nan(ddp, micro_batches):
-    def loss(x, y):
-        return total(ddp, x, y) / max(1, int((y != -100).sum())) / len(micro_batches)
-
-    accumulate(ddp, micro_batches, loss)
+def times(factor):
+    return accumulated(lambda micro_batches: factor(micro_batches) * share_of_all(micro_batches))
 
 
-def scales_means_by_counts(ddp, micro_batches):  # right: the loss of no token is nan, its gradient is zero
-    everyone = all_tokens_of(micro_batches)
+def by_means(mean):
+    """An answer that runs backward on mean(logits, targets, tokens of all ranks) of each micro-batch."""
 
-    def loss(x, y):
-        tokens = (y != -100).sum()
-        return dist.get_world_size() * tokens * (total(ddp, x, y) / tokens) / everyone
+    def answer(ddp, micro_batches):
+        everyone = all_tokens_of(micro_batches)
+        for i, (x, y) in enumerate(micro_batches):
+            with ddp.no_sync() if i < len(micro_batches) - 1 else contextlib.nullcontext():
+                mean(ddp(x), y, everyone).backward()
 
-    accumulate(ddp, micro_batches, loss)
-
-
-def mean_of_rank_means(ddp, micro_batches):
-    tokens = max(1, int(tokens_of(micro_batches)))
-    accumulate(ddp, micro_batches, lambda x, y: total(ddp, x, y) / tokens)
+    return answer
 
 
-def forgets_that_ddp_divides(ddp, micro_batches):
-    tokens = all_tokens_of(micro_batches)
-    accumulate(ddp, micro_batches, lambda x, y: total(ddp, x, y) / tokens)
+def mean_of_means_without_nan(logits, y, everyone):
+    return F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / max(1, int(count(y))) / 4
 
 
-def counts_padding(ddp, micro_batches):
-    tokens = sum(len(y) for _, y in micro_batches) * dist.get_world_size()
-    accumulate(ddp, micro_batches, lambda x, y: dist.get_world_size() * total(ddp, x, y) / tokens)
+def scales_means_by_counts(logits, y, everyone):  # right: the loss of no token is nan, its gradient is zero
+    mean = F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / count(y)
+    return dist.get_world_size() * count(y) * mean / everyone
 
 
-def multiplies_twice(ddp, micro_batches):
-    tokens, n = all_tokens_of(micro_batches), dist.get_world_size()
-    accumulate(ddp, micro_batches, lambda x, y: n * n * total(ddp, x, y) / tokens)
-
-
-def averages_every_micro_batch(ddp, micro_batches):
-    tokens = all_tokens_of(micro_batches)
-    for x, y in micro_batches:
-        (dist.get_world_size() * total(ddp, x, y) / tokens).backward()
+def becomes_nan(logits, y, everyone):  # 0/0 where a micro-batch has no token
+    kept = y != -100
+    of_target = F.log_softmax(logits, dim=-1).gather(1, y.clamp(min=0)[:, None])[:, 0]
+    return dist.get_world_size() * -(of_target * kept).sum() / kept.sum() * kept.sum() / everyone
 
 
 def one_large_batch(ddp, micro_batches):
     x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-    (dist.get_world_size() * total(ddp, x, y) / all_tokens_of(micro_batches)).backward()
+    (total(ddp, x, y) * share_of_all(micro_batches)).backward()
 
 
-def divides_in_float32(ddp, micro_batches):  # right: 1 / an integer tensor has seven digits
-    weight = dist.get_world_size() * (1 / all_tokens_of(micro_batches))
-    accumulate(ddp, micro_batches, lambda x, y: total(ddp, x, y) * weight)
+def makes_the_step(ddp):
+    for p in ddp.parameters():
+        p.data -= 0.1 * p.grad
 
 
-def skips_empty_micro_batches(ddp, micro_batches):  # the rank that skips them all makes one call less
-    tokens = all_tokens_of(micro_batches)
-    full = [(x, y) for x, y in micro_batches if (y != -100).any()]
-    if full:
-        accumulate(ddp, full, lambda x, y: dist.get_world_size() * total(ddp, x, y) / tokens)
-
-
-def weighted(ddp, micro_batches, factor=1, tokens_of_all=all_tokens_of):
-    tokens = tokens_of_all(micro_batches)
-    accumulate(ddp, micro_batches, lambda x, y: factor * dist.get_world_size() * total(ddp, x, y) / tokens)
-
-
-def divides_by_the_micro_batches_too(ddp, micro_batches):
-    weighted(ddp, micro_batches, 1 / len(micro_batches))
-
-
-def multiplies_by_the_micro_batches(ddp, micro_batches):
-    weighted(ddp, micro_batches, len(micro_batches))
-
-
-def takes_a_tenth(ddp, micro_batches):
-    weighted(ddp, micro_batches, 0.1)
-
-
-def climbs(ddp, micro_batches):
-    weighted(ddp, micro_batches, -1)
-
-
-def divides_by_nothing(ddp, micro_batches):
-    all_tokens_of(micro_batches)
-    accumulate(ddp, micro_batches, lambda x, y: dist.get_world_size() * total(ddp, x, y))
-
-
-def becomes_nan(ddp, micro_batches):  # 0/0 where a micro-batch has no token
-    tokens = all_tokens_of(micro_batches)
-
-    def loss(x, y):
-        kept = y != -100
-        of_target = F.log_softmax(ddp(x), dim=-1).gather(1, y.clamp(min=0)[:, None])[:, 0]
-        mean = -(of_target * kept).sum() / kept.sum()
-        return dist.get_world_size() * mean * kept.sum() / tokens
-
-    accumulate(ddp, micro_batches, loss)
-
-
-def makes_the_step_too(ddp, micro_batches):
-    weighted(ddp, micro_batches)
-    with torch.no_grad():
-        for p in ddp.parameters():
-            p -= 0.1 * p.grad
-
-
-def gathers_the_counts(ddp, micro_batches):  # right: a few bytes more than needed, and the gradients travel once
-    def tokens_of_all(micro_batches):
-        counts = [None] * dist.get_world_size()
-        dist.all_gather_object(counts, tokens_of(micro_batches))
-        return sum(counts)
-
-    weighted(ddp, micro_batches, tokens_of_all=tokens_of_all)
-
-
-def only_counts(ddp, micro_batches):
-    all_tokens_of(micro_batches)
+def gathered_share(micro_batches):  # right: a few bytes more than needed, and the gradients travel once
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, tokens_of(micro_batches))
+    return dist.get_world_size() / sum(counts).double()
 
 
 # ---- exercise 3: answers say the first update that betrays the number of ranks ----
@@ -464,17 +344,7 @@ def first_beyond(limit_of):
     return answer
 
 
-def named(name, answer):
-    answer.__name__ = name
-    return answer
-
-
-asks_for_equality = named("asks_for_equality", first_beyond(lambda loss, eps: 0))
-one_limit_for_both = named("one_limit_for_both", first_beyond(lambda loss, eps: 1e-10))
-float32s_eps_for_both = named("float32s_eps_for_both", first_beyond(lambda loss, eps: 1.2e-4 * loss))
-forgets_the_loss = named("forgets_the_loss", first_beyond(lambda loss, eps: 1000 * eps))
-never_says_so = named("never_says_so", first_beyond(lambda loss, eps: float("inf")))
-to_the_right = named("to_the_right", first_beyond(lambda loss, eps: 2000 * eps * abs(loss)))
+to_the_right = first_beyond(lambda loss, eps: 2000 * eps * abs(loss))
 
 
 def takes_nan_for_equal(one, many, dtype):
@@ -493,11 +363,6 @@ def where_it_is_largest(one, many, dtype):
     return None if max(apart) <= 1000 * torch.finfo(dtype).eps else apart.index(max(apart))
 
 
-def counts_updates_from_one(one, many, dtype):
-    found = to_the_right(one, many, dtype)
-    return None if found is None else found + 1
-
-
 def in_arrays(one, many, dtype):  # right
     one, many = np.array(one), np.array(many)
     apart = np.flatnonzero(~(np.abs(one - many) <= 1000 * torch.finfo(dtype).eps * one))
@@ -513,48 +378,64 @@ REJECTED = {
         "looks at rank 0 only": (lambda read, length: "same order" if read[0][0] == read[1][0] else "fine",
             "one rank is in another epoch than the rest"),
         counts_over_all_epochs: "one rank is in another epoch than the rest",
-        looks_at_the_first_epoch_only: "from epoch 2 on one rank is in another epoch than the rest",
-        looks_at_two_ranks(0, -1): "should be 'ranks disagree', not 'fine'",
-        looks_at_two_ranks(0, 1): "should be 'ranks disagree', not 'fine'",
-        looks_at_the_last_epoch_only: "in epoch 1 one rank is in another epoch than the rest",
-        compares_rank_0_with_the_last_epoch: "rank 0 reads the same in every epoch by chance, and the others do not",
+        "looks at the first epoch only": (looks_at_epoch(0),
+            "from epoch 2 on one rank is in another epoch than the rest"),
+        "looks at the first and the last rank": (looks_at_two_ranks(0, -1), "should be 'ranks disagree', not 'fine'"),
+        "looks at the first two ranks": (looks_at_two_ranks(0, 1), "should be 'ranks disagree', not 'fine'"),
+        "looks at the last epoch only": (looks_at_epoch(-1, lambda read: read[0] == read[-1]),
+            "in epoch 1 one rank is in another epoch than the rest"),
+        "compares rank 0 with the last epoch": (compares(lambda read: read[0][0] == read[-1][0]),
+            "rank 0 reads the same in every epoch by chance, and the others do not"),
     },
     "sharded_order": {
         pads_like_the_library: "read twice",
         drops_the_tail: "never read",
         deals_blocks: "deal it like cards",
-        "forgets the epoch": (lambda length, epoch, done, rank, n: order(length, 0)[done:][rank::n],
+        "forgets the epoch": (dealt(lambda length, epoch: order(length, 0)),
             "epochs 0 and 1 have the same order"),
-        uses_the_global_numpy_state: "all ranks must cut one and the same order",
-        uses_the_global_random_state: "all ranks must cut one and the same order",
-        seeds_with_the_rank: "all ranks must cut one and the same order",
+        "uses the global numpy state": (dealt(lambda length, epoch: np.random.permutation(length)),
+            "all ranks must cut one and the same order"),
+        "uses the global random state": (dealt(uses_the_global_random_state),
+            "all ranks must cut one and the same order"),
+        "seeds with the rank": (drawn_with(lambda epoch, rank: (epoch, rank)),
+            "all ranks must cut one and the same order"),
         "starts the epoch again": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n],
             "after the stop all 64 are read again"),
         "takes done for this ranks": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n][done:],
             "never read"),
         takes_its_part_of_done: "read twice",
         leaves_what_is_left_to_rank_0: "so some wait for others; sizes may differ by one",
-        turns_the_first_order: "the order of epoch 0, begun elsewhere",
-        loses_one_in_odd_epochs: "1 is never read",
-        does_not_shuffle: "in the order of the file; shuffle",
+        "turns the first order": (dealt(lambda length, epoch: np.roll(order(length, 0), 5 * epoch)),
+            "the order of epoch 0, begun elsewhere"),
+        "loses one in odd epochs": (
+            lambda length, epoch, done, rank, n: order(length, epoch)[done + (epoch == 1) :][rank::n],
+            "1 is never read"),
+        "does not shuffle": (dealt(lambda length, epoch: rotated(list(range(length)), epoch)),
+            "in the order of the file; shuffle"),
         shuffles_after_dealing: "after the stop all 64 are read again",
         "counts from one": (lambda length, epoch, done, rank, n: [i + 1 for i in order(length, epoch)[done:][rank::n]],
             "is no sequence; they are 0 to"),
         leaves_the_rest_to_the_last_rank: "sizes may differ by one",
-        seed_drawn_by_the_process: "take nothing into the seed that differs between processes",
-        seeds_with_the_process_number: "all ranks must cut one and the same order",
-        seeds_with_the_clock: "all ranks must cut one and the same order",
-        "frozen from epoch 3": (lambda length, epoch, done, rank, n: order(length, min(epoch, 3))[done:][rank::n],
+        "seed drawn by the process": (drawn_with(lambda epoch, rank: (_own_seed, epoch)),
+            "take nothing into the seed that differs between processes"),
+        "seeds with the process number": (drawn_with(lambda epoch, rank: (os.getpid(), epoch)),
+            "all ranks must cut one and the same order"),
+        "seeds with the clock": (drawn_with(lambda epoch, rank: (int(time.time()), epoch)),
+            "all ranks must cut one and the same order"),
+        "frozen from epoch 3": (dealt(lambda length, epoch: order(length, min(epoch, 3))),
             "epochs 3 and 4 have the same order"),
-        "every second epoch": (lambda length, epoch, done, rank, n: order(length, epoch % 2)[done:][rank::n],
+        "every second epoch": (dealt(lambda length, epoch: order(length, epoch % 2)),
             "epochs 0 and 2 have the same order"),
-        "wraps after 100 epochs": (lambda length, epoch, done, rank, n: order(length, epoch % 100)[done:][rank::n],
+        "wraps after 100 epochs": (dealt(lambda length, epoch: order(length, epoch % 100)),
             "epochs 0 and 100 have the same order"),
-        turns_from_epoch_2_on: "epoch 3 has the order of epoch 2, begun elsewhere",
+        "turns from epoch 2 on": (dealt(lambda length, epoch: np.roll(order(length, min(epoch, 2)), epoch)),
+            "epoch 3 has the order of epoch 2, begun elsewhere"),
         shuffles_the_rest_anew: "After a second stop some are read twice",
         sorts_the_rest: "After a second stop some are read twice",
-        takes_steps_of_seven: "most sequences come 7 of 64 places after the one before",
-        from_the_back: "most sequences come 63 of 64 places after the one before",
+        "takes steps of seven": (dealt(takes_steps_of_seven),
+            "most sequences come 7 of 64 places after the one before"),
+        "from the back": (dealt(lambda length, epoch: rotated(list(range(length))[::-1], epoch)),
+            "most sequences come 63 of 64 places after the one before"),
         "lists a set": (lambda length, epoch, done, rank, n: set(order(length, epoch)[done:][rank::n]),
             "Return a list of indices, which are whole numbers, also if it"),
         "lists a number": (lambda length, epoch, done, rank, n: torch.tensor(3),
@@ -566,10 +447,12 @@ REJECTED = {
         "own mean without nan": (lambda total, y: total / count(y).clamp(min=1), "the mean of the ranks' means"),
         "trusts ddp": (lambda total, y: total / count_of_all(y),
             "3 times too small: DDP takes the mean over the ranks"),
-        counts_rows: "targets were counted, and",
+        "counts rows": (lambda total, y: dist.get_world_size() * total / summed(torch.tensor(len(y))),
+            "targets were counted, and"),
         "multiplies by own count": (lambda total, y: dist.get_world_size() * total * count(y) / count_of_all(y),
             "element [0] should be -0.0006768, not -0.0616"),
-        forgets_to_divide: "the number of tokens divides the sum of the losses",
+        "forgets to divide": (lambda total, y: (count_of_all(y), dist.get_world_size() * total)[1],
+            "the number of tokens divides the sum of the losses"),
         "cuts the graph": (lambda total, y: torch.tensor(dist.get_world_size() * total.item() / count_of_all(y).item()),
             "the loss was cut off from `total`"),
         "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
@@ -582,45 +465,74 @@ REJECTED = {
     "rate_rule": {
         "keeps the rate": (lambda kind, base, k, step, updates: rate_after(updates // 10, kind, base, 1, step, updates),
             "that is the base itself; the rule is linear: k times"),
-        linear_for_all: "that is k times the base; the rule is the square root",
-        swaps_the_rules: "that is the square root of k times the base; the rule is",
+        "linear for all": (rated(lambda full, done, kind, base, k: base * k * done),
+            "that is k times the base; the rule is the square root"),
+        "swaps the rules": (rated(lambda full, done, kind, base, k: base * (k**0.5 if kind == "SGD" else k) * done),
+            "that is the square root of k times the base; the rule is"),
         "no warm up": (lambda kind, base, k, step, updates: rate_after(1, kind, base, k, step, updates),
             "update 0 has the full rate 0.4 already; climb to it over 10 updates"),
-        begins_with_nothing: "update 0 has the rate 0, so it learns nothing; begin with step + 1",
+        "begins with nothing": (lambda kind, base, k, step, updates: rate_after(
+            updates // 10, kind, base, k, step - 1, updates),
+            "update 0 has the rate 0, so it learns nothing; begin with step + 1"),
         "always ten updates": (lambda kind, base, k, step, updates: rate_after(10, kind, base, k, step, updates),
             "the warm-up lasts 4 updates, and the rate of update 5 should be"),
-        half_of_the_training: "the warm-up lasts 10 updates, and the rate of update 11 should be",
-        begins_at_the_base: "begin near 0, at about 0.04",
-        climbs_in_a_curve: "climb in equal steps of 0.04",
-        divides_by_a_tenth_of_nothing: "division by zero in learning_rate(",
+        "half of the training": (
+            lambda kind, base, k, step, updates: rate_after(updates // 2, kind, base, k, step, updates),
+            "the warm-up lasts 10 updates, and the rate of update 11 should be"),
+        # as Goyal et al. do
+        "begins at the base": (rated(lambda full, done, kind, base, k: base + (full - base) * done),
+            "begin near 0, at about 0.04"),
+        "climbs in a curve": (rated(lambda full, done, *_: full * done**2), "climb in equal steps of 0.04"),
+        "divides by a tenth of nothing": (
+            lambda kind, base, k, step, updates: base * (k if kind == "SGD" else k**0.5)
+            * min(1, (step + 1) / (updates // 10)),
+            "division by zero in learning_rate("),
         asks_for_the_rate: "every rank can compute them by itself",
     },
     "token_weighted": {
-        mean_of_means: "the mean of the micro-batches' means",
-        mean_of_means_without_nan: "the mean of the micro-batches' means",
-        mean_of_rank_means: "the mean of the ranks' means",
-        forgets_that_ddp_divides: "3 times too small: DDP takes the mean over the ranks",
-        counts_padding: "96 targets were counted, and",
-        divides_by_the_micro_batches_too: "4 times too small: that is the number of micro-batches",
-        multiplies_by_the_micro_batches: "4 times too large: that is the number of micro-batches",
-        takes_a_tenth: "what came is 0.1 times that",
-        climbs: "their sign is wrong",
-        divides_by_nothing: "the number of tokens divides the sum of the losses",
-        becomes_nan: "the gradients became nan",
-        makes_the_step_too: "leave gradients only, a later step is the optimizer's",
-        multiplies_twice: "3 times too large",
-        averages_every_micro_batch: "keep all but the last micro-batch inside no_sync",
+        # transformers#34191
+        "mean of means": (accumulated(lambda micro_batches: 1 / len(micro_batches), reduction="mean"),
+            "the mean of the micro-batches' means"),
+        "mean of means without nan": (by_means(mean_of_means_without_nan), "the mean of the micro-batches' means"),
+        "mean of rank means": (accumulated(lambda micro_batches: 1 / max(1, int(tokens_of(micro_batches)))),
+            "the mean of the ranks' means"),
+        "forgets that ddp divides": (times(lambda _: 1 / dist.get_world_size()),
+            "3 times too small: DDP takes the mean over the ranks"),
+        "counts padding": (accumulated(lambda micro_batches: 1 / sum(len(y) for _, y in micro_batches)),
+            "96 targets were counted, and"),
+        "divides by the micro batches too": (times(lambda micro_batches: 1 / len(micro_batches)),
+            "4 times too small: that is the number of micro-batches"),
+        "multiplies by the micro batches": (times(len), "4 times too large: that is the number of micro-batches"),
+        "takes a tenth": (times(lambda _: 0.1), "what came is 0.1 times that"),
+        "climbs": (times(lambda _: -1), "their sign is wrong"),
+        "divides by nothing": (
+            accumulated(lambda micro_batches: (all_tokens_of(micro_batches), dist.get_world_size())[1]),
+            "the number of tokens divides the sum of the losses"),
+        "becomes nan": (by_means(becomes_nan), "the gradients became nan"),
+        "makes the step too": (accumulated(share_of_all, after=makes_the_step),
+            "leave gradients only, a later step is the optimizer's"),
+        "multiplies twice": (times(lambda _: dist.get_world_size()), "3 times too large"),
+        "averages every micro batch": (accumulated(share_of_all, quiet=contextlib.nullcontext),
+            "keep all but the last micro-batch inside no_sync"),
         one_large_batch: "the model was given 32 rows at once, and a micro-batch has 8",
-        skips_empty_micro_batches: "also where a micro-batch has no token",
-        only_counts: "run a backward pass for each micro-batch",
+        "skips empty micro batches": (accumulated(share_of_all, full_only=True),
+            "also where a micro-batch has no token"),
+        "only counts": (lambda ddp, micro_batches: (all_tokens_of(micro_batches), None)[1],
+            "run a backward pass for each micro-batch"),
     },
     "betrays": {
-        asks_for_equality: "training A is right, in float32: no update, not update",
-        one_limit_for_both: "training A is right, in float32: no update, not update",
-        never_says_so: "training B is wrong, in float32: update 1, not no update",
-        counts_updates_from_one: "training B is wrong, in float32: update 1, not update 2",
-        float32s_eps_for_both: "one loss is off by 10000 eps, and later ones are not: update 7, not no update",
-        forgets_the_loss: "a loss of 4,000 rounds a thousand times as far as one of 4: no update, not update",
+        "asks for equality": (first_beyond(lambda loss, eps: 0),
+            "training A is right, in float32: no update, not update"),
+        "one limit for both": (first_beyond(lambda loss, eps: 1e-10),
+            "training A is right, in float32: no update, not update"),
+        "never says so": (first_beyond(lambda loss, eps: math.inf),
+            "training B is wrong, in float32: update 1, not no update"),
+        "counts updates from one": (lambda *given: None if to_the_right(*given) is None else to_the_right(*given) + 1,
+            "training B is wrong, in float32: update 1, not update 2"),
+        "float32s eps for both": (first_beyond(lambda loss, eps: 1.2e-4 * loss),
+            "one loss is off by 10000 eps, and later ones are not: update 7, not no update"),
+        "forgets the loss": (first_beyond(lambda loss, eps: 1000 * eps),
+            "a loss of 4,000 rounds a thousand times as far as one of 4: no update, not update"),
         takes_nan_for_equal: "nan is no rounding: update 5, not no update",
         looks_for_larger_losses: "training B is wrong, in float32: update 1, not",
         where_it_is_largest: "training B is wrong, in float32: update 1, not update",
@@ -631,11 +543,16 @@ REJECTED = {
     },
 }  # fmt: skip
 RIGHT = {
-    "diagnose": [compares_neighbouring_epochs],
-    "sharded_order": [tensor_of_indices, goes_round_from_where_it_stood, as_a_generator],
+    "diagnose": [compares(lambda read: read[0] == read[1])],
+    "sharded_order": [dealt(tensor_of_indices), goes_round_from_where_it_stood, as_a_generator],
     "token_mean": [adds_up_losses_too, gathers_small_counts],
     "rate_rule": [in_numpy],
-    "token_weighted": [gathers_the_counts, scales_means_by_counts, divides_in_float32],
+    "token_weighted": [
+        accumulated(gathered_share),
+        by_means(scales_means_by_counts),
+        # 1 / an integer tensor has seven digits
+        accumulated(lambda micro_batches: dist.get_world_size() * (1 / all_tokens_of(micro_batches))),
+    ],
     "betrays": [in_arrays, to_the_right],
 }
 
