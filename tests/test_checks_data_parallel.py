@@ -320,7 +320,8 @@ REJECTED = {
         "matrices": (each(averages_matrices), "the gradients should be the mean over the ranks: element ["),
     },
     "bucket_start": {
-        "blocks": (started(lambda flat: dist.all_reduce(flat)), "your function waited for the other ranks, so backward stands still"),
+        "blocks": (started(lambda flat: dist.all_reduce(flat)),
+            "your function waited for the other ranks, so backward stands still"),
         "waits at once": (started(after=lambda bucket: bucket.work.wait()), "leave the waiting to finish()"),
         "no handle": (started(keeps=False),
             "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not"),
