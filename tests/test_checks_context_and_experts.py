@@ -371,7 +371,7 @@ REJECTED = {
     },
     "finish": {
         "experts left alone": (_finish(experts=lambda g, n: g),
-            "the exchange has summed over the losses of 3 ranks, so divide"),
+            "the exchange has summed over the losses of all 3 ranks, so divide"),
         "experts as copies": (_finish(reduce_experts=True), "other ranks' experts are other experts"),
         "sums": (_finish(copies=lambda g, n: g), "the sum; each rank's loss is a mean"),
         "twice": (_finish(experts=lambda g, n: g / n**2), "divided by 3 twice"),
