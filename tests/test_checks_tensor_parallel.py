@@ -387,7 +387,7 @@ REJECTED = {
         "round robin": (_heads(queries=lambda h, t, r: list(range(r, h, t))), "of rank 0 should be [0, 1], not [0, 4]"),
         "refuses nothing": (_heads(refuse=False), "raise a ValueError that names 8 and 3, and do not return the"),
         "no numbers": (_heads(names=False), "raise a ValueError that names 8 and 3; yours says does not fit"),
-        "another error": (_heads(error=AssertionError), "your code raised AssertionError"),
+        "another error": (_heads(error=AssertionError), "yours was AssertionError"),
     },
 }  # fmt: skip
 RIGHT = {
