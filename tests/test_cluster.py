@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
 from manyhands.notebook.control_lines import ControlLines
 from manyhands.notebook.engine_processes import engine_launcher
@@ -67,6 +68,25 @@ def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch
     assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True) is None
     with pytest.raises(RanksError, match="2 nodes need MPI"):
         engine_processes.Processes(4, Allocation("pbs", TWO, 4), mpi=True)
+
+
+def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_path, monkeypatch):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\necho 'step creation temporarily disabled, retrying'\nexec sleep 600\n")
+    launcher.chmod(0o755)
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", str(launcher))
+    monkeypatch.setattr(engine_processes, "START_TIMEOUT_S", 3)
+    processes = engine_processes.Processes(2, Allocation("local", ("here",)), mpi=True)
+    try:
+        with pytest.raises(RanksError) as late:
+            processes.wait_until(lambda: False, lambda: "only 0 of 2 ranks started")
+    finally:
+        processes.stop()
+    assert str(late.value) == (
+        "only 0 of 2 ranks started within 3 s; run `make doctor`, or start fewer with n_ranks. "
+        f"What was printed ({launcher} -n 2):\nengines: step creation temporarily disabled, retrying"
+    )
+    assert Family(processes.mark, engine_processes.MARK).members() == []
 
 
 def talk(lines, **hello):

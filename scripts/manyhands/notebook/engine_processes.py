@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from manyhands.notebook.watchdog import MARK
 
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
+LAST_LINES = 10  # of what a process printed, in an error
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
 # A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as
 # there.
@@ -123,18 +125,27 @@ class Processes:
         return self.connection_file.exists() and self.connection_file.stat().st_size > 0
 
     def wait_until(self, there, late):
-        """Wait until `there()`. Raises RanksError with the log of what ended, or with `late()` after a while."""
+        """Wait until `there()`. Raises RanksError with the end of what was printed: at once where a process has ended,
+        with `late()` after START_TIMEOUT_S."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not there():
-            for child in self._children:
-                if child.poll() is not None:
-                    text = (self.folder / f"{child.name}.log").read_text(errors="replace").strip()
-                    why = f"{child.name} ended with status {child.returncode}: {text[-600:] or 'no output'}"
-                    raise RanksError(f"the ranks did not start; {why}")
+            ended = [child for child in self._children if child.poll() is not None]
+            if ended:
+                why = f"{ended[0].name} ended with status {ended[0].returncode}"
+                raise RanksError(f"the ranks did not start; {why}: {self._printed(ended[0]) or 'no output'}")
             if time.monotonic() > deadline:
-                cure = "run `make doctor`, or start fewer with n_ranks"
-                raise RanksError(f"{late()} within {START_TIMEOUT_S} s; {cure}")
+                starter = f" ({shlex.join(self.launcher)})" if self.launcher else ""
+                printed = [f"{child.name}: {text}" for child in self._children if (text := self._printed(child))]
+                raise RanksError(
+                    f"{late()} within {START_TIMEOUT_S} s; run `make doctor`, or start fewer with n_ranks. "
+                    + "\n".join([f"What was printed{starter}:", *(printed or ["nothing"])])
+                )
             time.sleep(0.05)
+
+    def _printed(self, child):
+        """The last lines of a process."""
+        lines = (self.folder / f"{child.name}.log").read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-LAST_LINES:])
 
     def stop(self):
         Family(self.mark, MARK).kill()
