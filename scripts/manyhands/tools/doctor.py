@@ -1,30 +1,53 @@
 """What this machine has and what it lacks for the course: a line per check, each with its remedy.
 
-`doctor_software` has the checks of what is installed; those of the machine are here.
+A check returns what it found, or raises a Fault with what to do. CHECKS is the table of all of them. Only the standard
+library is imported before it is needed: the doctor also runs where nothing is installed.
 """
 
 import argparse
+import functools
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import shutil
+import signal
+import site
 import socket
+import subprocess
+import sys
 import tempfile
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
 from manyhands.launch.login_node import login_node
-from manyhands.tools import doctor_software as software
-from manyhands.tools.doctor_software import Fault, error, warning
 
 GIB = 2**30
+OLDEST = (3, 11)
+SLOW_IMPORT_S = 20
+MPI_TIMEOUT_S = 45
 LESSON_BYTES = 3 * GIB  # what a lesson may hold with 4 ranks
 LEAST_BYTES = 3 * GIB // 2  # below this not even 2 ranks start
 NOTEBOOK_PROCESSES = 150  # processes and threads of a notebook with 4 ranks, and then some
 OPEN_FILES = 1024
-SHM_BYTES = 256 * 2**20  # MPICH's ranks talk through it; a container's default is 64 MiB
-DISK_BYTES, DISK_FILES = GIB // 2, 1000
-PORTS = 40  # what a few notebooks at once listen on
+SHM = Path("/dev/shm")  # MPICH's ranks talk through it; a container's default is 64 MiB
+SHM_BYTES = 256 * 2**20
+DISK_BYTES = GIB // 2
 MARKS = {"ok": "OK", "warning": "warning", "error": "ERROR"}
+
+
+class Fault(Exception):
+    """What is not well: "warning" or "error", what was found, and what to do about it."""
+
+    def __init__(self, status, says, remedy):
+        super().__init__(says)
+        self.status, self.says, self.remedy = status, says, remedy
+
+
+warning, error = functools.partial(Fault, "warning"), functools.partial(Fault, "error")
 
 
 def examine(checks):
@@ -49,7 +72,7 @@ def main(argv=None, description=None, checks=None) -> int:
     parser.add_argument("--json", action="store_true", help="a list of findings for programs")
     options = parser.parse_args(argv)
     findings = []
-    for finding in examine(CHECKS if checks is None else checks):
+    for finding in examine(checks or CHECKS):
         findings.append(finding)
         if not options.json:
             print(f"{finding['check']:<11} {MARKS[finding['status']]:<8} {finding['says']}", flush=True)
@@ -64,120 +87,305 @@ def main(argv=None, description=None, checks=None) -> int:
     return int(counts["error"] > 0)
 
 
+def ask(command, timeout_s=30, environ=None) -> tuple[int | None, str]:
+    """(status, what it printed) of `command`; status None: it did not start, or was ended with all that it started."""
+    try:
+        child = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as problem:
+        return None, f"{command[0]} did not start: {problem.strerror}"
+    try:
+        said = child.communicate(timeout=timeout_s)[0]
+        return child.returncode, said
+    except subprocess.TimeoutExpired:
+        for number in (signal.SIGTERM, signal.SIGKILL):  # mpiexec ends its ranks, which have sessions of their own
+            with suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                os.killpg(child.pid, number)
+                child.wait(3)
+        return None, f"no answer within {timeout_s:g} s"
+
+
+def last_line(text):
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+def numbers(version):
+    """ "2.13.0+cpu" -> [2, 13, 0]: versions compare as numbers, not as text."""
+    return [int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", version)[0])]
+
+
+# ------------------------------------------------------------------ what is installed
+
+
+def python(version=sys.version_info, system=None):
+    text = f"{'.'.join(map(str, version[:3]))}, {sys.executable}"
+    if (system or platform.system()) == "Windows":
+        raise error("Windows itself has no gloo on loopback, no MPI wheel, no fork", "use Linux in WSL2")
+    if tuple(version[:2]) < OLDEST:
+        raise error(f"{text} is older than 3.11", "make kernel PYTHON=/path/to/python3.11 (or newer)")
+    return text
+
+
+def packages(version=importlib.metadata.version):
+    """Every package that pyproject.toml asks for: there, and within its range?"""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    missing, old = [], []
+    for name, least in (line.split(">=") for line in lines):
+        try:
+            if numbers(version(name)) < numbers(least):
+                old.append(f"{name} {version(name)} (>={least})")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise error(f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {ROOT}")
+    if old:
+        raise warning(f"too old: {', '.join(old)}", "make kernel, which installs the tested versions")
+    return f"all {len(lines)}, new enough"
+
+
+def paths(environ=os.environ, user_site=None, prefix=sys.prefix):
+    """What may be taken instead of the environment's packages: PYTHONPATH, ~/.local, another conda environment."""
+    names = ("torch", "numpy", "mpi4py", "ipyparallel", "ipykernel", "IPython", "matplotlib", "manyhands")
+    before = {Path(entry): "unset PYTHONPATH" for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    if site.ENABLE_USER_SITE and not environ.get("PYTHONNOUSERSITE"):
+        before[Path(user_site or site.getusersitepackages())] = "export PYTHONNOUSERSITE=1"
+    for folder, remedy in before.items():
+        here = [name for name in names if (folder / name).is_dir() or (folder / f"{name}.py").exists()]
+        if here and folder.resolve() != ROOT / "scripts":
+            raise error(f"{folder} has {', '.join(here)}: taken instead of the environment's", remedy)
+    active = environ.get("CONDA_PREFIX")
+    if active and Path(active).resolve() != Path(prefix).resolve():
+        says = f"conda's {active} is active, but this Python is in {prefix}"
+        raise warning(f"{says}: conda's mpiexec and libraries may come first", "conda deactivate")
+    return "nothing comes before the environment's packages"
+
+
+TORCH_PROBE = """
+import json, time
+start = time.perf_counter()
+import torch, torch.distributed as dist
+seconds = time.perf_counter() - start
+print(json.dumps({
+    "version": torch.__version__, "seconds": seconds, "gpu_build": torch.version.cuda or torch.version.hip or "",
+    "gloo": dist.is_available() and dist.is_gloo_available(),
+    "gpus": torch.accelerator.device_count() if torch.accelerator.is_available() else 0}))
+"""
+
+
+def torch(run=ask, which=shutil.which):
+    """Does it import (in a process of its own, because a broken one may crash), and see the GPUs of the driver?"""
+    status, text = run([sys.executable, "-c", TORCH_PROBE], 180)
+    if status != 0:
+        why = f"crashed: {last_line(text)}" if status is not None and status < 0 else last_line(text)
+        raise error(f"does not import ({why})", "make kernel; on a site's own Python: make kernel SITE_PYTHON=/path")
+    found = json.loads(last_line(text))
+    version, gpus = found["version"], found["gpus"]
+    if not found["gloo"]:
+        raise error(f"{version} has no gloo", "install a build with torch.distributed: make kernel")
+    listed = run(["nvidia-smi", "-L"], 20)[1] if which("nvidia-smi") else ""
+    there = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
+    if there and not found["gpu_build"]:
+        remedy = "install torch from the index that pytorch.org names, or make kernel SITE_PYTHON=/path"
+        raise warning(f"{there} GPUs here, but torch {version} is a CPU build", remedy)
+    if there and not gpus:
+        says = (
+            f"{there} GPUs here, torch (CUDA {found['gpu_build']}) sees none: an older driver, or CUDA_VISIBLE_DEVICES"
+        )
+        raise warning(says, "nvidia-smi shows the driver's CUDA version; unset CUDA_VISIBLE_DEVICES")
+    if found["seconds"] > SLOW_IMPORT_S:
+        says = f"{version}, but importing it took {found['seconds']:.0f} s: the file system is slow"
+        raise warning(says, "put the environment on a faster one, or use one shared by all (make shared PREFIX=/path)")
+    sees = f"sees {gpus} GPUs" if gpus else "no GPU: lessons run on the CPU"
+    return f"{version} with gloo, imported in {found['seconds']:.1f} s; {sees}"
+
+
+# one write: `print` writes in pieces where PYTHONUNBUFFERED is set, and the ranks' pieces mix
+HELLO = (
+    "import sys; from mpi4py import MPI; w = MPI.COMM_WORLD; "
+    "sys.stdout.write(f'hello {w.allreduce(1)} {w.size}\\n'); sys.stdout.flush()"
+)
+
+
+def mpi(launcher=None, login=None, run=ask):
+    """Do two ranks say hello to each other?"""
+    from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+
+    launcher = launcher or mpi_launcher(2)
+    install = f"{sys.executable} -m pip install mpich mpi4py, or load the site's MPI module; all else works without"
+    if launcher is None:
+        raise warning("no mpiexec here", install)
+    if login := login or login_node():
+        raise warning(f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node")
+    environ = {**loopback_mpi(), **os.environ}
+    _, text = run([*launcher, sys.executable, "-c", HELLO], timeout_s=MPI_TIMEOUT_S, environ=environ)
+    said, command = re.findall(r"hello (\d+) (\d+)", text), f"`{' '.join(launcher)}"
+    if said == [("1", "1")] * 2:
+        remedy = f"use the mpiexec beside {sys.executable}, or pip install --no-binary mpi4py mpi4py"
+        raise error(f"{command}` started two worlds of one: it belongs to another MPI than mpi4py", remedy)
+    if said != [("2", "2")] * 2:
+        raise error(f"two ranks did not say hello: {last_line(text)}", f"try {command} hostname`; {install}")
+    return f"2 ranks say hello: {launcher[0]}"
+
+
+def kernel(specs=None):
+    """Is the kernel "Many Hands" there, and does its Python exist?"""
+    if specs is None:
+        from jupyter_client.kernelspec import KernelSpecManager
+
+        specs = {name: entry["spec"] for name, entry in KernelSpecManager().get_all_specs().items()}
+    if "manyhands" not in specs:
+        raise warning('no kernel "Many Hands"', "make kernel")
+    python = specs["manyhands"]["argv"][0]
+    if shutil.which(python) is None:
+        raise error(f'the kernel "Many Hands" starts {python}, which is not there', "make kernel")
+    if not specs["manyhands"].get("env", {}).get("PYTHONNOUSERSITE"):
+        raise warning(f"{python}, but it sees the packages in ~/.local", "make kernel")
+    return python
+
+
+# the command line of a server, started as a script or as a module
+SERVER = re.compile(
+    r"^\S*python\S* .*(/(jupyterhub-singleuser|jupyter-labhub|jupyter-lab|jupyter-server|jupyter-notebook)( |$)"
+    r"|-m ?(jupyterhub\.singleuser|jupyterlab|jupyter_server|notebook)(\.\S+)?( |$))"
+)
+SERVER_PROBE = """
+import importlib.metadata as m, json
+names = {d.metadata["Name"]: d.version for d in m.distributions()}
+print(json.dumps({n: names.get(n) for n in ("jupyterlab", "jupytext", "jupyterlab_widgets")}))
+"""
+
+
+def jupyterlab(servers=None, run=ask):
+    """The JupyterLab that people open the lessons in. It may live in another environment than the course.
+
+    jupytext, which keeps notebook and script together when one saves, and the widgets' front end work in the server's.
+    """
+    python, how = next(iter(find_servers() if servers is None else servers), (None, None))
+    if python is None:
+        raise warning("none is running and none is on PATH", "make lab starts one")
+    status, text = run([python, "-c", SERVER_PROBE], 60, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    versions = json.loads(last_line(text)) if status == 0 else {}
+    lab, where = versions.get("jupyterlab"), f"{python}, {how}"
+    if numbers(lab or "0") < [4]:
+        raise warning(f"{lab or 'none'} in {where}", "open the lessons in a JupyterLab 4, as `make lab` starts it")
+    if not versions["jupytext"]:
+        says = f"{lab} in {where}, without jupytext: saving a notebook leaves its script as it was"
+        raise warning(says, f"`make sync` before a job, or {python} -m pip install jupytext and start the server again")
+    if not versions["jupyterlab_widgets"]:
+        says = f"{lab} in {where} cannot draw widgets: their static pictures are shown"
+        raise warning(says, f"{python} -m pip install jupyterlab_widgets, then reload the page")
+    return f"{lab} in {where}, with jupytext and widgets"
+
+
+def find_servers():
+    """Yield (its Python, how it was found): servers above this process, those that say they run, the one on PATH."""
+    import psutil
+    from jupyter_core.paths import jupyter_runtime_dir
+
+    pids = [process.pid for process in psutil.Process().parents()]
+    for path in sorted(Path(jupyter_runtime_dir()).glob("jpserver-*.json"), reverse=True):
+        with suppress(OSError, ValueError, KeyError):
+            pids.append(json.loads(path.read_text())["pid"])
+    for pid in pids:
+        with suppress(psutil.Error):  # a server that was killed leaves its file
+            words = psutil.Process(pid).cmdline()
+            if SERVER.search(" ".join(words[:5])):
+                yield words[0], f"running as pid {pid}"
+    script = shutil.which("jupyter-lab")
+    # "#!/venv/bin/python", or for long paths "#!/bin/sh" and '''exec' /very/long/path/python "$0" "$@"
+    if script and (found := re.search(rb"/\S*python[\w.]*", Path(script).read_bytes()[:1000])):
+        yield found[0].decode(), f"started by {script}"
+
+
 # ------------------------------------------------------------------ the machine
 
 
-def cores(affinity=None, quota=None, machine=None):
+def cores(affinity=None, quota=None):
     from manyhands.launch import limits
 
     affinity, quota = affinity or len(limits.cpus()), quota or limits.quota_cores()
     granted = max(1, int(min(affinity, quota)))
-    limit = "sets no limit" if quota == float("inf") else f"{quota:g}"
-    text = f"{granted} of {machine or os.cpu_count()} (affinity {affinity}, control group {limit})"
+    text = f"{granted} of {os.cpu_count()} (affinity: {affinity}{f', control group: {quota:g}' * (quota < 1e9)})"
     if granted < 2:
         raise warning(f"{text}: 4 ranks take turns on one core", "ask for 2 or more, say --cpus-per-task=4")
     return text
 
 
-def memory(available=None, address_space=None):
+def memory(available=None):
     from manyhands.launch.limits import available_memory_bytes
 
     available = available or available_memory_bytes()
-    address_space = address_space or _soft_limit("RLIMIT_AS")
     text = f"{available / GIB:.1f} GiB free for us"
     if available < LEAST_BYTES:
         raise error(f"{text}, 2 ranks with torch need {LEAST_BYTES / GIB:.1f}", "ask for 4 GB or more")
     if available < LESSON_BYTES:
         raise warning(f"{text}, a lesson may take {LESSON_BYTES / GIB:.0f}", "use n_ranks = 2, or ask for 4 GB")
-    if 0 < address_space < 64 * GIB:
-        says = f"ulimit -v is {address_space / GIB:.0f} GiB: torch maps far more than it uses"
-        raise warning(says, "ulimit -v unlimited")
     return text
 
 
-def limits(processes=..., files=None):
-    """Processes and open files."""
+def limits(processes=..., files=None, address_space=None):
+    """Processes, open files and address space."""
+    import resource  # not a Unix: this check "could not be checked"
+
     from manyhands.launch.limits import available_processes
 
     processes = available_processes() if processes is ... else processes
-    files = files or _soft_limit("RLIMIT_NOFILE")
+    files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    address_space = address_space or resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: unlimited
     if processes is not None and processes < NOTEBOOK_PROCESSES:
         says = f"only {processes} more processes (ulimit -u, the control group's pids.max), a notebook takes about"
         raise error(f"{says} {NOTEBOOK_PROCESSES}", "end other processes (ps ux), or ask for a higher limit")
     if 0 <= files < OPEN_FILES:
         raise warning(f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES * 4}")
+    if 0 < address_space < 64 * GIB:
+        says = f"ulimit -v is {address_space / GIB:.0f} GiB: torch maps far more than it uses"
+        raise warning(says, "ulimit -v unlimited")
     said = "no limit of processes" if processes is None else f"{processes} more processes"
     return f"{said}, {'any number of' if files < 0 else files} open files"
 
 
-def _soft_limit(name):
-    """A soft limit of this process; -1: unlimited, or not known here."""
-    import resource
-
-    limit = resource.getrlimit(getattr(resource, name))[0]
-    return -1 if limit == resource.RLIM_INFINITY else limit
-
-
-def disk(places=None, usage=os.statvfs, shm="/dev/shm"):
-    """Room, files and permission for what runs write; a full disk shows as strange errors."""
-    outputs = _outputs()
-    places = places or {"home": Path.home(), "temporary files": Path(tempfile.gettempdir()), "outputs": outputs}
-    texts = []
+def disk(usage=os.statvfs):
+    """Room and permission for what runs write; a full disk shows as strange errors."""
+    places = {"home": Path.home(), "temporary files": Path(tempfile.gettempdir())}
+    places["outputs"] = Path(os.environ.get("MANYHANDS_OUTPUTS") or ROOT / "outputs").expanduser()
+    if "MANYHANDS_OUTPUTS" not in os.environ and free_bytes(places["outputs"], usage) is None:
+        places["outputs"] = Path.home() / ".local/share/manyhands/outputs"  # a read-only course is fine
+    free = {name: free_bytes(folder, usage) for name, folder in places.items()}
     for name, folder in places.items():
-        folder = _existing(folder)
-        found = usage(folder)
-        free, files = found.f_bavail * found.f_frsize, found.f_favail if found.f_files else DISK_FILES
-        if not _can_be_written(folder):
-            raise error(
-                f"{name}: {folder} cannot be written", "set HOME, TMPDIR or MANYHANDS_OUTPUTS to a place with room"
-            )
-        if free < DISK_BYTES or files < DISK_FILES:  # btrfs and others count no files
-            short = f"{free / 2**20:.0f} MiB" if free < DISK_BYTES else f"{files} files"
+        if free[name] is None:
+            remedy = "set HOME, TMPDIR or MANYHANDS_OUTPUTS to a place with room"
+            raise error(f"{name}: {folder} cannot be written", remedy)
+        if free[name] < DISK_BYTES:
             remedy = "remove files there (du -sh ~/* ~/.cache), or set TMPDIR or MANYHANDS_OUTPUTS"
-            raise error(f"only {short} left for {name} ({folder})", remedy)
-        texts.append(f"{name} {free / GIB:.1f} GiB")
-    if Path(shm).is_dir() and (free := usage(shm).f_bavail * usage(shm).f_frsize) < SHM_BYTES:
-        says = f"{shm} has {free / 2**20:.0f} MiB free: ranks under MPI may crash with a bus error"
+            raise error(f"only {free[name] / 2**20:.0f} MiB left for {name} ({folder})", remedy)
+    if SHM.is_dir() and (shared := free_bytes(SHM, usage) or 0) < SHM_BYTES:
+        says = f"{SHM} has {shared / 2**20:.0f} MiB free: ranks under MPI may crash with a bus error"
         raise warning(says, "in a container --shm-size=1g; else remove old files there, or use torchrun")
-    return f"{', '.join(texts)} free; outputs go to {outputs}"
+    texts = [f"{name} {n / GIB:.1f} GiB" for name, n in free.items()]
+    return f"{', '.join(texts)} free; outputs go to {places['outputs']}"
 
 
-def _outputs():
-    """Where runs write. A read-only course is fine: its outputs go to the user's own place."""
-    if named := os.environ.get("MANYHANDS_OUTPUTS"):
-        return Path(named).expanduser()
-    own = ROOT / "outputs"
-    return own if _can_be_written(_existing(own)) else Path.home() / ".local/share/manyhands/outputs"
-
-
-def _existing(folder):
-    """The folder, or the one in which it would be made."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
-def _can_be_written(folder):
-    """Tried: modes do not know a read-only disk, nor a used-up quota."""
+def free_bytes(folder, usage):
+    """Room in the folder, or where it would be made. None if it cannot be written: modes know no quota, so it tries."""
+    folder = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))
-        return True
     except OSError:
-        return False
+        return None
+    return usage(folder).f_bavail * usage(folder).f_frsize
 
 
-def network(environ=os.environ, listen=None, resolve=socket.gethostbyname):
-    """Free ports on loopback, an address for this host's name, and no proxy between the processes of one machine."""
-    sockets = []
+def network(environ=os.environ, listen=socket.create_server, resolve=socket.gethostbyname):
+    """Loopback, an address for this host's name, and no proxy between the processes of one machine."""
     try:
-        for _ in range(PORTS):
-            sockets.append((listen or socket.create_server)(("127.0.0.1", 0)))
-        socket.create_connection(sockets[0].getsockname(), timeout=5).close()
+        with listen(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as problem:
         remedy = "a firewall or too many open ports: ss -tln shows them; ip link set lo up"
-        raise error(f"port {len(sockets) + 1} of {PORTS} on 127.0.0.1: {problem}", remedy) from None
-    finally:
-        for one in sockets:
-            one.close()
+        raise error(f"no port on 127.0.0.1: {problem}", remedy) from None
     name = socket.gethostname()
     try:
         resolve(name)  # torchrun and MPI look up this host by its name
@@ -186,11 +394,11 @@ def network(environ=os.environ, listen=None, resolve=socket.gethostbyname):
         raise warning(says, f'add "127.0.0.1 {name}" to /etc/hosts, or ask the administrator to') from None
     proxies = [name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and environ[name]]
     without = {word.strip() for name in ("no_proxy", "NO_PROXY") for word in environ.get(name, "").split(",")}
-    missing = [host for host in ("127.0.0.1", "localhost") if host not in without and "*" not in without]
+    missing = [host for host in ("127.0.0.1", "localhost") if not without & {host, "*"}]
     if proxies and missing:
         says = f"{', '.join(proxies)} set, and NO_PROXY lacks {' and '.join(missing)}"
         raise warning(says, "export NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost")
-    return f"{PORTS} free ports on 127.0.0.1, {name} has an address, no proxy stands between"
+    return f"127.0.0.1 answers, {name} has an address, no proxy stands between"
 
 
 def scheduler(environ=os.environ, which=shutil.which, login=...):
@@ -225,8 +433,7 @@ def data():
 
 
 CHECKS = {
-    "python": software.python, "packages": software.packages, "paths": software.paths, "torch": software.torch,
-    "GPUs": software.gpus, "MPI": software.mpi, "kernel": software.kernel, "JupyterLab": software.jupyterlab,
-    "cores": cores, "memory": memory, "limits": limits, "disk": disk, "network": network, "scheduler": scheduler,
-    "data": data,
+    "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi, "kernel": kernel,
+    "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits, "disk": disk, "network": network,
+    "scheduler": scheduler, "data": data,
 }  # fmt: skip
