@@ -8,6 +8,7 @@ class TestAnswers(AnswersOfRanks):
 import functools
 import importlib
 import inspect
+import os
 import sys
 
 import pytest
@@ -31,7 +32,11 @@ def heard_alike(results):
     return results[0]
 
 
-def judge_solutions(ranks, checks, lesson, solutions, around=(), **given):
+def _folder(is_needed):
+    return {"folder": os.environ["MANYHANDS_OUTPUTS"]} if is_needed else {}
+
+
+def judge_solutions(ranks, checks, lesson, solutions, around=(), in_a_folder=(), **given):
     """The verdict on each of the lesson's own solutions, {check: name or names in the lesson}, by this world.
 
     around: further names of the lesson, which the solutions use; `given`: further globals.
@@ -43,7 +48,7 @@ def judge_solutions(ranks, checks, lesson, solutions, around=(), **given):
     module, verdicts = importlib.import_module(checks), {}
     for check, named in solutions.items():
         answer = getattr(ours, named) if isinstance(named, str) else tuple(getattr(ours, name) for name in named)
-        verdicts[check] = getattr(module, check)(answer, ranks, solution=True)
+        verdicts[check] = getattr(module, check)(answer, ranks, solution=True, **_folder(check in in_a_folder))
     return verdicts
 
 
@@ -68,10 +73,12 @@ class Answers:
     solutions: {check: name or names in the lesson}, where it is not the check's own; `around`, `given`: further
         names and {global: value} that they use.
     elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
+    in_a_folder: checks that are given a folder of all ranks.
     """
 
     lesson = checks = None
     rejected, right, solutions, around, given, elsewhere, worlds = {}, {}, {}, (), {}, (), (1, 2)
+    in_a_folder = ()
 
     @classmethod
     def wrong_answers(cls):
@@ -93,16 +100,14 @@ class Answers:
     @classmethod
     def judge(cls, ranks=None):
         """Every wrong answer, then every right one, in the same processes: none poisons the next."""
-        verdicts = {}
-        for (check, name), (answer, _) in cls.wrong_answers().items():
-            verdicts[check, name] = getattr(cls.checks, check)(answer, ranks)
-        for check, answers in cls.right.items():
-            for i, answer in enumerate(answers):
-                verdicts[check, i] = getattr(cls.checks, check)(answer, ranks)
+        answers = {case: answer for case, (answer, _) in cls.wrong_answers().items()}
+        answers |= {(check, i): answer for check, right in cls.right.items() for i, answer in enumerate(right)}
         for check, named in cls.named_solutions().items():
-            stub = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
-            verdicts[check, "stub"] = getattr(cls.checks, check)(stub, ranks)
-        return verdicts
+            answers[check, "stub"] = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
+        return {
+            (check, name): getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
+            for (check, name), answer in answers.items()
+        }
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -138,7 +143,7 @@ class Answers:
 
     def test_the_lessons_solutions_are_accepted(self, pool, world, tmp_path):
         solutions = self.named_solutions()
-        of_lesson = self.checks.__name__, self.lesson, solutions, self.around
+        of_lesson = self.checks.__name__, self.lesson, solutions, self.around, self.in_a_folder
         judge, environ = functools.partial(judge_solutions, **self.given), {"MANYHANDS_OUTPUTS": str(tmp_path)}
         for found in pool.run(world, judge, *of_lesson, environ=environ):
             assert found == dict.fromkeys(solutions, "correct")
