@@ -8,9 +8,11 @@ srun from inside a Slurm job step, where mpiexec dies), or one by one where MPI 
 import contextlib
 import os
 import platform
+import random
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -95,7 +97,7 @@ class Processes:
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
         profile = f"--profile-dir={self.folder / 'profile'}"
         controller = ["ipyparallel.controller", profile, "--usethreads", "--nodb", "--log-level=ERROR"]
-        controller += HEARTBEATS
+        controller += [*HEARTBEATS, f"--ports={_free_ports(self.host)}"]
         self._spawn("controller", [*controller, f"--ip={self.host}", f"--location={self.host}"], environ)
         security = self.folder / "profile" / "security"
         self.connection_file = security / "ipcontroller-client.json"
@@ -120,6 +122,10 @@ class Processes:
         child.name = name
         self._children.append(child)
 
+    def port_taken(self):
+        """Whether a port of the controller's went to another process before it could bind it: it waits for ever."""
+        return "Address already in use" in (self.folder / "controller.log").read_text(errors="replace")
+
     def can_be_reached(self):
         """Whether the controller has written how a client reaches it."""
         return self.connection_file.exists() and self.connection_file.stat().st_size > 0
@@ -133,6 +139,8 @@ class Processes:
             if ended:
                 why = f"{ended[0].name} ended with status {ended[0].returncode}"
                 raise RanksError(f"the ranks did not start; {why}: {self._printed(ended[0]) or 'no output'}")
+            if self.port_taken():
+                raise RanksError("the ranks did not start: another process took a port of their controller")
             if time.monotonic() > deadline:
                 starter = f" ({shlex.join(self.launcher)})" if self.launcher else ""
                 printed = [f"{child.name}: {text}" for child in self._children if (text := self._printed(child))]
@@ -153,6 +161,17 @@ class Processes:
             child.kill()
             child.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_ports(host, n=20):
+    """A row of n free ports, below those of outgoing connections: one of these would be gone when it is bound."""
+    for _ in range(50):
+        first = random.randrange(10_000, 20_000 - n)
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            for port in range(first, first + n):
+                sockets.enter_context(socket.socket()).bind((host, port))
+            break
+    return f"{first}-{first + n - 1}"
 
 
 # ------------------------------------------------------------------ what killed ranks leave on a node

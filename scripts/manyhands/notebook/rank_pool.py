@@ -60,33 +60,40 @@ class RankPool:
 
     def start(self, quiet=False):
         """Start controller and engines, give each its rank, push the parameters."""
-        import ipyparallel
-
         began = time.monotonic()
         if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
             self.mpi = False
             print("No mpiexec here: the ranks start without MPI, and cells that need MPI say so.")
-        self.control, self.joined = None, False
-        self.processes = Processes(self.world_size, self.allocation, self.mpi)
-        atexit.register(self.stop)
-        try:
-            self.processes.wait_until(self.processes.can_be_reached, lambda: "the controller did not start")
-            self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
-            self.processes.wait_until(
-                lambda: len(self.client.ids) >= self.world_size,
-                lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
-            )
-            self._enter()
-            self._touch()
-        except BaseException:
-            self.stop()
-            raise
+        for tries_left in (2, 1, 0):
+            self.control, self.joined = None, False
+            self.processes = Processes(self.world_size, self.allocation, self.mpi)
+            atexit.register(self.stop)
+            try:
+                self._connect()
+                break
+            except BaseException as error:
+                again = tries_left and isinstance(error, Exception) and self.processes.port_taken()
+                self.stop()
+                if not again:
+                    raise
         if not quiet:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
             took = f", after {time.monotonic() - began:.0f} s" if settings.live() else ""
             print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
+
+    def _connect(self):
+        import ipyparallel
+
+        self.processes.wait_until(self.processes.can_be_reached, lambda: "the controller did not start")
+        self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
+        self.processes.wait_until(
+            lambda: len(self.client.ids) >= self.world_size,
+            lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
+        )
+        self._enter()
+        self._touch()
 
     def _enter(self):
         """Give every engine its identity, in the order of their MPI ranks."""
