@@ -106,8 +106,7 @@ def question_of(args):
     machine = replace(machine, name=f"{machine.name}, changed", **changed) if changed else machine
     model, batch = _with_experts(_model(args), args), args.global_batch
     if batch is None:
-        from manyhands.config.options import from_preset
-        from manyhands.config.presets import PRESETS
+        from manyhands.config.options import PRESETS, from_preset
 
         if args.preset not in PRESETS:
             raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.gpt.activation_checkpointing import checkpoint_activations
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
 from manyhands.measure.saved_activations import count_saved
 from manyhands.predict.activation_memory import (
     activation_bytes,

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import OptionError, from_file, from_preset, merged, model_config, read_options
-from manyhands.config.presets import PRESETS
+from manyhands.config.options import PRESETS, OptionError, from_file, from_preset, merged, model_config, read_options
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.train import dry_run
 

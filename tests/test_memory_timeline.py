@@ -7,8 +7,7 @@ import weakref
 import matplotlib
 import pytest
 import torch
-from manyhands.gpt.activation_checkpointing import checkpoint_activations
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
 from manyhands.measure.saved_activations import count_saved
 from manyhands.plots.memory_stack import memory_stack, memory_stacks

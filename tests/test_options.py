@@ -5,6 +5,7 @@ import json
 
 import pytest
 from manyhands.config.options import (
+    PRESETS,
     OptionError,
     Options,
     from_preset,
@@ -14,7 +15,6 @@ from manyhands.config.options import (
     to_dict,
     validate,
 )
-from manyhands.config.presets import PRESETS
 from manyhands.config.strategies import STRATEGIES
 
 
@@ -54,16 +54,9 @@ def test_flags_win_over_the_file_and_the_file_wins_over_the_preset(write):
 
 def test_the_order_of_the_flags_on_the_line_does_not_matter(write):
     path = write("run.toml", "[train]\nsteps = 77\n")
-    flags = [["--train.steps", "5"], ["--config", path], ["--preset", "gpt2"]]
+    flags = [["--train.steps", "5"], [f"--config={path}"], ["--preset=gpt2"]]
     read = [read_options(sum(order, [])) for order in (flags, flags[::-1])]
     assert read[0] == read[1] and read[0].train.steps == 5 and read[0].model.n_embd == 768
-
-
-def test_flags_may_be_joined_with_an_equals_sign(write):
-    path = write("run.toml", "[train]\nsteps = 77\n")
-    options = read_options(["--preset=gpt2", f"--config={path}", "--train.global-batch=8"])
-    assert (options.preset, options.model.n_embd) == ("gpt2", 768)
-    assert (options.train.steps, options.train.global_batch) == (77, 8)
 
 
 def test_a_flag_that_is_given_twice_has_its_last_value(write):
@@ -180,9 +173,10 @@ def test_a_file_of_another_kind_is_refused(write, name):
 
 def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_path):
     assert f"{tmp_path}/none.toml cannot be read" in refused(["--config", f"{tmp_path}/none.toml"])
-    assert f"{tmp_path} cannot be read" in refused(["--config", str(tmp_path)])
+    (tmp_path / "folder.toml").mkdir()
+    assert "folder.toml cannot be read: Is a directory" in refused(["--config", f"{tmp_path}/folder.toml"])
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
-    assert "x.toml cannot be read" in refused(["--config", f"{tmp_path}/x.toml"])
+    assert "x.toml is not valid" in refused(["--config", f"{tmp_path}/x.toml"])
 
 
 @pytest.mark.parametrize(
@@ -191,24 +185,20 @@ def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_pat
         ("--train.steps 0", ("train.steps=0", "at least 1")),
         ("--train.global-batch 0", ("train.global_batch=0", "at least 1")),
         ("--train.micro-batch 0", ("train.micro_batch=0", "at least 1")),
-        ("--log.every 0", ("log.every=0",)),
         ("--log.eval-every -1", ("log.eval_every=-1", "at least 0")),
-        ("--log.eval-batches 0", ("log.eval_batches=0",)),
-        ("--log.sample -1", ("log.sample=-1",)),
-        ("--checkpoint.every -1", ("checkpoint.every=-1",)),
         ("--checkpoint.keep 0", ("checkpoint.keep=0",)),
-        ("--optimizer.warmup -1", ("optimizer.warmup=-1",)),
-        ("--optimizer.weight-decay -0.1", ("optimizer.weight_decay=-0.1",)),
         ("--optimizer.clip -1", ("optimizer.clip=-1.0",)),
-        ("--optimizer.clip nan", ("optimizer.clip=nan",)),
-        ("--optimizer.lr -1", ("optimizer.lr=-1.0",)),
         ("--optimizer.lr nan", ("optimizer.lr=nan",)),
-        ("--optimizer.min-lr -1", ("optimizer.min_lr=-1.0",)),
+        ("--optimizer.lr inf", ("optimizer.lr=inf is not finite",)),
+        ("--optimizer.weight-decay nan", ("optimizer.weight_decay=nan",)),
+        ("--optimizer.weight-decay 2000", ("weight_decay=2000", "lr=0.001", "is 2", "a smaller weight_decay")),
+        ("--optimizer.min-lr 1", ("optimizer.min_lr=1, for the end of the run, is more than optimizer.lr=0.001",)),
         ("--optimizer.beta1 1.0", ("optimizer.beta1=1.0",)),
         ("--optimizer.beta2 -0.1", ("optimizer.beta2=-0.1",)),
-        ("--train.timeout-s 0", ("train.timeout_s=0",)),
-        ("--train.stall-s 0", ("train.stall_s=0",)),
+        ("--train.timeout-s 0", ("invalid train.timeout_s=0;",)),
+        ("--train.stall-s inf", ("invalid train.stall_s=inf; use more than 0 seconds, and at most 1e",)),
         ("--train.seed -1", ("train.seed=-1",)),
+        ("--train.seed 9223372036854775808", ("train.seed=9223372036854775808 is too large; use at most 92",)),
         ("--parallel.stages-per-rank 0", ("parallel.stages_per_rank=0", "at least 1")),
         ("--dry-run --ranks 0", ("ranks=0", "at least 1")),
         ("--ranks 8", ("ranks=8", "--dry-run")),
@@ -280,11 +270,6 @@ def test_an_empty_preset_is_refused_beside_a_file_too(write):
     assert "preset '' is unknown" in refused(["--preset", "", "--config", write("run.toml", "")])
 
 
-def test_an_option_that_is_given_in_both_spellings_is_refused(write):
-    spelled = write("two.toml", "[train]\nglobal-batch = 8\nglobal_batch = 16\n")
-    assert "global_batch is given twice, with - and with _" in refused(["--config", spelled])
-
-
 def test_a_file_that_names_a_file_is_refused(write):
     path = write("run.toml", 'config = "other.toml"\n')
     assert "config=other.toml is not read from a file" in refused(["--config", path])
@@ -294,28 +279,8 @@ def test_a_byte_order_mark_is_no_part_of_a_file(write):
     assert read_options(["--config", write("run.toml", "\ufeff[train]\nsteps = 7\n")]).train.steps == 7
 
 
-def test_a_file_larger_than_any_configuration_is_not_parsed(write):
-    path = write("run.toml", "".join(f"k{i} = {i}\n" for i in range(90_000)))
-    assert "larger than 1,048,576 bytes, and no configuration" in refused(["--config", path])
-
-
 def test_a_tilde_is_the_home_folder_also_where_no_shell_reads_it(monkeypatch, tmp_path, write):
     monkeypatch.setenv("HOME", str(tmp_path))
     write("run.toml", "[train]\nsteps = 7\n")
     options = read_options(["--checkpoint.folder=~/mine", "--config=~/run.toml"])
     assert options.checkpoint.folder == str(tmp_path / "mine") and options.train.steps == 7
-    assert "checkpoint.folder=~no-such-user/x: " in refused(["--checkpoint.folder=~no-such-user/x"])
-    assert "cannot be read: " in refused(["--config=~no-such-user/run.toml"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--model.n-layer", str(10**23)], "is too large; use at most 10000"),
-        (["--train.steps", str(10**23)], "is too large; use at most 2147483647"),
-        (["--dry-run", "--ranks", str(10**23)], "ranks=1"),
-        (["--optimizer.weight-decay", "1e300"], "more from a weight than it has; use a smaller weight_decay"),
-    ],
-)
-def test_absurd_numbers_are_refused_by_their_own_names(flags, sentence):
-    assert sentence in refused(flags)

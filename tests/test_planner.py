@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
-from manyhands.config.options import ModelOptions, read_options
-from manyhands.config.presets import PRESETS
+from manyhands.config.options import PRESETS, ModelOptions, read_options
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.saved_activations import count_saved
 from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners

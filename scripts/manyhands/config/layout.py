@@ -6,7 +6,9 @@ The axes, outermost first: pipeline x replicate x shard x tensor. Ranks that dif
 that the axis with the most traffic stays within a node. Ranks that differ in `replicate` or `shard` see different data.
 """
 
+import re
 from dataclasses import dataclass, fields
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -75,10 +77,17 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
 
     `ranks_per_node` (none: all on one) tells hybrid sharding where to shard: within a node.
     """
-    degrees = _degrees(options.parallel, world_size, ranks_per_node or world_size)
-    stages_per_rank = _stages_per_rank(options.parallel, degrees["pipeline"])
-    _refuse_combinations(options, degrees)
-    _refuse_sizes(options.parallel, config, degrees, stages_per_rank)
+    parallel = options.parallel
+    degrees = _degrees(parallel, world_size, ranks_per_node or world_size)
+    stages_per_rank = _stages_per_rank(parallel, degrees["pipeline"])
+    faults = [
+        _foreign_options(parallel, degrees),
+        filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
+        _combinations(options, degrees),
+        _sizes(parallel, config, degrees, stages_per_rank),
+    ]
+    for fault in chain(*faults):
+        raise LayoutError(fault)
     micro_batches = _micro_batches(options, degrees)
     return Layout(**degrees, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
 
@@ -89,24 +98,21 @@ def _degrees(parallel, world_size, ranks_per_node):
         if degree is not None and degree < 1:
             raise LayoutError(f"parallel.{axis}={degree} is too small; use at least 1")
     hybrid = parallel.strategy == "fsdp" and parallel.sharding == "hybrid"
-    if parallel.sharding == "none" and parallel.strategy == "fsdp":
-        leftover = "replicate"  # FSDP's NO_SHARD: every rank holds all
-    elif hybrid and asked["shard"] is not None:
-        leftover = "replicate"  # replicas of what so many ranks share
-    else:
-        leftover = STRATEGIES[parallel.strategy].axis
+    unsharded = parallel.strategy == "fsdp" and parallel.sharding == "none"  # NO_SHARD: every rank holds all
+    # under hybrid sharding: replicas of what `shard` ranks share
+    replicas = unsharded or (hybrid and asked["shard"] is not None)
+    leftover = "replicate" if replicas else STRATEGIES[parallel.strategy].axis
     if hybrid and asked["shard"] is None:
         rest = world_size // prod(d or 1 for axis, d in asked.items() if axis != "shard")
         if asked["replicate"] is None and rest > 1:
             nodes = max(1, world_size // ranks_per_node)
             asked["replicate"] = nodes if nodes > 1 and rest % nodes == 0 else 2 if rest % 2 == 0 else 1
-    fixed = prod(degree or 1 for axis, degree in asked.items() if axis != leftover)
-    claimed = (
-        ", ".join(f"{axis}={d}" for axis, d in asked.items() if d is not None and axis != leftover) or "the others"
-    )
     if asked[leftover] is None:
+        claimed = {axis: degree for axis, degree in asked.items() if degree is not None}
+        fixed = prod(claimed.values())
         if world_size % fixed:
-            raise LayoutError(f"{world_size} ranks do not split by {claimed}; use a multiple of {fixed} ranks")
+            by = ", ".join(f"{axis}={degree}" for axis, degree in claimed.items())
+            raise LayoutError(f"{world_size} ranks do not split by {by}; use a multiple of {fixed} ranks")
         asked[leftover] = world_size // fixed
     degrees = {axis: degree or 1 for axis, degree in asked.items()}
     if prod(degrees.values()) != world_size:
@@ -123,129 +129,99 @@ def _stages_per_rank(parallel, pipeline):
         return 1
     least = 2 if parallel.schedule in TWO_STAGES else 1
     wanted = parallel.stages_per_rank or least
+    asked = f"parallel.schedule={parallel.schedule}"
     if parallel.schedule in ("ZBVZeroBubble", "DualPipeV") and wanted != 2:
-        raise LayoutError(
-            f"parallel.schedule={parallel.schedule} gives each rank 2 stages, not {wanted}; leave stages_per_rank out"
-        )
+        raise LayoutError(f"{asked} gives each rank 2 stages, not {wanted}; leave stages_per_rank out")
     if wanted < least:
-        raise LayoutError(
-            f"parallel.schedule={parallel.schedule} interleaves at least 2 stages per rank, not {wanted}; use 1F1B"
-        )
-    if parallel.schedule not in TWO_STAGES and wanted != 1:
-        raise LayoutError(
-            f"parallel.schedule={parallel.schedule} has one stage per rank, not {wanted}; use Interleaved1F1B"
-        )
+        raise LayoutError(f"{asked} interleaves at least 2 stages per rank, not {wanted}; use 1F1B")
+    if least == 1 and wanted > 1:
+        raise LayoutError(f"{asked} has one stage per rank, not {wanted}; use Interleaved1F1B")
     return wanted
 
 
-def _refuse_combinations(options, degrees):
-    found = (
-        _foreign_option(options.parallel, degrees)
-        or STRATEGIES[options.parallel.strategy].refusal(options, degrees)
-        or (_tensor_refusal(options, degrees["tensor"]) if degrees["tensor"] > 1 else "")
-        or (_pipeline_refusal(options) if degrees["pipeline"] > 1 else "")
-    )
-    if found:
-        raise LayoutError(found)
-
-
-def _foreign_option(parallel, degrees):
-    """An option that would have no effect here, a sentence; "" if there is none."""
+def _foreign_options(parallel, degrees):
+    """A sentence for each option that would have no effect here."""
     default, strategy = ParallelOptions(), parallel.strategy
-    changed = [f.name for f in fields(parallel) if getattr(parallel, f.name) != getattr(default, f.name)]
     owners = {name: owner for owner, one in STRATEGIES.items() for name in one.options}
-    for name in changed:
+    for name in [f.name for f in fields(parallel) if getattr(parallel, f.name) != getattr(default, f.name)]:
         asked = f"parallel.{name}={getattr(parallel, name)}"
         if owners.get(name, strategy) != strategy:
-            return f"{asked} needs parallel.strategy={owners[name]}, not {strategy}; use that one, or leave it out"
+            yield f"{asked} needs parallel.strategy={owners[name]}, not {strategy}; use that one, or leave it out"
         if name in ("schedule", "stages_per_rank") and degrees["pipeline"] == 1 and strategy != "pp":
-            return (
+            yield (
                 f"{asked} needs pipeline ranks, not {strategy} alone; use parallel.strategy=pp or parallel.pipeline=2,"
                 " or leave it out"
             )
         if name in ("sequence_parallel", "loss_parallel") and degrees["tensor"] == 1:
-            return f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out"
+            yield f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out"
     if degrees["shard"] > 1 and strategy != "fsdp":
-        return f"parallel.shard={degrees['shard']} needs parallel.strategy=fsdp, not {strategy}"
-    return ""
+        yield f"parallel.shard={degrees['shard']} needs parallel.strategy=fsdp, not {strategy}"
 
 
-def _tensor_refusal(options, tensor):
+def _combinations(options, degrees):
+    """A sentence for each thing that tensor or pipeline ranks do not go together with."""
+    parallel, train, tensor = options.parallel, options.train, degrees["tensor"]
     # torch 2.13 cannot compile a checkpointed block of DTensors
-    if options.train.compile and options.parallel.activation_checkpointing == "block":
-        return (
+    if tensor > 1 and train.compile and parallel.activation_checkpointing == "block":
+        yield (
             f"parallel.activation_checkpointing=block does not go with train.compile and {tensor} tensor ranks;"
             " use parallel.activation_checkpointing=selective or --train.no-compile"
         )
-    return ""
-
-
-def _pipeline_refusal(options):
-    parallel, train = options.parallel, options.train
+    if degrees["pipeline"] == 1:
+        return
     if options.model.tie:
-        return "model.tie shares one matrix between the first and the last stage; use --model.no-tie with a pipeline"
+        yield "model.tie shares one matrix between the first and the last stage; use --model.no-tie with a pipeline"
     if parallel.loss_parallel:
-        return "parallel.loss_parallel does not run inside a pipeline; leave it out"
+        yield "parallel.loss_parallel does not run inside a pipeline; leave it out"
     if train.compile:
-        return "train.compile does not run with a pipeline; use --train.no-compile"
+        yield "train.compile does not run with a pipeline; use --train.no-compile"
     if train.precision == "fp16":
-        return "fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32"
-    if parallel.schedule in SPLIT_BACKWARD:
-        # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
-        if parallel.strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
-            return (
-                f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come,"
-                " not"
-                f" parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
-            )
-        if parallel.activation_checkpointing == "selective":
-            return (
-                f"parallel.schedule={parallel.schedule} goes through a block's backward twice and"
-                " parallel.activation_checkpointing=selective allows one; use parallel.activation_checkpointing=block"
-            )
-    return ""
+        yield "fp16's loss scale is not known inside a pipeline's schedule; use train.precision=bf16 or fp32"
+    if parallel.schedule not in SPLIT_BACKWARD:
+        return
+    # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
+    if parallel.strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
+        yield (
+            f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, not"
+            f" parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
+        )
+    if parallel.activation_checkpointing == "selective":
+        yield (
+            f"parallel.schedule={parallel.schedule} goes through a block's backward twice and parallel."
+            "activation_checkpointing=selective allows one; use parallel.activation_checkpointing=block"
+        )
 
 
-def _refuse_sizes(parallel, config, degrees, stages_per_rank):
+def _sizes(parallel, config, degrees, stages_per_rank):
+    """A sentence for each size of the model that does not split, and for wrapping that is none."""
     tensor, stages = degrees["tensor"], degrees["pipeline"] * stages_per_rank
     for name in ("n_head", "n_embd"):
-        if getattr(config, name) % tensor:
-            raise LayoutError(
-                f"model.{name}={getattr(config, name)} does not split over {tensor} tensor ranks; "
-                f"use a divisor of {getattr(config, name)}"
-            )
+        if (size := getattr(config, name)) % tensor:
+            yield f"model.{name}={size} does not split over {tensor} tensor ranks; use a divisor of {size}"
     tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
     if tokens * (tensor - 1) >= config.vocab_size:
-        raise LayoutError(
+        yield (
             f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks, leave none for"
-            " the"
-            " last one; use fewer tensor ranks or a larger vocabulary"
+            " the last one; use fewer tensor ranks or a larger vocabulary"
         )
     if parallel.sequence_parallel and config.block_size % tensor:
-        raise LayoutError(
+        yield (
             f"model.block_size={config.block_size} positions do not split over {tensor} tensor ranks; "
             f"use a multiple of {tensor}"
         )
     if stages > config.n_layer:
-        raise LayoutError(
-            f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank}) are more than"
-            f" model.n_layer={config.n_layer};"
-            " use fewer pipeline ranks or more layers"
+        yield (
+            f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank}) are more than model.n_layer="
+            f"{config.n_layer}; use fewer pipeline ranks or more layers"
         )
     kind, _, count = parallel.wrapping.partition(":")
-    if kind in ("block", "block_and_size"):
-        fits = not count
-    else:
-        fits = kind in ("block_group", "size") and count.isdecimal() and int(count) >= 1
-    if not fits:
-        raise LayoutError(
+    if not re.fullmatch(r"block|block_and_size|(block_group|size):[1-9][0-9]*", parallel.wrapping):
+        yield (
             f"parallel.wrapping={parallel.wrapping!r} is unknown; use block, block_and_size, block_group:2 or"
             " size:100000"
         )
-    if kind == "block_group" and int(count) > config.n_layer:
-        raise LayoutError(
-            f"parallel.wrapping={parallel.wrapping}: there are only {config.n_layer} blocks; use at most that"
-        )
+    elif kind == "block_group" and int(count) > config.n_layer:
+        yield f"parallel.wrapping={parallel.wrapping}: there are only {config.n_layer} blocks; use at most that"
 
 
 def _micro_batches(options, degrees):
@@ -261,8 +237,7 @@ def _micro_batches(options, degrees):
         if share % train.micro_batch:
             raise LayoutError(
                 f"a rank's share of {share} sequences (train.global_batch={train.global_batch} over {data}) does not"
-                " split"
-                f" into micro-batches of {train.micro_batch}; use a divisor of {share}"
+                f" split into micro-batches of {train.micro_batch}; use a divisor of {share}"
             )
         count = share // train.micro_batch
     elif pipeline == 1:

@@ -10,15 +10,16 @@ refused by `layout`.
 
 import dataclasses
 import math
+import os
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from manyhands.config.presets import PRESETS
 from manyhands.config.strategies import STRATEGIES, strategies_help
 
 if TYPE_CHECKING:
@@ -31,17 +32,15 @@ else:
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
-LONGEST_S = 1e8  # three years: what is longer overflows in some clock
-LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
-LARGEST = 2**31 - 1  # of any other count: what is larger overflows in somebody's loop
-AT_MOST = {"train.seed": LARGEST_SEED, "model.n_layer": 10_000}
+PRESETS = tomllib.loads(files("manyhands.config").joinpath("presets.toml").read_text("utf-8"))
 AT_LEAST = {
     1: "train.steps train.global_batch train.micro_batch log.every log.eval_batches checkpoint.keep model.vocab_size"
     " parallel.stages_per_rank ranks",
     0: "train.seed log.eval_every log.sample checkpoint.every optimizer.warmup optimizer.weight_decay optimizer.clip"
     " optimizer.lr optimizer.min_lr",
 }
-LARGEST_FILE = 2**20  # bytes: no configuration is larger, and reading a large one takes minutes
+LONGEST_S = 1e8  # three years: what is longer overflows in some clock
+LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
 UNSET = "is empty (is a variable of the shell unset?)"
 
 
@@ -184,21 +183,11 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
     about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
     options = tyro.cli(Options, prog=prog, description=about, args=list(argv), default=options)
     validate(options)
-    return _at_home(options)
-
-
-def _at_home(options: Options) -> Options:
-    """The options with ~ in the names of folders read as a shell reads it. Raises OptionError."""
-    for group in ("data", "checkpoint"):
-        folder = getattr(options, group).folder
-        if folder is None or not folder.startswith("~"):
-            continue
-        try:
-            folder = str(Path(folder).expanduser())
-        except RuntimeError as error:
-            raise OptionError(f"{group}.folder={folder}: {error}; name another folder") from None
-        changed = dataclasses.replace(getattr(options, group), folder=folder)
-        options = dataclasses.replace(options, **{group: changed})
+    for group in ("data", "checkpoint"):  # ~ as a shell reads it, which does not look behind "--data.folder="
+        own = getattr(options, group)
+        if own.folder is not None:
+            own = dataclasses.replace(own, folder=os.path.expanduser(own.folder))
+            options = dataclasses.replace(options, **{group: own})
     return options
 
 
@@ -212,20 +201,14 @@ def from_preset(name: str | None) -> Options:
 
 def from_file(path: str | Path, options: Options | None = None) -> Options:
     """A TOML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
-    try:
-        path = Path(path).expanduser()
-        with open(path, "rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        text = raw.decode("utf-8-sig")  # editors of Windows put a mark in front
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        raise OptionError(f"{path} cannot be read: {error}") from None
-    if len(raw) > LARGEST_FILE:
-        raise OptionError(f"{path} is larger than {LARGEST_FILE:,} bytes, and no configuration; name another file")
+    path = Path(os.path.expanduser(path))
     if path.suffix != ".toml":
         raise OptionError(f"{path} does not end in .toml; write the options in TOML")
     try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = tomllib.loads(path.read_text("utf-8-sig"))  # editors of Windows put a mark in front
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise OptionError(f"{path} is not valid: {error}") from None
     if "config" in content:
         raise OptionError(f"{path}: config={content['config']} is not read from a file; name one file as --config")
@@ -241,8 +224,6 @@ def merged(options: Any, values: Mapping[str, Any], source: object) -> Any:
         key = str(name).replace("-", "_")
         if key not in known:
             raise OptionError(f"{source}: {name!r} is no option; use one of {', '.join(known)}")
-        if key in changes:
-            raise OptionError(f"{source}: {key} is given twice, with - and with _; write it once")
         if dataclasses.is_dataclass(getattr(options, key)):
             if not isinstance(value, dict):
                 raise OptionError(f"{source}: {name} is a group; write its options below it")
@@ -263,9 +244,8 @@ def _typed(value: Any, kind: Any, source: str) -> Any:
         return float(value)
     if Path in allowed and isinstance(value, str):
         return Path(value)
-    for one in allowed:
-        if type(value) is one:
-            return value
+    if type(value) in allowed:
+        return value
     names = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
     raise OptionError(f"{source}={value!r} is no {names}")
 
@@ -283,59 +263,60 @@ def named_value(argv: Sequence[str], flag: str) -> str | None:
 
 def validate(options: Options) -> None:
     """Refuse values that make no sense on any number of ranks. Raises OptionError."""
-    train, optimizer, log = options.train, options.optimizer, options.log
-    for least, names in AT_LEAST.items():
-        for name in names.split():
-            value = attrgetter(name)(options)
-            if value is not None and not value >= least:
-                raise OptionError(f"{name}={value} is too small; use at least {least}")
-    for name in ("data.folder", "checkpoint.folder", "log.wandb"):
-        text = attrgetter(name)(options)
-        if text is not None and not text.strip():
-            raise OptionError(f"{name} {UNSET}; name one, or leave it out")
-    for group, values in (*dataclasses.asdict(options).items(), ("", {"ranks": options.ranks})):
-        for name, value in values.items() if isinstance(values, dict) else ():
-            name = f"{group}.{name}".lstrip(".")
-            if type(value) is int and value > (most := AT_MOST.get(name, LARGEST)):
-                raise OptionError(f"{name}={value} is too large; use at most {most}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise OptionError(f"{name}={value} is not finite; use a finite number")
-    for name, value in (("train.timeout_s", train.timeout_s), ("train.stall_s", train.stall_s)):
-        if not 0 < value <= LONGEST_S:
-            raise OptionError(f"invalid {name}={value:g}; use more than 0 seconds, and at most {LONGEST_S:g}")
-    for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
-        if not 0 <= value < 1:
-            raise OptionError(f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1")
-    if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
-        raise OptionError(
-            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}:"
-            " each step"
-            " would take more from a weight than it has; use a smaller weight_decay"
-        )
-    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
-        raise OptionError(
-            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than"
-            f" optimizer.lr={optimizer.lr:g},"
-            " its peak; use less, or leave it out"
-        )
-    if optimizer.warmup is not None and optimizer.warmup >= train.steps:
-        raise OptionError(
-            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the"
-            " learning"
-            f" rate would never reach its peak; use less than {train.steps}, or leave it out"
-        )
-    if log.sample and not log.prompt:
-        raise OptionError("log.prompt is empty; name at least one character to go on from, or use log.sample=0")
-    if options.ranks is not None and not options.dry_run:
-        raise OptionError(f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train")
-    if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
-        raise OptionError(f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB")
+    if fault := next(_faults(options), None):
+        raise OptionError(fault)
     from manyhands.gpt.model import GPTConfig  # late: it brings torch, and who plans a run needs none
 
     try:
         GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
     except ValueError as error:
         raise OptionError(f"model.{error}") from None
+
+
+def _faults(options):
+    """A sentence for each value that makes no sense."""
+    train, optimizer, log = options.train, options.optimizer, options.log
+    for least, names in AT_LEAST.items():
+        for name in names.split():
+            value = attrgetter(name)(options)
+            if value is not None and not value >= least:
+                yield f"{name}={value} is too small; use at least {least}"
+    for name in ("data.folder", "checkpoint.folder", "log.wandb"):
+        text = attrgetter(name)(options)
+        if text is not None and not text.strip():
+            yield f"{name} {UNSET}; name one, or leave it out"
+    if train.seed > LARGEST_SEED:
+        yield f"train.seed={train.seed} is too large; use at most {LARGEST_SEED}"
+    for name in ("lr", "min_lr", "weight_decay", "clip"):
+        if not math.isfinite(value := getattr(optimizer, name) or 0):
+            yield f"optimizer.{name}={value} is not finite; use a finite number"
+    for name in ("timeout_s", "stall_s"):
+        if not 0 < (value := getattr(train, name)) <= LONGEST_S:
+            yield f"invalid train.{name}={value:g}; use more than 0 seconds, and at most {LONGEST_S:g}"
+    for name in ("beta1", "beta2"):
+        if not 0 <= (value := getattr(optimizer, name)) < 1:
+            yield f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1"
+    if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
+        yield (
+            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}: each"
+            " step would take more from a weight than it has; use a smaller weight_decay"
+        )
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
+        yield (
+            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than optimizer.lr="
+            f"{optimizer.lr:g}, its peak; use less, or leave it out"
+        )
+    if optimizer.warmup is not None and optimizer.warmup >= train.steps:
+        yield (
+            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the "
+            f"learning rate would never reach its peak; use less than {train.steps}, or leave it out"
+        )
+    if log.sample and not log.prompt:
+        yield "log.prompt is empty; name at least one character to go on from, or use log.sample=0"
+    if options.ranks is not None and not options.dry_run:
+        yield f"ranks={options.ranks} is for --dry-run; the launcher decides how many ranks train"
+    if options.gpu_gib is not None and not (options.dry_run and 0 < options.gpu_gib < math.inf):
+        yield f"gpu_gib={options.gpu_gib:g} is for --dry-run, and a size: use more than 0 GiB"
 
 
 def model_config(options: Options, vocab_size: int, separator: int | None = None) -> "GPTConfig":

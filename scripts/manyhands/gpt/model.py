@@ -17,10 +17,12 @@ N layers.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.gpt.sampling import drawing, extended
 
@@ -197,3 +199,36 @@ class GPT(nn.Module):
     def num_params(self):
         """Parameters in the model, a tied one once."""
         return sum(p.numel() for p in self.parameters())
+
+
+# --- activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016)
+
+
+def _keep_what_is_dear(context, operator, *args, **kwargs):
+    namespace, name = operator._schema.name.split("::")
+    dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear") or name.startswith("_scaled_dot_product")
+    keep = dear or namespace == "_c10d_functional"  # messages of tensor parallelism
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(Block):
+    """A block that keeps its input alone, for a third more compute."""
+
+    how = {"use_reentrant": False}
+
+    def forward(self, x_BTD, allowed_B1TT=None):
+        return checkpoint(super().forward, x_BTD, allowed_B1TT, **self.how)
+
+
+class SelectivelyCheckpointed(Checkpointed):
+    """A block that also keeps what is dear to compute, and repeats what is cheap and large: norms, GELU, dropout."""
+
+    how = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_what_is_dear)}
+
+
+def checkpoint_activations(model, kind):
+    """Make each block of `model`, a GPT or a stage of one, recompute its forward: `kind` none, block or selective."""
+    for block in [module for module in model.modules() if isinstance(module, Block)] if kind != "none" else []:
+        # another class for the same object, as fully_shard does it: a module around it would be part of each
+        # parameter's name, and a function of its own per block would be compiled anew for each
+        block.__class__ = Checkpointed if kind == "block" else SelectivelyCheckpointed

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
-from manyhands.gpt.activation_checkpointing import checkpoint_activations
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.model import GPTConfig, checkpoint_activations
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel import gradient_norm
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas

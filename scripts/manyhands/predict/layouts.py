@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
 from manyhands.config.layout import SPLIT_BACKWARD, Layout, LayoutError, resolve_layout
-from manyhands.config.options import ModelOptions, Options, from_preset
-from manyhands.config.presets import PRESETS
+from manyhands.config.options import PRESETS, ModelOptions, Options, from_preset
 from manyhands.predict.machines import Machine
 from manyhands.predict.models import PlannedModel, share_of
 

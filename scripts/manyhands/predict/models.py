@@ -16,7 +16,7 @@ from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
-from manyhands.config.presets import PRESETS
+from manyhands.config.options import PRESETS, from_preset
 
 SHAKESPEARE_VOCAB_SIZE = 65  # what a preset without a vocabulary gets from the corpus
 
@@ -226,8 +226,6 @@ def preset_model(name: str) -> PlannedModel:
         return PlannedModel(name, 128256, 8192, n_layer, n_head, n_embd, 8, n_hidden, "llama")
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(MODELS)}")
-    from manyhands.config.options import from_preset
-
     sizes = from_preset(name).model
     return PlannedModel(
         name, sizes.vocab_size or SHAKESPEARE_VOCAB_SIZE, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,

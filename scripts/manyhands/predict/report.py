@@ -13,8 +13,7 @@ import re
 import shlex
 from collections import Counter
 
-from manyhands.config.options import from_preset
-from manyhands.config.presets import PRESETS
+from manyhands.config.options import PRESETS, from_preset
 from manyhands.predict.layouts import SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
 from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
