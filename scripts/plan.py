@@ -23,9 +23,9 @@ can run, if there is one.
 
 Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests,
 or, for context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants
-fitted on published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, DeepSpeed, CPUs.
-Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest number of GPUs that would; status 2: the
-question makes no sense, with the cure.
+fitted on published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, CPUs, and strategies
+without formulas, which the last line names. Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest
+number of GPUs that would; status 2: the question makes no sense, with the cure.
 """
 
 import argparse

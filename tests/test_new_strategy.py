@@ -42,20 +42,9 @@ STRATEGIES["by-hand"] = Registration(
     options=("all_reduce",),
     refusal=lambda options, degrees: "by-hand has no tensor ranks; use tp" if degrees["tensor"] > 1 else "",
 )
+STRATEGIES["by-heart"] = Registration("nothing that a formula knows", axis="replicate", dp_mode="by heart")
 """
-TINY = [
-    "--model.n-layer",
-    "2",
-    "--model.n-embd",
-    "32",
-    "--train.steps",
-    "6",
-    "--log.eval-every",
-    "3",
-    "--log.sample",
-    "0",
-    "--log.no-plots",
-]
+TINY = "--model.n-layer 2 --model.n-embd 32 --train.steps 6 --log.eval-every 3 --log.sample 0 --log.no-plots"
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +60,14 @@ def course(tmp_path_factory):
     return scripts
 
 
-def run(course, *words, ranks=1):
-    """A finished run of train.py: the process."""
+def run(course, *words, ranks=1, program="train.py"):
+    """A finished run of a program: the process."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environ |= {"MANYHANDS_OUTPUTS": str(course.parent / "outputs"), "OMP_NUM_THREADS": "1"}
-    command = [*start, str(course / "train.py"), *words]
+    command = [*start, str(course / program), *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
 
@@ -86,7 +75,7 @@ def run(course, *words, ranks=1):
 def test_one_module_and_one_registration_are_a_strategy_that_trains_as_ddp_does(course):
     losses = []
     for strategy in ("by-hand", "ddp"):
-        ended = run(course, "--parallel.strategy", strategy, "--train.precision", "fp64", *TINY, ranks=2)
+        ended = run(course, "--parallel.strategy", strategy, "--train.precision", "fp64", *TINY.split(), ranks=2)
         assert ended.returncode == 0, ended.stderr
         content = json.loads((course.parent / "outputs" / "train" / "latest" / "metrics.json").read_text())
         losses.append(content["exact"]["val_losses"])
@@ -106,6 +95,24 @@ def test_flags_help_refusals_and_the_dry_run_know_a_registered_strategy(course):
     assert refused.returncode == 2 and "by-hand has no tensor ranks; use tp" in refused.stderr
     refused = run(course, *dry, "--parallel.sharding", "hybrid")
     assert "parallel.sharding=hybrid needs parallel.strategy=fsdp, not by-hand" in refused.stderr
+
+
+def test_the_planner_tries_a_registered_strategy_and_names_one_that_it_has_no_formulas_for(course):
+    question = ("--preset", "gpt2", "--gpus", "8")
+    told = json.loads(run(course, *question, "--json", program="plan.py").stdout)
+    plans = {one["layout"]: one for one in told["plans"]}
+    by_hand, ddp = plans["by-hand 8"], plans["replicas 8"]
+    state = ("parameters", "gradients", "optimizer", "copies")
+    assert [by_hand["bytes"][kind] for kind in state] == [ddp["bytes"][kind] for kind in state]
+    assert by_hand["messages"] == ddp["messages"], "both are of dp_mode replicas"
+    assert "by-hand" in by_hand["train_flags"] and "replicas 4 x tensor 2" in plans
+    names = [*plans, *(one["layout"] for one in told["refused"])]
+    assert not [name for name in names if "by-heart" in name or ("by-hand" in name and "tensor" in name)]
+    why = "no formula of memory and traffic for dp_mode='by heart' in manyhands.predict"
+    assert told["not_planned"]["by-heart"] == why
+    assert f"Not planned: by-heart: {why}." in run(course, *question, program="plan.py").stdout
+    refused = run(course, "--dry-run", "--ranks", "4", "--parallel.strategy", "by-heart")
+    assert refused.returncode == 2 and "no formula says what a rank holds under dp_mode='by heart'" in refused.stderr
 
 
 def test_the_readme_says_what_the_ranks_share_under_each_strategy():

@@ -69,7 +69,8 @@ def test_json_has_one_form(run):
     told = json.loads(out)
     assert status == 0
     assert set(told) == {
-        "question", "tried", "plans", "refused", "weakest_assumption", "start_layout", "start", "smallest_fit",
+        "question", "tried", "plans", "refused", "not_planned", "weakest_assumption", "start_layout", "start",
+        "smallest_fit",
     }  # fmt: skip
     for one in told["plans"]:
         assert set(one) == {*PLAN_KEYS, "schedule"}

@@ -8,9 +8,8 @@ from manyhands.predict.machines import LINK_SHARE, Group, machine_named
 from manyhands.predict.memory import bytes_per_rank, state_of_rank
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan, unbalanced_s, weakest_assumption
-from manyhands.predict.rank_work import planned_work
 from manyhands.predict.report import as_text
-from manyhands.predict.step_time import Assumptions, step_time
+from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
 H100 = machine_named("h100")
 LONG = PlannedModel("long", 32000, 32768, 8, 16, 2048, 4, 8192, "llama")
@@ -24,7 +23,7 @@ def candidate(name, model, gpus, batch=64, machine=H100, micro_batch=1, checkpoi
 
 
 def work_of(model, one):
-    return planned_work(model, one.layout, one.options, one.sharing)
+    return planned_work(model, one.layout, one.options)
 
 
 def messages(time, axis):

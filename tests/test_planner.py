@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import re
 from collections import Counter
 
@@ -29,8 +28,7 @@ from manyhands.predict.pipeline_schedules import (
     stages_of_ranks,
 )
 from manyhands.predict.planner import plan, weakest_assumption
-from manyhands.predict.rank_work import planned_work
-from manyhands.predict.step_time import Assumptions, step_time
+from manyhands.predict.step_time import Assumptions, planned_work, step_time
 from manyhands.predict.traffic import Traffic, per_step
 
 ODD = PlannedModel("odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42)  # splits where it must
@@ -212,7 +210,7 @@ def test_messages_of_data_ranks_are_those_that_real_ranks_send(name, flags):
     options = read_options(f"--preset gpt2 --train.micro-batch 64 --parallel.strategy {flags}".split())
     expected = per_step(config_of(model), resolve_layout(options, config_of(model), 8), options)
     calls, payloads = Counter(), Counter()
-    work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+    work = planned_work(model, candidate.layout, candidate.options)
     for message in step_time(work, H100).messages:
         calls[message.operation] += message.calls
         payloads[message.operation] += message.payload_bytes
@@ -236,7 +234,7 @@ def test_the_bubble_is_that_of_the_schedules_formula(schedule):
     model = PlannedModel("wide", 1024, 2048, 16, 16, 2048)
     found = (c for c in candidates(model, 4, 32) if str(c) == "pipeline 4")
     candidate = next(c for c in found if c.options.parallel.schedule == schedule)
-    work = planned_work(model, candidate.layout, candidate.options, "replicas")
+    work = planned_work(model, candidate.layout, candidate.options)
     time = step_time(dataclasses.replace(work, head_flops=0.0, around_bytes=0.0, cast_bytes=0.0), H100)
     p, m, v = 4, candidate.layout.micro_batches, candidate.layout.stages_per_rank
     busy = time.compute_s + time.memory_s + time.pipeline_s + time.launch_s
@@ -250,7 +248,7 @@ def test_a_split_backward_recomputes_a_layer_twice_and_its_bubble_hangs_on_halve
         for family in families(question, most_micro_batch=1) if family.name == "replicas 4 x pipeline 4"
         for c in family.variants
     }  # fmt: skip
-    works = {key: planned_work(question.model, c.layout, c.options, c.sharing) for key, c in by_kind.items()}
+    works = {key: planned_work(question.model, c.layout, c.options) for key, c in by_kind.items()}
     once, twice = works["Interleaved1F1B", "block"], works["InterleavedZeroBubble", "block"]
     assert twice.again_flops == 2 * once.again_flops == 2 * once.layers_flops
     assert ("InterleavedZeroBubble", "selective") not in works, "the trainer refuses it"
@@ -290,7 +288,7 @@ def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline():
 def test_offload_sends_fp32_weights_up_twice_per_micro_batch_and_gradients_down_once():
     model = preset_model("olmo-7b")
     candidate = one(model, 8, "offload 8", 64)
-    work = planned_work(model, candidate.layout, candidate.options, "offload")
+    work = planned_work(model, candidate.layout, candidate.options)
     time = step_time(work, H100)
     share = model.num_params() / 8 * 4
     copied = next(m for m in time.messages if m.axis == "host")
@@ -306,7 +304,7 @@ def test_a_faster_machine_never_makes_a_plan_slower(field):
     faster = dataclasses.replace(H100, **{field: 2 * getattr(H100, field)})
     slower_here = 0
     for candidate in candidates(model, 32, 512):
-        work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+        work = planned_work(model, candidate.layout, candidate.options)
         before, after = (step_time(work, machine).total_s for machine in (H100, faster))
         assert after <= before * (1 + 1e-12), candidate
         slower_here += after < before
@@ -317,7 +315,7 @@ def test_what_overlaps_is_hidden_and_what_does_not_is_not():
     model = preset_model("olmo-7b")
     slow = dataclasses.replace(H100, between_bytes_per_s=1e9, inside_bytes_per_s=1e9)
     candidate = one(model, 16, "zero3 16", 512)
-    work = planned_work(model, candidate.layout, candidate.options, "zero3")
+    work = planned_work(model, candidate.layout, candidate.options)
     quick, late = step_time(work, H100), step_time(work, slow)
     sent = sum(m.payload_bytes for m in late.messages) * 15 / 16 / (1e9 * LINK_SHARE)
     assert quick.data_s < 0.05 * quick.total_s and late.data_s > 0.5 * sent
@@ -394,7 +392,10 @@ def test_every_machine_names_sources_and_a_site_that_there_is():
     for machine in MACHINES.values():
         assert machine.sources and all(source.startswith("https://") for source in machine.sources)
         assert machine.site in sites()
-    assert math.isclose(MACHINES["a100-80"].peak_flops, 312e12) and math.isclose(H100.peak_flops, 989.4e12)
+    devices = {"a100-80": ("A100-SXM4-80GB", 108), "h100": ("NVIDIA H100 80GB HBM3", 132), "h200": ("NVIDIA H200", 132)}
+    devices |= {"mi250x": ("AMD Instinct MI250X", 110), "pvc": ("Intel(R) Data Center GPU Max 1550", 448)}
+    for name, device in devices.items():
+        assert MACHINES[name].peak_flops == flops.listed_peak(*device, "bf16"), name
 
 
 def test_a_machine_comes_from_a_file_over_one_of_the_table(tmp_path):
@@ -407,8 +408,12 @@ def test_a_machine_comes_from_a_file_over_one_of_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("between = 3", "'between' is no field of a machine"),
-        ("peak_flops = 1e15", "leaves out memory_bytes, "),
+        (
+            'base = "h100"\nbetween = 3',
+            "mine.toml: between: unexpected keyword argument; a machine has name, peak_flops",
+        ),
+        ("peak_flops = 1e15", "mine.toml: memory_bytes: field required"),
+        ('base = "h100"\npeak_flops = "fast"', "peak_flops: input should be a valid number"),
         ('base = "h100"\ngpus_per_node = 0', "gpus_per_node=0; use a number above 0"),
         ("= 3", "cannot be read"),
     ],

@@ -4,7 +4,8 @@
     STRATEGIES["fsdp"].implementation     # "mesh_strategy.MeshStrategy"
 
 Flags, help, layouts, what is refused, the dry run and the planner read what stands here. A new strategy is a class that
-fills in `manyhands.parallel.strategy.Strategy`, and an entry in STRATEGIES.
+fills in `manyhands.parallel.strategy.Strategy`, and an entry in STRATEGIES. The planner tries it where `predict` has
+formulas for its `dp_mode`, of memory and of traffic, and says so where it has none.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ class Registration:
     implementation: str = "mesh_strategy.MeshStrategy"  # module and class in `manyhands.parallel`
     options: tuple[str, ...] = ()  # those of `ParallelOptions` that no other strategy understands
     whole_logits: bool = True  # a rank has whole logits, and may compute a loss of its own on them
+    # {name in a plan: options of `ParallelOptions`}, each a way to share that the planner tries; none: itself as it is
+    planned: Mapping[str, Mapping[str, Any]] | None = None
     # (options, {axis: ranks}) -> why they do not go together and what to use instead, or ""
     refusal: Callable[[Any, Mapping[str, int]], str] = fits_all
 
@@ -66,7 +69,7 @@ def _deepspeed(options: Any, degrees: Mapping[str, int]) -> str:
 STRATEGIES = {
     "ddp": Registration(
         "the batch; each rank has a replica, and gradients are averaged",
-        axis="replicate", dp_mode="replicas", options=("all_reduce",),
+        axis="replicate", dp_mode="replicas", options=("all_reduce",), planned={"replicas": {}},
     ),
     "zero1": Registration(
         "the batch and the optimizer's state (ZeRO-1)",
@@ -75,6 +78,10 @@ STRATEGIES = {
     "fsdp": Registration(
         "the batch, the optimizer's state, gradients and parameters",
         axis="shard", dp_mode="fsdp", options=("sharding", "wrapping", "offload"), refusal=_fsdp,
+        planned={
+            "zero2": {"sharding": "grad_op"}, "zero3": {"sharding": "full"}, "hybrid": {"sharding": "hybrid"},
+            "offload": {"sharding": "full", "offload": True},
+        },
     ),
     "tp": Registration("each layer", axis="tensor", dp_mode="replicas"),
     "pp": Registration("the depth", axis="pipeline", dp_mode="replicas", whole_logits=False),

@@ -1,4 +1,4 @@
-"""What MFU is made of: the arithmetic that a token costs, and what vendors state that a device can do.
+"""What MFU is made of: the arithmetic that a token costs, and what vendors state that a device can do (gpus.toml).
 
     flops_per_token(config)                                 # operations of forward and backward, by formula
     dense_peak(device, "bf16")                              # FLOP/s without sparsity; None: not in the table
@@ -11,42 +11,27 @@ Shapes: T positions, V tokens in the vocabulary, D width, N layers, H heads of s
 """
 
 import re
-from typing import TYPE_CHECKING
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import torch
 
-# Vendors' peaks in TFLOP/s, dense: where a data sheet gives only "with sparsity", half of it. Matrix units where the
-# type has them. Columns: name as torch says it, compute units (a slice of a device, or another cut of the chip, has
-# others), fp64, fp32, tf32, fp16, bf16.
-PEAKS = (
-    # NVIDIA H100 Tensor Core GPU Architecture (white paper, 2022); H100 data sheet (2024) for NVL
-    (r"NVIDIA H100 80GB HBM3", 132, 66.9, 66.9, 494.7, 989.4, 989.4),
-    (r"NVIDIA H100 PCIe", 114, 51.2, 51.2, 378, 756, 756),
-    (r"NVIDIA H100 NVL", 132, 60, 60, 417.5, 835.5, 835.5),
-    # NVIDIA H200 data sheet (2024): the H100's chip with more memory
-    (r"NVIDIA H200", 132, 66.9, 66.9, 494.7, 989.4, 989.4),
-    (r"NVIDIA H200 NVL", 132, 60, 60, 417.5, 835.5, 835.5),
-    # NVIDIA GH200 Grace Hopper Superchip data sheet (2023)
-    (r"NVIDIA GH200 \w+( HBM3e)?", 132, 67, 67, 494, 990, 990),
-    # NVIDIA HGX B200, Blackwell data sheet (2025), per GPU
-    (r"NVIDIA B200", 148, 37, 75, 1100, 2250, 2250),
-    # NVIDIA A100 data sheet (2021)
-    (r"(NVIDIA )?A100-(SXM4|PCIE)-\d+GB|NVIDIA A100 80GB PCIe", 108, 19.5, 19.5, 156, 312, 312),
-    # NVIDIA V100 data sheet (2020); it has no bf16
-    (r"(Tesla )?V100-SXM2-\d+GB", 80, 7.8, 15.7, None, 125, None),
-    (r"(Tesla )?V100-PCIE-\d+GB", 80, 7.0, 14.0, None, 112, None),
-    (r"(Tesla )?V100S-PCIE-\d+GB", 80, 8.2, 16.4, None, 130, None),
-    # AMD Instinct MI250X data sheet (2021): 383 TFLOP/s in fp16 on two dies, each of which is a device
-    (r"AMD Instinct MI250X", 110, 47.85, 47.85, None, 191.5, 191.5),
-    # AMD Instinct MI300X data sheet (2023)
-    (r"AMD Instinct MI300X( VF)?", 304, 163.4, 163.4, 653.7, 1307.4, 1307.4),
-)
-KINDS = ("fp64", "fp32", "tf32", "fp16", "bf16")
-# Intel Data Center GPU Max 1550: Jiang, Hot Chips 34 (2022), for 1,024 vector engines on two stacks at 1.6 GHz. A stack
-# is a device by default and has 512 engines, Aurora's have 448: the peak is in proportion.
-MAX_1550 = (52, 52, 419, 839, 839)
-MAX_1550_ENGINES = 1024
+
+class Gpu(BaseModel):
+    """A row of gpus.toml: what a vendor states of a device."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str  # a regular expression
+    units: PositiveInt
+    tflops: dict[Literal["fp64", "fp32", "tf32", "fp16", "bf16"], PositiveFloat]
+    proportional: bool = False  # a slice with fewer units does as many of these
+
+
+GPUS = [Gpu(**row) for row in tomllib.loads(Path(__file__).with_name("gpus.toml").read_text("utf-8"))["gpu"]]
 
 
 def dense_peak(device: "torch.device", precision: str) -> float | None:
@@ -67,14 +52,10 @@ def dense_peak(device: "torch.device", precision: str) -> float | None:
 
 def listed_peak(name: str, units: int, kind: str) -> float | None:
     """FLOP/s of a device by its name and number of compute units, None if the table has no such device or kind."""
-    if re.fullmatch(r"Intel\(R\) Data Center GPU Max 1550", name):
-        return dict(zip(KINDS, MAX_1550, strict=True))[kind] * 1e12 * units / MAX_1550_ENGINES
-    for pattern, listed_units, *tflops in PEAKS:
-        if re.fullmatch(pattern, name) and units == listed_units:
-            peak = dict(zip(KINDS, tflops, strict=True))
-            if kind == "tf32" and peak["tf32"] is None:
-                kind = "fp32"
-            return peak[kind] and peak[kind] * 1e12
+    for gpu in GPUS:
+        if re.fullmatch(gpu.name, name) and (gpu.proportional or units == gpu.units):
+            tflops = gpu.tflops.get("fp32" if kind == "tf32" and "tf32" not in gpu.tflops else kind)
+            return tflops and tflops * 1e12 * (units / gpu.units if gpu.proportional else 1)
     return None
 
 

@@ -17,14 +17,17 @@ for all that is about weights they are data ranks, and `replicate` and `shard` c
 replicate, pipeline.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manyhands.config.layout import SPLIT_BACKWARD, Layout, LayoutError, resolve_layout
-from manyhands.config.options import PRESETS, ModelOptions, Options, from_preset
+from manyhands.config.options import PRESETS, ModelOptions, Options, ParallelOptions, from_preset
+from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.machines import Machine
+from manyhands.predict.memory import STATES
 from manyhands.predict.models import PlannedModel, share_of
+from manyhands.predict.traffic import OF_DATA
 
 LARGEST_MICRO_BATCH, MOST_TOKENS = 64, 131_072  # what is larger saves no time
 # positions of a sequence that is worth a context axis, and of a rank's share of it
@@ -35,21 +38,43 @@ SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble
 
 
 class Sharing(NamedTuple):
-    """How data ranks share weights, gradients and optimizer: as the trainer is told, and on which axis they stand."""
+    """How data ranks share weights, gradients and optimizer: a strategy with options of `options.parallel`."""
 
     strategy: str
-    axis: str
-    options: dict = {}  # noqa: RUF012 - of `options.parallel`, never changed
+    options: Mapping[str, Any]
+
+    @property
+    def axis(self) -> str:
+        """Of the mesh, on which data ranks stand: replicate or shard."""
+        return STRATEGIES[self.strategy].axis
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether a node's ranks share, and nodes hold replicas."""
+        return self.options.get("sharding") == "hybrid"
+
+    @property
+    def offload(self) -> bool:
+        """Whether what is shared rests in the host's memory."""
+        return self.options.get("offload", False)
 
 
-SHARINGS = {  # the simplest first
-    "replicas": Sharing("ddp", "replicate"),
-    "zero1": Sharing("zero1", "replicate"),
-    "zero2": Sharing("fsdp", "shard", {"sharding": "grad_op"}),
-    "zero3": Sharing("fsdp", "shard", {"sharding": "full"}),
-    "hybrid": Sharing("fsdp", "shard", {"sharding": "hybrid"}),
-    "offload": Sharing("fsdp", "shard", {"sharding": "full", "offload": True}),
-}
+def _planned():
+    """({name: Sharing}, {strategy: why it is not planned}), as registered; ranks of other axes share no data."""
+    found, left_out = {}, {}
+    for name, one in STRATEGIES.items():
+        if one.axis not in ("replicate", "shard"):
+            continue  # tensor and pipeline ranks go with each of them
+        if missing := [what for what, known in (("memory", STATES), ("traffic", OF_DATA)) if one.dp_mode not in known]:
+            left_out[name] = f"no formula of {' and '.join(missing)} for dp_mode={one.dp_mode!r} in manyhands.predict"
+        else:
+            ways = {name: {}} if one.planned is None else one.planned
+            found |= {way: Sharing(name, options) for way, options in ways.items()}
+    return found, left_out
+
+
+SHARINGS, NOT_PLANNED = _planned()  # the simplest first
+ALONE = next(iter(SHARINGS))  # with nobody to share with all are the same
 
 
 @dataclass(frozen=True)
@@ -90,11 +115,7 @@ class Question:
             raise ValueError(
                 f"{self.gpus} GPUs do not fill nodes of {per_node}; use a multiple of {per_node}, or at most {per_node}"
             )
-        if self.context is not None:
-            self._refuse_context()
-
-    def _refuse_context(self):
-        context, positions = self.context, self.model.block_size
+        context, positions = 1 if self.context is None else self.context, self.model.block_size
         if context < 1 or self.gpus % context:
             raise ValueError(f"context={context} does not split {self.gpus} GPUs; use a divisor of {self.gpus}")
         if context > 1 and positions % (2 * context):
@@ -148,9 +169,9 @@ class Family:
 
 def name_of(sharing: str, layout: Layout) -> str:
     """A layout for people: "zero3 8 x tensor 8"; 1 is left out."""
-    context = layout.context
-    data = f"{layout.replicate} x {layout.shard // context}" if sharing == "hybrid" else str(layout.data)
-    shown = layout.data > 1 or sharing == "offload" or (context > 1 and sharing != "replicas")
+    context, how = layout.context, SHARINGS[sharing]
+    data = f"{layout.replicate} x {layout.shard // context}" if how.hybrid else str(layout.data)
+    shown = layout.data > 1 or how.offload or (context > 1 and sharing != ALONE)
     parts = [f"{sharing} {data}" if shown else ""]
     for axis in ("context", "tensor", "pipeline"):
         if (degree := getattr(layout, axis)) > 1:
@@ -175,7 +196,7 @@ class Axes(NamedTuple):
 
     def shard(self, per_node: int) -> int:
         """Of `data` the ranks that share weights."""
-        if self.sharing == "hybrid":
+        if SHARINGS[self.sharing].hybrid:
             return per_node // self.tensor // self.context
         return self.data if SHARINGS[self.sharing].axis == "shard" else 1
 
@@ -187,8 +208,8 @@ class Axes(NamedTuple):
         return PlannedLayout(**sizes | {axis: sizes[axis] * self.context}, context=self.context, expert=self.expert)
 
 
-def all_axes(question: Question) -> Iterator[Axes]:
-    """Every Axes of a question."""
+def all_axes(question: Question, base: Options) -> Iterator[Axes]:
+    """Every Axes of a question that the strategies do not refuse."""
     per_node = question.per_node
     for context in question.contexts():
         for tensor in divisors(question.gpus // context):
@@ -198,7 +219,7 @@ def all_axes(question: Question) -> Iterator[Axes]:
                 continue  # a ring between nodes is for those who ask for it
             for pipeline in divisors(question.gpus // context // tensor):
                 group = question.gpus // tensor // pipeline
-                for sharing in _sharings(question, context, tensor, pipeline, group):
+                for sharing in _sharings(question, base, context, tensor, pipeline, group):
                     for expert in _experts(question.model, sharing, tensor, group, per_node):
                         yield Axes(context, tensor, pipeline, group, sharing, expert)
 
@@ -208,20 +229,21 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _sharings(question, context, tensor, pipeline, group):
-    """What makes sense for so many data ranks; zero1 goes with nothing else, and the trainer says so itself."""
-    within = question.per_node // tensor
-    names = ["replicas"]
-    if group > 1:
-        names += ["zero2", "zero3"] + (["zero1"] if tensor == pipeline == 1 else [])
-        if 1 < within < group and group % within == 0 and within % context == 0:
-            names.append("hybrid")
-    return names + ["offload"] * question.offload
+def _sharings(question, base, context, tensor, pipeline, group):
+    """What makes sense for so many data ranks."""
+    within, degrees = question.per_node // tensor, {"tensor": tensor, "pipeline": pipeline, "replicate": 1, "shard": 1}
+    for name, how in SHARINGS.items():
+        there = question.offload if how.offload else group > 1 or name == ALONE
+        if how.hybrid:
+            there = 1 < within < group and group % within == 0 and within % context == 0
+        if there and not STRATEGIES[how.strategy].refusal(base, degrees):
+            yield name
 
 
 def _experts(model, sharing, tensor, group, per_node):
     """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
-    if sharing in ("zero1", "hybrid"):
+    how = SHARINGS[sharing]
+    if how.hybrid or STRATEGIES[how.strategy].dp_mode not in ("replicas", "fsdp"):
         return [1]
     degrees = [degree for degree in divisors(model.n_expert) if group % degree == 0]
     return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= per_node), degrees[-1]})
@@ -232,7 +254,7 @@ def families(
 ) -> Iterator[Family]:
     """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
     base = base_options(question.model)
-    for axes in all_axes(question):
+    for axes in all_axes(question, base):
         yield _family(question, base, axes, checkpointing, most_micro_batch)
 
 
@@ -289,23 +311,16 @@ def micro_batches(global_batch: int, data: int, most: int) -> list[int]:
 def _options(base, question, axes, shard, micro_batch, schedule):
     sharing, tensor, pipeline = SHARINGS[axes.sharing], axes.tensor, axes.pipeline
     positions = question.model.block_size // axes.context
-    changes = {
-        "strategy": sharing.strategy,
-        "tensor": tensor if tensor > 1 else None,
-        "pipeline": pipeline if pipeline > 1 else None,
-        "shard": shard if axes.sharing == "hybrid" else None,
-        "replicate": None,
-        "sharding": "full",
-        "offload": False,
-        "wrapping": "block",
-        "all_reduce": "auto",
-        "zero_stage": 3,
-        "sequence_parallel": tensor > 1 and positions % tensor == 0,
-        "loss_parallel": tensor > 1 and pipeline == 1,
-        "schedule": schedule,
-        "activation_checkpointing": "none",
-        "stages_per_rank": None,
-    }
+    parallel = ParallelOptions(
+        strategy=sharing.strategy,
+        tensor=tensor if tensor > 1 else None,
+        pipeline=pipeline if pipeline > 1 else None,
+        shard=shard if sharing.hybrid else None,
+        sequence_parallel=tensor > 1 and positions % tensor == 0,
+        loss_parallel=tensor > 1 and pipeline == 1,
+        schedule=schedule,
+        **sharing.options,
+    )
     batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
     train = replace(base.train, **batch, precision="bf16", compile=False)
-    return replace(base, train=train, parallel=replace(base.parallel, **changes | sharing.options))
+    return replace(base, train=train, parallel=parallel)

@@ -18,6 +18,7 @@ from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
+from manyhands.config.options import OptionError
 from manyhands.predict.activation_memory import PRECISION_BYTES, activation_bytes, sequences_at_once, weight_bytes
 from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
@@ -129,8 +130,11 @@ def _as_one_batch(layout):
 @cache
 def _state(model, layout, storage):
     ranks = stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, storage.schedule)
-    of_rank = {"fsdp": _fsdp, "deepspeed": _deepspeed}.get(storage.dp_mode, _whole)
-    return max((of_rank(model, stages, layout, storage) for stages in dict.fromkeys(ranks)), key=sum)  # many are alike
+    if storage.dp_mode not in STATES:
+        raise OptionError(f"no formula says what a rank holds under dp_mode={storage.dp_mode!r}; use another strategy")
+    return max(
+        (STATES[storage.dp_mode](model, stages, layout, storage) for stages in dict.fromkeys(ranks)), key=sum
+    )  # many are alike
 
 
 def _weights(model, stages, layout):
@@ -276,6 +280,9 @@ def _deepspeed(model, stages, layout, storage):
     gradients = count if storage.zero_stage == 1 else share
     return State(count * size, gradients * size, moments, share * size + (count * low if low < size else 0))
 
+
+# {dp_mode of a strategy: (model, stages of a rank, layout, storage) -> State}
+STATES = {"replicas": _whole, "zero1": _whole, "fsdp": _fsdp, "deepspeed": _deepspeed}
 
 # ------------------------------------------------------------------ within a step
 

@@ -11,10 +11,14 @@ above 1 a router sends each token to `top_k` of so many MLPs of the same size (S
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
-from dataclasses import dataclass, replace
+import tomllib
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import ceil, prod
+from pathlib import Path
 from typing import NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
 
 from manyhands.config.options import PRESETS, from_preset
 
@@ -44,6 +48,7 @@ class PlannedModel:
     """Sizes, under the names that GPTConfig has for them. Raises ValueError, with the numbers, for what makes no
     model."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
     vocab_size: int  # V
     block_size: int  # T
@@ -64,10 +69,9 @@ class PlannedModel:
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
         object.__setattr__(self, "n_hidden", 4 * self.n_embd if self.n_hidden is None else self.n_hidden)
-        counts = "vocab_size block_size n_layer n_head n_embd n_kv_head n_hidden n_expert top_k"
-        for name in counts.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
+        for name, value in vars(self).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{name}={value} is too small; use at least 1")
         if self.style not in ("gpt", "llama"):
             raise ValueError(f"style={self.style!r} is unknown; use gpt or llama")
         if self.n_embd % self.n_head:
@@ -84,9 +88,6 @@ class PlannedModel:
                 f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is"
                 f" 4 x {self.n_embd} wide in its MLP (not {self.n_hidden}); use style=llama"
             )
-        self._refuse_experts()
-
-    def _refuse_experts(self):
         if self.top_k > self.n_expert:
             raise ValueError(
                 f"top_k={self.top_k} of {self.n_expert} expert(s); use more experts, or at most {self.n_expert}"
@@ -205,29 +206,16 @@ def share_of(model: PlannedModel, context: int) -> PlannedModel:
     return replace(model, block_size=model.block_size // context) if context > 1 else model
 
 
-# Grattafiori et al. 2024 (arXiv:2407.21783), table 3; positions as in the first stage of pre-training
-LLAMAS = {
-    "llama3-8b": (32, 32, 4096, 14336),
-    "llama3-70b": (80, 64, 8192, 28672),
-    "llama3-405b": (126, 128, 16384, 53248),
-}
-# Jiang et al. 2024 (arXiv:2401.04088), table 1
-MIXTRAL = PlannedModel("mixtral-8x7b", 32000, 32768, 32, 32, 4096, 8, 14336, "llama", n_expert=8, top_k=2)
-MODELS = (*PRESETS, *LLAMAS, MIXTRAL.name)
+_rows = tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))["model"]
+OTHERS = {model.name: model for model in TypeAdapter(list[PlannedModel]).validate_python(_rows)}
+MODELS = (*PRESETS, *OTHERS)
 
 
 def preset_model(name: str) -> PlannedModel:
-    """The PlannedModel of a preset of the trainer, of one of LLAMAS, or of MIXTRAL. Raises ValueError for an unknown
-    name."""
-    if name == MIXTRAL.name:
-        return MIXTRAL
-    if name in LLAMAS:
-        n_layer, n_head, n_embd, n_hidden = LLAMAS[name]
-        return PlannedModel(name, 128256, 8192, n_layer, n_head, n_embd, 8, n_hidden, "llama")
+    """The PlannedModel of a preset of the trainer, or of models.toml. Raises ValueError for an unknown name."""
+    if name in OTHERS:
+        return OTHERS[name]
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(MODELS)}")
-    sizes = from_preset(name).model
-    return PlannedModel(
-        name, sizes.vocab_size or SHAKESPEARE_VOCAB_SIZE, sizes.block_size, sizes.n_layer, sizes.n_head, sizes.n_embd,
-        tie=sizes.tie, qkv_bias=sizes.qkv_bias, dropout=sizes.dropout,
-    )  # fmt: skip
+    sizes = asdict(from_preset(name).model)
+    return PlannedModel(name, **sizes | {"vocab_size": sizes["vocab_size"] or SHAKESPEARE_VOCAB_SIZE})

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.predict.layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, divisors, families
 from manyhands.predict.memory import AT_REST, RankBytes, bytes_per_rank, state_of_rank
-from manyhands.predict.rank_work import planned_work
-from manyhands.predict.step_time import Assumptions, StepTime, step_time
+from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
 
 CLOSE = 1.05
 MOST_NODES = 600  # where the search for a machine that is large enough ends
@@ -133,7 +132,7 @@ def _by_schedule(ranked, plans):
 
 def _timed(question, candidate, held, assumed=None):
     model, machine = question.model, question.machine
-    work = planned_work(model, candidate.layout, candidate.options, candidate.sharing)
+    work = planned_work(model, candidate.layout, candidate.options)
     time = step_time(work, machine, assumed)
     tokens = question.global_batch * model.block_size
     flops_per_s = model.flops_per_token() * tokens / time.total_s

@@ -1,4 +1,4 @@
-"""Runs that others have published, predicted: what the planner is held against.
+"""Runs that others have published (published_runs.toml), predicted: what the planner is held against.
 
     python scripts/plan.py --published               # the table below with residuals
     fit()                                            # (share of the peak, passes over memory), from FITTED_ON alone
@@ -8,154 +8,89 @@ per GPU, counted as the source counts them: with the operations that recomputati
 ("model").
 """
 
-from dataclasses import dataclass, replace
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from statistics import median
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from manyhands.predict.machines import MACHINES, Machine
 from manyhands.predict.models import PlannedModel, preset_model
-from manyhands.predict.rank_work import Work
-from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES, Assumptions, step_time
+from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES, Assumptions, Work, step_time
 from manyhands.predict.traffic import Message
 
 
-@dataclass(frozen=True)
-class PublishedRun:
-    """A run: model, machine, layout, and the TFLOP/s per GPU that were published."""
+class PublishedRun(BaseModel):
+    """A row of published_runs.toml: model, machine, layout, and the TFLOP/s per GPU that were published."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     source: str
-    model: PlannedModel
+    counts: Literal["hardware", "model"]
+    checked: str
+    assumed: str
     gpus: int
     tensor: int
     pipeline: int
     global_batch: int
-    published: float  # TFLOP/s per GPU
-    counts: str  # hardware or model
-    checked: str
-    assumed: str
-    machine: Machine = MACHINES["a100-80"]
+    tflops: float | None = None  # per GPU; none: `seconds` of an iteration say it
+    seconds: float | None = None
+    check: dict[str, float]  # what the table says of the row in another way
+    preset: str | None = None  # or a GPT of these sizes, with 2,048 positions
+    n_layer: int = 0
+    n_head: int = 0
+    n_embd: int = 0
+    vocab_size: int = 51200
+    on: str = "a100-80"
+    between_bytes_per_s: float | None = None  # none: as the machine has it
     micro_batch: int = 1
     stages_per_rank: int = 1
-    checkpointing: str = "block"  # block, attention (its core alone) or none
+    checkpointing: Literal["block", "attention", "none"] = "block"  # attention: its core alone
     sequence_parallel: bool = False
     flash: bool = False  # attention's scores are never kept
-    sharing: str = "replicas"
+    sharing: Literal["replicas", "zero1", "zero2"] = "replicas"
     overlap: bool = False
     scattered: bool = True  # tensor ranks share what a stage sends
 
+    @cached_property
+    def model(self) -> PlannedModel:
+        """The model that was trained."""
+        if self.preset:
+            return preset_model(self.preset)
+        sizes = (self.vocab_size, 2048, self.n_layer, self.n_head, self.n_embd)
+        return PlannedModel(self.name, *sizes, tie=True, qkv_bias=True)
 
-NARAYANAN = "Narayanan et al. 2021, arXiv:2104.04473, table 1"
-KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, table 5"
-SMITH = "Smith et al. 2022, arXiv:2201.11990, section 2.4"
-BLOOM = (
-    "BigScience 2022, https://huggingface.co/bigscience/bloom and https://huggingface.co/blog/bloom-megatron-deepspeed"
-)
-LLAMA = "Grattafiori et al. 2024, arXiv:2407.21783, table 4"
+    @property
+    def machine(self) -> Machine:
+        """What it was trained on."""
+        there = MACHINES[self.on]
+        return replace(there, between_bytes_per_s=self.between_bytes_per_s or there.between_bytes_per_s)
 
-
-def _gpt(name, n_layer, n_embd, n_head, vocab_size=51200):
-    return PlannedModel(name, vocab_size, 2048, n_layer, n_head, n_embd, tie=True, qkv_bias=True)
-
-
-def _interleaved(layers_per_stage):
-    """The least v above 1 that splits them: section 5.1 says that the schedule is interleaved, no table says v."""
-    return next((v for v in range(2, layers_per_stage + 1) if layers_per_stage % v == 0), 1)
-
-
-def _narayanan(billions, n_head, n_embd, n_layer, tensor, pipeline, gpus, batch, tflops, *_):
-    """A row of the table. The last two columns check the one before: see tests/test_published_runs.py."""
-    return PublishedRun(
-        f"GPT {billions}B", NARAYANAN, _gpt(f"{billions}B", n_layer, n_embd, n_head), gpus, tensor, pipeline, batch,
-        tflops, "hardware",
-        "parameters by their formula; TFLOP/s against the table's last columns, percent of peak and PFLOP/s together;"
-        " sizes to 310 B against github.com/aws-samples/awsome-distributed-training, 3.test_cases/megatron, which lists"
-        " them from the table",
-        "micro-batch 1; v the least above 1 that splits a stage's layers: the table names neither",
-        stages_per_rank=_interleaved(n_layer // pipeline) if pipeline > 1 else 1,
-    )  # fmt: skip
+    @property
+    def published(self) -> float:
+        """TFLOP/s per GPU."""
+        flops = self.model.flops_per_token() * self.global_batch * self.model.block_size
+        return self.tflops or flops / self.seconds / self.gpus / 1e12
 
 
-NARAYANAN_ROWS = (  # billions, heads, width, layers, tensor, pipeline, GPUs, batch, TFLOP/s, % of peak, PFLOP/s in all
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4),
-    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8),
-    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1),
-    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2),
-    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0),
-)
+def _runs() -> Iterator[PublishedRun]:
+    for table in tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text("utf-8"))["table"]:
+        columns, rows, check = (table.pop(key, []) for key in ("columns", "rows", "check"))
+        for row in rows:
+            values = table | dict(zip(columns, row, strict=True))
+            yield PublishedRun(**values | {"check": {name: values.pop(name) for name in check}})
 
 
-KORTHIKANTI_ROWS = (  # billions, layers, width, heads, pipeline, GPUs, batch, micro-batch, v, seconds, MFU in percent
-    (22, 48, 6144, 64, 1, 8, 4, 4, 1, 1.10, 41.5),
-    (175, 96, 12288, 96, 8, 64, 64, 1, 3, 13.75, 51.4),
-    (530, 105, 20480, 128, 35, 280, 280, 1, 3, 37.83, 56.0),
-    (1000, 128, 25600, 160, 64, 512, 512, 1, 1, 71.49, 56.3),
-)
-
-
-def _korthikanti(billions, n_layer, n_embd, n_head, pipeline, gpus, batch, micro_batch, v, seconds, _):
-    """With sequence parallelism and attention's core recomputed: TFLOP/s follow from the seconds of an iteration."""
-    model = _gpt(f"{billions}B", n_layer, n_embd, n_head)
-    tflops = model.flops_per_token() * batch * model.block_size / seconds / gpus / 1e12
-    return PublishedRun(
-        f"GPT {billions}B, selective", KORTHIKANTI, model, gpus, 8, pipeline, batch, tflops, "model",
-        "seconds per iteration, by arithmetic, against the table's MFU, and against calculon/llm/validation.py of"
-        " github.com/calculon-ai/calculon, which quotes the table", "nothing", micro_batch=micro_batch,
-        stages_per_rank=v, checkpointing="attention", sequence_parallel=True,
-    )  # fmt: skip
-
-
-SMITH_ROWS = (  # GPUs, seconds per iteration, TFLOP/s
-    (2240, 60.1, 126),
-    (2800, 50.2, 121),
-    (3360, 44.4, 113),
-)
-
-
-def _smith(gpus, _, tflops):
-    """MT-NLG: DeepSpeed's pipeline, 1F1B; 126 TFLOP/s count the recomputation, as the seconds show."""
-    return PublishedRun(
-        f"MT-NLG 530B, {gpus} GPUs", SMITH, _gpt("530B", 105, 20480, 128), gpus, 8, 35, 1920, tflops, "hardware",
-        "seconds per iteration, by arithmetic with the recomputation, against the TFLOP/s; both against"
-        " github.com/cli99/llm-analysis, examples/megatron-turing-nlg, which quotes the section",
-        "micro-batch 1, one stage per rank: section 2.4 names neither",
-    )  # fmt: skip
-
-
-def _llama(gpus, batch_per_data_rank, tflops, _):
-    return PublishedRun(
-        f"Llama 3 405B, {gpus} GPUs", LLAMA, preset_model("llama3-405b"), gpus, 8, 16,
-        gpus // 128 * batch_per_data_rank, tflops, "model",
-        "TFLOP/s over the peak of 989.4: 43.5 and 40.4 %, where the table says 43 and 41 %; sizes are table 3's",
-        "v = 8, the most that 8 layers per rank allow; micro-batch 1; FSDP gathers once per step; 50 GB/s per GPU"
-        " between nodes (400 Gb/s, section 3.3.1); attention counted without the causal mask's half",
-        MACHINES["h100"], stages_per_rank=8, checkpointing="none", sequence_parallel=True, flash=True, sharing="zero2",
-        overlap=True, scattered=False,
-    )  # fmt: skip
-
-
-RUNS = (
-    *(_narayanan(*row) for row in NARAYANAN_ROWS),
-    *(_korthikanti(*row) for row in KORTHIKANTI_ROWS),
-    *(_smith(*row) for row in SMITH_ROWS),
-    PublishedRun(
-        "BLOOM 176B", BLOOM, _gpt("bloom-176b", 70, 14336, 112, 250680), 384, 4, 12, 2048, 150, "hardware",
-        "read on the model's card: about 150 TFLOP/s per GPU, 384 A100 of 80 GB, eight per node with four 100 Gb/s"
-        " links",
-        "micro-batch 2 and 1F1B, as the run's scripts have it; 150 counts recomputation",
-        replace(MACHINES["a100-80"], between_bytes_per_s=50e9 / 8), micro_batch=2, sharing="zero1", scattered=False,
-    ),
-    _llama(8192, 32, 430, 43),
-    _llama(16384, 16, 400, 41),
-)  # fmt: skip
+RUNS = tuple(_runs())
+NARAYANAN = RUNS[0].source
 FITTED_ON = ("GPT 1.7B", "GPT 1008.0B")  # the ends of the first table: the most memory-bound run, and the least
 
 
-def published_work(run):
+def published_work(run: PublishedRun) -> Work:
     """The `Work` of a published run. Bytes of activations by Korthikanti et al. 2022, sections 4.1 to 4.3."""
     model, b = run.model, run.micro_batch
     tokens, D, t = b * model.block_size, model.n_embd, run.tensor
@@ -210,7 +145,7 @@ def _published_messages(run, data, parameters):
         yield Message("data", "broadcast", units, parameters * 2, data, t)
 
 
-def predicted_tflops(run, assumed=None):
+def predicted_tflops(run: PublishedRun, assumed: Assumptions | None = None) -> float:
     """TFLOP/s per GPU that the planner predicts, counted as the run's source counts."""
     model, work = run.model, published_work(run)
     flops = model.flops_per_token()
@@ -220,12 +155,12 @@ def predicted_tflops(run, assumed=None):
     return flops * run.global_batch * model.block_size / seconds / run.gpus / 1e12
 
 
-def residual(run, assumed=None):
+def residual(run: PublishedRun, assumed: Assumptions | None = None) -> float:
     """(predicted - published) / published."""
     return predicted_tflops(run, assumed) / run.published - 1
 
 
-def fit(names=FITTED_ON):
+def fit() -> Assumptions:
     """The Assumptions under which two runs, and no others, are predicted exactly; by bisection, in turns.
 
     The first run decides the passes over memory, the second the share of the peak.
@@ -233,7 +168,9 @@ def fit(names=FITTED_ON):
     runs = {run.name: run for run in RUNS}
     found = Assumptions()
     for _ in range(40):
-        for name, key, low, high in ((names[0], "memory_passes", 0.0, 20.0), (names[1], "matmul_share", 0.2, 1.0)):
+        for name, key, low, high in zip(
+            FITTED_ON, ("memory_passes", "matmul_share"), (0.0, 0.2), (20.0, 1.0), strict=True
+        ):
             for _ in range(40):
                 middle = (low + high) / 2
                 # more passes are slower, a larger share is faster
@@ -244,7 +181,7 @@ def fit(names=FITTED_ON):
     return found
 
 
-def summary(runs):
+def summary(runs: list[PublishedRun]) -> tuple[float, float]:
     """(median, largest) size of the residuals, those of the fitted runs left out."""
     sizes = [abs(residual(run)) for run in runs if run.name not in FITTED_ON]
     return median(sizes), max(sizes)

@@ -14,7 +14,7 @@ import shlex
 from collections import Counter
 
 from manyhands.config.options import PRESETS, from_preset
-from manyhands.predict.layouts import SCHEDULES, Candidate, Question
+from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
 from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
 
@@ -26,9 +26,10 @@ AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 
 def as_text(answer: Answer, top: int = 8, show_all: bool = False) -> str:
     """The whole answer, as lines. `top` rows of the ranking; show_all: every one, and every refusal."""
-    lines = [*_question(answer.question), ""]
+    left_out = [f"Not planned: {name}: {why}." for name, why in NOT_PLANNED.items()]
+    lines, end = [*_question(answer.question), ""], [*_refusals(answer, show_all), *left_out]
     if answer.best is None:
-        return "\n".join([*lines, *_nothing_fits(answer), *_refusals(answer, show_all)])
+        return "\n".join([*lines, *_nothing_fits(answer), *end])
     rows = answer.ranked if show_all else answer.ranked[:top]
     fit, refused = len(answer.ranked), len(answer.refused)
     lines += [
@@ -40,8 +41,7 @@ def as_text(answer: Answer, top: int = 8, show_all: bool = False) -> str:
     ]
     if len(rows) < len(answer.ranked):
         lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
-    lines += ["", *_best(answer), "", *_schedules(answer), *_refusals(answer, show_all)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_best(answer), "", *_schedules(answer), *end])
 
 
 def _question(question):
@@ -220,6 +220,7 @@ def as_dict(answer: Answer) -> dict:
         "tried": answer.tried,
         "plans": [_plan_dict(question, one) for one in answer.ranked],
         "refused": [{"layout": name, "reason": sentence} for name, sentence in answer.refused],
+        "not_planned": NOT_PLANNED,
         "weakest_assumption": weakest_assumption(question, answer.best)[0] if answer.best else None,
         "start_layout": runs.name if runs else None,
         "start": [line for _, line in start_lines(question, runs.candidate)] if runs else [],

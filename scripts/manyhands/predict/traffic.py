@@ -20,6 +20,7 @@ from functools import cache
 from math import prod
 
 from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, weight_bytes
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import fsdp_units, fullest_stages, padded, refuse_stage, storage_of, weights_in_order
@@ -71,13 +72,14 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
     bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises
     ValueError for other strategies, and with tensor or pipeline ranks.
     """
-    strategy = options.parallel.strategy
-    if strategy not in ("ddp", "zero1", "fsdp") or layout.tensor > 1 or layout.pipeline > 1:
+    strategy, plain = options.parallel.strategy, layout.tensor == layout.pipeline == 1
+    registered = STRATEGIES[strategy]
+    if not plain or registered.dp_mode not in OF_DATA:
         raise ValueError(
             f"there is no formula for strategy={strategy} with tensor={layout.tensor} and pipeline={layout.pipeline};"
             " use ddp, zero1 or fsdp, without tensor and pipeline ranks"
         )
-    flat = strategy == "ddp" and options.parallel.all_reduce != "buckets"
+    flat = "all_reduce" in registered.options and options.parallel.all_reduce != "buckets"
     calls, payloads = Counter(), Counter()
     for message in _data(model_of(config), layout, options, flat):
         calls[message.operation] += message.calls
@@ -164,9 +166,7 @@ OF_AXIS = {"tensor": _tensor, "pipeline": _pipeline, "context": _context, "exper
 def _data(model, layout, options, flat=False):
     """Messages of data parallelism; dense weights and experts have groups of their own."""
     storage = storage_of(layout, options)
-    if storage.dp_mode == "fsdp":
-        return _fsdp(model, layout, storage)
-    return _replicas(model, layout, storage.dp_mode == "zero1", flat, storage.size)
+    return OF_DATA[storage.dp_mode](model, layout, storage, flat)
 
 
 def _groups(layout, expert):
@@ -177,7 +177,7 @@ def _groups(layout, expert):
 
 
 @cache
-def _replicas(model, layout, zero1, flat, size):
+def _replicas(model, layout, storage, flat):
     """Gradients, once per step, in DDP's buckets, or on CPUs in one flat vector; one rank alone has nothing to add up,
     but DDP does not look. A pipeline's are summed in pieces when all micro-batches are done.
 
@@ -186,12 +186,12 @@ def _replicas(model, layout, zero1, flat, size):
     """
     found, weights = [], weights_in_order(model, layout, fullest_stages(model, layout))
     for expert in sorted({1, layout.expert}):
-        own = [weight.numel * size for weight in weights if _spread(weight, layout) == expert]
+        own = [weight.numel * storage.size for weight in weights if _spread(weight, layout) == expert]
         (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
         buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
         if buckets:
             found.append(Message("data", "all_reduce", len(buckets), sum(buckets), *group, behind))
-        if zero1:
+        if storage.dp_mode == "zero1":
             found.append(Message("data", "broadcast", len(own), sum(own), *group))
     return found
 
@@ -212,7 +212,7 @@ def buckets_of(sizes: list[int]) -> list[int]:
 
 
 @cache
-def _fsdp(model, layout, storage):
+def _fsdp(model, layout, storage, flat):
     """Per unit: gathers in the precision of the products, and sums of gradients in that of the weights.
 
     Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward
@@ -252,6 +252,10 @@ def _fsdp(model, layout, storage):
             payload = numbers // shards[0] * storage.size
             found.append(Message("data", "all_reduce", calls, payload, *replicas, "last backward"))
     return found
+
+
+# {dp_mode of a strategy: (model, layout, storage, whether gradients go as one flat vector) -> [Message]}
+OF_DATA = {"replicas": _replicas, "zero1": _replicas, "fsdp": _fsdp}
 
 
 def _spread(weight, layout):
