@@ -115,11 +115,11 @@ tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
 test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
-	@$(RUN) -m manyhands.launch.login_node "make test"
+	@$(RUN) -m manyhands.launch.machine "make test"
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
 
 check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
-	@$(RUN) -m manyhands.launch.login_node "make check"
+	@$(RUN) -m manyhands.launch.machine "make check"
 	@$(RUN) -m pytest $(AT_ONCE) -m "not lesson and not slurm and not browser and not ranks" $(ARGS)

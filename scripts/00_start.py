@@ -490,7 +490,7 @@ metrics.exact(all_reduce_bytes=payload)
 # %%ranks
 from statistics import median
 
-from manyhands.launch.screen import text_plot
+from manyhands.launch.program import text_plot
 
 if rank == 0:
     say(text_plot(losses, "loss", height=13))

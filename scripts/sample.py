@@ -101,7 +101,7 @@ def write_text(options):
     import torch
     from manyhands.checkpoint.export import load_model, tokenizer_of
     from manyhands.launch.devices import gpus_here
-    from manyhands.launch.screen import write
+    from manyhands.launch.program import write
 
     kind = options.device
     if kind == "auto":

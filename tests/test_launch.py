@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.launch import allocation, commands, devices, join, limits, rendezvous, settings
+from manyhands.launch import allocation, commands, devices, join, rendezvous, settings
 from manyhands.launch.launchers import LAUNCHERS, Launcher, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -45,6 +45,7 @@ def test_every_launcher_has_a_record():
 
 
 NEW_LAUNCHER = """
+import sys
 from manyhands.launch.launchers import LAUNCHERS, Launcher
 LAUNCHERS.insert(0, Launcher(
     "jsrun", marks=("JSM_RANK",),
@@ -52,9 +53,10 @@ LAUNCHERS.insert(0, Launcher(
     sets=("JSM_",), command="jsrun -n {n} python {script}",
 ))
 from manyhands import join
-from manyhands.launch.conditions import command
+from manyhands.launch.metrics import command
 ranks = join(name="test")
-print(ranks.rank, ranks.world_size, ranks.local_rank, ranks.launcher, command(ranks, ["own.py"]))
+sys.argv = ["own.py"]
+print(ranks.rank, ranks.world_size, ranks.local_rank, ranks.launcher, command(ranks))
 """
 
 
@@ -267,17 +269,8 @@ def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says():
         assert devices.threads("cpu", alone, [alone]) == expected
 
 
-def test_cores_obey_the_control_group(tmp_path):
-    (tmp_path / "job" / "step").mkdir(parents=True)
-    membership = tmp_path / "membership"
-    membership.write_text("0::/job/step\n")
-    assert limits.quota_cores(tmp_path, membership) == math.inf
-    (tmp_path / "job" / "step" / "cpu.max").write_text("max 100000\n")
-    assert limits.quota_cores(tmp_path, membership) == math.inf
-    (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
-    assert limits.quota_cores(tmp_path, membership) == 1.5, "a limit above holds too"
-    assert devices.cores(offer(cpus=range(8), quota=1.5)) == 1
-    assert devices.cores(offer(cpus=range(8), quota=0.5)) == 1
+def test_cores_are_whole_ones_and_obey_the_control_group():
+    assert devices.cores(offer(cpus=range(8), quota=1.5)) == devices.cores(offer(cpus=range(8), quota=0.5)) == 1
     assert devices.cores(offer(cpus=range(8))) == 8
 
 

@@ -19,10 +19,9 @@ import pytest
 from manyhands.data.corpus import load_corpus
 from manyhands.launch import commands, processes
 from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
-from manyhands.launch.commands import command_for
+from manyhands.launch.commands import after_signal, blame, command_for
 from manyhands.launch.join import join, leave
 from manyhands.launch.program import DIVERGED, STATUS_FILE, read_status
-from manyhands.launch.quiet_torchrun import after_signal, blame
 from manyhands.launch.ranks import joined
 from rank_pool import run_on_ranks
 
@@ -207,9 +206,9 @@ def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--nproc", "0"], "0 is less than 1"),
+        (["--nproc", "0"], "argument --nproc: 0 is less than 1"),
         (["--retries", "-1"], "argument --retries: -1 is less than 0"),
-        (["--timeout", "x"], "argument --timeout: 'x' is not a whole number"),
+        (["--timeout", "x"], "argument --timeout: invalid int value: 'x'"),
         (["nowhere.py"], "there is no program nowhere.py; flags of the program come after `--`"),
         (["--starter", "srun", "--nproc", "2"], "use salloc or sbatch"),
         (["--preset", "gpt2"], "unrecognized arguments"),
@@ -321,7 +320,7 @@ def kept_as(monkeypatch, status, heard=None):
 )
 def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monkeypatch, capsys, status, heard, starts):
     seen = kept_as(monkeypatch, status, heard)
-    assert commands._with_retries(["mine"], None, 2) == status
+    assert commands.run(["mine"], None, 2) == status
     assert len(seen) == starts and capsys.readouterr().err.count("retry") == starts - 1
 
 
@@ -362,7 +361,7 @@ def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(fail
 
 def test_a_rank_killed_under_mpiexec_or_srun_is_said_to_be_so(monkeypatch, capsys):
     kept_as(monkeypatch, 137)
-    assert commands._with_retries(["srun", "python", "program.py"], None, 0) == 137
+    assert commands.run(["srun", "python", "program.py"], None, 0) == 137
     assert "a rank was killed (signal 9): usually memory" in capsys.readouterr().err
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from manyhands.course import folders
 from manyhands.course.lessons import find_lessons
-from manyhands.launch import conditions, recorded_runs
+from manyhands.launch import metrics as metrics_module
+from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import Metrics
 from manyhands.launch.processes import Ended
 from manyhands.tools.lesson_run import Outcome, Run
@@ -194,16 +195,22 @@ def test_metrics_say_on_what_with_what_and_by_what_they_were_made(tmp_path, monk
     assert "core" in content["hardware"] and content["hardware"].endswith("on 2 nodes")
 
 
-def test_the_command_is_what_starts_the_same_script_again():
-    script = [str(folders.ROOT / "scripts" / "03_data_parallel.py"), "--steps", "3"]
-    assert conditions.command(ranks(), script) == (
-        "python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 scripts/03_data_parallel.py --steps 3"
-    )
-    assert conditions.command(ranks(launcher="mpich"), script).startswith("mpiexec -n 8 python scripts/03")
-    assert conditions.command(ranks(launcher="notebook"), ["/usr/lib/ipykernel.py"]) == (
-        "notebooks/03_data_parallel.ipynb with n_ranks = 8"
-    )
-    assert conditions.command(ranks(launcher="alone"), ["/home/me/own.py"]) == "python own.py"
+SCRIPT = str(folders.ROOT / "scripts" / "03_data_parallel.py")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "argv", "command"),
+    [
+        ("torchrun", [SCRIPT, "--steps", "3"],
+         "python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 scripts/03_data_parallel.py --steps 3"),
+        ("mpich", [SCRIPT], "mpiexec -n 8 python scripts/03_data_parallel.py"),
+        ("notebook", ["/usr/lib/ipykernel.py"], "notebooks/03_data_parallel.ipynb with n_ranks = 8"),
+        ("alone", ["/home/me/own.py"], "python own.py"),
+    ],
+)  # fmt: skip
+def test_the_command_is_what_starts_the_same_script_again(monkeypatch, launcher, argv, command):
+    monkeypatch.setattr("sys.argv", argv)
+    assert metrics_module.command(ranks(launcher=launcher)) == command
 
 
 def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypatch):
@@ -212,13 +219,13 @@ def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypa
                        capture_output=True)  # fmt: skip
 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert conditions.commit(tmp_path) is None
+    assert metrics_module.commit(tmp_path) is None
     git("init")
     git("commit", "--allow-empty", "-m", "x")
-    clean = conditions.commit(tmp_path)
+    clean = metrics_module.commit(tmp_path)
     assert len(clean) >= 7 and " " not in clean
     (tmp_path / "file").touch()
-    assert conditions.commit(tmp_path) == f"{clean} with uncommitted changes"
+    assert metrics_module.commit(tmp_path) == f"{clean} with uncommitted changes"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +237,8 @@ def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypa
 )
 def test_the_drivers_version_is_read_where_there_is_one(tmp_path, line, version):
     (tmp_path / "version").write_text(f"{line}\nGCC version: 12.3.0\n")
-    assert conditions._driver(tmp_path / "version") == version
-    assert conditions._driver(tmp_path / "none") is None
+    assert metrics_module._driver(tmp_path / "version") == version
+    assert metrics_module._driver(tmp_path / "none") is None
 
 
 # ---- preflight ----

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from manyhands import say, show
 from manyhands.launch import ranks as ranks_module
-from manyhands.launch.screen import text_plot
+from manyhands.launch.program import text_plot
 from rank_pool import ranks_of
 
 
@@ -109,7 +109,7 @@ def test_a_text_plot_of_equal_values_is_drawn():
 
 SAYS = """
 import sys
-from manyhands.launch.screen import write
+from manyhands.launch.program import write
 write("\u2713 caf\u00e9\\n")
 write("on\\n")
 sys.stderr.write("lived")

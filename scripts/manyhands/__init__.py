@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from manyhands.launch.join import join, leave, mpi_world, refuse
     from manyhands.launch.launchers import LaunchError
     from manyhands.launch.metrics import Metrics, fingerprint
+    from manyhands.launch.program import say
     from manyhands.launch.ranks import Ranks
     from manyhands.launch.run_folder import show
-    from manyhands.launch.screen import say
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
@@ -30,7 +30,7 @@ __all__ = [
 HOMES = {
     "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks",
     "catch_up": "course.catch_up", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
-    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.screen", "show": "launch.run_folder",
+    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
     "show_solution": "course.catch_up",
 }  # fmt: skip
 

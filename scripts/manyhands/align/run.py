@@ -20,9 +20,9 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
-from manyhands.launch.agreement import Agreement
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
+from manyhands.launch.ranks import Agreement
 from manyhands.parallel.parallelize import parallelize
 from manyhands.train.preconditions import refuse_size
 from manyhands.train.run import Diverged, Run, carry_out

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from manyhands.checkpoint import step_folders, tensor_files
 from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
-from manyhands.launch.agreement import Agreement, said
-from manyhands.launch.screen import say
+from manyhands.launch.program import say
+from manyhands.launch.ranks import Agreement, said
 
 MB = 1e6
 

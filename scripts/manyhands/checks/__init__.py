@@ -32,7 +32,7 @@ from manyhands.checks.matching import CallsDiffer, Matching, NobodyCalls
 from manyhands.checks.trial import trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Witness, said
-from manyhands.launch.screen import say
+from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer
-from manyhands.launch.agreement import Agreement
 from manyhands.launch.join import refuse
-from manyhands.launch.screen import say
+from manyhands.launch.program import say
+from manyhands.launch.ranks import Agreement
 
 _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group
 

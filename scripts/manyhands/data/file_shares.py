@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_file import DTYPES, compare, describe_tokens, memory_map, write_tokens
-from manyhands.launch.agreement import Agreement
+from manyhands.launch.ranks import Agreement
 
 AT_ONCE = 2**30  # bytes per call of MPI: many libraries count in 32 bits
 

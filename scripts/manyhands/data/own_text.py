@@ -30,7 +30,7 @@ from manyhands.data.corpus import Corpus
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_file import Schema, Sha256, describe_tokens, memory_map, verify_tokens
 from manyhands.data.tokenizer import tokenizer_from
-from manyhands.launch.agreement import Agreement
+from manyhands.launch.ranks import Agreement
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("train", "validation")

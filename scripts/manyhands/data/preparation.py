@@ -29,7 +29,7 @@ from manyhands.data.shakespeare import DataError
 from manyhands.data.text_files import find_files, raw_documents, text_of
 from manyhands.data.token_file import write_tokens
 from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
-from manyhands.launch.agreement import Agreement
+from manyhands.launch.ranks import Agreement
 
 SHARD_BYTES = 8 * 2**20  # of text: enough shards for many ranks, and few files
 SAMPLE_BYTES = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge

@@ -34,11 +34,11 @@ def find():
 
     Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
-    if named := settings.shakespeare_named():
+    if named := settings.path("MANYHANDS_SHAKESPEARE"):
         return _named_file(named), None
     if (cached := from_cache()) is not None:
         return cached[1], None
-    url = settings.shakespeare_url(URL)
+    url = settings.value("MANYHANDS_SHAKESPEARE_URL", URL)
     if not url:
         return None, "MANYHANDS_SHAKESPEARE_URL is empty"
     content, why_not = download(url)
@@ -89,7 +89,7 @@ def cache_folders():
 
     `make shared` puts a class's data into the environment.
     """
-    if named := settings.data_named():
+    if named := settings.path("MANYHANDS_DATA"):
         return [named]
     users = Path(settings.environment().get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
     course = DATA  # not there when the package was installed without the course around it

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.launch.launchers import expand_hosts
-from manyhands.launch.limits import cores_here
-from manyhands.launch.settings import environment, mpiexec_named
+from manyhands.launch.launchers import expand_counts, expand_hosts
+from manyhands.launch.machine import cores_here
+from manyhands.launch.settings import environment, value
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
@@ -55,7 +55,8 @@ class Allocation:
             inside = "SLURM_STEP_ID" in environ
             hosts = tuple(expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))) or (LOOPBACK,)
             tasks = environ.get("SLURM_NTASKS") if not inside else None
-            slots = int(tasks) if tasks else _slurm_cpus(environ, len(hosts))
+            cpus = expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+            slots = int(tasks) if tasks else sum(cpus) or len(hosts)
             per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
             job = _leading_number(environ["SLURM_JOB_ID"])
             kind = "slurm step" if inside else "slurm"
@@ -68,6 +69,13 @@ class Allocation:
 
     def default_ranks(self) -> int:
         return self.slots or min(MOST_RANKS_BY_DEFAULT, max(2, cores_here()))
+
+    def srun(self, n_ranks: int, *flags: str) -> list[str]:
+        """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
+        nodes = min(self.num_nodes, n_ranks)
+        inside = ["--overlap"] if self.kind == "slurm step" else []  # beside the step that this process is in
+        counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
+        return ["srun", *inside, *counts, *flags]
 
 
 def _node_file(path):
@@ -86,15 +94,6 @@ def _node_file(path):
 def _leading_number(text):
     digits = text[: len(text) - len(text.lstrip("0123456789"))]  # 123.server and 123[4].server: 123
     return int(digits) if digits else os.getpid()
-
-
-def _slurm_cpus(environ, nodes):
-    """CPUs of the whole job: "2(x2),4" in SLURM_JOB_CPUS_PER_NODE is 2+2+4."""
-    total = 0
-    for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
-        count, _, times = part.partition("(x")
-        total += int(count) * int(times.rstrip(")") or 1) if count.isdigit() else 0
-    return total or nodes
 
 
 def loopback_gloo() -> dict[str, str]:
@@ -135,7 +134,7 @@ def loopback_mpi() -> dict[str, str]:
 
 def find_mpiexec() -> list[str] | None:
     """The mpiexec of this environment as a command (MANYHANDS_MPIEXEC overrides it), or None."""
-    if (named := mpiexec_named()) is not None:
+    if (named := value("MANYHANDS_MPIEXEC")) is not None:
         return words_of({"MANYHANDS_MPIEXEC": named}, "MANYHANDS_MPIEXEC") or None
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return [str(own)] if own.exists() else find_site_mpiexec(environment())
@@ -166,14 +165,6 @@ def is_open_mpi(mpiexec: Sequence[str]) -> bool:
     return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
 
 
-def srun(allocation: Allocation, n_ranks: int, *flags: str) -> list[str]:
-    """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
-    nodes = min(allocation.num_nodes, n_ranks)
-    inside = ["--overlap"] if allocation.kind == "slurm step" else []  # beside the step that this process is in
-    counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
-    return ["srun", *inside, *counts, *flags]
-
-
 def mpi_launcher(n_ranks: int, folder=None) -> list[str] | None:
     """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
 
@@ -181,7 +172,7 @@ def mpi_launcher(n_ranks: int, folder=None) -> list[str] | None:
     """
     if "SLURM_STEP_ID" in environment() and shutil.which("srun"):  # Hydra dies inside a job step
         out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
-        return srun(Allocation.find(), n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
+        return Allocation.find().srun(n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

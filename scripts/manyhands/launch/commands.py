@@ -1,10 +1,13 @@
 """The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`processes.keep` runs it).
 
 Commands are lists from end to end: what people give as flags never meets a shell.
+
+    python -m manyhands.launch.commands FLAGS     # torchrun, without the pages that it prints when a rank fails
 """
 
 import argparse
 import importlib.util
+import logging
 import platform
 import re
 import shlex
@@ -20,27 +23,27 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import (
-    Allocation,
-    RanksError,
-    find_mpiexec,
-    find_site_mpiexec,
-    is_open_mpi,
-    srun,
-    words_of,
-)  # fmt: skip
+from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, find_site_mpiexec, is_open_mpi, words_of
 from manyhands.launch.launchers import LaunchError
-from manyhands.launch.limits import cores_here
+from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
-from manyhands.launch.program import DIVERGED, MEMORY, REFUSED, STATUS_FILE
-from manyhands.launch.screen import write
+from manyhands.launch.program import (
+    DIVERGED,
+    INTERRUPTED,
+    MEMORY,
+    REFUSED,
+    STATUS_FILE,
+    read_status,
+    run_program,
+    write,
+)
 
 TRAIN = SCRIPTS / "train.py"
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun passes them on instead of dying of them
 # glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
-QUIET_TORCHRUN = Path(__file__).with_name("quiet_torchrun.py")
+QUIET_TORCHRUN = "manyhands.launch.commands"
 NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end as it ended now
 PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
@@ -154,7 +157,7 @@ def _port(where):
 
 def _srun(where, ranks_per_node, environ):
     flags = words_of(environ, "SRUN_FLAGS")
-    return srun(where, where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
+    return where.srun(where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
 
 
 def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
@@ -181,11 +184,6 @@ def _gpus_here(environ):
     return gpus_here(environ)[1]
 
 
-def _reads_options(program):
-    """Whether it is the trainer, which takes its flags by `read_options`; a stand-in of that name may take others."""
-    return program.resolve() == TRAIN.resolve() and "read_options" in program.read_text("utf-8")
-
-
 def main(
     argv: Sequence[str] | None = None, description: str | None = None, refuse_flags: Callable | None = None
 ) -> int:
@@ -202,24 +200,25 @@ def main(
     parser.add_argument(
         "program", nargs="?", type=Path, default=TRAIN, help="a script; scripts/train.py if none is named"
     )
-    parser.add_argument("--nproc", type=_at_least(1), metavar="N", help="ranks per node")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks per node")
     parser.add_argument("--dry-run", action="store_true", help="print the command and end")
-    parser.add_argument("--timeout", type=_at_least(1), metavar="S", help="end a run that prints nothing for S seconds")
-    parser.add_argument(
-        "--retries", type=_at_least(0), default=0, metavar="K", help="start a failed run again, up to K times"
-    )
+    parser.add_argument("--timeout", type=int, metavar="S", help="end a run that prints nothing for S seconds")
+    parser.add_argument("--retries", type=int, default=0, metavar="K", help="start a failed run again, up to K times")
     parser.add_argument("--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here")
     args = parser.parse_args(argv[:at])
+    for name, given, least in (("nproc", args.nproc, 1), ("timeout", args.timeout, 1), ("retries", args.retries, 0)):
+        if given is not None and given < least:
+            parser.error(f"argument --{name}: {given} is less than {least}")
     if not args.program.is_file():
         parser.error(f"there is no program {args.program}; flags of the program come after `--`")
     try:
         command = command_for([str(args.program), *argv[at + 1 :]], None, args.nproc, args.starter)
     except (RanksError, LaunchError) as error:
         parser.error(str(error))
-    if refuse_flags and _reads_options(args.program):
+    if refuse_flags and args.program.resolve() == TRAIN.resolve():
         refuse_flags(argv[at + 1 :])
     write(f"$ {shlex.join(command)}\n")
-    return 0 if args.dry_run else _with_retries(command, args.timeout, args.retries)
+    return 0 if args.dry_run else run(command, args.timeout, args.retries)
 
 
 def rank_environment(several: bool) -> dict[str, str]:
@@ -230,41 +229,74 @@ def rank_environment(several: bool) -> dict[str, str]:
     return environ
 
 
-def _with_retries(command, idle_s, retries):
-    environ = rank_environment(several="--nproc-per-node=1" not in command)
+def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
+    """The exit status of `command`, which is started again up to `retries` times where that may help."""
+    environ = settings.for_python(rank_environment(several="--nproc-per-node=1" not in command), SCRIPTS)
+    under_torchrun = TORCHRUN in command
+    command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):
-        status, heard = _once(command, environ, idle_s)
+        with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+            status, heard = keep(command, {**environ, STATUS_FILE: str(Path(folder) / "status")}, idle_s)
+        if not under_torchrun and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # mpiexec's way and srun's
+            print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
         if status in NOT_AGAIN or heard or attempt == retries:
             break
         print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr)
     return status
 
 
-def _once(command, environ, idle_s):
-    """(status, signal that was passed on)."""
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-        status, heard = keep(_quiet(command), {**environ, STATUS_FILE: str(Path(folder) / "status")}, idle_s)
-    if TORCHRUN not in command and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # mpiexec's way and srun's
-        print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
-    return status, heard
+# ------------------------------------------------------------------ torchrun, quietly
+# What ranks say is left alone. A failure ends with one sentence, which names the rank, and with the status of the rank
+# that caused it; a signal that was passed on ends without a traceback, and with 0 where the program left in good order.
 
 
-def _quiet(command):
-    """The same torchrun, without its tracebacks."""
-    if TORCHRUN not in command:
-        return command
-    at = command.index(TORCHRUN)  # -P: the names of modules beside it are not for all
-    return [*command[: at - 1], "-P", str(QUIET_TORCHRUN), *command[at + 1 :]]
+def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
+    """(exit status, one sentence) on [(rank, exit status, negative for a signal, second in which it was seen)].
+
+    torchrun ends the others with SIGTERM, and later with SIGKILL, and lists them too.
+    """
+    first = min(second for _, _, second in failures)
+    causes = [(rank, status) for rank, status, second in failures if second == first]
+    causes = [cause for cause in causes if cause[1] != -signal.SIGTERM] or causes
+    # a killed rank is the cause, and that the others lost their connection the effect
+    rank, status = min(causes, key=lambda cause: (cause[1] != -signal.SIGKILL, cause[1] >= 0))
+    if status == -signal.SIGKILL:
+        return 128 + signal.SIGKILL, f"rank {rank} was killed (signal 9): {MEMORY}"
+    if status < 0:
+        return 128 - status, f"rank {rank} died of signal {-status} ({signal.Signals(-status).name})"
+    return status, f"rank {rank} ended with status {status}; the reason stands above"
 
 
-def _at_least(least):
-    def number(text):
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return value
+def after_signal(number: int, own: int | None) -> tuple[int, str]:
+    """(exit status, sentence or "") once torchrun died of a signal that it passed on to a program that said `own`."""
+    if own == 0:
+        return 0, f"left in good order on {signal.Signals(number).name}"
+    if own is None and number == signal.SIGINT:
+        return INTERRUPTED, "ended by Ctrl-C"
+    return own or 128 + number, ""
 
-    return number
+
+def quiet_torchrun() -> int:
+    """torchrun's exit status; the flags, torchrun's own, are those of this process."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    for name in ("agent.server.api", "multiprocessing.api"):  # they write about failures, beside the traceback
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        torchrun()
+        return 0
+    except (SignalException, KeyboardInterrupt) as stop:
+        status, sentence = after_signal(getattr(stop, "sigval", signal.SIGINT), read_status())
+    except ChildFailedError as error:
+        status, sentence = read_status() or 0, ""  # it has said itself why, unless it failed after its work was done
+        if not status:
+            status, sentence = blame([(rank, one.exitcode, one.timestamp) for rank, one in error.failures.items()])
+    if sentence:
+        print(f"launch.py: {sentence}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    run_program("launch.py", quiet_torchrun)

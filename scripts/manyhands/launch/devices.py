@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manyhands.launch import settings
 from manyhands.launch.launchers import LaunchError
-from manyhands.launch.limits import cpus, quota_cores
+from manyhands.launch.machine import cpus, quota_cores
 from manyhands.launch.ranks import name_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}

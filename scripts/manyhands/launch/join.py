@@ -29,10 +29,9 @@ from manyhands.course.stale_script import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo
 from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
-from manyhands.launch.program import say_nothing_yet, say_status
+from manyhands.launch.program import mend_streams, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
-from manyhands.launch.screen import mend_streams, write
 
 PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
@@ -62,7 +61,7 @@ def join(
     script = (lesson or {}).get("__file__", f"{name}.py" if name else None)
     try:
         if name is None:
-            name = _take_flags(lesson, script) if script else settings.lesson()
+            name = _take_flags(lesson, script) if script else settings.value("MANYHANDS_LESSON", "")
         wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0])
         ranks = _enter(name, wanted, timeout_s, quiet)
     except (LaunchError, lesson_parameters.ParameterError) as error:

@@ -47,9 +47,8 @@ class Launcher:
     name: str
     marks: tuple[str, ...]  # one of these variables is there: it started this process ...
     needs: dict[str, str]  # field of RankInfo -> the variable that holds it; half of them is an error
-    may: dict[str, str] = field(
-        default_factory=dict
-    )  # the same where it does not always tell; of several names the first
+    # the same where it does not always tell; of several names the first
+    may: dict[str, str] = field(default_factory=dict)
     unless: Callable[[Environ], bool] = lambda environ: False  # ... unless this says that another one did
     details: Callable[[dict, Environ], dict] = lambda told, environ: told  # what was told -> the fields of RankInfo
     sets: tuple[str, ...] = ()  # how the names of its variables begin
@@ -256,13 +255,15 @@ def _range(part):
     return [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
 
 
+def expand_counts(text: str) -> list[int]:
+    """A number per node, as Slurm writes them: `4(x2),2` -> 4 4 2."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
 def _tasks_here(environ, size):
-    """How many tasks of the step run on this node: entry SLURM_NODEID of `4(x2),2`, where Slurm says so."""
-    counts = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            counts += [int(found[1])] * int(found[2] or 1)
-    node = environ.get("SLURM_NODEID", "")
+    """How many tasks of the step run on this node, where Slurm says so."""
+    counts, node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", "")), environ.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) and sum(counts) == size else None
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its own folder, metrics.json, one JSON line per step; and honest times.
+"""What a run leaves in its folder: metrics.json, with the conditions under which it was made, and a JSON line per step.
 
     metrics = Metrics(ranks, corpus=corpus, parameters={"steps": 300})
     metrics.exact(ring_steps=6, losses=losses)    # bit-equal from every launcher at the same number of ranks
@@ -14,14 +14,19 @@ import hashlib
 import json
 import math
 import platform
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from manyhands.course.folders import write_whole
-from manyhands.launch.conditions import conditions
+from manyhands.course.folders import ROOT, write_whole
+from manyhands.launch.launchers import launcher_named
+from manyhands.launch.machine import cores_here
 from manyhands.launch.ranks import Ranks
 from manyhands.launch.run_folder import run_folder
 
@@ -169,3 +174,85 @@ class StepLog:
 
     def __exit__(self, *_):
         self.close()
+
+
+# ------------------------------------------------------------------ on what a run was made
+
+
+def conditions(ranks: Ranks) -> dict:
+    """Under which conditions a run was made: neither host names nor folders are in it.
+
+    {"hardware", "versions": {...}, "commit", "date", "command"} as JSON can hold them; what is unknown is None."""
+    return {
+        "hardware": hardware(ranks),
+        "versions": versions(ranks.device),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command(ranks),
+    }
+
+
+def hardware(ranks: Ranks) -> str:
+    """ "4 x NVIDIA H200" or "2 cores of ...", and on how many nodes where they are more than one. What rank 0 sees."""
+    if ranks.device.type == "cpu":
+        count = cores_here()
+        found = f"{count} core{'s' * (count > 1)} of {cpu_name()}"
+    else:
+        found = f"{ranks.world_size} x {torch.get_device_module(ranks.device).get_device_name(ranks.device)}"
+    nodes = -(-ranks.world_size // ranks.local_world_size)
+    return found + (f" on {nodes} nodes" if nodes > 1 else "")
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """Of torch, CUDA, NCCL, Python and the GPU's driver; None for what this device does not use."""
+    cuda = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "cuda": (torch.version.cuda or torch.version.hip) if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "python": platform.python_version(),
+        "driver": _driver() if cuda else None,
+    }
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the course at `root`, and whether files differ: "1a2b3c4 with uncommitted changes". Or None."""
+    git = ["git", "--no-optional-locks", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
+
+
+def command(ranks: Ranks) -> str:
+    """What one types to do the same again; in a notebook, which one it is."""
+    if ranks.launcher == "notebook":
+        return f"notebooks/{ranks.lesson}.ipynb with n_ranks = {ranks.world_size}"
+    path = Path(sys.argv[0]).resolve()
+    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name  # of other folders nothing is told
+    script = " ".join([name, *sys.argv[1:]])
+    nodes = -(-ranks.world_size // ranks.local_world_size)
+    form = launcher_named(ranks.launcher).command
+    return form.format(n=ranks.world_size, local=ranks.local_world_size, nodes=nodes, script=script)
+
+
+def cpu_name() -> str:
+    """What the system calls its CPU."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _driver(path="/proc/driver/nvidia/version"):
+    """The NVIDIA driver's version; None where there is none."""
+    try:
+        found = re.search(r"Kernel Module\b.*?\s(\d+\.\d[\d.]*)", Path(path).read_text())
+    except OSError:
+        return None
+    return found[1] if found else None

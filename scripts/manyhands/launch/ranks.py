@@ -1,4 +1,5 @@
-"""Who takes part in a run: `Ranks`, a value that a lesson passes on; and how several ranks are named in a sentence.
+"""Who takes part in a run: `Ranks`, a value that a lesson passes on; how ranks are named in a sentence, and how they
+agree that something failed.
 
 `join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else
 is handed `ranks`.
@@ -6,12 +7,15 @@ is handed `ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a notebook's rank brings torch when a lesson joins
     import torch
+    import torch.distributed as dist
+
+T = TypeVar("T")
 
 _joined = None
 
@@ -60,3 +64,61 @@ def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:
         else:
             runs.append([rank])
     return "ranks " + ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+class Agreement:
+    """What fails on one rank is the same error on all, so that nobody waits for a rank that gave up.
+
+        agreement = Agreement(ranks, group, CheckpointError)
+        found = agreement.on_rank_0(lambda: sorted(folder.iterdir()))     # the same on all ranks
+        agreement.all(lambda: write(my_share))                            # raises on all ranks if it failed on any
+
+    All ranks of `group` (the whole world, over the CPU) call each method, in the same order.
+
+    `kind` is the class of the error that all ranks raise; one raised by an action keeps its sentence, the first rank's.
+    Only exceptions are agreed upon. A rank that dies is noticed by the group itself.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, kind: type[Exception]):
+        self.ranks, self.group, self.kind = ranks, group, kind
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on all ranks."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def all(self, action: Callable[[], T]) -> T:
+        """What `action()` returned on this rank, once it went well on every rank."""
+        problem, result = self._try(action)
+        for other in self.gather(problem):
+            if other is not None:
+                raise self.kind(other)
+        return result
+
+    def on_rank_0(self, action: Callable[[], T]) -> T:
+        """What `action()` returned on rank 0, on all ranks. The others only wait for it."""
+        import torch.distributed as dist
+
+        outcome: list[Any] = [self._try(action) if self.ranks.rank == 0 else None]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        problem, result = outcome[0]
+        if problem is not None:
+            raise self.kind(problem)
+        return result
+
+    def _try(self, action):
+        try:
+            return None, action()
+        except self.kind as error:
+            return str(error), None
+        except Exception as error:  # noqa: BLE001 - the others wait for a word, whatever happened
+            return said(self.ranks.rank, error), None
+
+
+def said(rank: int, error: BaseException) -> str:
+    """An exception of `rank` as part of a sentence."""
+    text = str(error).strip()
+    return f"rank {rank}: {type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from manyhands.course.folders import ROOT
 from manyhands.launch import settings
+from manyhands.launch.program import say
 from manyhands.launch.ranks import Ranks, joined
-from manyhands.launch.screen import say
 
 _folders: dict[
     int, tuple[Ranks, Path]
@@ -55,7 +55,7 @@ def point_latest_to(folder: Path) -> None:
 
 def outputs_folder() -> Path:
     """Where all runs leave their folders, made if need be: see `run_folder`."""
-    if named := settings.outputs_named():
+    if named := settings.path("MANYHANDS_OUTPUTS"):
         if not can_be_written(named):
             raise ValueError(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
         return named

@@ -60,24 +60,14 @@ def forget(kept: Mapping[str, str]) -> None:
         del os.environ[name]
 
 
-def outputs_named() -> Path | None:
-    """The folder for the folders of runs, where somebody named one."""
-    return _path("MANYHANDS_OUTPUTS")
+def value(name: str, default: str | None = None) -> str | None:
+    """What one of these variables holds."""
+    return os.environ.get(name, default)
 
 
-def data_named() -> Path | None:
-    """The folder that keeps the corpus, where somebody named one."""
-    return _path("MANYHANDS_DATA")
-
-
-def shakespeare_named() -> Path | None:
-    """The corpus as a file, where somebody named one."""
-    return _path("MANYHANDS_SHAKESPEARE")
-
-
-def shakespeare_url(default: str) -> str:
-    """From where the corpus is loaded; "" if from nowhere."""
-    return os.environ.get("MANYHANDS_SHAKESPEARE_URL", default)
+def path(name: str) -> Path | None:
+    """The file or folder that one of these variables names, where somebody has named one."""
+    return Path(os.environ[name]).expanduser() if os.environ.get(name) else None
 
 
 def device(environ: Mapping[str, str] | None = None) -> str:
@@ -88,36 +78,10 @@ def device(environ: Mapping[str, str] | None = None) -> str:
     return named
 
 
-def mpi_allowed() -> bool:
-    """Whether a notebook may start ranks under MPI."""
-    return os.environ.get("MANYHANDS_MPI") != "off"
-
-
-def mpiexec_named() -> str | None:
-    """The command that starts a notebook's ranks, where somebody named one; "" for none."""
-    return os.environ.get("MANYHANDS_MPIEXEC")
-
-
-def lesson() -> str:
-    """The lesson of a notebook's rank; "" elsewhere."""
-    return os.environ.get("MANYHANDS_LESSON", "")
-
-
 def store_address() -> tuple[str, int]:
     """(host, port) at which the ranks of a notebook meet."""
     host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
     return host, int(port)
-
-
-def status_file() -> Path | None:
-    """Where the end of this program is to be said, if whoever started it wants to hear it."""
-    return _path("MANYHANDS_STATUS_FILE")
-
-
-def login_node(environ: Mapping[str, str]) -> bool | None:
-    """Whether somebody says that this is a login node; None: nobody does."""
-    said = environ.get("MANYHANDS_LOGIN_NODE")
-    return None if said is None else said not in ("", "0")
 
 
 def idle_s() -> float:
@@ -135,7 +99,3 @@ def idle_s() -> float:
 def live() -> bool:
     """Whether people watch: output while a cell runs, and times."""
     return os.environ.get("MANYHANDS_LIVE") != "0"
-
-
-def _path(name):
-    return Path(os.environ[name]).expanduser() if os.environ.get(name) else None

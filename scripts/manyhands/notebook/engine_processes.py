@@ -23,15 +23,7 @@ import psutil
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import (
-    LOOPBACK,
-    RanksError,
-    find_mpiexec,
-    loopback_gloo,
-    loopback_mpi,
-    own_address,
-    srun,
-)
+from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
 from manyhands.launch.processes import Family
 from manyhands.notebook.watchdog import MARK
 
@@ -52,7 +44,7 @@ def engine_launcher(allocation, n, mpi):
         return None
     if allocation.kind == "slurm step":
         # block: ranks 0 and 1 on the first node. The notebook's own step may have left SLURM_DISTRIBUTION=cyclic.
-        return srun(allocation, n, "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block")
+        return allocation.srun(n, "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block")
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

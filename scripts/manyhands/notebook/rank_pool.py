@@ -13,7 +13,7 @@ import time
 
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.allocation import Allocation, RanksError
-from manyhands.launch.login_node import login_node
+from manyhands.launch.machine import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
 from manyhands.notebook.control_lines import ControlLines
@@ -45,7 +45,7 @@ class RankPool:
         self.lesson, self.values = lesson, values
         self.allocation = Allocation.find()
         self.world_size = values.get("n_ranks") or self.allocation.default_ranks()
-        self.mpi = settings.mpi_allowed() if mpi is None else mpi
+        self.mpi = settings.value("MANYHANDS_MPI") != "off" if mpi is None else mpi
         reason = login_node() if self.allocation.kind == "local" else None
         if reason and (self.world_size > 2 or self.mpi):
             print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")

@@ -13,7 +13,7 @@ from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, loopback_gloo, loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
-from manyhands.launch.login_node import login_node
+from manyhands.launch.machine import login_node
 
 LAUNCHERS = ("torchrun", "mpiexec", "python")
 LAST_LINES = 3  # of a program that failed
@@ -54,7 +54,7 @@ def _command(launcher, n_processes, folder):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
         # its own way to start Python is `python -u`, by which a print is two writes, and lines run together
         return [*torchrun, "--no-python", sys.executable]
-    if not settings.mpi_allowed() or (Allocation.find().kind == "local" and login_node()):
+    if settings.value("MANYHANDS_MPI") == "off" or (Allocation.find().kind == "local" and login_node()):
         return None
     mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
     return mpiexec and [*mpiexec, sys.executable]

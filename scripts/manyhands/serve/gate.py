@@ -16,7 +16,7 @@ import torch
 from manyhands.checkpoint.export import tokenizer_of
 from manyhands.data import shakespeare
 from manyhands.gpt.model import GPT
-from manyhands.launch.settings import shakespeare_named
+from manyhands.launch import settings
 from manyhands.serve.vocabulary import Vocabulary
 
 TOKENS = 8192  # of the held-out text, in windows of the model's context
@@ -52,7 +52,7 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
 
 def _corpus():
     """The course's text if it lies here: a server asks the web for nothing."""
-    if shakespeare_named():
+    if settings.path("MANYHANDS_SHAKESPEARE"):
         return shakespeare.find()[0].decode()
     cached = shakespeare.from_cache()
     return cached[1].decode() if cached else shakespeare.offline_text()

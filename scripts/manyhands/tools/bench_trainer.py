@@ -69,7 +69,7 @@ def all_rows() -> list[Row]:
 def measure(folder, rounds, steps, rows=None, model=MODEL) -> list[Row]:
     """The rows (None: all of them) with their samples; `folder` takes the logs of their processes."""
     from manyhands.data.corpus import load_corpus
-    from manyhands.launch.limits import cores_here
+    from manyhands.launch.machine import cores_here
 
     rows, crews = rows or all_rows(), {}
     shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
-from manyhands.launch.login_node import login_node
+from manyhands.launch.machine import login_node
 
 GIB = 2**30
 OLDEST = (3, 11)
@@ -303,9 +303,9 @@ def find_servers():
 
 
 def cores(affinity=None, quota=None):
-    from manyhands.launch import limits
+    from manyhands.launch import machine
 
-    affinity, quota = affinity or len(limits.cpus()), quota or limits.quota_cores()
+    affinity, quota = affinity or len(machine.cpus()), quota or machine.quota_cores()
     granted = max(1, int(min(affinity, quota)))
     text = f"{granted} of {os.cpu_count()} (affinity: {affinity}{f', control group: {quota:g}' * (quota < 1e9)})"
     if granted < 2:
@@ -314,7 +314,7 @@ def cores(affinity=None, quota=None):
 
 
 def memory(available=None):
-    from manyhands.launch.limits import available_memory_bytes
+    from manyhands.launch.machine import available_memory_bytes
 
     available = available or available_memory_bytes()
     text = f"{available / GIB:.1f} GiB free for us"
@@ -329,7 +329,7 @@ def limits(processes=..., files=None, address_space=None):
     """Processes, open files and address space."""
     import resource  # not a Unix: this check "could not be checked"
 
-    from manyhands.launch.limits import available_processes
+    from manyhands.launch.machine import available_processes
 
     processes = available_processes() if processes is ... else processes
     files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]

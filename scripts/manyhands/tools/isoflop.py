@@ -36,9 +36,9 @@ from manyhands.config.options import (
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.sampling import generate
-from manyhands.launch.conditions import conditions
 from manyhands.launch.join import join, leave
-from manyhands.launch.screen import say
+from manyhands.launch.metrics import conditions
+from manyhands.launch.program import say
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.parallelize import parallelize
 from manyhands.predict.flops import flops_per_token

@@ -21,8 +21,7 @@ from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
-from manyhands.launch.limits import available_memory_bytes, cores_here
-from manyhands.launch.login_node import refuse_on_login_node
+from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
 from manyhands.launch.metrics import compare
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record

@@ -15,8 +15,8 @@ import torch
 from junitparser import Failure, JUnitXml, TestCase, TestSuite
 
 from manyhands.launch.allocation import find_mpiexec
-from manyhands.launch.conditions import commit, cpu_name
-from manyhands.launch.limits import available_memory_bytes, cores_here
+from manyhands.launch.machine import available_memory_bytes, cores_here
+from manyhands.launch.metrics import commit, cpu_name
 from manyhands.plots.looks import RANK_COLOURS
 
 PACKAGES = ("torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill")

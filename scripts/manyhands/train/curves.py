@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-from manyhands.launch.screen import step_ticks, text_curves, write
+from manyhands.launch.program import step_ticks, text_curves, write
 from manyhands.plots.looks import TRAINING, VALIDATION
 from manyhands.train.columns import screen_width
 

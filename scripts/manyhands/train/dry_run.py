@@ -14,13 +14,13 @@ import sys
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config, to_dict
 from manyhands.data.shakespeare import DataError, from_cache
+from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.commands import TRAIN, command_for
 from manyhands.launch.join import end
 from manyhands.launch.launchers import LaunchError, resolve
-from manyhands.launch.limits import available_memory_bytes
-from manyhands.launch.screen import write
-from manyhands.launch.settings import shakespeare_named
+from manyhands.launch.machine import available_memory_bytes
+from manyhands.launch.program import write
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.predict.memory import AT_REST, bytes_per_rank, checkpoint_bytes
 from manyhands.train.preconditions import corpus_of
@@ -114,7 +114,7 @@ def held_lines(held, options, layout, dropout):
 def _corpus_at_hand(options):
     """The corpus, or None where it is needed for nothing but a check and would have to be fetched."""
     needed = options.model.vocab_size is None or options.data.folder
-    return corpus_of(options) if needed or shakespeare_named() or from_cache() else None
+    return corpus_of(options) if needed or settings.path("MANYHANDS_SHAKESPEARE") or from_cache() else None
 
 
 def _usual_per_node(world_size):

@@ -7,7 +7,7 @@ from manyhands.config.options import LogOptions, OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.own_text import open_text
 from manyhands.data.shakespeare import DataError
-from manyhands.launch.limits import available_memory_bytes
+from manyhands.launch.machine import available_memory_bytes
 
 
 def corpus_of(options, ranks=None):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.launch.metrics import StepLog
-from manyhands.launch.screen import write
+from manyhands.launch.program import write
 from manyhands.measure.timing import peak_memory_gib
 from manyhands.predict import flops
 from manyhands.train import columns
