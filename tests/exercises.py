@@ -3,6 +3,10 @@
 class TestAnswers(AnswersOfRanks):
     lesson, checks, world = "07_tensor_parallel", tensor_parallel, 3
     rejected, right, solutions = REJECTED, RIGHT, SOLUTIONS
+
+Most wrong answers are the lesson's own with a slip, ("the lesson's text", "what stands there instead", sentence):
+
+REJECTED = {"bits_per_byte": [("/ math.log(2)", "* math.log(2)", "divide by ln 2, do not multiply")]}
 """
 
 import functools
@@ -36,20 +40,46 @@ def _folder(is_needed):
     return {"folder": os.environ["MANYHANDS_OUTPUTS"]} if is_needed else {}
 
 
-def judge_solutions(ranks, checks, lesson, solutions, around=(), in_a_folder=(), **given):
-    """The verdict on each of the lesson's own solutions, {check: name or names in the lesson}, by this world.
+def own_answers(lesson, solutions, around=(), ranks=None, **given):
+    """{check: the lesson's own answer} for solutions {check: name or names in the lesson}.
 
     around: further names of the lesson, which the solutions use; `given`: further globals.
     """
     names = [name for named in solutions.values() for name in ([named] if isinstance(named, str) else named)]
-    rank, n = ranks.rank, ranks.world_size
+    rank, n = (ranks.rank, ranks.world_size) if ranks else (0, 1)
     given = {"rank": rank, "world_size": n, "left": (rank - 1) % n, "right": (rank + 1) % n} | given
     ours = taken_from(lesson, *dict.fromkeys((*around, *names)), **given)
-    module, verdicts = importlib.import_module(checks), {}
-    for check, named in solutions.items():
-        answer = getattr(ours, named) if isinstance(named, str) else tuple(getattr(ours, name) for name in named)
-        verdicts[check] = getattr(module, check)(answer, ranks, solution=True, **_folder(check in in_a_folder))
-    return verdicts
+    return {
+        check: getattr(ours, named) if isinstance(named, str) else tuple(getattr(ours, name) for name in named)
+        for check, named in solutions.items()
+    }
+
+
+def judge_solutions(ranks, checks, lesson, solutions, around=(), in_a_folder=(), **given):
+    """The verdict on each of the lesson's own solutions by this world."""
+    module = importlib.import_module(checks)
+    own = own_answers(lesson, solutions, around, ranks, **given)
+    return {
+        check: getattr(module, check)(answer, ranks, solution=True, **_folder(check in in_a_folder))
+        for check, answer in own.items()
+    }
+
+
+def edited(answer, *edits):
+    """A function of a lesson, or a tuple of them, with other text: edits are old, new, old, new, ..."""
+    functions = answer if isinstance(answer, tuple) else (answer,)
+    source = "\n\n".join(map(inspect.getsource, functions))
+    for old, new in zip(edits[::2], edits[1::2], strict=True):
+        assert old in source, f"the lesson's answer has no {old!r}:\n{source}"
+        source = source.replace(old, new)
+    space = dict(functions[0].__globals__)
+    exec(compile(source, "<an answer>", "exec"), space)  # noqa: S102
+    found = tuple(space[function.__name__] for function in functions)
+    return found if isinstance(answer, tuple) else found[0]
+
+
+def is_edit(answer):
+    return isinstance(answer, tuple) and all(isinstance(part, str) for part in answer)
 
 
 class FromLesson:
@@ -69,7 +99,7 @@ class Answers:
     """Tests of a lesson's checks, for a subclass that holds answers; judged in this process, without ranks.
 
     rejected: {check: [(wrong answer, part of its sentence)]}; also {answer: part} or {name: (answer, part)}.
-    right: {check: [answers in other styles]}.
+    right: {check: [answers in other styles]}. An answer is a function, or edits of the lesson's own: old, new, ...
     solutions: {check: name or names in the lesson}, where it is not the check's own; `around`, `given`: further
         names and {global: value} that they use.
     elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
@@ -85,12 +115,13 @@ class Answers:
         """{(check, name): (answer, part of the sentence)}"""
         found = {}
         for check, answers in cls.rejected.items():
-            for i, (first, case) in enumerate(answers.items() if isinstance(answers, dict) else answers):
+            cases = answers.items() if isinstance(answers, dict) else ((case[:-1], case[-1]) for case in answers)
+            for i, (first, case) in enumerate(cases):
                 answer, sentence = case if isinstance(case, tuple) else (first, case)
-                found[check, first if isinstance(first, str) else f"{i}-{getattr(first, '__name__', '')}"] = (
-                    answer,
-                    sentence,
-                )
+                if isinstance(answer, tuple) and len(answer) == 1:
+                    (answer,) = answer
+                name = answer[1] if is_edit(answer) else getattr(answer, "__name__", "")
+                found[check, first if isinstance(first, str) else f"{i}-{name}"] = answer, sentence
         return found
 
     @classmethod
@@ -104,10 +135,13 @@ class Answers:
         answers |= {(check, i): answer for check, right in cls.right.items() for i, answer in enumerate(right)}
         for check, named in cls.named_solutions().items():
             answers[check, "stub"] = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
-        return {
-            (check, name): getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
-            for (check, name), answer in answers.items()
-        }
+        own, verdicts = {}, {}
+        if any(map(is_edit, answers.values())):
+            own = own_answers(cls.lesson, cls.named_solutions(), cls.around, ranks, **cls.given)
+        for (check, name), answer in answers.items():
+            answer = edited(own[check], *answer) if is_edit(answer) else answer
+            verdicts[check, name] = getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
+        return verdicts
 
     @pytest.fixture(scope="class")
     @classmethod
