@@ -113,7 +113,7 @@ for name, number in (("layers", layers), ("micro_batches", m)):
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.pipeline_stage import Stage, layers_of_stages
+from manyhands.parallel.pipeline import Stage, layers_of_stages
 
 corpus = load_corpus(ranks)
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)

@@ -422,8 +422,7 @@ if rank == 0:
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
 from manyhands.gpt.model import GPTConfig
-from manyhands.parallel.strategy import full_model
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import full_model, parallelize
 
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=4)
 both = {"tensor": shape[2], "pipeline": shape[0]}
@@ -604,7 +603,7 @@ if rank == 0:
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.optimizer import build_optimizer
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import parallelize
 from manyhands.predict.machines import machine_named
 from manyhands.predict.layouts import Question, families
 from manyhands.predict.memory import bytes_per_rank

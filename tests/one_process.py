@@ -27,7 +27,7 @@ def batches(config=CONFIG):
 
 def build(ranks, options, config=CONFIG):
     """The GPT under the options' strategy."""
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     return parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
 

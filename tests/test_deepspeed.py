@@ -25,7 +25,7 @@ SMALL = (
 
 def build(ranks, flags):
     from manyhands.parallel.optimizer import build_optimizer
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     options = read_options(f"{SMALL} {flags}".split())
     config = model_config(options, 65)

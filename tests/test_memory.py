@@ -34,7 +34,7 @@ def measure(ranks, flags):
     """{kind: bytes} that this rank holds after a step; copies and unsharded parameters are those of a step's peak."""
     from manyhands.data.corpus import get_batch
     from manyhands.parallel.optimizer import build_optimizer
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     config, layout, options = read(flags, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks)
@@ -253,7 +253,7 @@ def test_an_optimizer_is_found_inside_what_is_made_around_it_and_must_be_there()
 def weigh_between_forward_and_backward(ranks):
     """tensor_bytes under FSDP: before the forward, before the backward, after it. grad_op keeps all in between."""
     from manyhands.parallel.optimizer import build_optimizer
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     config, layout, options = read("--model.vocab-size 66 --parallel.strategy fsdp --parallel.sharding grad_op", 2)
     parallel = parallelize(config, layout, options, ranks)

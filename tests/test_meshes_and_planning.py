@@ -121,8 +121,7 @@ def test_the_way_back_takes_what_each_rank_must_receive_and_arrives(pool, n):
 
 def furthest_from_one_process(ranks, parallel_options):
     """The largest difference of the loss or a gradient from one process's, in float64."""
-    from manyhands.parallel.parallelize import parallelize
-    from manyhands.parallel.strategy import full_model
+    from manyhands.parallel.strategy import full_model, parallelize
 
     options = Options(
         train=TrainOptions(global_batch=8, precision="fp64"), parallel=ParallelOptions(**parallel_options)

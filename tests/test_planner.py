@@ -12,7 +12,7 @@ from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, read_options
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.saved_activations import count_saved
-from manyhands.parallel.pipeline_stage import layers_of_stages, stage_owners
+from manyhands.parallel.pipeline import layers_of_stages, stage_owners
 from manyhands.predict import flops
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.layouts import SCHEDULES, Question, families
@@ -54,7 +54,7 @@ def one(model, gpus, name, batch=24, machine=H100, **kwargs):
 def most_whole_gradients(ranks, config, options):
     """Runs a step; the bytes of gradients that are whole at once behind a backward of a unit of FSDP."""
     from manyhands.data.corpus import get_batch
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -126,7 +126,7 @@ def test_more_recomputation_never_needs_more_bytes(gpus):
 def kept_by_ranks(ranks, all_flags):
     """Per command line (bytes that this rank's forward keeps for its backward, what `activation_bytes` says)."""
     from manyhands.config.options import model_config
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     found = []
     for flags in all_flags:

@@ -157,13 +157,13 @@ def local_norm(parameters, pipeline_group=None):
 
 
 def steps_clipped_locally(ranks, options):
-    from manyhands.parallel import gradient_norm
+    from manyhands.parallel import mesh_strategy
 
-    right, gradient_norm.global_norm = gradient_norm.global_norm, local_norm
+    right, mesh_strategy.global_norm = mesh_strategy.global_norm, local_norm
     try:
         return steps_of(ranks, options)
     finally:
-        gradient_norm.global_norm = right
+        mesh_strategy.global_norm = right
 
 
 def test_clipping_by_the_norm_of_the_local_shards_is_found(pool, references):

@@ -25,7 +25,7 @@ def measure(ranks, all_flags):
     from manyhands.data.corpus import get_batch
     from manyhands.measure import wire
     from manyhands.parallel.optimizer import build_optimizer
-    from manyhands.parallel.parallelize import parallelize
+    from manyhands.parallel.strategy import parallelize
 
     found = []
     for flags in all_flags:

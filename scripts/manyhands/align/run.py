@@ -23,7 +23,7 @@ from manyhands.data.tokenizer import CharTokenizer
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.ranks import Agreement
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import parallelize
 from manyhands.train.preconditions import refuse_size
 from manyhands.train.run import Diverged, Run, carry_out
 

@@ -24,7 +24,7 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, ParallelOptions
 from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import parallelize
 
 HELD_OUT_SEED = 7  # the same held-out words in every run
 

@@ -52,7 +52,7 @@ class DeepSpeedParallel(Strategy):
     """`Strategy` by DeepSpeed's engine, which flattens by itself and owns its optimizer: `optimizer`."""
 
     def __init__(self, config, layout, options, ranks, start=full_model):
-        super().__init__(config, layout, options, ranks, start)
+        super().__init__(config, layout, options, ranks)
         deepspeed = import_deepspeed(ranks.device)
         set_default(LOCAL_RANK=str(ranks.local_rank))  # mpiexec and srun do not set it
         self.model = start(config, options).to(ranks.device)

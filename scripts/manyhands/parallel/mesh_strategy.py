@@ -10,7 +10,7 @@ Shapes: B sequences that all ranks hold alike, b of this data rank, T positions,
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,11 @@ from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPTConfig, checkpoint_activations
 from manyhands.launch.ranks import Ranks
-from manyhands.parallel import gradient_norm
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
+from manyhands.parallel.optimizer import clip_gradients, global_norm
 from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
-
-if TYPE_CHECKING:
-    from manyhands.parallel.pipeline import Stages
+from manyhands.parallel.tensor_parallel import apply_tensor_parallel, finish_gradients, sharded_loss
 
 HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each token
 
@@ -36,29 +34,28 @@ HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole s
 class MeshStrategy(Strategy):
     """A GPT on the mesh pipeline x replicate x shard x tensor; the interface is `Strategy`'s."""
 
-    stages: "Stages | None"  # of a pipeline
-    replicas: NoParallel | None  # without one: who takes micro-batches through the model
-    flat: FlatReplicas | None
-    pipeline_group: dist.ProcessGroup | None
+    stages: Any = None  # of a pipeline
+    replicas: Any = None  # without one: who takes micro-batches through the model
+    flat: FlatReplicas | None = None
+    pipeline_group: dist.ProcessGroup | None = None
 
     def __init__(
         self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
     ) -> None:
-        super().__init__(config, layout, options, ranks, start)
+        super().__init__(config, layout, options, ranks)
         shape = tuple(getattr(layout, axis) for axis in AXES)
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
         low = LOW_PRECISION.get(options.train.precision)
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
-        self.stages = self.replicas = self.flat = self.pipeline_group = None
         self._keeps_unsharded = False
         model = start(config, options)
         if layout.pipeline > 1:
-            from manyhands.parallel.pipeline import Stages
+            from manyhands.parallel.pipeline import Stages  # late: it brings the compiler, which takes seconds
 
             self.pipeline_group = self.mesh["pipeline"].get_group()
-            self.stages = Stages(config, model, layout, options, self.mesh, ranks, self._prepare)
-            self.modules = self.stages.modules
+            self.stages = Stages(model, layout, options, self.mesh, ranks.device, self._prepare)
+            self.modules = list(self.stages.own.values())
         else:
             self._prepare(model)
             self.model, self.modules = model, [model]
@@ -70,8 +67,6 @@ class MeshStrategy(Strategy):
         """Spread a GPT, or a stage of one, over the ranks of the axes replicate, shard and tensor, in place."""
         layout, parallel = self.layout, self.options.parallel
         if layout.tensor > 1:
-            from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
@@ -98,9 +93,16 @@ class MeshStrategy(Strategy):
     # --- what a training step is made of
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
-        if self.stages:
-            return self.stages.forward_backward(ids_bT, targets_bT)
-        return self._forward_backward(_own_loss, (ids_bT, targets_bT), timer)
+        if not self.stages:
+            return self._forward_backward(_own_loss, (ids_bT, targets_bT), timer)
+        self._micro_batch_size(len(ids_bT))
+        loss = self.stages.forward_backward(ids_bT, targets_bT)
+        finish_gradients(self._named.values())
+        if self.layout.data > 1 and not self.sharded:  # fully_shard averages by itself
+            from manyhands.parallel.pipeline import average_gradients
+
+            average_gradients(self._named.values(), self.mesh["replicate"].get_group())
+        return loss
 
     def forward_backward_by(self, loss_of, tensors, timer=None):
         if self.stages or self.options.parallel.loss_parallel:
@@ -111,7 +113,7 @@ class MeshStrategy(Strategy):
         count, losses = self.layout.micro_batches, []
         for i, share in enumerate(self._micro_batches(*tensors)):
             last = i == count - 1  # gradients add up here, and are averaged over the ranks once
-            with self._split_loss():
+            with sharded_loss(self.options.parallel.loss_parallel):
                 with self.autocast():
                     loss = loss_of(partial(self.replicas, last=last), *share)
                 if timer:
@@ -121,26 +123,24 @@ class MeshStrategy(Strategy):
                 if timer:
                     timer.backward_done()
             losses.append(loss.detach())
-        if self.layout.tensor > 1:
-            from manyhands.parallel.tensor_parallel import finish_gradients
-
-            finish_gradients(self._named.values())
+        finish_gradients(self._named.values())
         return torch.stack(losses).mean()
 
     def clip(self, max_norm):
         parameters = [part for part, _ in self.optimizer_parts()]
-        norm = gradient_norm.global_norm(parameters, self.pipeline_group)
-        return gradient_norm.clip(parameters, norm, max_norm, self.loss_scale)
+        norm = global_norm(parameters, self.pipeline_group)
+        return clip_gradients(parameters, norm, max_norm, self.loss_scale)
 
     # --- without gradients
 
     @torch.no_grad()
     def evaluate(self, ids_bT, targets_bT):
+        self._micro_batch_size(len(ids_bT))
         with self._evaluating():
             if self.stages:
                 return self.stages.evaluate(ids_bT, targets_bT)
             shares = self._micro_batches(ids_bT, targets_bT)
-            with self._split_loss(), self.autocast():
+            with sharded_loss(self.options.parallel.loss_parallel), self.autocast():
                 return torch.stack([_own_loss(self.model, *share) for share in shares]).mean()
 
     @torch.no_grad()
@@ -200,20 +200,16 @@ class MeshStrategy(Strategy):
     # --- inside a step
 
     def _micro_batches(self, *tensors):
-        count, b = self.layout.micro_batches, len(tensors[0])
-        if b % count:
-            raise ValueError(f"{b} sequences do not split into {count} micro-batches; use a multiple of {count}")
-        for share in zip(*(tensor.split(b // count) for tensor in tensors), strict=True):
+        size = self._micro_batch_size(len(tensors[0]))
+        for share in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             self.moved()
             yield share
 
-    def _split_loss(self):
-        """Around loss and backward: with loss_parallel the logits stay split over the vocabulary."""
-        if not self.options.parallel.loss_parallel:
-            return contextlib.nullcontext()
-        from manyhands.parallel.tensor_parallel import sharded_loss
-
-        return sharded_loss(True)
+    def _micro_batch_size(self, b):
+        count = self.layout.micro_batches
+        if b % count:
+            raise ValueError(f"{b} sequences do not split into {count} micro-batches; use a multiple of {count}")
+        return b // count
 
     @contextlib.contextmanager
     def _evaluating(self):

@@ -1,36 +1,36 @@
-"""The optimizer of a training run, its learning rate, and its state under names that no strategy changes.
+"""The optimizer of a training run, its learning rate, the gradient norm that it is clipped by, and fp16's loss scale.
 
-A state tensor is called "<parameter>.<slot>", such as "blocks.0.mlp.up.weight.exp_avg", and lies as its parameter does
-(a DTensor where that is one). So what one strategy saved, another can load.
+optimizer = build_optimizer(parallel, options)
+norm = global_norm(parameters)                        # collective; the same 0-dim tensor on all ranks
+norm = clip_gradients(parameters, norm, max_norm=1.0)           # in place, local
+set_learning_rate(optimizer, learning_rate(step, options))
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from manyhands.config.options import Options
+from manyhands.measure.tensor_bytes import local_part
 
 WARMUP_SHARE, WARMUP_MOST = 20, 100  # warm-up by itself: a twentieth of the run, at most 100 steps
+TINY = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it divides
 
 
 def learning_rate(step: int, options: Options) -> float:
     """Of step 0, 1, ...: linear up to its peak, then half a cosine down to `min_lr` at the last step."""
     optimizer, steps = options.optimizer, options.train.steps
-    warmup = warmup_steps(options)
+    warmup = min(WARMUP_MOST, steps // WARMUP_SHARE) if optimizer.warmup is None else optimizer.warmup
     if step < warmup:
         return optimizer.lr * (step + 1) / (warmup + 1)
     least = optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr
     done = (step - warmup) / max(1, steps - 1 - warmup)
     return least + (optimizer.lr - least) * (1 + math.cos(math.pi * min(1, done))) / 2
-
-
-def warmup_steps(options: Options) -> int:
-    if options.optimizer.warmup is not None:
-        return options.optimizer.warmup
-    return min(WARMUP_MOST, options.train.steps // WARMUP_SHARE)
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:
@@ -65,7 +65,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter not in optimizer.state or not optimizer.state[parameter]:
+            if not optimizer.state.get(parameter):
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
                     "exp_avg": torch.zeros_like(parameter),
@@ -73,17 +73,64 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 }
 
 
-def named_state(
-    named_parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """{"<parameter>.<slot>": tensor}: the very tensors that the optimizer works on."""
-    ensure_state(optimizer)
-    return {
-        f"{name}.{slot}": value
-        for name, parameter in named_parameters.items()
-        for slot, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+@torch.no_grad()
+def global_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The 2-norm of all gradients of the model: a 0-dim float64 tensor, the same on all ranks. All ranks must call it.
+
+    A rank's local shards have a norm too, and it is not the model's: clipped by it, ranks scale their shards
+    differently and by too little (torchtitan#766, pytorch#170862). Sums of squares add up over exactly those mesh axes
+    that a gradient is sharded on; where it is replicated, every replica knows the whole.
+
+    `parameters` are this rank's: plain tensors, which all ranks (of a pipeline stage) hold whole, and DTensors, on one
+    mesh or several. `pipeline_group`: the ranks that hold the other stages, None without a pipeline.
+    """
+    # {the groups whose ranks hold the other shares, innermost axis first: local gradients that are cut in this way}
+    cut: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        groups = _shard_groups(gradient) + ([pipeline_group] if pipeline_group is not None else [])
+        cut.setdefault(tuple(groups), []).append(local_part(gradient))
+    # in float64: the square of a large float32 norm would overflow; an empty share counts as 0
+    sums = {groups: torch.stack(torch._foreach_norm(g)).double().square().sum() for groups, g in cut.items()}
+    while any(sums):  # an all-reduce per group, whatever is sharded on it
+        # an inner group first: then its sum joins that of what is sharded on the outer ones alone
+        group = max(sums, key=len)[0]
+        members = [groups for groups in sums if group in groups]
+        flat = torch.stack([sums.pop(groups) for groups in members])
+        dist.all_reduce(flat, group=group)
+        for groups, total in zip(members, flat, strict=True):
+            rest = tuple(g for g in groups if g is not group)
+            sums[rest] = sums.get(rest, 0) + total
+    return sums[()].sqrt()
+
+
+def _shard_groups(gradient):
+    """The groups over which a gradient is cut into shares, innermost axis first."""
+    if not isinstance(gradient, DTensor):
+        return []
+    mesh, placements = gradient.device_mesh, gradient.placements
+    assert not any(p.is_partial() for p in placements), f"{placements}: partial sums have no norm yet, reduce them"
+    axes = [axis for axis, p in enumerate(placements) if not p.is_replicate() and mesh.size(axis) > 1]
+    return [mesh.get_group(axis) for axis in reversed(axes)]
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
+) -> torch.Tensor:
+    """Divide the gradients by `loss_scale`, and scale them in place so that their global norm is at most `max_norm` (0:
+    any).
+
+    `norm` is that of the gradients as they are, with the loss scale in them; returns the norm without it. A norm that
+    is not finite leaves the gradients as they are. Nothing waits for the device: the decision is taken on it.
+    """
+    norm = norm / loss_scale
+    if max_norm == 0 and loss_scale == 1.0:
+        return norm
+    factor = (max_norm / (norm + TINY)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+    factor = torch.where(norm.isfinite(), factor / loss_scale, 1.0)
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0]))
+    return norm
 
 
 class LossScale:
@@ -94,17 +141,17 @@ class LossScale:
     """
 
     def __init__(self, scale: float = 2.0**16, patience: int = 1000) -> None:
-        self.scale, self.patience, self.good_steps, self.skipped = scale, patience, 0, 0
+        self.scale, self.patience, self.good_steps = scale, patience, 0
 
     def take(self, norm: float) -> bool:
         """Whether to take this step, given its global gradient norm."""
-        if math.isfinite(norm):
-            self.good_steps += 1
-            if self.good_steps == self.patience:
-                self.scale, self.good_steps = self.scale * 2, 0
-            return True
-        self.scale, self.good_steps, self.skipped = self.scale / 2, 0, self.skipped + 1
-        return False
+        if not math.isfinite(norm):
+            self.scale, self.good_steps = self.scale / 2, 0
+            return False
+        self.good_steps += 1
+        if self.good_steps == self.patience:
+            self.scale, self.good_steps = self.scale * 2, 0
+        return True
 
     def state(self) -> dict[str, float]:
         return {"scale": self.scale, "good_steps": self.good_steps}

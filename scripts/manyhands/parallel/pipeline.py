@@ -1,10 +1,13 @@
 """Pipeline parallelism: the ranks of one mesh axis share the depth of a GPT, under any schedule of torch.
 
+    stage_owners("1F1B", pipeline=2, stages_per_rank=1)      # [0, 1]: stage 0 is on rank 0 of the pipeline axis
+    layers_of_stages(n_layer=6, num_stages=4)                # [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    Stage(full_model, range(0, 2))                           # takes these parts of the model
     stages = Stages(config, full_model, layout, options, mesh, ranks, prepare)       # all ranks
     loss = stages.forward_backward(ids_bT, targets_bT)       # this data rank's share, in layout.micro_batches pieces
     logits_BTV = stages.logits(ids_BT)                       # whole, on all ranks
 
-The GPT is cut into layout.pipeline x layout.stages_per_rank stages (see `pipeline_stage`). Activations and their
+The GPT is cut into layout.pipeline x layout.stages_per_rank stages. Activations and their
 gradients travel between stages micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al.
 2019; 1F1B: Narayanan et al. 2019; interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi
 et al. 2024).
@@ -13,7 +16,8 @@ Shapes: b sequences of this data rank, T positions, D width, V tokens in the voc
 alike.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,86 +25,109 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.launch.ranks import Ranks
+from manyhands.gpt.model import GPT, within_documents
 from manyhands.measure.tensor_bytes import local_part
-from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
-from manyhands.parallel.tensor_parallel import finish_gradients
 
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged over replicas in pieces of about this size
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
+
+
+def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
+    """[rank of stage 0, 1, ...] on the pipeline axis: around in a loop, or down and up again for V-shaped schedules."""
+    if schedule in V_SHAPED:
+        return [*range(pipeline), *reversed(range(pipeline))]
+    return list(range(pipeline)) * stages_per_rank
+
+
+def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
+    """A range of layers per stage, sizes differing by one at most; the last stage, which has the head, gets no extra
+    one.
+    """
+    least, extra = divmod(n_layer, num_stages)
+    ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class Stage(nn.Module):
+    """Some consecutive parts of a GPT, under the names that they have in it.
+
+    Takes ids [b, T] (the first stage) or the stream [b, T, D], gives the stream or (the last stage) logits [b, T, V].
+    """
+
+    def __init__(self, full_model: GPT, layers: range, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config, self.autocast = full_model.config, autocast
+        self.dtype = full_model.positions.weight.dtype
+        self.is_first, self.is_last = layers.start == 0, layers.stop == self.config.n_layer
+        if self.is_first:
+            self.tokens, self.positions = full_model.tokens, full_model.positions
+            self.drop = full_model.drop
+        self.blocks = nn.ModuleDict({str(layer): full_model.blocks[layer] for layer in layers})
+        if self.is_last:
+            self.norm, self.head = full_model.norm, full_model.head
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """`ids` [b, T] for every stage, where attention stays within documents."""
+        allowed = None if ids is None else within_documents(ids, self.config.separator)
+        with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+            if self.is_first:
+                x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
+            for block in self.blocks.values():
+                x = block(x, allowed)
+            if self.is_last:
+                return self.head(self.norm(x))
+        return x.to(self.dtype)  # what the next stage has room for
 
 
 class Stages:
     """This rank's stages of a GPT, and the schedule that drives them."""
 
     def __init__(
-        self, config: GPTConfig, full_model: GPT, layout: Layout, options: Options, mesh: DeviceMesh, ranks: Ranks,
+        self, full_model: GPT, layout: Layout, options: Options, mesh: DeviceMesh, device: torch.device,
         prepare: Callable[[nn.Module], None],
     ) -> None:  # fmt: skip
         """All ranks call it, with the same weights in `full_model`, which is taken apart.
 
-        `mesh` has the axes pipeline, replicate, shard, tensor. `prepare(module)` applies tensor parallelism,
-        recomputation and sharding to a stage, in place, and puts it on its device. A stage that becomes an FSDPModule
-        averages its gradients over the data ranks by itself; those of others are averaged here.
+        `mesh` has an axis pipeline. `prepare(module)` applies tensor parallelism, recomputation and sharding to a
+        stage, in place, and puts it on its device.
         """
-        self.config, self.layout, self.ranks = config, layout, ranks
-        self.parallel = options.parallel
+        self.config, self.layout, self.parallel, self.device = full_model.config, layout, options.parallel, device
         self.group, self.here = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
         autocast = torch.bfloat16 if options.train.precision == "bf16" else None
         self.owners = stage_owners(self.parallel.schedule, layout.pipeline, layout.stages_per_rank)
         self.dtype = full_model.positions.weight.dtype
-        self.own: dict[int, Stage] = {}  # this rank's stages by their index
-        layers = layers_of_stages(config.n_layer, len(self.owners))
-        for index, owner in enumerate(self.owners):
-            if owner == self.here:
-                self.own[index] = Stage(full_model, layers[index], autocast)
-                prepare(self.own[index])
-        self.has_first, self.has_last = 0 in self.own, len(self.owners) - 1 in self.own
-        # the group to average gradients over; fully_shard does that by itself
-        self.replicas: dist.ProcessGroup | None = None
-        if layout.data > 1 and not any(isinstance(module, FSDPModule) for module in self.modules):
-            self.replicas = mesh["replicate"].get_group()
-        # kept, because a module that fully_shard has gathered shows others for a while
-        self._parameters = {n: p for module in self.modules for n, p in module.named_parameters()}
+        layers = layers_of_stages(self.config.n_layer, len(self.owners))
+        # this rank's stages by their index
+        self.own = {
+            i: Stage(full_model, layers[i], autocast) for i, rank in enumerate(self.owners) if rank == self.here
+        }
+        for stage in self.own.values():
+            prepare(stage)
+        self.has_last = len(self.owners) - 1 in self.own
+        # tensor ranks that split the positions of the stream between stages
+        self.position_ranks = layout.tensor if self.parallel.sequence_parallel else 1
         self._schedules: dict[tuple[int, int], Any] = {}
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return list(self.own.values())
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """{name in the full GPT: this rank's parameter}."""
-        return dict(self._parameters)
-
     def forward_backward(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
-        """Gradients of the mean loss over the global batch, and this data rank's loss on the ranks of the last stage,
-        else 0.
-
-        Raises ValueError if b does not split into layout.micro_batches.
-        """
+        """This data rank's gradients, and its loss on the ranks of the last stage, else 0. All ranks call it."""
         losses: list[torch.Tensor] | None = [] if self.has_last else None
         self._schedule(*ids_bT.shape).step(
-            *([ids_bT] if self.has_first else []),
+            *([ids_bT] if 0 in self.own else []),
+            ids=ids_bT,  # for attention within documents: every rank of the pipeline has the batch, nothing is sent
             target=targets_bT if self.has_last else None,
             losses=losses,
             return_outputs=False,
-            **self._about(ids_bT),
         )
-        finish_gradients(self._parameters.values())
-        if self.replicas is not None:
-            _average([p.grad for p in self._parameters.values() if p.grad is not None], self.replicas)
         return self._sum(losses).detach()
 
     @torch.no_grad()
     def evaluate(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
-        """The loss as `forward_backward` returns it, without gradients. The caller has put the modules in eval mode."""
-        self._refuse_shape(*ids_bT.shape)
+        """The loss as `forward_backward` returns it, without gradients. The caller has put the stages in eval mode."""
         count = self.layout.micro_batches
         targets = targets_bT.chunk(count)
         return self._sum(self._forward(ids_bT.chunk(count), lambda i, logits: self._share_of_loss(logits, targets[i])))
@@ -109,94 +136,66 @@ class Stages:
     def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """[B, T, V] on all ranks, T <= block_size: from stage to stage, then broadcast from the last.
 
-        The caller has put the modules in eval mode.
+        The caller has put the stages in eval mode.
         """
-        T, device = ids_BT.shape[1], ids_BT.device
-        if self.config.block_size < T:
-            raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut them")
+        T = ids_BT.shape[1]
         # tensor ranks split positions evenly; what is added behind changes nothing before it
-        padded = F.pad(ids_BT, (0, -T % self._position_ranks))
+        padded = F.pad(ids_BT, (0, -T % self.position_ranks))
         results = self._forward([padded], lambda _, logits: logits[:, :T].to(self.dtype).contiguous())
-        logits_BTV = (
-            results[0]
-            if self.has_last
-            else torch.empty((*ids_BT.shape, self.config.vocab_size), dtype=self.dtype, device=device)
-        )
+        shape = (*ids_BT.shape, self.config.vocab_size)
+        logits_BTV = results[0] if self.has_last else torch.empty(shape, dtype=self.dtype, device=self.device)
         dist.broadcast(logits_BTV, group=self.group, group_src=self.owners[-1])
         return logits_BTV
 
     def _forward(self, pieces, finish):
-        """Send micro-batches of ids through all stages; [finish(i, logits of piece i)] on ranks of the last, else None.
+        """Send micro-batches of ids through all stages: [finish(i, logits of piece i)] on ranks of the last.
 
-        Breadth first: a rank takes all pieces through one of its stages, then through the next. What goes around, from
-        the last rank to the first, goes when all pieces are there, and is awaited as a whole: neither has to send to
-        the other meanwhile, and sends may wait for their receivers. (The schedules' own `eval` fails for V-shaped ones
-        in torch 2.13.)
+        Breadth first: a rank takes all pieces through one of its stages, then through the next. What goes back to a
+        lower rank goes when all pieces are there, and is awaited as a whole: neither has to send to the other
+        meanwhile, and sends may wait for their receivers. (The schedules' own `eval` fails for V-shaped ones in torch
+        2.13.)
         """
-        here, last = self.here, len(self.owners) - 1
-        results = pieces
-        for index, module in self.own.items():
+        here, last, results = self.here, len(self.owners) - 1, pieces
+        for index, stage in self.own.items():
             source = self.owners[index - 1] if index else here
             target = self.owners[index + 1] if index < last else here
-            from_around, around = here == 0 != source, target == 0 != here
-            arrived, results = results, []
-            if from_around:
-                arrived = [self._receive(ids, source) for ids in pieces]
+            arrived = [self._receive(ids, source) for ids in pieces] if source > here else results
+            results = []
             for i, ids in enumerate(pieces):
-                x = arrived[i] if from_around or source == here else self._receive(ids, source)
-                x = module(x, **self._about(ids))
-                if target == here or around:
-                    results.append(finish(i, x) if index == last else x)
-                else:
+                x = stage(self._receive(ids, source) if source < here else arrived[i], ids)
+                results.append(finish(i, x) if index == last else x)
+                if target > here:
                     self._send(x, target)
-            if around:
+            if target < here:
                 for x in results:
                     self._send(x, target)
-        return results if self.has_last else None
-
-    def _about(self, ids):
-        """What a stage needs of the ids beyond the stream: every rank of the pipeline has the batch, so nothing is
-        sent.
-        """
-        return {} if self.config.separator is None else {"ids": ids}
+        return results
 
     def _receive(self, ids, source):
         """The stream [rows, T, D] that belongs to ids [rows, T], from a rank of the pipeline axis."""
-        x = torch.empty(self._stream_shape(ids.shape), dtype=self.dtype, device=ids.device)
+        x = torch.empty(self._stream_shape(ids.shape), dtype=self.dtype, device=self.device)
         dist.recv(x, group=self.group, group_src=source)
         return x
 
     def _send(self, x, target):
         dist.send(x.contiguous(), group=self.group, group_dst=target)
 
-    @property
-    def _position_ranks(self):
-        return self.layout.tensor if self.parallel.sequence_parallel else 1
-
     def _stream_shape(self, ids_shape):
         """What travels between stages has this shape: under sequence parallelism a share of the positions."""
-        return (ids_shape[0], ids_shape[1] // self._position_ranks, self.config.n_embd)
+        return (ids_shape[0], ids_shape[1] // self.position_ranks, self.config.n_embd)
 
     def _sum(self, losses):
         """The sum on ranks that have losses; 0 on the others leaves sums over ranks right."""
         if self.has_last:
             return torch.stack(losses).sum()
-        return torch.zeros((), dtype=self.dtype, device=self.ranks.device)
-
-    def _refuse_shape(self, b, T):
-        if b % self.layout.micro_batches or T % self._position_ranks:
-            raise ValueError(
-                f"{b} sequences of {T} positions do not split into {self.layout.micro_batches} micro-batches and"
-                f" {self._position_ranks} shares of the positions; use multiples"
-            )
+        return torch.zeros((), dtype=self.dtype, device=self.device)
 
     def _schedule(self, b, T):
         """The schedule for shares of this shape: torch's stages keep buffers for what they receive."""
         if (b, T) not in self._schedules:
-            self._refuse_shape(b, T)
             count = self.layout.micro_batches
-            stages = [self._torch_stage(i, (b // count, T)) for i in self.own]
             kind = get_schedule_class(self.parallel.schedule)
+            stages = [self._torch_stage(index, (b // count, T)) for index in self.own]
             self._schedules[b, T] = kind(
                 stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
                 n_microbatches=count,
@@ -210,17 +209,13 @@ class Stages:
         def like(shape, dtype=self.dtype):
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
-        module = self.own[index]
+        stage = self.own[index]
         stream, logits = like(self._stream_shape(shape)), like((*shape, self.config.vocab_size))
         return PipelineStage(
-            module,
-            index,
-            len(self.owners),
-            self.ranks.device,
-            input_args=like(shape, torch.int64) if module.is_first else stream,
-            output_args=logits if module.is_last else stream,
-            group=self.group,
-        )
+            stage, index, len(self.owners), self.device, group=self.group,
+            input_args=like(shape, torch.int64) if stage.is_first else stream,
+            output_args=logits if stage.is_last else stream,
+        )  # fmt: skip
 
     def _share_of_loss(self, logits_bTV, targets_bT):
         """What a micro-batch adds to the mean loss of this data rank's share."""
@@ -230,16 +225,14 @@ class Stages:
 
 
 @torch.no_grad()
-def _average(gradients, group):
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replace gradients by their mean over `group`, a bucket at a time; of a DTensor each rank's own share."""
-    buckets = {}
-    for gradient in gradients:
-        gradient = local_part(gradient)
-        bucket = buckets.setdefault(gradient.dtype, [[]])
-        if sum(g.nbytes for g in bucket[-1]) > BUCKET_BYTES:
-            bucket.append([])
-        bucket[-1].append(gradient)
-    for bucket in (b for kind in buckets.values() for b in kind):
+    buckets: list[list[torch.Tensor]] = [[]]
+    for gradient in (local_part(p.grad) for p in parameters if p.grad is not None):
+        if sum(g.nbytes for g in buckets[-1]) > BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(gradient)
+    for bucket in buckets:
         flat = torch.cat([gradient.flatten() for gradient in bucket]) / group.size()
         dist.all_reduce(flat, group=group)
         for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

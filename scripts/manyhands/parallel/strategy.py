@@ -1,14 +1,18 @@
-"""What training asks of a strategy, and what holds for most of them. A new one fills in the rest.
+"""Any strategy, or a product of them, applied to the GPT from outside; training sees one interface, `Strategy`.
 
-    class MyStrategy(Strategy):
-        def forward_backward(self, ids_bT, targets_bT, timer=None): ...
+    parallel = parallelize(config, layout, options, ranks)          # all ranks
+    optimizer = build_optimizer(parallel, options)
+    loss = parallel.forward_backward(ids_bT, targets_bT)            # this data rank's share of the global batch
+    norm = parallel.clip(1.0)                                       # global, whatever is sharded
+    optimizer.step(); optimizer.zero_grad()
 
-`config.strategies` registers them all. Nobody asks which one it has got.
-Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
+`config.strategies` registers them all; a new one fills in what `Strategy` leaves open. Nobody asks which one it has
+got. Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from manyhands.config.options import Options
 from manyhands.config.strategies import STRATEGIES
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.ranks import Ranks
-from manyhands.parallel.optimizer import named_state
+from manyhands.parallel.optimizer import ensure_state
 
 ModelMaker = Callable[[GPTConfig, Options], GPT]
 Tensors = dict[str, torch.Tensor]
@@ -35,6 +39,18 @@ def full_model(config: GPTConfig, options: Options) -> GPT:
     return GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
 
 
+def parallelize(
+    config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
+) -> "Strategy":
+    """The GPT of `config`, spread over `ranks` as `layout` says. All ranks must call it.
+
+    `start(config, options)` makes the whole GPT that every rank cuts its share from: drawn from the seed, or one's own.
+    `layout` comes from `resolve_layout`, which has refused what does not go together.
+    """
+    module, kind = STRATEGIES[options.parallel.strategy].implementation.split(".")
+    return getattr(import_module(f"manyhands.parallel.{module}"), kind)(config, layout, options, ranks, start)
+
+
 class Strategy:
     """A model spread over ranks. What is said of gradients and losses holds under every strategy."""
 
@@ -43,12 +59,8 @@ class Strategy:
     # called before each micro-batch, except a pipeline's, and each token of a sample: see `stalls`
     moved: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(
-        self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
-    ) -> None:
-        """`start(config, options)`: the whole GPT on the CPU, the same on every rank, of which each keeps its share."""
+    def __init__(self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks) -> None:
         self.config, self.layout, self.options, self.ranks = config, layout, options, ranks
-        self.start = start
         self.data_rank, self.data_size = layout.data_rank(ranks.rank), layout.data
         self.modules: list[nn.Module] = []  # what of the model this rank has: the GPT, or its stages
 
@@ -136,8 +148,17 @@ class Strategy:
         return kind(groups, **settings)
 
     def optimizer_state(self, optimizer: Any) -> Tensors:
-        """{"<parameter>.<slot>": tensor}: the very tensors that this rank's optimizer works on."""
-        return named_state(self.named_parameters(), optimizer)
+        """{"<parameter>.<slot>": tensor}, such as "blocks.0.mlp.up.weight.exp_avg", which lies as its parameter does.
+
+        They are the very tensors that this rank's optimizer works on.
+        """
+        ensure_state(optimizer)
+        return {
+            f"{name}.{slot}": value
+            for name, parameter in self.named_parameters().items()
+            for slot, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
 
     # --- its checkpoints
 

@@ -193,7 +193,7 @@ def stages_of_ranks(
 ) -> list[tuple[tuple[int, bool, bool], ...]]:
     """Per pipeline rank its stages: (layers, whether it is the first, whether it is the last).
 
-    As `parallel.pipeline_stage` cuts the depth: the first stages get what is left over, the last one never does. Around
+    As `parallel.pipeline` cuts the depth: the first stages get what is left over, the last one never does. Around
     in a loop, or with a V-shaped schedule down the ranks and up again.
     """
     least, extra = divmod(n_layer, p * v)

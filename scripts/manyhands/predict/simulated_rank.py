@@ -28,7 +28,7 @@ from manyhands.launch.launchers import without_launchers
 from manyhands.launch.settings import environment, for_python
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import shard
-from manyhands.parallel.pipeline_stage import Stage, layers_of_stages, stage_owners
+from manyhands.parallel.pipeline import Stage, layers_of_stages, stage_owners
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.predict.memory import bytes_per_rank
 

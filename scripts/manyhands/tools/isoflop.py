@@ -40,7 +40,7 @@ from manyhands.launch.join import join, leave
 from manyhands.launch.metrics import conditions
 from manyhands.launch.program import say
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import parallelize
 from manyhands.predict.flops import flops_per_token
 
 PATH = ASSETS / "recorded" / "12_isoflop.json"

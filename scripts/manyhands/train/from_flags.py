@@ -14,8 +14,7 @@ from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, model_config, read_options
 from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.optimizer import build_optimizer
-from manyhands.parallel.parallelize import parallelize
-from manyhands.parallel.strategy import Strategy, full_model
+from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic
 
 

@@ -23,7 +23,7 @@ from manyhands.launch.program import DIVERGED, INTERRUPTED, say_status
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
-from manyhands.parallel.parallelize import parallelize
+from manyhands.parallel.strategy import parallelize
 from manyhands.train.preconditions import corpus_of, prompt_ids, refuse_size, refuse_text
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.profiling import Profile
