@@ -92,9 +92,9 @@ from manyhands import Metrics, catch_up, join, leave, say, show
 from manyhands.checks import llm_serving as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.serve.decoder import generate
 from manyhands.serve.engine import Engine
-from manyhands.serve.sampler import Sampling, uniforms
 
 # %%
 # %%ranks
@@ -836,7 +836,7 @@ say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_red
 
 # %%
 # %%ranks
-from manyhands.serve.quantized import quantize, weight_bytes
+from manyhands.serve.decoder import quantize, weight_bytes
 
 small = quantize(copy.deepcopy(target))
 windows, answers = val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T)
@@ -901,7 +901,7 @@ if rank == 0:  # no other rank takes part
 # %%
 # %%ranks
 from manyhands.serve import gate
-from manyhands.serve.quantized import quantize
+from manyhands.serve.decoder import quantize
 
 live = copy.deepcopy(target).cpu()  # the model that serves
 metadata = {"config": asdict(live.config), "corpus": {"alphabet": corpus.vocab}, "step": steps}

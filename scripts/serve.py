@@ -21,6 +21,7 @@ import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -107,7 +108,7 @@ def make_service(options, load, token):
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains
         torch.set_num_threads(1)
     held_out_ids = gate.held_out(Vocabulary(metadata), options.gate_text)
-    service = Service(model, metadata, token, options.name, options.cap, held_out_ids, options.gate_tolerance)
+    service = Service(model, metadata, token, held_out_ids, load, options.name, options.cap, options.gate_tolerance)
     loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
         f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters, "
@@ -118,40 +119,39 @@ def make_service(options, load, token):
     return service
 
 
-def tell_address(options, address, token):
-    """Print where the page is: with the token on its user's terminal, without it anywhere else. The file's path."""
-    from manyhands.launch.run_folder import outputs_folder
-    from manyhands.serve.server import write_address
+def tell_address(options, address, token, path):
+    """Say where the page is: with the token on its user's terminal, without it anywhere else."""
+    from manyhands.serve.http import write_address
 
-    path = write_address(outputs_folder() / "serve", address, token)
+    write_address(path, address, token)
     if sys.stdout.isatty():
         print(f"open {address}/#token={token}\n(also in {path}, which only you can read)", flush=True)
     else:
         print(f"listening on {address}; the token is in {path}, which only you can read", flush=True)
     if options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"--host {options.host}: others on the network reach it, and what is sent is not encrypted", flush=True)
-    return path
 
 
 def serve(options):
-    """Run until a signal. Raises CheckpointError or ValueError before it listens."""
+    """Run until a signal. Raises CheckpointError, ValueError or OSError if it cannot start."""
     refuse_senseless(options)
     from manyhands.checkpoint.export import load_model
-    from manyhands.serve import server
-    from manyhands.serve.app import make_app
+    from manyhands.launch.run_folder import outputs_folder
+    from manyhands.serve import http
 
-    token, device = server.make_token(os.environ), device_of(options)
+    token, device = http.make_token(os.environ), device_of(options)
 
     def load(step):
         model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
         return model.to(device), metadata
 
-    with closing(server.listen(options.host, options.port)) as bound:
-        app = make_app(make_service(options, load, token), load, options.source, options.watch_s)
-        # who connects from now on waits for a moment, until uvicorn runs
-        path = tell_address(options, server.address_of(bound), token)
+    with closing(http.listen(options.host, options.port)) as bound:
+        app = http.make_app(make_service(options, load, token), options.source, options.watch_s)
+        address = http.address_of(bound)
+        path = outputs_folder() / "serve" / f"serving-{bound.getsockname()[1]}.json"
+        tell = partial(tell_address, options, address, token, path)  # not before a signal ends it as it should
         try:
-            server.run(app, bound, options.cap.connections, options.drain_s)
+            http.Server(app, options.cap.connections, options.drain_s, tell).run_until_signal(bound)
         finally:
             path.unlink(missing_ok=True)
 

@@ -10,11 +10,10 @@ import httpx
 import torch
 from manyhands.align.chat_template import with_markers
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.serve.app import make_app
+from manyhands.gpt.sampling import Sampling
 from manyhands.serve.decoder import generate
-from manyhands.serve.sampler import Sampling
+from manyhands.serve.http import Server, address_of, listen, make_app
 from manyhands.serve.schema import Limits
-from manyhands.serve.server import address_of, listen, server_of
 from manyhands.serve.service import Service
 
 TOKEN = "a-token-that-only-the-tests-know"
@@ -63,11 +62,11 @@ class Live:
         ids = torch.randint(len(LETTERS), (400,), generator=torch.Generator().manual_seed(3))
         self.loads = {} if loads is None else loads
         self.service = Service(
-            self.model, metadata or metadata_of(), TOKEN, limits=Limits(**{"block_size": 8} | limits),
-            held_out_ids=ids if held_out_ids is None else held_out_ids, tolerance=tolerance,
+            self.model, metadata or metadata_of(), TOKEN, ids if held_out_ids is None else held_out_ids,
+            lambda step: self.loads[step], limits=Limits(**{"block_size": 8} | limits), tolerance=tolerance,
         )  # fmt: skip
-        self.app = make_app(self.service, lambda step: self.loads[step])
-        self.server = server_of(self.app, drain_s=drain_s)
+        self.app = make_app(self.service)
+        self.server = Server(self.app, drain_s=drain_s)
         self.ended = False
 
     def __enter__(self):
@@ -83,13 +82,15 @@ class Live:
 
     def _run(self):
         torch.set_num_threads(1)
-        asyncio.run(self.server.serve(sockets=[self.bound]))
+        with asyncio.Runner() as runner:
+            self.loop = runner.get_loop()
+            runner.run(self.server.serve(sockets=[self.bound]))
         self.ended = True
 
     def __exit__(self, *error):
         self.server.should_exit = True
         self.thread.join(30)
-        assert self.ended and not self.service.worker.is_alive(), "the server does not end"
+        assert self.ended and self.service.writing.done(), "the server does not end"
 
     @property
     def port(self):
@@ -104,7 +105,7 @@ class Live:
     def idle(self):
         """Nothing runs, waits, or is held."""
         scheduler = self.service.engine.scheduler
-        empty = not (scheduler.running or scheduler.waiting or self.service.open or self.service.worker.tickets)
+        empty = not (scheduler.running or scheduler.waiting or self.service.tickets or self.service.changes)
         return empty and self.service.engine.pool.held() == 0
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manyhands.gpt.sampling import Sampling
 from manyhands.serve.decoder import generate
 from manyhands.serve.engine import Engine
 from manyhands.serve.paged_cache import BlockPool, chained_digests
-from manyhands.serve.sampler import Sampling
-from manyhands.serve.scheduler import Scheduler, Sequence
+from manyhands.serve.scheduler import CachedSequence, Scheduler
 from test_decoding import gpt
 
 MODEL = gpt()
@@ -31,6 +31,14 @@ def finish(engine, limit=2000):
         engine.step()
         most = max(most, engine.pool.held())
     raise AssertionError("it does not come to an end")
+
+
+def compute(scheduler, works):
+    """The schedule alone, with made-up tokens."""
+    for work in works:
+        if work.draws:
+            work.sequence.append(9)
+        scheduler.computed(work)
 
 
 def requests(seed, how_many, longest=40):
@@ -79,7 +87,7 @@ def test_a_block_that_is_given_back_twice_is_a_bug_and_said():
 
 def test_writing_goes_on_while_a_long_prompt_is_read_in_pieces():
     scheduler = Scheduler(BlockPool(40, 4), max_running=4, prefill_tokens=10)
-    short, long = Sequence([1, 2], 30), Sequence(list(range(33)), 5)
+    short, long = CachedSequence([1, 2], 30), CachedSequence(list(range(33)), 5)
     seen = []
     scheduler.add(short)
     for step in range(6):
@@ -87,8 +95,7 @@ def test_writing_goes_on_while_a_long_prompt_is_read_in_pieces():
             scheduler.add(long)
         works = scheduler.plan()
         seen.append([(work.sequence is long, work.start, work.stop) for work in works])
-        for work in works:
-            scheduler.computed(work, 0 if work.draws else None)
+        compute(scheduler, works)
     assert seen == [
         [(False, 0, 2)],
         [(False, 2, 3), (True, 0, 10)],
@@ -101,14 +108,12 @@ def test_writing_goes_on_while_a_long_prompt_is_read_in_pieces():
 
 def test_who_comes_first_is_admitted_first_and_the_youngest_gives_way():
     scheduler = Scheduler(BlockPool(4, 2), max_running=4, prefill_tokens=100)
-    first, second, third = (Sequence([i, i, i], 5) for i in range(3))
+    first, second, third = (CachedSequence([i, i, i], 5) for i in range(3))
     for sequence in (first, second, third):
         scheduler.add(sequence)
-    for work in scheduler.plan():
-        scheduler.computed(work, 9)
+    compute(scheduler, scheduler.plan())
     assert scheduler.running == [first, second] and list(scheduler.waiting) == [third]
-    for work in scheduler.plan():
-        scheduler.computed(work, 9)
+    compute(scheduler, scheduler.plan())
     scheduler.plan()  # five tokens each need a third block: there is none
     assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
     assert (second.preempted, second.table, second.drawn) == (1, [], [9, 9])
@@ -165,8 +170,8 @@ def test_a_cancelled_sequence_leaves_at_once_and_the_others_do_not_notice():
     served = [engine.add(*request[:2], HOW, request[2]) for request in asked]
     engine.step()
     held = engine.pool.held()
-    engine.cancel(served[2])
-    engine.cancel(served[2])
+    engine.scheduler.cancel(served[2])
+    engine.scheduler.cancel(served[2])
     assert engine.pool.held() < held and served[2] not in engine.scheduler.running
     finish(engine)
     for i in (0, 1, 3, 4):
@@ -231,20 +236,20 @@ def test_any_load_ends_and_gives_all_blocks_back(seed, num_blocks, prefill_token
     """The schedule alone, with made-up tokens: nobody starves, no block is lost, nothing is computed out of order."""
     scheduler = Scheduler(BlockPool(num_blocks, 4), max_running, prefill_tokens)
     draw = torch.Generator().manual_seed(seed)
-    sequences = [Sequence(prompt, n) for prompt, n, _ in requests(seed, 12)]
+    sequences = [CachedSequence(prompt, n) for prompt, n, _ in requests(seed, 12)]
     coming, steps = list(sequences), 0
     while coming or scheduler.waiting or scheduler.running:
         if coming and torch.rand((), generator=draw) < 0.5:
             scheduler.add(coming.pop(0))
         if scheduler.running and torch.rand((), generator=draw) < 0.03:
-            scheduler.remove(scheduler.running[0])
+            scheduler.cancel(scheduler.running[0])
         works = scheduler.plan()
         assert sum(w.stop - w.start for w in works if w.stop - w.start > 1) <= prefill_tokens
         assert len({id(w.sequence) for w in works}) == len(works) <= max_running
         for work in works:
             assert work.start == work.sequence.computed < work.stop <= len(work.sequence.ids)
             assert work.stop <= 4 * len(work.sequence.table)
-            scheduler.computed(work, 1 if work.draws else None)
+        compute(scheduler, works)
         held = [block for s in scheduler.running for block in s.table]
         assert scheduler.pool.held() == len(set(held))
         steps += 1

@@ -85,8 +85,8 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     expect(page.messages("assistant")).to_have_count(1)
     first = page.messages("assistant").first.inner_text()
     ids, _ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
+    from manyhands.gpt.sampling import Sampling
     from manyhands.serve.decoder import generate
-    from manyhands.serve.sampler import Sampling
 
     new = generate(live.model, torch.tensor([ids]), 12, Sampling(0))[0, len(ids) :].tolist()
     expected = "".join(live.service.words.vocab[i] for i in new)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import make_model
 from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.sampling import Sampling, draw, probabilities, uniforms
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-from manyhands.serve.decoder import KVCache, cached_logits, generate
-from manyhands.serve.quantized import Int8Linear, quantize, weight_bytes
-from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
+from manyhands.serve.decoder import Int8Linear, KVCache, cached_logits, generate, quantize, weight_bytes
 from torch.distributed.device_mesh import init_device_mesh
 
 CONFIG = GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=2, n_embd=16)

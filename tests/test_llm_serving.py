@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from manyhands.course.catch_up import taken_from
+from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.serve.decoder import generate
-from manyhands.serve.sampler import Sampling, uniforms
 from test_decoding import chi_square_limit, gpt
 
 LESSON = "14_llm_serving"

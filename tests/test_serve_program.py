@@ -17,6 +17,7 @@ import pytest
 from live_server import CONFIG, make_model, metadata_of, quiet
 from manyhands.checkpoint.export import write_export
 from manyhands.serve.client import Client, ServerSaid
+from manyhands.serve.http import write_address
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 
@@ -182,12 +183,30 @@ def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_co
 
 
 def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
-    from manyhands.serve.server import write_address
-
-    old = tmp_path / "serving-8000.json"
-    old.write_text("{}")
-    old.chmod(0o644)
-    path = write_address(tmp_path, "http://127.0.0.1:8000", "t" * 20)
-    assert path == old and stat.S_IMODE(path.stat().st_mode) == 0o600
+    path = tmp_path / "serve" / "serving-8000.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    path.chmod(0o644)
+    write_address(path, "http://127.0.0.1:8000", "t" * 20)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid()}
     assert json.loads(path.read_text()) == expected
+
+
+def test_a_server_that_cannot_start_says_so_ends_with_status_2_and_leaves_no_address(
+    program, exported, tmp_path, monkeypatch, capfd
+):
+    from manyhands.serve.service import Service
+
+    async def broken(self):
+        raise MemoryError("no room")
+
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
+    monkeypatch.setattr(Service, "start", broken)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    assert program.main([str(exported[0]), "--port", "0"]) == 2
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    told = capfd.readouterr()
+    assert "no room" in told.err and told.err.endswith("could not start; the lines above say why\n")
+    assert "listening" not in told.out and not list(tmp_path.rglob("serving-*"))

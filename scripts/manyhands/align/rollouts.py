@@ -20,22 +20,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from manyhands.gpt.sampling import Sampling, Sequence, write_next
 
-def rows(encoded, longest=None):
+
+def rows(encoded, longest=None, length=None):
     """[(ids, answer)] of `chat_template.encode` as (ids_NT, answer_NT): padded behind with id 0, which no mask counts.
 
-    Attention is causal: what stands behind an example changes nothing in it. Raises ValueError for one that is longer
-    than `longest` (none: any).
+    T is `length`, else that of the longest. Attention is causal: what stands behind an example changes nothing in it.
+    Raises ValueError for one that is longer than `longest` (none: any).
     """
-    T = max(len(ids) for ids, _ in encoded)
+    T = length or max(len(ids) for ids, _ in encoded)
     if longest is not None and longest < T:
         raise ValueError(f"an example has {T} tokens and the model reads {longest}; use shorter ones")
-    ids_NT = torch.zeros(len(encoded), T, dtype=torch.long)
-    answer_NT = torch.zeros(len(encoded), T, dtype=torch.bool)
-    for i, (ids, answer) in enumerate(encoded):
-        ids_NT[i, : len(ids)] = torch.tensor(ids)
-        answer_NT[i, : len(ids)] = torch.tensor(answer)
-    return ids_NT, answer_NT
+    ids_NT = torch.tensor([ids + [0] * (T - len(ids)) for ids, _ in encoded])
+    return ids_NT, torch.tensor([answer + [False] * (T - len(answer)) for _, answer in encoded])
 
 
 def shifted(ids_bT, answer_bT):
@@ -67,28 +65,24 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
 
     `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
     marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time. Ids from
-    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times, so sharded weights are
-    gathered by all alike.
+    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times, whatever has ended, so
+    sharded weights are gathered by all alike.
     """
-    b, P = prompts_bP.shape
-    ids_bT = torch.cat((prompts_bP, prompts_bP.new_zeros(b, n)), dim=1)
-    answer_bT = torch.zeros_like(ids_bT, dtype=torch.bool)
-    rows_b, going_b = (torch.arange(b, device=ids_bT.device), torch.ones(b, dtype=torch.bool, device=ids_bT.device))
-    longest = int(lengths_b.max()) if b else P
+    how = Sampling(temperature if uniform_bn is not None else 0)
+    numbers = [[0.0] * n] * len(prompts_bP) if uniform_bn is None else uniform_bn.tolist()
+    prompts = [ids[:length] for ids, length in zip(prompts_bP.tolist(), lengths_b.tolist(), strict=True)]
+    texts_b = [Sequence(ids, n, how, row, {end}) for ids, row in zip(prompts, numbers, strict=True)]
+    device, P = prompts_bP.device, max(map(len, prompts))
     for i in range(n):
-        at_b = lengths_b + i
+        ids_bT, _ = rows([(text.ids, []) for text in texts_b], length=P + i)
+        going = [j for j, text in enumerate(texts_b) if text.finish is None]
+        last = [len(texts_b[j].ids) - 1 for j in going]
         # what stands behind a row's last token is not seen by it: attention is causal
-        logits_bV = logits(ids_bT[:, : longest + i])[rows_b, at_b - 1, :vocab_size].double()
-        if uniform_bn is None:
-            next_b = logits_bV.argmax(-1)
-        else:
-            up_to_bV = (logits_bV / temperature).softmax(-1).cumsum(-1)
-            next_b = torch.searchsorted(up_to_bV, uniform_bn[:, i : i + 1].to(up_to_bV).contiguous(), right=True)
-            next_b = next_b.squeeze(1).clamp(max=logits_bV.shape[-1] - 1)
-        ids_bT[rows_b, at_b] = torch.where(going_b, next_b, 0)
-        answer_bT[rows_b, at_b] = going_b
-        going_b = going_b & (next_b != end)
-    return ids_bT, answer_bT
+        logits_bV = logits(ids_bT.to(device))[going, last, :vocab_size]
+        if going:
+            write_next([texts_b[j] for j in going], logits_bV)
+    written = [(text.ids, [False] * text.prompt_length + [True] * len(text.drawn)) for text in texts_b]
+    return tuple(part.to(device) for part in rows(written, length=prompts_bP.shape[1] + n))
 
 
 def texts(ids_bT, lengths_b, vocab, read):

@@ -1,15 +1,126 @@
-"""Sampling: the plain loop, one token of each row after another, and how a token is drawn. No trace in the training.
+"""Decoding: how a token is drawn, the plain loop, and the step with which texts of any lengths are written together.
 
     ids_BT = generate(parallel, prompt_BT, 200, generator=torch.Generator().manual_seed(seed))    # any number of ranks
-    for next_B in continued(logits, prompt_BT, 200, block_size, drawing(temperature=0.8)): ...
+    for next_B in continued(logits, prompt_BT, 200, block_size, drawing(temperature=0.8)): ...    # no trace in training
 
+    p_BV = probabilities(logits_BV, [Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=0)])
+    ids_B = draw(p_BV, uniform_B)                  # uniform_B in [0, 1): one number per sequence
+    sequence = Sequence(prompt_ids, max_tokens=40, sampling=Sampling(0.8), uniforms=uniforms(seed=7, n=40))
+    ids = write_next([sequence, another], logits_BV)          # a token for each, whoever has computed the logits
+
+The plain loop draws from a torch.Generator, so that a row's tokens depend on its neighbours. `write_next` gives each
+token a number of its own: what a sequence says is the same whoever is written beside it, in a rollout of
+`align` as in a server's batch. It draws in float64: the model's own rounding is enough.
 Shapes: B sequences, T positions, V tokens in the vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw. Raises ValueError, with the cure, for a value that makes no sense."""
+
+    temperature: float = 1.0  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
+    top_k: int | None = None  # among the so many likeliest; None: all
+    top_p: float = 1.0  # among the fewest likeliest whose probabilities reach top_p together
+
+    def __post_init__(self):
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} is not a number >= 0; use 0 to 2")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} leaves nothing to draw; use 1 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to keep all tokens")
+
+
+def probabilities(logits_BV, samplings):
+    """float64 [B, V] on the CPU: row b as samplings[b] asks for.
+
+    Top-k comes first, then top-p among what it left (Holtzman et al. 2020, section 3.1): the token with which the sum
+    reaches top_p is kept. With temperature 0 the whole row is on the first of the likeliest.
+    """
+    logits_BV = logits_BV.detach().to("cpu", torch.float64)
+    temperature_B1 = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float64)
+    greedy_B1 = temperature_B1 == 0
+    p_BV = torch.softmax(logits_BV / temperature_B1.masked_fill(greedy_B1, 1.0), dim=-1)
+    if any(s.top_k is not None or s.top_p < 1 for s in samplings):
+        p_BV = _cut(p_BV, samplings)
+    if greedy_B1.any():
+        best_BV = torch.zeros_like(p_BV).scatter_(1, logits_BV.argmax(-1, keepdim=True), 1.0)
+        p_BV = torch.where(greedy_B1, best_BV, p_BV)
+    return p_BV
+
+
+def _cut(p_BV, samplings):
+    V = p_BV.shape[-1]
+    sorted_BV, order_BV = p_BV.sort(dim=-1, descending=True, stable=True)
+    top_k_B1 = torch.tensor([[s.top_k or V] for s in samplings])
+    top_p_B1 = torch.tensor([[s.top_p] for s in samplings], dtype=torch.float64)
+    sorted_BV = sorted_BV.masked_fill(torch.arange(V) >= top_k_B1, 0.0)
+    total_B1 = sorted_BV.sum(-1, keepdim=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV  # what the likelier ones have together
+    sorted_BV = sorted_BV.masked_fill((before_BV >= top_p_B1 * total_B1) & (top_p_B1 < 1), 0.0)
+    sorted_BV = sorted_BV / sorted_BV.sum(-1, keepdim=True)
+    return torch.zeros_like(p_BV).scatter_(1, order_BV, sorted_BV)
+
+
+def draw(p_BV, uniform_B):
+    """Ids [B]: the first token at which row b's running sum exceeds uniform_B[b]. None of probability 0 is drawn."""
+    sums_BV = p_BV.cumsum(-1)
+    uniform_B1 = torch.as_tensor(uniform_B, dtype=torch.float64)[:, None]
+    ids_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)
+    last_B1 = (sums_BV >= sums_BV[:, -1:]).to(torch.uint8).argmax(-1, keepdim=True)  # rounding must not go past it
+    return torch.minimum(ids_B1, last_B1)[:, 0]
+
+
+def uniforms(seed, n):
+    """n numbers in [0, 1) that depend on the seed alone. With seed None they are drawn from the system."""
+    return np.random.default_rng(np.random.SeedSequence(seed)).random(n).tolist()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A text in the making: `ids` starts as the prompt and grows by what is drawn."""
+
+    ids: list[int]
+    max_tokens: int  # tokens to draw, at least 1
+    sampling: Sampling = Sampling()
+    uniforms: list[float] = field(default_factory=list)  # one number for each token that is drawn
+    stop_ids: Collection[int] = frozenset()  # a drawn one of these ends it
+    prompt_length: int = field(init=False)
+    finish: str | None = field(default=None, init=False)  # "stop" or "length"
+
+    def __post_init__(self):
+        self.prompt_length = len(self.ids)
+
+    @property
+    def drawn(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.ids[self.prompt_length :]
+
+    def append(self, next_id: int) -> None:
+        """Take a token that was drawn; `finish` says whether it was the last one, and why."""
+        self.ids.append(next_id)
+        if next_id in self.stop_ids:
+            self.finish = "stop"
+        elif len(self.ids) == self.prompt_length + self.max_tokens:
+            self.finish = "length"
+
+
+def write_next(sequences: list[Sequence], logits_BV: torch.Tensor) -> list[int]:
+    """One step of a batch: draw the next token of each sequence from its row of logits, and append it. The tokens."""
+    numbers = [sequence.uniforms[len(sequence.ids) - sequence.prompt_length] for sequence in sequences]
+    ids = draw(probabilities(logits_BV, [sequence.sampling for sequence in sequences]), numbers).tolist()
+    for sequence, next_id in zip(sequences, ids, strict=True):
+        sequence.append(next_id)
+    return ids
 
 
 def generate(parallel, ids_BT, n, temperature=1.0, generator=None):

@@ -14,9 +14,10 @@ rank) of size E, N layers.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from manyhands.gpt.sampling import extended
-from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
+from manyhands.gpt.model import GPT
+from manyhands.gpt.sampling import Sampling, draw, extended, probabilities, uniforms
 
 
 def run(model, ids_BT, positions_BT, attend):
@@ -105,3 +106,36 @@ def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # 
         return draw(probabilities(logits_BV, [sampling] * B), next(numbers))
 
     return extended(logits, ids_BT, n, model.config.block_size, next_token)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights and one float scale per output: a weight is off by at most half a step.
+
+    On a GPU a kernel multiplies the 8-bit weights as it reads them; here they are made float again first, so that this
+    saves memory and no time.
+    """
+
+    def __init__(self, full):
+        super().__init__()
+        weight_OI = full.weight.detach()
+        scale_O1 = (weight_OI.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(weight_OI.dtype).tiny)
+        self.register_buffer("weight_OI", (weight_OI / scale_O1).round().to(torch.int8))
+        self.register_buffer("scale_O", scale_O1[:, 0])
+        self.bias = full.bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight_OI.to(x.dtype)) * self.scale_O + (0 if self.bias is None else self.bias)
+
+
+def quantize(model: GPT) -> GPT:
+    """Replace the linear layers in the blocks of a GPT; embeddings, norms and head stay. Returns the model."""
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        for part, name in ((attention, "qkv"), (attention, "out"), (mlp, "up"), (mlp, "down")):
+            setattr(part, name, Int8Linear(getattr(part, name)))
+    return model
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -2,32 +2,21 @@
 
     engine = Engine(model, "step 300", num_blocks=256)
     sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
-    while engine.step():                           # [Drawn(sequence, id, finish)], empty when there is nothing to do
-        ...
+    while engine.step():                           # [(sequence, the token that it has drawn)]
+        ...                                        # sequence.finish: why that was its last one, or None
 
 One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing,
 through the layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from manyhands.gpt.model import GPT
+from manyhands.gpt.sampling import Sampling, uniforms, write_next
 from manyhands.serve.decoder import run
 from manyhands.serve.paged_cache import BlockPool, PagedCache
-from manyhands.serve.sampler import Sampling, draw, probabilities, uniforms
-from manyhands.serve.scheduler import Scheduler, Sequence
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A token of a sequence; finish says why it is the last one ("stop" or "length"), None if it is not."""
-
-    sequence: Sequence
-    id: int
-    finish: str | None
+from manyhands.serve.scheduler import CachedSequence, Scheduler
 
 
 class Engine:
@@ -46,22 +35,22 @@ class Engine:
             )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
-        self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `metrics.Drift`
-        self._install(model, version, vocab_size)
+        self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `service.Metrics`
+        self.change_model(model, version, vocab_size)
 
-    def _install(self, model, version, vocab_size):
+    def change_model(self, model: GPT, version: str, vocab_size: int | None = None) -> None:
+        """Serve another model from the next step on. Nothing of the old one may be unfinished."""
         weight, pool = next(model.parameters()), self.pool
         # first what may fail: then nothing has changed
-        sizes = pool.num_blocks, pool.block_size
-        cache = PagedCache(model.config, *sizes, weight.dtype, weight.device)
+        cache = PagedCache(model.config, pool.num_blocks, pool.block_size, weight.dtype, weight.device)
         self.scheduler.change_model(version)
         self.cache, self.model, self.version = cache, model.eval(), version
         self.vocab_size = vocab_size or model.config.vocab_size
 
     def new_sequence(
         self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None, stop_ids=()
-    ) -> Sequence:
-        """A Sequence of a prompt (a list of ids, at least one). Raises ValueError for what the model cannot hold."""
+    ) -> CachedSequence:
+        """A sequence that starts as `prompt` (ids, at least one). Raises ValueError for what the model cannot hold."""
         context = self.model.config.block_size
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
@@ -74,37 +63,28 @@ class Engine:
                 f"{context}; {cure}"
             )
         numbers = uniforms(seed, max_tokens)
-        return Sequence(list(prompt), max_tokens, sampling or Sampling(), numbers, frozenset(stop_ids))
+        return CachedSequence(list(prompt), max_tokens, sampling or Sampling(), numbers, stop_ids)
 
-    def add(self, *args, **kwargs) -> Sequence:
+    def add(self, *args, **kwargs) -> CachedSequence:
         """Queue a `new_sequence`, and return it."""
         sequence = self.new_sequence(*args, **kwargs)
         self.scheduler.add(sequence)
         return sequence
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Its place and blocks are free from the next step on; one that has finished stays as it is."""
-        self.scheduler.remove(sequence)
-
-    def change_model(self, model: GPT, version: str, vocab_size: int | None = None) -> None:
-        """Serve another model from the next step on. Nothing of the old one may be unfinished: see `hold_new`."""
-        self._install(model, version, vocab_size)
-        self.scheduler.hold_new = False
-
     @torch.inference_mode()
-    def step(self) -> list[Drawn]:
-        """One step for all that run; the tokens that were drawn, as a list of Drawn."""
+    def step(self) -> list[tuple[CachedSequence, int]]:
+        """One step for all that run: [(sequence, the token that it has drawn)]."""
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
-        rows, drawing = [], []
+        drawing, rows = [], []
         for work, logits_TV in zip(works, self._logits(works), strict=True):
             self._note_prompt_loss(work, logits_TV)
             if work.draws:
-                rows.append(logits_TV[-1])
-                drawing.append(work)
-        drawn = dict(zip(drawing, self._draw(rows, drawing), strict=True)) if drawing else {}
+                drawing.append(work.sequence)
+                rows.append(logits_TV[-1, : self.vocab_size])
+        ids = write_next(drawing, torch.stack(rows)) if drawing else []
         for work in works:
-            self.scheduler.computed(work, drawn.get(work))
-        return [Drawn(work.sequence, id, work.sequence.finish) for work, id in drawn.items()]
+            self.scheduler.computed(work)
+        return list(zip(drawing, ids, strict=True))
 
     def idle(self) -> bool:
         """Whether no sequence waits or runs."""
@@ -120,11 +100,6 @@ class Engine:
         tables = [work.sequence.table[: self.pool.blocks_for(work.stop)] for work in works]
         attend = self.cache.attend_for(tables, lengths, positions_1N[0])
         return run(self.model, ids_1N, positions_1N, attend)[0].split(lengths)
-
-    def _draw(self, rows, works):
-        logits_BV = torch.stack(rows)[:, : self.vocab_size]
-        numbers = [work.sequence.uniforms[len(work.sequence.drawn)] for work in works]
-        return draw(probabilities(logits_BV, [work.sequence.sampling for work in works]), numbers).tolist()
 
     def _note_prompt_loss(self, work, logits_TV):
         """Add -log p of the prompt's tokens that this work has predicted: the logits are there anyway."""

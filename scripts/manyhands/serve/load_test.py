@@ -27,7 +27,6 @@ from pathlib import Path
 import tyro
 
 from manyhands.serve.client import Client
-from manyhands.serve.server import VARIABLE
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
 
@@ -162,7 +161,6 @@ def started(source: Path, folder: Path) -> Iterator[Path]:
     from manyhands.course.folders import SCRIPTS
 
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1"}
-    environ.pop(VARIABLE, None)
     command = [sys.executable, str(SCRIPTS / "serve.py"), str(source), "--port", "0", "--device", "cpu"]
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)

@@ -3,49 +3,34 @@
     scheduler = Scheduler(BlockPool(256, 16), max_running=32, prefill_tokens=256)
     scheduler.add(sequence)                        # waits its turn
     for work in scheduler.plan():                  # one step: work.sequence computes positions work.start to work.stop
-        ...
-        scheduler.computed(work, next_id)          # next_id: what was drawn after them, None while a prompt goes on
+        ...                                        # and grows by a token if work.draws
+        scheduler.computed(work)
 
 Sequences join and leave between any two steps (Yu et al. 2022, Orca, section 3.1). A step has at most `prefill_tokens`
 positions of prompts, so that a long prompt does not hold up those that are writing. A sequence is admitted when blocks
 for all it has so far, and one more, are free. When blocks run out the youngest gives its own back, and waits; it is
-computed again later, and continues as if nothing had been, because its numbers belong to places (`sampler.uniforms`).
+computed again later, and continues as if nothing had been, because its numbers belong to places (`uniforms`).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from manyhands.serve.paged_cache import chained_digests
-from manyhands.serve.sampler import Sampling
+from manyhands.gpt.sampling import Sequence
+from manyhands.serve.paged_cache import BlockPool, chained_digests
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request's tokens. `ids` starts as the prompt and grows by what is drawn."""
+class CachedSequence(Sequence):
+    """One request's tokens, and where their keys and values lie."""
 
-    ids: list
-    max_tokens: int  # tokens to draw, at least 1
-    sampling: Sampling = field(default_factory=Sampling)
-    uniforms: list = field(default_factory=list)  # one number for each token that is drawn
-    stop_ids: frozenset = frozenset()  # a drawn one of these ends it
-    prompt_length: int = field(init=False)
     computed: int = field(default=0, init=False)  # positions whose keys and values lie in `table`
-    table: list = field(default_factory=list, init=False)
-    digests: list = field(default_factory=list, init=False)
+    table: list[int] = field(default_factory=list, init=False)
+    digests: list[bytes] = field(default_factory=list, init=False)
     reused: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
     preempted: int = field(default=0, init=False)  # times that it gave its blocks back
-    finish: str | None = field(default=None, init=False)  # "stop", "length" or "cancelled"
-
-    def __post_init__(self):
-        self.prompt_length = len(self.ids)
 
     @property
-    def drawn(self):
-        """The tokens after the prompt."""
-        return self.ids[self.prompt_length :]
-
-    @property
-    def started(self):
+    def started(self) -> bool:
         """Whether a token has been drawn: what follows must come from the same weights."""
         return len(self.ids) > self.prompt_length
 
@@ -54,37 +39,34 @@ class Sequence:
 class Work:
     """Positions start to stop - 1 of a sequence. With stop == len(ids) the next token is drawn from them."""
 
-    sequence: Sequence
+    sequence: CachedSequence
     start: int
     stop: int
 
     @property
-    def draws(self):
+    def draws(self) -> bool:
         return self.stop == len(self.sequence.ids)
 
 
 class Scheduler:
     """Who waits, who runs, and what is next. `salt` names the model: blocks of another one are never shared."""
 
-    def __init__(self, pool, max_running, prefill_tokens, salt=""):
+    def __init__(self, pool: BlockPool, max_running: int, prefill_tokens: int, salt: str = ""):
         self.pool, self.max_running, self.prefill_tokens, self.salt = pool, max_running, prefill_tokens, salt
-        self.waiting, self.running = deque(), []  # running: in the order of admission
+        self.waiting: deque[CachedSequence] = deque()
+        self.running: list[CachedSequence] = []  # in the order of admission
         self.hold_new = False  # no sequence starts: the model is about to change
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: CachedSequence) -> None:
         """Queue a sequence; all blocks together must hold it (`Engine` sees to that)."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, finish: str = "cancelled") -> None:
+    def cancel(self, sequence: CachedSequence) -> None:
         """Take a sequence out wherever it is; its blocks are free at once. One that has finished stays as it is."""
-        if sequence.finish is not None:
-            return
-        sequence.finish = finish
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self._give_back(sequence)
+        if sequence.finish is None:
+            sequence.finish = "cancelled"
+            (self.running if sequence in self.running else self.waiting).remove(sequence)
+            self._give_back(sequence)
 
     def plan(self) -> list[Work]:
         """The Work of one step: first one position of each that is writing, then prompts. Empty: nothing to do."""
@@ -93,32 +75,24 @@ class Scheduler:
                 self._make_room(sequence)
         writing = [s for s in self.running if s.computed == len(s.ids) - 1]
         works = [Work(s, s.computed, s.computed + 1) for s in writing]
+        reading = [s for s in self.running if s.computed < len(s.ids) - 1]
         budget = self.prefill_tokens
-        for sequence in self.running:
-            if sequence.computed < len(sequence.ids) - 1 and budget > 0:
-                works.append(self._chunk(sequence, budget))
-                budget -= works[-1].stop - works[-1].start
-        while budget > 0 and (sequence := self._admit()) is not None:
-            works.append(self._chunk(sequence, budget))
-            budget -= works[-1].stop - works[-1].start
+        while budget > 0 and (sequence := reading.pop(0) if reading else self._admit()) is not None:
+            stop = min(len(sequence.ids), sequence.computed + budget)
+            works.append(Work(sequence, sequence.computed, stop))
+            budget -= stop - sequence.computed
         return works
 
-    def computed(self, work: Work, next_id: int | None) -> None:
-        """The positions of `work` lie in the cache; the sequence grows by next_id, and may be finished by it."""
+    def computed(self, work: Work) -> None:
+        """The positions of `work` lie in the cache; who has finished makes room."""
         sequence, size = work.sequence, self.pool.block_size
-        if sequence.finish is not None:
-            return
         sequence.computed = work.stop
         sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
         for i in range(work.start // size, work.stop // size):
             self.pool.seal(sequence.table[i], sequence.digests[i])
-        if next_id is None:
-            return
-        sequence.ids.append(next_id)
-        if next_id in sequence.stop_ids:
-            self.remove(sequence, "stop")
-        elif len(sequence.drawn) == sequence.max_tokens:
-            self.remove(sequence, "length")
+        if sequence.finish is not None:
+            self.running.remove(sequence)
+            self._give_back(sequence)
 
     def change_model(self, salt: str) -> None:
         """From now on blocks belong to another model. No sequence of the old one may be unfinished."""
@@ -128,12 +102,9 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.digests = []
 
-    def unfinished(self) -> list[Sequence]:
+    def unfinished(self) -> list[CachedSequence]:
         """Sequences that have drawn or computed something with the present model."""
         return [*self.running, *(s for s in self.waiting if s.started)]
-
-    def _chunk(self, sequence, budget):
-        return Work(sequence, sequence.computed, min(len(sequence.ids), sequence.computed + budget))
 
     def _admit(self):
         """The next sequence in the queue, with blocks for all its tokens and one more; None: not now."""

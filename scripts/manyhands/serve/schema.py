@@ -1,12 +1,17 @@
-"""What a request may say, OpenAI's fields as pydantic models; and how the rest is refused, each fault as one sentence.
+"""OpenAI's words: what a request may say, as pydantic models, what is sent back, and how the rest is refused.
 
     request = read(body, ChatRequest)                       # bytes of JSON; Refusal (400) for what is wrong
     ids, stop_ids, stop_strings = request.encode(words)     # ValueError for what the vocabulary cannot say
+    answer = Answer(ticket, chat=True, model_name="manyhands")
+    answer.whole(text)                                      # or, of a stream: event(answer.chunk(text)), ...
 
 A field that nobody knows is refused, lest a misspelt one change the answer in silence. To support a field of `NEUTRAL`,
 take it out there and declare it in `Request`.
 """
 
+import json
+import secrets
+import time
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeVar
 
@@ -176,3 +181,51 @@ def read(body: bytes, kind: type[Kind]) -> Kind:
     sentence = fault["msg"].removeprefix("Value error, ")
     code = "invalid_json" if fault["type"] == "json_invalid" else "invalid_value"
     raise Refusal(400, f"{place}: {sentence}" if place else sentence, code, place or None)
+
+
+class Answer:
+    """What is sent back for a ticket that has its first token: whole or in chunks, of a chat or a plain completion."""
+
+    def __init__(self, ticket, chat: bool, model_name: str):
+        self.ticket, self.chat = ticket, chat
+        self.kind = "chat.completion" if chat else "text_completion"
+        self.role = {"role": "assistant"}  # the first chunk says it
+        self.head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
+            "model": model_name, "system_fingerprint": ticket.version,
+        }  # fmt: skip
+
+    def whole(self, text: str) -> dict:
+        """The answer to a request without a stream."""
+        part = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        return {"object": self.kind, **self.head, "choices": [self._choice(part)], "usage": self.usage()}
+
+    def chunk(self, text: str | None = None) -> dict:
+        """Of a stream: the next piece of text; the last chunk has none, and says why the text ended."""
+        part = {"text": text or ""}
+        if self.chat:
+            part = {"delta": {} if text is None else self.role | {"content": text}}
+            self.role = {}
+        kind = "chat.completion.chunk" if self.chat else self.kind
+        return {"object": kind, **self.head, "choices": [self._choice(part, ended=text is None)]}
+
+    def usage_chunk(self) -> dict:
+        """Behind the last chunk, for who has asked for it."""
+        return self.chunk() | {"choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict:
+        """OpenAI's count of tokens; cached ones are those whose keys and values were found."""
+        sequence = self.ticket.sequence
+        prompt, drawn = sequence.prompt_length, len(sequence.ids) - sequence.prompt_length
+        return {
+            "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
+            "prompt_tokens_details": {"cached_tokens": sequence.reused},
+        }  # fmt: skip
+
+    def _choice(self, part, ended=True):
+        return {"index": 0, **part, "logprobs": None, "finish_reason": self.ticket.finish if ended else None}
+
+
+def event(content: dict) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content).encode() + b"\n\n"

@@ -1,40 +1,78 @@
-"""One server's state, and what happens to a request between its JSON and its answer; `app` has the routes.
+"""One server's state, and what happens to a request between its JSON and its answer; `http` has the routes.
 
-    service = Service(model, metadata, token)
+    service = Service(model, metadata, token, held_out_ids, load)
     await service.start()                          # in the event loop that will serve
     ticket = service.submit(request)               # Refusal if it makes no sense, or there is no room
+    async for text in ticket.pieces(): ...         # what has been drawn since, at once; then ticket.finish
     service.close(ticket, "gone")                  # for every ticket, once, whatever happened
-    verdict = await service.consider(load)         # a new checkpoint, through the gate
+    verdict = await service.consider("newest")     # a new checkpoint, through the gate
     await service.stop()
 
-All of it belongs to the event loop's thread, but for the engine, which is the worker's.
+All of it belongs to the event loop. Only a step of the engine runs in a thread, beside the loop; what is asked for
+meanwhile happens before the next one. A slow reader finds more tokens at a time; none waits for another, and a ticket
+never holds more than the model's context.
 """
 
 import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate
 from manyhands.serve.engine import Engine
-from manyhands.serve.metrics import ServerMetrics
-from manyhands.serve.sampler import Sampling
 from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
-from manyhands.serve.worker import Ticket, Worker
 
 log = logging.getLogger("manyhands.serve")
+
+
+class Ticket:
+    """One request, and its text as it comes."""
+
+    def __init__(self, sequence, text):
+        self.sequence, self.text = sequence, text  # text: a TextSoFar
+        self.version = None  # of the model that writes, known with the first token
+        self.submitted_s, self.first_s = time.monotonic(), None
+        self.ids, self.finish, self.error = [], None, None  # ids: drawn, and not read yet
+        self.news = asyncio.Event()
+        self.timer: asyncio.TimerHandle  # fails it when its time is over
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text as it can be shown; `finish` then says why it ended. Raises the Refusal that `fail` got."""
+        ended = False
+        while not ended:
+            await self.news.wait()
+            self.news.clear()
+            if self.error is not None:
+                raise self.error
+            ids, self.ids = self.ids, []
+            shown = self.text.add(ids)
+            if self.text.stopped:  # at a string; the engine may be behind it already
+                self.finish = "stop"
+            elif self.finish is not None:
+                shown += self.text.end()
+            ended = self.finish is not None
+            yield shown
+
+    def fail(self, error: Refusal) -> None:
+        """Whoever waits for more gets this instead."""
+        self.error = error
+        self.news.set()
 
 
 @dataclass
 class Live:
     """The model that serves new requests."""
 
-    model: object
+    model: torch.nn.Module
     metadata: dict
     version: str = field(init=False)
 
@@ -46,20 +84,30 @@ class Service:
     """Everything but HTTP. `name` is what clients call the model.
 
     `held_out_ids` [n] are what a new checkpoint is judged on, and `tolerance` is the nats per token by which it may be
-    worse. Without such ids none goes live.
+    worse. `load(step)` returns the (model, metadata) of one; without it none can be asked for.
     """
 
-    def __init__(self, model, metadata, token, name="manyhands", limits=None, held_out_ids=None, tolerance=0.02):
-        self.live, self.token, self.name = Live(model, metadata), token, name
-        self.limits, self.held_out_ids, self.tolerance = limits or Limits(), held_out_ids, tolerance
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        metadata: dict,
+        token: str,
+        held_out_ids: torch.Tensor,
+        load: Callable[[str], tuple] | None = None,
+        name: str = "manyhands",
+        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        tolerance: float = 0.02,
+    ):
+        self.live, self.token, self.name, self.limits = Live(model, metadata), token, name, limits
+        self.held_out_ids, self.load, self.tolerance = held_out_ids, load, tolerance
         self.words, self.started = Vocabulary(metadata), int(time.time())
-        size, running = self.limits.block_size, self.limits.running
-        blocks = self.limits.blocks or running * -(-self.context // size)
-        prefill_tokens, version = self.limits.prefill_tokens, self.live.version
-        self.engine = Engine(model, version, blocks, size, running, prefill_tokens, len(self.words))
-        self.open = set()  # tickets that were not closed
-        self.worker = self.metrics = None
-        self.judging = asyncio.Lock()
+        size, running = limits.block_size, limits.running
+        blocks = limits.blocks or running * -(-self.context // size)
+        self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
+        self.tickets = {}  # sequence -> ticket, of those that are not over for the engine
+        self.changes = deque()  # what is to happen to the engine's schedule before its next step
+        self.failed = False  # the last step did
+        self.metrics = Metrics(self.engine)
 
     @property
     def context(self) -> int:
@@ -67,25 +115,27 @@ class Service:
         return self.live.model.config.block_size
 
     async def start(self) -> None:
-        self.worker = Worker(self.engine, asyncio.get_running_loop(), self.limits)
-        self.metrics = ServerMetrics(self.worker)
-        self.metrics.note_model(self.live.metadata)
-        self.worker.start()
-        if self.held_out_ids is not None:
-            self.first_look = asyncio.ensure_future(self._look_at_held_out(self.live))
-
-    async def _look_at_held_out(self, live):
-        nats = await asyncio.to_thread(gate.loss_on, live.model, self.held_out_ids)
-        if live is self.live:
-            self.metrics.note_model(live.metadata, nats)
+        self.woken, self.still, self.judging = asyncio.Event(), asyncio.Lock(), asyncio.Lock()
+        self.thread = ThreadPoolExecutor(1, "engine")
+        self.writing = asyncio.create_task(self._write())
+        self.metrics.live_step.set(self.live.metadata["step"])
+        self.first_look = asyncio.create_task(self._look_at_held_out())
 
     async def stop(self) -> None:
-        """End the engine's thread. Requests that are still open get no more tokens."""
-        self.worker.stop()
-        await asyncio.to_thread(self.worker.join, 30)
+        """End after the present step. Requests that are still open get no more tokens."""
+        tasks = self.writing, self.first_look
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.thread.shutdown()
+
+    def healthy(self) -> bool:
+        return not self.failed and not self.writing.done()
+
+    # --- requests
 
     def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
-        """A Ticket for a `schema.Request`. Raises Refusal: 400 for what the model cannot read or hold, 429, 503."""
+        """A Ticket for a request. Raises Refusal: 400 for what the model cannot read or hold, 429 without room."""
         code = "invalid_value"
         try:
             ids, stop_ids, stop_strings = request.encode(self.words)
@@ -95,46 +145,111 @@ class Service:
             sequence = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, stop_ids)
         except ValueError as error:
             raise Refusal(400, str(error), code, request.source) from None
-        ticket = Ticket(sequence, TextSoFar(self.words, (*request.stop, *stop_strings)))
-        self.worker.submit(ticket)
-        seconds = self.limits.request_s
+        running, waiting, seconds = self.limits.running, self.limits.queue, self.limits.request_s
+        if len(self.tickets) >= running + waiting:
+            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
+            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
+        ticket = self.tickets[sequence] = Ticket(sequence, TextSoFar(self.words, (*request.stop, *stop_strings)))
         too_late = Refusal(504, f"not finished within {seconds:g} s; ask for fewer tokens", "timeout")
         ticket.timer = asyncio.get_running_loop().call_later(seconds, ticket.fail, too_late)
-        self.open.add(ticket)
+        self._change(self.engine.scheduler.add, sequence)
         return ticket
 
     def close(self, ticket: Ticket, reason: str) -> None:
-        """The request is over, for whatever reason: its place is free."""
-        if ticket in self.open:
-            self.open.remove(ticket)
-            ticket.timer.cancel()
-            self.worker.cancel(ticket)
-            self.metrics.note_end(ticket, reason, time.monotonic() - ticket.submitted_s)
+        """The request is over, for whatever reason: its place is free before the next step."""
+        ticket.timer.cancel()
+        if self.tickets.pop(ticket.sequence, None) is not None:
+            self._change(self.engine.scheduler.cancel, ticket.sequence)
+        self.metrics.note_end(ticket, reason)
 
-    async def consider(self, load: Callable[[], tuple]) -> gate.Verdict:
-        """The Verdict on the (model, metadata) that `load()` returns; if it has passed, it serves now.
+    def _change(self, change, sequence):
+        self.changes.append((change, sequence))
+        self.woken.set()
+
+    async def _write(self):
+        """For ever: what was asked for, then a step, and its tokens to whoever waits for them."""
+        loop, engine = asyncio.get_running_loop(), self.engine
+        while True:
+            await self.woken.wait()
+            async with self.still:
+                while self.changes:
+                    change, sequence = self.changes.popleft()
+                    change(sequence)
+                if engine.idle():
+                    self.woken.clear()
+                    continue
+                try:
+                    self._deliver(await loop.run_in_executor(self.thread, engine.step))
+                    self.failed = False
+                except Exception:  # one request must not end all others for ever
+                    log.exception("the engine failed in a step")
+                    self.failed = True
+                    self._drop_all()
+
+    def _deliver(self, drawn):
+        now = time.monotonic()
+        for sequence, next_id in drawn:
+            if (ticket := self.tickets.get(sequence)) is None:  # closed during the step
+                continue
+            if ticket.first_s is None:
+                ticket.first_s, ticket.version = now - ticket.submitted_s, self.engine.version
+            ticket.ids.append(next_id)
+            ticket.finish = sequence.finish
+            if sequence.finish is not None:
+                del self.tickets[sequence]
+            ticket.news.set()
+
+    def _drop_all(self):
+        scheduler = self.engine.scheduler
+        for sequence in [*scheduler.running, *scheduler.waiting]:
+            scheduler.cancel(sequence)
+            if (ticket := self.tickets.pop(sequence, None)) is not None:
+                ticket.fail(Refusal(500, "the engine failed while it computed this; try again", "engine_failed"))
+
+    # --- checkpoints
+
+    async def consider(self, step: str) -> gate.Verdict:
+        """The Verdict on the checkpoint of a step ("newest", "best", or a number); if it has passed, it serves now.
 
         Requests that were being written are finished by the old model first, and none is dropped. Raises Refusal (409)
-        while another one is judged; whatever `load` raises goes on.
+        while another one is judged, or where none can be loaded; whatever `load` raises goes on.
         """
+        if self.load is None:
+            raise Refusal(409, "this server knows no folder of checkpoints; start scripts/serve.py on one", "no_source")
         if self.judging.locked():
             raise Refusal(409, "another checkpoint is being judged; wait for it", "busy")
         async with self.judging:
-            if self.held_out_ids is None:
-                return gate.Verdict(False, "there is no held-out text to judge it on; name one by --gate-text")
-            verdict, candidate = await asyncio.to_thread(self._judge, load)
+            verdict, candidate = await asyncio.to_thread(self._judge, step)
             self.metrics.candidates.labels("passed" if verdict.passed else "refused").inc()
             if verdict.passed and candidate.version != self.live.version:
-                await self.worker.change_model(candidate.model, candidate.version, len(self.words))
-                self.live = candidate
-                self.metrics.note_model(candidate.metadata, verdict.loss)
+                await self._change_model(candidate)
+                self.metrics.live_step.set(candidate.metadata["step"])
+                self.metrics.held_out_nats.set(verdict.loss)
             log.info("checkpoint %s: %s; %s serves", candidate.version, verdict.sentence, self.live.version)
             return verdict
 
-    def _judge(self, load):
-        candidate, live = Live(*load()), self.live
+    def _judge(self, step):
+        candidate, live = Live(*self.load(step)), self.live
         models = candidate.model, candidate.metadata, live.model, live.metadata
         return gate.judge(*models, self.held_out_ids, self.tolerance), candidate
+
+    async def _change_model(self, candidate):
+        """Between two steps, when all that has begun is finished; what waits gets the new model."""
+        self.engine.scheduler.hold_new = True
+        try:
+            while self.live is not candidate:
+                async with self.still:  # the next step waits in line for it
+                    if not self.engine.scheduler.unfinished():
+                        self.engine.change_model(candidate.model, candidate.version, len(self.words))
+                        self.live = candidate
+        finally:
+            self.engine.scheduler.hold_new = False
+
+    async def _look_at_held_out(self):
+        live = self.live
+        nats = await asyncio.to_thread(gate.loss_on, live.model, self.held_out_ids)
+        if live is self.live:
+            self.metrics.held_out_nats.set(nats)
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -144,3 +259,64 @@ def weights_digest(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:8]
+
+
+class Metrics:
+    """What a server counts, for Prometheus, in a registry of its own. Labels are never anything that a client has sent.
+
+    Drift: `prompt_nats` is the loss on recent prompts, per token; `held_out_nats` is the loss on the gate's held-out
+    text. If the first leaves the second behind, people write what the model was not trained on.
+    """
+
+    SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+    FADING = 0.999  # the weight of a token of a prompt after each further one: about the last 1,000 count
+
+    def __init__(self, engine: Engine):
+        def make(kind, name, words, labels=(), **more):
+            return kind(f"manyhands_{name}", words, labels, registry=self.registry, **more)
+
+        self.registry, self.engine = CollectorRegistry(), engine
+        self.requests = make(Counter, "requests", "answers", ["route", "status"])
+        self.ended = make(Counter, "generations", "texts, by why they ended", ["reason"])
+        self.tokens = make(Counter, "tokens", "tokens: of prompts, found in the cache, drawn", ["kind"])
+        self.put_back = make(Counter, "put_back", "sequences that gave their blocks back to an older one")
+        self.candidates = make(Counter, "candidates", "checkpoints at the gate", ["verdict"])
+        self.first_s = make(Histogram, "first_token_seconds", "to the first token", buckets=self.SECONDS)
+        self.whole_s = make(Histogram, "request_seconds", "to the last token", buckets=self.SECONDS)
+        self.live_step = make(Gauge, "model_step", "the training step of the model that serves")
+        self.held_out_nats = make(Gauge, "held_out_nats", "its loss on the gate's text, nats per token")
+        self.held_out_nats.set(float("nan"))
+        self.seen, self.recent = (0.0, 0), (0.0, 0.0)  # of the engine's (nats, tokens) of prompts; with older ones less
+        for name, words, function in (
+            ("running", "requests that are computed", lambda: len(engine.scheduler.running)),
+            ("waiting", "requests in the queue", lambda: len(engine.scheduler.waiting)),
+            ("blocks_held", "blocks of the cache that somebody holds", engine.pool.held),
+            ("blocks", "blocks of the cache", lambda: engine.pool.num_blocks),
+            ("cache_bytes", "memory of the cache", lambda: engine.cache.num_bytes()),
+            ("prompt_nats", "loss on recent prompts, nats per token", self.prompt_nats),
+        ):
+            make(Gauge, name, words).set_function(function)
+
+    def note_end(self, ticket: Ticket, reason: str) -> None:
+        """A text has ended, for `reason`."""
+        sequence = ticket.sequence
+        self.ended.labels(reason).inc()
+        self.put_back.inc(sequence.preempted)
+        self.tokens.labels("prompt").inc(sequence.prompt_length)
+        self.tokens.labels("reused").inc(sequence.reused)
+        self.tokens.labels("drawn").inc(len(sequence.ids) - sequence.prompt_length)
+        if ticket.first_s is not None:
+            self.first_s.observe(ticket.first_s)
+        self.whole_s.observe(time.monotonic() - ticket.submitted_s)
+
+    def prompt_nats(self) -> float:
+        """Nats per token of recent prompts; NaN before the first one."""
+        now = self.engine.prompt_nats, self.engine.prompt_tokens
+        fade = self.FADING ** (now[1] - self.seen[1])
+        nats, tokens = (fade * old + new - before for old, new, before in zip(self.recent, now, self.seen, strict=True))
+        self.seen, self.recent = now, (nats, tokens)
+        return nats / tokens if tokens else float("nan")
+
+    def content(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)

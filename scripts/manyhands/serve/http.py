@@ -1,0 +1,405 @@
+"""HTTP: OpenAI's completions and chat, models, health, metrics, a chat page, the door for a new checkpoint; the socket.
+
+    bound = listen("127.0.0.1", None)              # 8000, or another port where that is taken
+    server = Server(make_app(service), on_start=lambda: write_address(path, address_of(bound), token))
+    server.run_until_signal(bound)                 # SIGTERM or Ctrl-C
+
+| route | token | |
+|---|---|---|
+| POST /v1/chat/completions, POST /v1/completions | yes | whole, or `"stream": true` |
+| GET /v1/models | yes | the one model, and its context |
+| GET /metrics | yes | for Prometheus (`authorization: credentials_file`) |
+| POST /admin/checkpoint | yes | `{"step": "newest"}`: judge it, and serve it if it is not worse |
+| GET /healthz | no | 200, or 503 when the engine has failed |
+| GET / | no | the page; it holds no secret, and asks for nothing until it has the token |
+
+All paths are relative to where the page lies, so that a proxy may put any prefix in front. SIGTERM: no new connections,
+what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second Ctrl-C does not wait. Loopback
+is shared with everybody on a login node: there is no server without a token.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from manyhands.checkpoint.export import newest_in
+from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.serve.schema import (
+    Answer,
+    ChatRequest,
+    CheckpointRequest,
+    CompletionRequest,
+    Limits,
+    Refusal,
+    event,
+    read,
+)
+from manyhands.serve.service import Service
+
+PORT = 8000
+VARIABLE = "MANYHANDS_SERVE_TOKEN"
+LEAST = 16  # characters of a token
+LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
+NO_STORE = {"Cache-Control": "no-store"}
+PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
+log = logging.getLogger("manyhands.serve")
+
+
+# --- routes
+
+
+def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> FastAPI:
+    """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app):
+        await service.start()
+        watching = asyncio.ensure_future(watch(service, source, watch_s)) if watch_s else None
+        try:
+            yield
+        finally:  # also where nobody waits for the end
+            if watching is not None:
+                watching.cancel()
+            await service.stop()
+
+    async def authorised(request: Request):
+        authorise(request.headers, service.token)
+
+    # no pages of documentation: they would load their scripts from elsewhere
+    app = FastAPI(title="Many Hands", openapi_url=None, lifespan=lifespan)
+    app.add_middleware(Log, service=service)
+    router = APIRouter(dependencies=[Depends(authorised)])
+
+    @app.get("/healthz")
+    async def healthz():
+        healthy = service.healthy()
+        return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
+
+    @app.get("/")
+    async def chat_page():
+        return Response(PAGE, media_type="text/html", headers=page_headers())
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request):
+        return await respond(service, request, ChatRequest)
+
+    @router.post("/v1/completions")
+    async def completions(request: Request):
+        return await respond(service, request, CompletionRequest)
+
+    def model():
+        return {
+            "id": service.name, "object": "model", "created": service.started, "owned_by": "manyhands",
+            "context": service.context, "version": service.live.version,
+        }  # fmt: skip
+
+    @router.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": [model()]}
+
+    @router.get("/v1/models/{name}")
+    async def one_model(name: str):
+        refuse_model(name, service.name)
+        return model()
+
+    @router.get("/metrics")
+    async def metrics():
+        return Response(service.metrics.content(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.post("/admin/checkpoint")
+    async def checkpoint(request: Request):
+        step = read(await read_body(request, service.limits) or b"{}", CheckpointRequest).step
+        try:
+            verdict = await service.consider(step)
+        except CheckpointError as error:
+            raise Refusal(409, str(error), "unreadable") from None
+        content = {"passed": verdict.passed, "sentence": verdict.sentence, "serves": service.live.version}
+        return JSONResponse(content, status_code=200 if verdict.passed else 409)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request, error):
+        if not isinstance(error, Refusal):
+            sentence = f"{error.detail}; see /v1/models and /v1/chat/completions"
+            error = Refusal(error.status_code, sentence, "no_route", headers=error.headers)
+        return JSONResponse(error.content, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request, error):
+        return JSONResponse(Refusal(500, "the server has made a mistake; its log has it", "internal").content, 500)
+
+    app.include_router(router)
+    return app
+
+
+async def watch(service: Service, source: Path, every_s: float) -> None:
+    """For ever: whatever is newer in the folder `source` is considered once."""
+    seen = newest_in(source)
+    while True:
+        await asyncio.sleep(every_s)
+        newest = await asyncio.to_thread(newest_in, source)
+        if newest == seen:
+            continue
+        seen = newest
+        try:
+            await service.consider("newest")
+        except Exception:  # a checkpoint that cannot be read must not end the watch
+            log.exception("the newest checkpoint could not be considered")
+
+
+def authorise(headers: Mapping[str, str], token: str) -> None:
+    """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
+
+    The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query,
+    which proxies and browsers write down.
+    """
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    # every one is compared, in a time that does not depend on where they differ
+    matches = [hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given]
+    if not any(matches):
+        sentence = "the token is missing or wrong; the server's terminal, or the file that it names there, has it"
+        raise Refusal(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def refuse_model(asked: object, name: str) -> None:
+    """Raises Refusal (404) if a request names another model; none is the one there is."""
+    if asked not in (None, name):
+        raise Refusal(404, f"there is no such model; the one here is {name}", "model_not_found", "model")
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body's bytes. Raises Refusal for one that is too large (413), too slow (408), or whose client leaves (499).
+
+    What is too large is read to its end and thrown away: who is still sending would lose the answer.
+    """
+    content, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                size += len(part)
+                if size <= limits.body_bytes:
+                    content += part
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
+    except ClientDisconnect:
+        raise Refusal(499, "the client has gone", "gone") from None
+    if size > limits.body_bytes:
+        raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
+    return bytes(content)
+
+
+async def respond(
+    service: Service, http_request: Request, kind: type[CompletionRequest] | type[ChatRequest]
+) -> Response:
+    """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
+    request = read(await read_body(http_request, service.limits), kind)
+    refuse_model(request.model, service.name)
+    ticket = service.submit(request)
+    watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
+    pieces = ticket.pieces()
+    try:
+        text = await anext(pieces)
+        answer = Answer(ticket, kind is ChatRequest, service.name)
+        if request.stream:
+            return Stream(service, answer, text, pieces, request.stream_options.include_usage)
+        text += "".join([piece async for piece in pieces])
+    except BaseException as error:
+        service.close(ticket, getattr(error, "code", "error"))
+        raise
+    finally:
+        watching.cancel()
+    service.close(ticket, ticket.finish)
+    return JSONResponse(answer.whole(text), headers=NO_STORE)
+
+
+async def _fail_if_gone(receive, ticket):
+    """Nobody reads an answer when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.fail(Refusal(499, "the client has gone", "gone"))
+
+
+class Stream(StreamingResponse):
+    """An answer as server-sent events. However it ends, its ticket is closed once."""
+
+    def __init__(self, service: Service, answer: Answer, first: str, pieces: AsyncIterator[str], include_usage: bool):
+        # no proxy keeps it, or holds it back
+        headers = NO_STORE | {"X-Accel-Buffering": "no"}
+        super().__init__(self._events(first, pieces, include_usage), media_type="text/event-stream", headers=headers)
+        self.service, self.answer, self.reason = service, answer, "gone"
+
+    async def __call__(self, scope, receive, send):
+        ticket = self.answer.ticket
+        try:
+            async with asyncio.timeout_at(ticket.timer.when() + LAST_WORD_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # nobody reads: the server closes the connection
+            self.reason = "timeout"
+        finally:
+            self.service.close(ticket, self.reason)
+
+    async def _events(self, first, pieces, include_usage):
+        answer = self.answer
+        try:
+            yield event(answer.chunk(first))
+            async for text in pieces:
+                if text:
+                    yield event(answer.chunk(text))
+            usage = event(answer.usage_chunk()) if include_usage else b""
+            yield event(answer.chunk()) + usage + b"data: [DONE]\n\n"
+            self.reason = answer.ticket.finish  # not earlier: who never reads has not got it
+        except Refusal as error:  # the status is sent: an event says it, which OpenAI's clients raise
+            self.reason = error.code
+            yield event(error.content)
+
+
+class Log:
+    """One line per request: route, status, seconds. Never a query, a header, or what was written."""
+
+    def __init__(self, app, service):
+        self.app, self.service = app, service
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, began_s = 0, time.monotonic()
+
+        async def noting(message):
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", "another path")
+            self.service.metrics.requests.labels(route, str(status)).inc()
+            log.info("%s %s %d %.3f s", scope["method"], route, status, time.monotonic() - began_s)
+
+
+def page_headers() -> dict[str, str]:
+    """Under which a browser runs the script of our page, and no other."""
+
+    def hash_of(element):
+        text = re.search(rf"<{element}>(.*?)</{element}>", PAGE, re.DOTALL)[1]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {hash_of('script')}; style-src {hash_of('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    )
+    more = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return {"Content-Security-Policy": policy, **more, **NO_STORE}
+
+
+# --- the socket
+
+
+def make_token(environ: Mapping[str, str]) -> str:
+    """The token of this server: the variable's, else a new one. Raises ValueError for one that others can try out.
+
+    There is no flag for it: every user of a machine sees the flags of every process.
+    """
+    token = environ.get(VARIABLE)
+    if token is None:
+        return secrets.token_urlsafe(24)
+    if len(token) < LEAST or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"{VARIABLE} has less than {LEAST} characters, or blanks; unset it, and one is made")
+    return token
+
+
+def listen(host: str, port: int | None = None) -> socket.socket:
+    """A bound socket. port=None: PORT, or any free one where that is taken. Raises ValueError if it cannot be had."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            bound.bind((host, PORT if port is None else port))
+        except OSError:
+            if port is not None:
+                raise
+            bound.bind((host, 0))
+        bound.listen(1024)
+    except OSError as error:
+        bound.close()
+        sentence = f"{host}:{port or PORT} cannot be listened on ({error.strerror}); name another --port"
+        raise ValueError(sentence) from None
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """http://host:port of a bound socket, as a client on this machine reaches it."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def write_address(path: Path, address: str, token: str) -> None:
+    """Where the server is, and its token, as a file that only its owner reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of an earlier server, perhaps with another mode
+    path.touch(0o600, exist_ok=False)
+    path.write_text(json.dumps({"address": address, "token": token, "pid": os.getpid()}))
+
+
+class Server(uvicorn.Server):
+    """uvicorn on an app. `on_start()` is called when it listens, and a signal ends it as it should."""
+
+    def __init__(self, app, connections: int = 1024, drain_s: int = 30, on_start: Callable[[], object] = lambda: None):
+        # uvicorn's own lines about requests, which hold their queries, are off
+        super().__init__(uvicorn.Config(
+            app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
+            limit_concurrency=connections, timeout_keep_alive=5, timeout_graceful_shutdown=drain_s,
+        ))  # fmt: skip
+        self.on_start = on_start
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        if self.started:
+            self.on_start()
+
+    def run_until_signal(self, bound: socket.socket) -> None:
+        """Serve on the socket, with a line on stderr per event. A second signal: KeyboardInterrupt.
+
+        Raises ValueError if it could not start.
+        """
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        # who does not wait gets no traceback for each request that is cut off
+        handler.addFilter(lambda record: not self.force_exit)
+        for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
+            logger = logging.getLogger(name)  # httpx and others, which show URLs, stay silent
+            logger.handlers, logger.propagate = [handler], False
+            logger.setLevel(level)
+
+        def end(number, frame):
+            self.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn takes them over, and after it gives them back
+            signal.signal(number, end)
+        try:
+            self.run(sockets=[bound])
+        except SystemExit:  # uvicorn's word for a start that has failed; its log says why
+            raise ValueError("the server could not start; the lines above say why") from None
+        if self.force_exit:
+            raise KeyboardInterrupt
