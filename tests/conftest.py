@@ -115,7 +115,7 @@ def short_run(tmp_path_factory, attendees):
             folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
             one = attendees[lesson.name] if n_ranks == 2 else lesson
             outcome = Run(one, way, n_ranks, folder, lesson.short | changed).carry_out(timeout_s=280)
-            assert outcome.ok, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
+            assert not outcome.error, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
             if n_ranks == 2 and way != "notebook":
                 found = re.findall(
                     r"\b(exercise|build|solution) \w+ \(.*\): (.*)", (folder / "log.txt").read_text(errors="replace")

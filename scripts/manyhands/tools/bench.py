@@ -7,7 +7,6 @@ import argparse
 import io
 import json
 import os
-import shutil
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -19,11 +18,10 @@ from rich.table import Table
 
 from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
-from manyhands.launch.commands import TRAIN
-from manyhands.launch.processes import sigterm_interrupts, supervise
-from manyhands.launch.settings import environment
+from manyhands.launch.processes import sigterm_interrupts
 from manyhands.tools import bench_trainer
-from manyhands.tools.lesson_run import Run
+from manyhands.tools.bench_trainer import COMPILED
+from manyhands.tools.lesson_run import Run, positive
 from manyhands.tools.preflight_report import gather_metadata
 
 FIRST_OUTPUT_AIM_S = 15
@@ -31,7 +29,6 @@ START_UP_AIM_S = 10
 DDP_AIM = 0.9  # of the library's tokens per second
 RING_AIM = 2.0  # times gloo's own time
 RING_BYTES = 16 * 2**20
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,6 @@ def main(argv=None, description=None, root=ROOT) -> int:
         if options.trainer:
             rows = bench_trainer.measure(output / "runs" / "trainer", options.rounds, options.steps)
             numbers += trainer_numbers(rows)
-            numbers += [start_up(ranks, output / "runs" / "starts") for ranks in (1, 2)]
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}
     output.mkdir(parents=True, exist_ok=True)
@@ -93,24 +89,17 @@ def parsed(argv=None, description=None):
     parser.add_argument("--lessons", action="store_true", help="only the lessons")
     parser.add_argument("--trainer", action="store_true", help="only the trainer")
     parser.add_argument("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
-    parser.add_argument("--timeout", type=_positive, metavar="S", help="seconds for one lesson (default: 600)")
-    parser.add_argument("--rounds", type=_positive, metavar="N", help="of the trainer's bursts (default: 5)")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="of a burst (default: 40)")
+    parser.add_argument("--timeout", type=positive, metavar="S", help="seconds for one lesson (default: 600)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="of the trainer (default: 5)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="of each of its runs (default: 100)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
     options = parser.parse_args(argv)
     options.lessons |= bool(options.lesson or options.timeout)
     options.trainer |= bool(options.rounds or options.steps)
     if not (options.lessons or options.trainer):
         options.lessons = options.trainer = True
-    options.timeout, options.rounds, options.steps = options.timeout or 600, options.rounds or 5, options.steps or 40
+    options.timeout, options.rounds, options.steps = options.timeout or 600, options.rounds or 5, options.steps or 100
     return options
-
-
-def _positive(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
 
 
 def number_table(numbers):
@@ -134,8 +123,8 @@ def lesson_numbers(lessons, folder, timeout_s) -> list[Number]:
         print(f"{lesson.name}, headless ...", flush=True)
         outcome = Run(lesson, "notebook", None, folder / lesson.name).carry_out(timeout_s)
         print(f"{lesson.name}: {outcome.words}", flush=True)
-        seconds, gib = (outcome.ended.seconds, outcome.ended.peak_bytes / 2**30) if outcome.ok else (None, None)
-        why = "" if outcome.ok else str(outcome.error)
+        seconds, gib = (outcome.ended.seconds, outcome.ended.peak_bytes / 2**30) if not outcome.error else (None, None)
+        why = str(outcome.error or "")
         found.append(Number(f"{lesson.name} headless", seconds, "s", lesson.aim_s, note=why))
         found.append(Number(f"{lesson.name} memory", gib, "GiB", AIM_BYTES / 2**30, note=why))
         measured = (outcome.metrics or {}).get("measured", {})
@@ -178,36 +167,18 @@ def ring_to_gloo(measured) -> float | None:
 
 def trainer_numbers(rows) -> list[Number]:
     """What is promised about the trainer: the medians over the rounds of the rows that were measured."""
-    found = []
-    for of in ("", ", compiled"):
-        for name, what, says, aim in (
-            ("2 ranks", "ratio", "tokens/s of 2 ranks / the plain loop's", 1.3),
-            ("one process", "ratio", "tokens/s of one process / the plain loop's", 1.1),
-            ("2 ranks", "scaling", "weak scaling: 2 ranks / 2 that never communicate", 0.9),
-        ):
-            for row in (row for row in rows if row.name == name + of):
-                samples = getattr(row, what)
-                note = "" if samples else row.error or "what it is compared with has failed"
-                value = statistics.median(samples) if samples else None
-                found.append(Number(says + of, value, "", aim, at_least=True, note=note))
+    promised = [
+        ("2 ranks", "ratio", "tokens/s of 2 ranks / the plain loop's", 1.3),
+        ("one process", "ratio", "tokens/s of one process / the plain loop's", 1.1),
+        ("2 ranks", "scaling", "weak scaling: 2 ranks / 2 that never communicate", 0.9),
+    ]
+    promised += [(name + COMPILED, what, says + COMPILED, aim) for name, what, says, aim in promised]
+    promised += [(name, "start_up_s", f"start-up, {name}", START_UP_AIM_S) for name in ("one process", "2 ranks")]
+    found, of = [], {row.name: row for row in rows}
+    for name, what, says, aim in promised:
+        if row := of.get(name):
+            samples, seconds = getattr(row, what), what == "start_up_s"
+            note = "" if samples else row.error or "what it is compared with has failed"
+            value = statistics.median(samples) if samples else None
+            found.append(Number(says, value, "s" if seconds else "", aim, at_least=not seconds, note=note))
     return found
-
-
-def start_up(ranks, folder, model=bench_trainer.MODEL, timeout_s=180) -> Number:
-    """Seconds from the command of a training run to its first step, as its own report says them."""
-    outputs, starter = folder / f"{ranks}-ranks", TORCHRUN if ranks > 1 else ()
-    print(f"start-up, {ranks} ranks ...", flush=True)
-    shutil.rmtree(outputs, ignore_errors=True)  # an earlier bench's runs
-    flags = [f"--model.{name.replace('_', '-')}={value}" for name, value in model.items()]
-    ended = supervise(
-        [sys.executable, *starter, str(TRAIN), "--train.steps=3", "--train.device=cpu", "--log.no-plots", *flags],
-        log=outputs / "train.log", timeout_s=timeout_s,
-        environ=environment(MANYHANDS_OUTPUTS=str(outputs)) | ({"OMP_NUM_THREADS": "1"} if starter else {}),
-    )  # fmt: skip
-    lines = [json.loads(line) for path in outputs.glob("train/*/steps.jsonl") for line in path.open()]
-    said = [line["start_up_s"] for line in lines if line.get("start_up_s") is not None]
-    well = ended.status == 0 and said
-    how = "did not end in time" if ended.timed_out else f"ended with status {ended.status}"
-    what = "start-up, one process" if ranks == 1 else f"start-up, torchrun with {ranks} ranks"
-    note = "" if well else f"scripts/train.py {how}; see {outputs / 'train.log'}"
-    return Number(what, said[0] if well else None, "s", START_UP_AIM_S, note=note)

@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
-from manyhands.launch.machine import login_node
 
 GIB = 2**30
 OLDEST = (3, 11)
@@ -211,6 +210,7 @@ HELLO = (
 def mpi(launcher=None, login=None, run=ask):
     """Do two ranks say hello to each other?"""
     from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+    from manyhands.launch.machine import login_node
 
     launcher = launcher or mpi_launcher(2)
     install = f"{sys.executable} -m pip install mpich mpi4py, or load the site's MPI module; all else works without"
@@ -403,6 +403,8 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
 
 def scheduler(environ=os.environ, which=shutil.which, login=...):
     """Slurm, PBS or neither, and whether this is a login node."""
+    from manyhands.launch.machine import login_node
+
     if reason := login_node() if login is ... else login:
         says = f"a login node ({reason}): use 2 ranks; make test and make preflight refuse"
         raise warning(says, "work in an interactive job or in the hub; MANYHANDS_LOGIN_NODE=0 if this is no login node")

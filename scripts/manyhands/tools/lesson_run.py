@@ -1,35 +1,42 @@
-"""One run of a lesson: its command, its environment, its folder, and what came of it."""
+"""One run of a lesson: how it is started, what came of it, and what went wrong first, on which rank.
 
+Who runs lessons starts them here: the preflight, the bench, the tests. A further way to run one is an entry in WAYS.
+"""
+
+import argparse
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.course.lessons import Lesson
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch.allocation import loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
 from manyhands.launch.settings import environment
-from manyhands.tools.first_error import (
-    FirstError,
-    first_error_in_log,
-    first_error_in_notebook,
-    running_cell,
-    where_ranks_were,
-)
 
 KERNEL = "manyhands"
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
 
 
+def positive(text: str) -> int:
+    """The argparse type of a number of ranks, rounds, steps or seconds."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 @dataclass(frozen=True, eq=False)  # two runs are never the same one
 class Run:
-    """A lesson run one way: "notebook" (papermill), "torchrun" or "mpiexec", on n_ranks (None: the notebook's own)."""
+    """A lesson run in one of WAYS, on n_ranks (None: the notebook's own)."""
 
-    lesson: object
+    lesson: Lesson
     way: str
     n_ranks: int | None
     folder: Path  # of this run alone
@@ -37,23 +44,27 @@ class Run:
     device: str | None = None
 
     @property
-    def title(self):
+    def title(self) -> str:
         return self.way + (f" on {self.n_ranks} ranks" if self.n_ranks else "")
 
     @property
-    def log(self):
+    def log(self) -> Path:
         return self.folder / "log.txt"
 
     @property
-    def executed(self):
+    def executed(self) -> Path:
         """The executed notebook."""
         return self.folder / f"{self.lesson.name}.ipynb"
 
     @property
-    def source(self):
+    def source(self) -> Path:
         return self.lesson.notebook if self.way == "notebook" else self.lesson.script
 
-    def missing(self):
+    @property
+    def flags(self) -> list[str]:
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters.items()]
+
+    def missing(self) -> str:
         """Why this run cannot even start: a sentence, or ""."""
         if not self.source.exists():
             return f"{self.source.relative_to(self.lesson.root)} is missing; `make sync` writes it from its pair"
@@ -61,23 +72,24 @@ class Run:
             return "no mpiexec here: `pip install mpich`, or load the site's MPI module"
         return ""
 
-    def command(self):
-        if self.way == "notebook":
-            values = {**self.parameters, **({"n_ranks": self.n_ranks} if self.n_ranks else {})}
-            return [
-                sys.executable, "-m", "papermill", str(self.lesson.notebook), str(self.executed), "-k", KERNEL,
-                "--cwd", str(self.lesson.notebook.parent), "--no-progress-bar", "-y", json.dumps(values),
-            ]  # fmt: skip
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters.items()]
-        script = [str(self.lesson.script), *flags]
-        if self.way == "torchrun":
-            return [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.n_ranks),
-                "--redirects", "3", "--log-dir", str(self.folder / "ranks"), *script,
-            ]  # fmt: skip
-        return [*mpi_launcher(self.n_ranks, self.folder / "ranks"), sys.executable, *script]
+    def command(self) -> list[str]:
+        return list(map(str, WAYS[self.way](self)))
 
-    def environ(self, base=None):
+    def again(self) -> str:
+        """The command of this run alone, as one would type it, with all that this run was given."""
+        if self.way == "notebook":
+            asked = ["--lesson", self.lesson.number, "--notebooks"]
+            asked += ["--ranks", str(self.n_ranks)] * bool(self.n_ranks) + ["--device", self.device] * bool(self.device)
+            return shlex.join(["python", "scripts/preflight.py", *asked, *["--short"] * bool(self.parameters)])
+        n = str(self.n_ranks)
+        launcher = {
+            "torchrun": ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n],
+            "mpiexec": ["mpiexec", "-n", n, "python"],
+        }[self.way]
+        hidden = "CUDA_VISIBLE_DEVICES= " if self.device == "cpu" else ""  # a script takes what it sees
+        return hidden + shlex.join([*launcher, f"scripts/{self.lesson.name}.py", *self.flags])
+
+    def environ(self, base=None) -> dict[str, str]:
         # it would take an outer launcher's variables for its own
         environ = without_launchers(environment() if base is None else base)
         environ |= {
@@ -85,43 +97,39 @@ class Run:
             "MANYHANDS_LIVE": "0",  # papermill keeps what was shown in between, too
             "MPLBACKEND": "agg",
             "PYTHONUNBUFFERED": "1",
+            "JUPYTER_PATH": os.pathsep.join(filter(None, [str(self.folder / "jupyter"), environ.get("JUPYTER_PATH")])),
         }
         if self.device:
             environ["MANYHANDS_DEVICE"] = self.device  # join() obeys it, or refuses
         if self.device == "cpu":  # nor does a lesson see a GPU
             environ |= {"CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
-        if self.way == "notebook":
-            before = environ.get("JUPYTER_PATH")
-            environ["JUPYTER_PATH"] = os.pathsep.join(filter(None, [str(self.folder / "jupyter"), before]))
         if self.way == "mpiexec":
             environ = {**loopback_mpi(), "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
         return environ
 
-    def carry_out(self, timeout_s, **limits):
-        """Run it to its end or its time-out: an Outcome."""
+    def carry_out(self, timeout_s, stop=None) -> "Outcome":
+        """Run it to its end, its time-out, or until `stop` is set."""
         if why := self.missing():
             return Outcome(self, Ended(None, 0.0, 0), FirstError(why))
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        (self.folder / "ranks").mkdir()
+        (self.folder / "ranks").mkdir(parents=True)
         if self.way == "notebook":
             write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
         ended = supervise(
-            self.command(), log=self.log, timeout_s=timeout_s, environ=self.environ(),
-            cwd=self.lesson.root, program=str(self.source), **limits,
+            self.command(), log=self.log, timeout_s=timeout_s, environ=self.environ(), cwd=self.lesson.root,
+            program=str(self.source), stop=stop,
         )  # fmt: skip
         append_rank_output(self.folder / "ranks", self.log)
         if self.executed.exists():
             write_page(self.executed, self.executed.with_suffix(".html"))
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
-        return Outcome(self, ended, self._error(ended, timeout_s, metrics), metrics)
+        return Outcome(self, ended, self.first_error(ended, timeout_s, metrics), metrics)
 
-    def _error(self, ended, timeout_s, metrics):
-        """The FirstError of a run that is not well, else None."""
+    def first_error(self, ended, timeout_s, metrics) -> "FirstError | None":
+        """What went wrong in this run, or None if it is well."""
         if ended.error:
             return FirstError(ended.error)
-        text = self.log.read_text(errors="replace")
-        in_notebook = first_error_in_notebook(self.executed) if self.way == "notebook" else None
+        text, in_notebook = self.log.read_text(errors="replace"), first_error_in_notebook(self.executed)
         if ended.timed_out:
             where = running_cell(self.executed) if self.way == "notebook" else where_ranks_were(text)
             says = f"did not end within {timeout_s:g} s and was stopped" + (f": {where}" if where else "")
@@ -137,9 +145,44 @@ class Run:
         return None
 
 
+def by_papermill(run):
+    """papermill's command for a notebook."""
+    values = {**run.parameters, **({"n_ranks": run.n_ranks} if run.n_ranks else {})}
+    return [
+        sys.executable, "-m", "papermill", run.source, run.executed, "-k", KERNEL, "--cwd", run.source.parent,
+        "--no-progress-bar", "-y", json.dumps(values),
+    ]  # fmt: skip
+
+
+def by_torchrun(run):
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", run.n_ranks, "--redirects",
+        "3", "--log-dir", run.folder / "ranks", run.source, *run.flags,
+    ]  # fmt: skip
+
+
+def by_mpiexec(run):
+    return [*mpi_launcher(run.n_ranks, run.folder / "ranks"), sys.executable, run.source, *run.flags]
+
+
+WAYS = {"notebook": by_papermill, "torchrun": by_torchrun, "mpiexec": by_mpiexec}
+
+
+@dataclass(frozen=True)
+class FirstError:
+    """What went wrong first. `rank` is None where nothing in the output tells."""
+
+    says: str  # one line
+    rank: int | None = None
+    detail: str = ""  # the traceback or the last lines
+
+    def __str__(self):
+        return self.says if self.rank is None else f"rank {self.rank}: {self.says}"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run."""
+    """What came of a run. `metrics` is the content of its metrics.json, if it wrote one."""
 
     run: Run
     ended: Ended
@@ -147,34 +190,33 @@ class Outcome:
     metrics: dict | None = None
 
     @property
-    def ok(self):
-        return self.error is None
-
-    @property
-    def state(self):
+    def state(self) -> str:
         """ "ok", "slow" or "failed"."""
-        return ("slow" if self.slow else "ok") if self.ok else "failed"
+        return "failed" if self.error else "slow" if self.slow else "ok"
 
     @property
-    def words(self):
+    def words(self) -> str:
         """ "ok, 6.1 s, 0.8 GiB" or "FAILED after 3.0 s: rank 1: ValueError: ..."."""
-        if not self.ok:
+        if self.error:
             return f"FAILED after {self.ended.seconds:.1f} s: {self.error}"
         slow = f" (slow: {self.slow})" if self.slow else ""
         return f"ok, {self.ended.seconds:.1f} s, {self.ended.peak_bytes / 2**30:.1f} GiB{slow}"
 
     @property
-    def files(self):
+    def files(self) -> list[tuple[str, Path]]:
         """[(name, path)] of what it left for people."""
         files = {"notebook": self.run.executed, "page": self.run.executed.with_suffix(".html"), "log": self.run.log}
         return [(name, path) for name, path in files.items() if path.exists()]
 
     @property
-    def slow(self):
+    def slow(self) -> str:
         """Slower or larger than a lesson should be: a sentence, or "". On GPUs there are no aims."""
-        if self.run.way != "notebook" or not self.ok or (self.metrics or {}).get("device", "cpu") != "cpu":
+        if self.run.way != "notebook" or self.error or (self.metrics or {}).get("device", "cpu") != "cpu":
             return ""
         return self.run.lesson.beyond_aims(self.ended.seconds, self.ended.peak_bytes)
+
+
+# ------------------------------------------------------------------ the files of a run
 
 
 def write_kernelspec(folder):
@@ -197,7 +239,7 @@ def write_page(notebook, page):
         page.write_text(body, encoding="utf-8")
 
 
-def find_metrics(outputs, lesson="*"):
+def find_metrics(outputs, lesson="*") -> dict | None:
     """The metrics.json that a run of `lesson` left below `outputs`, as a dict, or None.
 
     `latest` is a link to its folder. Lesson 04 needs the name: its notebook starts a job, which leaves lesson 03's too.
@@ -222,3 +264,109 @@ def append_rank_output(folder, log):
             for path in paths:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 whole.writelines(f"[{rank}] {line}\n" for line in lines)
+
+
+# ------------------------------------------------------------------ the first error
+# When one rank raises, its neighbours lose their connection and raise too, often into the same lines of the log. The
+# error to read is the earliest that is not such a consequence.
+
+# our log: "[1] "; torch's excepthook: "[rank1]: "; say: "[rank 1] "; Open MPI, of (job, rank): "[1,0]<stderr>:"
+LABEL = re.compile(r"^\[(?:rank *|\d+,)?(\d+)\](?:<std(?:out|err)>)?:? ?")
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+TRACEBACK = "Traceback (most recent call last):"
+CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote (process )?.*(exited|closed)|ChildFailedError"
+    r"|SignalException|Gloo connectFullMesh failed|KeyboardInterrupt|BAD TERMINATION|recvValue failed|peer",
+    re.IGNORECASE,
+)
+LAUNCHER = re.compile(  # lines of torchrun and mpiexec about a failed rank: never the error itself
+    r"torch/distributed/(run|elastic|launcher)|\b[EWI]\d{4} \d\d:\d\d|^=+$|^=\s|YOUR APPLICATION TERMINATED|^-+$"
+    r"|BAD TERMINATION|This typically refers to a problem|Please see the FAQ|^\W*$|c10d|ProcessGroup|TCPStore"
+)
+
+
+def labelled_lines(text):
+    """Yield (rank or None, line) without colours and the labels of launcher, torch and `say`."""
+    for line in ANSI.sub("", text).splitlines():
+        rank = None
+        while found := LABEL.match(line):
+            rank, line = int(found[1]), line[found.end() :]
+        yield rank, line
+
+
+def tracebacks(text):
+    """[(rank or None, list of lines)] in the order in which they end; a rank's own lines only."""
+    done, open_ = [], {}
+    for rank, line in labelled_lines(text):
+        if line.strip() == TRACEBACK:
+            open_[rank] = [line]
+        elif rank in open_:
+            open_[rank].append(line)
+            if line.strip() and not line.startswith((" ", "Traceback")):
+                done.append((rank, open_.pop(rank)))
+    return done + list(open_.items())
+
+
+def first_error_in_log(text, status) -> FirstError:
+    """The first error in the output of one or many ranks that ended with `status`."""
+    found = tracebacks(text)
+    if found:
+        rank, lines = next((one for one in found if not CONSEQUENCE.search(one[1][-1])), found[0])
+        frames = re.findall(r'^\s+File "(?:.*/)?(\d\d_\w+\.py)", line (\d+)', "\n".join(lines), re.MULTILINE)
+        place = " ({}, line {})".format(*frames[-1]) if frames else ""  # the innermost frame in a lesson
+        return FirstError(lines[-1] + place, rank, "\n".join(lines))
+    lines = [(rank, line) for rank, line in labelled_lines(text) if line.strip() and not LAUNCHER.search(line)]
+    if not lines:
+        return FirstError(f"ended with status {status} and printed nothing")
+    rank, line = lines[-1]
+    return FirstError(line.strip(), rank, "\n".join(line for _, line in lines[-15:]))
+
+
+def where_ranks_were(text) -> str:
+    """One sentence from the stacks that a fault handler printed: "rank 0 in all_reduce, line 8; rank 1 ..."."""
+    stacks = {}
+    for rank, line in labelled_lines(text):
+        if line.startswith(("Current thread", "Thread 0x")):
+            stacks[rank] = []  # the main thread is printed last
+        elif rank in stacks and (frame := re.match(r'\s+File "(.+)", line (\d+) in (\S+)', line)):
+            stacks[rank].append(frame.groups())
+    parts = []
+    for rank, frames in sorted(stacks.items(), key=lambda item: -1 if item[0] is None else item[0]):
+        lesson = next((i for i, (file, *_) in enumerate(frames) if re.search(r"scripts/\d\d_\w+\.py$", file)), None)
+        if lesson is not None:
+            _, number, function = frames[lesson]
+            called = [name for *_, name in frames[:lesson] if name != "wrapper"]  # torch wraps each collective
+            call = called[-1] if called else function.replace("<module>", "")
+            who = "it" if rank is None else f"rank {rank}"
+            parts.append(f"{who} in {call + ', ' if call else ''}line {number}")
+    return "; ".join(parts)
+
+
+def first_error_in_notebook(path) -> FirstError | None:
+    """The first error output of an executed notebook, or None if there is none."""
+    for number, cell in _cells(path):
+        for output in cell.get("outputs", []):
+            if output.get("output_type") == "error":
+                detail = ANSI.sub("", "\n".join(output.get("traceback", [])))
+                says = (output.get("evalue", "").strip() or output.get("ename", "error")).splitlines()[0]
+                of_rank = re.match(r"rank (\d+): (.*)", says)  # as %%ranks says it
+                rank, says = of_rank.groups() if of_rank else (None, f"{output.get('ename')}: {says}")
+                return FirstError(f"{says} (cell {number})", int(rank) if rank else None, detail)
+    return None
+
+
+def running_cell(path) -> str:
+    """ "in cell 3": the cell that papermill was about when it was ended, or ""."""
+    status = {number: cell.get("metadata", {}).get("papermill", {}).get("status") for number, cell in _cells(path)}
+    return next((f"in cell {number}" for number, said in status.items() if said == "running"), "")
+
+
+def _cells(path):
+    """The cells of an executed notebook with their numbers in the notebook as written: papermill adds cells."""
+    try:
+        cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+    except (OSError, ValueError):  # there is none, or half of one
+        return []
+    added = {"injected-parameters", "papermill-error-cell-tag"}
+    own = [cell for cell in cells if not added & set(cell.get("metadata", {}).get("tags", []))]
+    return list(enumerate(own, 1))
