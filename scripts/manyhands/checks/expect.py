@@ -117,9 +117,13 @@ def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
     if not isinstance(found, torch.Tensor):
         raise Wrong(f"{what} should be {it_is or 'a tensor'}, not {shown(found)}")
     found, wanted = found.detach(), wanted.detach()
-    if found.shape == wanted.shape and found.dtype == wanted.dtype and _near(found, wanted, close):
+
+    def is_near(other):
+        return found.shape == other.shape and _near(found, other.detach(), close)
+
+    if is_near(wanted) and found.dtype == wanted.dtype:
         return
-    if why := _slip(slips, lambda value: found.shape == value.shape and _near(found, value.detach(), close)):
+    if not is_near(wanted) and (why := _slip(slips, is_near)):
         raise Wrong(should_be + why)
     if found.shape != wanted.shape:
         what_it_is = f": it is {it_is}" if it_is else ""
