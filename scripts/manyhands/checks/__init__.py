@@ -13,12 +13,12 @@
     checks.ring_all_reduce(my_answer, ranks)                  # exercise 1 (ring all-reduce): not yet. For 7 ...
     checks.ring_all_reduce(solution, ranks, solution=True)    # anything but "correct" raises AssertionError
 
-There is a module for each lesson. They share `expect` (what came back, and a sentence where it is not right), `drawn`
-(numbers that each rank knows without a message) and `observe` (what an answer does while it runs).
+There is a module for each lesson. They share `expect` (what came back, and a sentence where it is not right) and
+`drawn` (numbers that each rank knows without a message).
 
 An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
-process group of its own, which is thrown away afterwards (`trial`); the verdict travels over the ranks' own group.
-Calls that do not match are told before gloo ends a process over them (`matching`), what an answer sets for the whole
+process group of its own, which is thrown away afterwards, and calls that do not match are told before gloo ends a
+process over them (`trial`). The verdict travels over the ranks' own group. What an answer sets for the whole
 process is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the
 learner's code (`witness`).
 """
@@ -28,8 +28,7 @@ import re
 
 import torch.distributed as dist
 
-from manyhands.checks.matching import CallsDiffer, Matching, NobodyCalls
-from manyhands.checks.trial import trial_group
+from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Witness, said
 from manyhands.launch.program import say

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_unchanged, listed, plain, shown
-from manyhands.checks.observe import Waits
+from manyhands.checks.trial import Waits
 from manyhands.launch.ranks import name_ranks
 from manyhands.measure import wire
 

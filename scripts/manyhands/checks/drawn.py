@@ -1,4 +1,9 @@
-"""Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer."""
+"""Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer.
+
+And how many of a model's graphs an answer keeps in memory (LiveGraphs).
+"""
+
+import weakref
 
 import torch
 
@@ -24,3 +29,31 @@ def gradients(model):
     """The gradients of a model's parameters in one row; None where one has none."""
     found = [p.grad for p in model.parameters()]
     return None if any(gradient is None for gradient in found) else flat(found)
+
+
+class LiveGraphs:
+    """Counts forward passes whose activations are in memory at the same time.
+
+    live = LiveGraphs()
+    logits = live.run(module, ids)     # module(ids)
+    live.most                          # the most graphs that were alive at once, this one included
+
+    A graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
+    """
+
+    def __init__(self):
+        self.alive, self.most = weakref.WeakSet(), 0
+
+    def run(self, forward, *inputs):
+        """forward(*inputs), one tensor, with its graph counted."""
+        graph = _Graph()
+        self.alive.add(graph)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: (graph, saved), lambda kept: kept[1]):
+            outputs = forward(*inputs)
+        if outputs.requires_grad:  # else nothing keeps it
+            self.most = max(self.most, len(self.alive))
+        return outputs
+
+
+class _Graph:
+    """Of one forward pass: whatever it saves for backward holds this as well, and nobody else does."""

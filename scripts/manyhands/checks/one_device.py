@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import gradients, normal, seeded
+from manyhands.checks.drawn import LiveGraphs, gradients, normal, seeded
 from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number, shown
-from manyhands.checks.observe import LiveGraphs
 from manyhands.gpt.model import GPTConfig
 
 CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same
@@ -41,44 +40,29 @@ SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16
 def parameters(answer, ranks=None):
     """`answer(V, T, D, N)` -> the parameters of a GPT with V tokens, T positions, width D and N layers."""
     for V, T, D, N in SIZES:
-        right = N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
+        layers, outside = N * (12 * D**2 + 10 * D), D * (V + T) + 2 * D + V * (D + 1)
+        off = {  # {what is missing, or too much: by how much}; the smallest of the sizes tells all of these apart
+            "the head has a bias: a number for each token": -V,
+            "embedding and head are two matrices here": -V * D,
+            "the head has a matrix and a bias of its own": -V * (D + 1),
+            "positions have an embedding, too": -T * D,
+            "a LayerNorm has a scale and a shift": -D,
+            "there is a LayerNorm between the last layer and the head": -2 * D,
+            "one bias of width D is missing in each layer": -N * D,
+            "each layer has two LayerNorms, of a scale and a shift each": -2 * N * D,
+            "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing": -4 * N * D,
+            "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing": -6 * N * D,
+            "the matrices of a layer are right; its biases and LayerNorms are missing": -10 * N * D,
+            "that is the matrices of the layers alone": -10 * N * D - outside,
+            f"there are {N} layers, not one": -layers // N * (N - 1),
+            "query, key and value are three matrices of D times D": -2 * N * D**2,
+            "the MLP has two matrices, up and down": -4 * N * D**2,
+            "attention has a matrix for its output as well": -N * D**2,
+            "query, key and value have no bias here": 3 * N * D,
+        }
+        slips = {why: layers + outside + by for why, by in off.items()}
         what = f"for V={V}, T={T}, D={D}, N={N} the number of parameters"
-        slips = {sentence: right - few for sentence, few in _forgotten(V, T, D, N).items()}
-        slips |= {sentence: right + many for sentence, many in _counted_too_often(V, T, D, N).items()}
-        expect_number(answer(V, T, D, N), right, what, slips=slips, rel=0)
-
-
-def _forgotten(V, T, D, N):
-    """{what is missing: how many}; the smallest of the sizes tells all of these apart."""
-    return {
-        "the head has a bias: a number for each token": V,
-        "embedding and head are two matrices here": V * D,
-        "the head has a matrix and a bias of its own": V * (D + 1),
-        "positions have an embedding, too": T * D,
-        "a LayerNorm has a scale and a shift": D,
-        "there is a LayerNorm between the last layer and the head": 2 * D,
-        "one bias of width D is missing in each layer": N * D,
-        "each layer has two LayerNorms, of a scale and a shift each": 2 * N * D,
-        "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing": 4 * N * D,
-        "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing": 6 * N * D,
-        "the matrices of a layer are right; its biases and LayerNorms are missing": 10 * N * D,
-        "that is the matrices of the layers alone": 10 * N * D + D * (V + T) + 2 * D + V * (D + 1),
-        f"there are {N} layers, not one": (N - 1) * (12 * D**2 + 10 * D),
-        "query, key and value are three matrices of D times D": N * 2 * D**2,
-        "query, key and value are missing": N * 3 * D**2,
-        "the MLP has two matrices, up and down": N * 4 * D**2,
-        "attention has a matrix for its output as well": N * D**2,
-    }
-
-
-def _counted_too_often(V, T, D, N):
-    """{what is too much: how many}"""
-    return {
-        "query, key and value have no bias here": 3 * N * D,
-        "positions do not depend on the tokens": T * V,
-        "the LayerNorm before the head comes once, not in each layer": (N - 1) * 2 * D,
-        "positions are embedded once, not in each layer": (N - 1) * T * D,
-    }
+        expect_number(answer(V, T, D, N), layers + outside, what, slips=slips, rel=0)
 
 
 # ---- build B ----
@@ -93,42 +77,32 @@ EXACT = 16 * SHAKESPEARE.num_params() + 12 * 32 * 128 * 4 * 64  # 12 sequences f
 @exercise("B", "does it fit?")
 def does_it_fit(answer, ranks=None):
     """`answer(config, device_bytes)` -> the most sequences beside 16 bytes per parameter, at 16 vectors in bf16."""
-    cases = [
+    for what, config, device_bytes in (
         ("the 7B on 141 GB", OLMO_7B, 141 * 10**9),
         ("the 1B on 80 GB", OLMO_1B, 80 * 10**9),
         ("ShakespeareGPT on a device that 12 sequences fill exactly", SHAKESPEARE, EXACT),
         ("ShakespeareGPT on a device one byte smaller", SHAKESPEARE, EXACT - 1),
         ("the 7B on 80 GB", OLMO_7B, 80 * 10**9),
         ("the 70B class on 16 devices of 80 GB as one", CLASS_70B, 1280 * 10**9),
-        ("the 1B on a device that the parameters fill exactly", OLMO_1B, 16 * OLMO_1B.num_params()),
-    ]
-    for what, config, device_bytes in cases:
+    ):
         state = 16 * config.num_params()
-        each = 32 * config.n_embd * config.n_layer * config.block_size
-        given = number(answer(config, device_bytes), "sequences")
-        slips = _fit_slips(given, config, device_bytes, state, each)
-        what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
-        expect_number(given, max(0, (device_bytes - state) // each), what, "sequences", slips, rel=0)
-
-
-def _fit_slips(given, config, device_bytes, state, each):
-    left = device_bytes - state
-    if left < 0:
-        return {
-            "nothing fits beside a state that does not fit itself, and fewer than 0 there are not": min(given, -1),
-            "not even the parameters fit": given,
+        each, left = 32 * config.n_embd * config.n_layer * config.block_size, device_bytes - state
+        found = number(answer(config, device_bytes), "sequences")
+        slips = {
+            "sequences come whole": None if found.is_integer() else found,
+            "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
+            "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
+            "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
+            "that is with 1 byte a number, and bf16 has 2": 2 * left // each,
+            "a layer keeps 16 vectors for each token, not one": 16 * left // each,
+            "every layer keeps its 16 vectors": left * config.n_layer // each,
+            "that is tokens, and a sequence has block_size of them": left * config.block_size // each,
+            "the last one does not fit whole": math.ceil(left / each),
         }
-    return {
-        "sequences come whole": None if given.is_integer() else given,
-        "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
-        "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
-        "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
-        "that is with 1 byte a number, and bf16 has 2": 2 * left // each,
-        "a layer keeps 16 vectors for each token, not one": 16 * left // each,
-        "every layer keeps its 16 vectors": left * config.n_layer // each,
-        "that is tokens, and a sequence has block_size of them": left * config.block_size // each,
-        "the last one does not fit whole": math.ceil(left / each),
-    }
+        if left < 0:
+            slips = {"not even the parameters fit, and fewer than 0 sequences there are not": found}
+        what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
+        expect_number(found, max(0, left // each), what, "sequences", slips, rel=0)
 
 
 # ---- build C ----
@@ -139,64 +113,39 @@ def recompute(answer, ranks=None):
     """`answer(block, x, dy)`, where autograd is off, -> x's gradient; it adds to those of the block's parameters."""
     block, plain = _WatchedBlock(), _WatchedBlock()
     for turn in range(2):  # the second one adds to the first
-        x, dy = _rows(10 + turn), _rows(20 + turn)
-        expected = x.clone().requires_grad_()
+        rows, dy = _rows(10 + turn), _rows(20 + turn)
+        x, expected, of_sum = (rows.clone().requires_grad_() for _ in range(3))
         old = gradients(plain)
         plain(expected).backward(dy)
-        ones = _with_ones(x)
-        block.forwards, block.without_graph = 0, False
-        before = x.clone()
-        x.requires_grad_()  # as a block's input does
-        try:
-            with torch.no_grad():  # as in a backward
-                given = answer(block, x, dy.clone())
-        except RuntimeError:
-            if block.without_graph:
-                raise Wrong(_NO_GRAPH) from None
-            raise
-        _judge_recompute(given, x, before, expected, dy, ones, block, plain, old)
-
-
-_NO_GRAPH = "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
-
-
-def _judge_recompute(given, x, before, expected, dy, ones, block, plain, old):
-    if not block.forwards:
-        raise Wrong("the block was never run: what was forgotten must be computed again")
-    if block.without_graph:
-        raise Wrong(_NO_GRAPH)
-    expect_unchanged(x.detach(), before, "x", "; the layer below needs it")
-    if x.grad is not None:
-        raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
-    if given is None:
-        raise Wrong("nothing came back: is a `return` missing, or did x not require a gradient?")
-    slips = {
-        "it is dy, the gradient of the block's output; x's is what backward makes of it": dy,
-        "it is the gradient of y.sum(); backward must start from dy": ones,
-    }
-    expect_tensor(given, expected.grad, "what comes back", slips, "the gradient of x", CLOSE)
-    mine, right = gradients(block), gradients(plain)
-    if mine is None:
-        raise Wrong("the gradient of x is right, but the block's parameters got none: they must learn, too")
-    what = "the gradient of x is right, but what the parameters' grads hold"
-    slips = {"it is the second one alone; add to what is in their grad already": None if old is None else right - old}
-    expect_tensor(mine, right, what, slips, "their gradients" if old is None else "the sum of two gradients", CLOSE)
-    if block.forwards > 1:
-        raise Wrong(f"right, but the block was run {block.forwards} times, and once is enough")
-    if given.requires_grad:
-        raise Wrong("right, but the gradient of x has a graph of its own, which is kept in memory")
-    if block.live.alive:
-        raise Wrong("right, but what the block kept is still in memory: let backward free the graph")
+        _WatchedBlock()(of_sum).sum().backward()
+        block.forwards = 0
+        with torch.no_grad():  # as in a backward
+            found = answer(block, x, dy.clone())
+        if not block.forwards:
+            raise Wrong("the block was never run: what was forgotten must be computed again")
+        expect_unchanged(x.detach(), rows, "x", "; the layer below needs it")
+        if x.grad is not None:
+            raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
+        slips = {
+            "it is dy, the gradient of the block's output; x's is what backward makes of it": dy,
+            "it is the gradient of y.sum(); backward must start from dy": of_sum.grad,
+        }
+        expect_tensor(found, expected.grad, "what comes back", slips, "the gradient of x", CLOSE)
+        mine, right = gradients(block), gradients(plain)
+        if mine is None:
+            raise Wrong("the gradient of x is right, but the block's parameters got none: they must learn, too")
+        what = "the gradient of x is right, but what the parameters' grads hold"
+        alone = "it is the second one alone; add to what is in their grad already"
+        slips, it_is = ({}, "their gradients") if old is None else ({alone: right - old}, "the sum of two gradients")
+        expect_tensor(mine, right, what, slips, it_is, CLOSE)
+        if block.forwards > 1:
+            raise Wrong(f"right, but the block was run {block.forwards} times, and once is enough")
+        if block.live.alive:
+            raise Wrong("right, but what the block kept is still in memory: let backward free the graph")
 
 
 def _rows(seed):
     return normal(seed, 2, 3, WIDTH)
-
-
-def _with_ones(x):
-    x = x.clone().requires_grad_()
-    _WatchedBlock()(x).sum().backward()
-    return x.grad
 
 
 class _WatchedBlock(nn.Module):
@@ -205,11 +154,14 @@ class _WatchedBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = seeded(lambda: (nn.Linear(WIDTH, 8).double(), nn.Linear(8, WIDTH).double()), 5)
-        self.live, self.forwards, self.without_graph = LiveGraphs(), 0, False
+        self.live, self.forwards = LiveGraphs(), 0
 
     def forward(self, x):
         self.forwards += 1
-        self.without_graph |= not torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            raise Wrong(
+                "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
+            )
         return self.live.run(lambda x: x + self.down(torch.tanh(self.up(x))), x)
 
 
@@ -272,30 +224,24 @@ def _judge_master(when, parameters, masters, before, right):
 def recompute_trade_off(answer, ranks=None):
     """`answer(pieces, budget)` -> names to recompute, the fewest FLOPs that respect the budget; None if none does."""
     for what, pieces, budget in _trade_offs():
-        given = answer(list(pieces), budget)
-        best = _cheapest(pieces, budget)
-        if given is None:
-            if best is not None:
-                raise Wrong(f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None")
+        found, best = answer(list(pieces), budget), _cheapest(pieces, budget)
+        if (found is None) != (best is None):
+            can = "nothing fits" if best is None else f"recomputing {_names(best)} fits"
+            said = "None" if found is None else _names(found)
+            raise Wrong(f"{what}: {can} into {budget:g} bytes, and the answer was {said}")
+        if found is None:
             continue
-        if isinstance(given, (str, dict)) or not hasattr(given, "__iter__"):
-            raise Wrong(f"return a set of names, not {shown(given)}")
-        chosen, names = list(given), {piece.name for piece in pieces}
-        for name in chosen:
-            if not isinstance(name, str) or name not in names:
-                raise Wrong(f"{what}: return a set of names; {shown(name)} is the name of no piece")
-        chosen = set(chosen)
-        kept = sum(piece.input if piece.name in chosen else piece.kept for piece in pieces)
-        if best is None:
-            raise Wrong(f"{what}: nothing fits into {budget:g} bytes, so the answer is None, not {_names(chosen)}")
+        if strange := set(found) - {piece.name for piece in pieces}:
+            raise Wrong(f"{what}: return a set of names; {shown(strange.pop())} is the name of no piece")
+        kept = sum(piece.input if piece.name in found else piece.kept for piece in pieces)
         if kept > budget:
-            without_inputs = sum(piece.kept for piece in pieces if piece.name not in chosen)
+            without_inputs = sum(piece.kept for piece in pieces if piece.name not in found)
             hint = "; a piece that is recomputed keeps its input" if without_inputs <= budget else ""
-            raise Wrong(f"{what}: recomputing {_names(chosen)} keeps {kept:g} bytes of {budget:g}{hint}")
-        cost, lowest = (sum(p.flops for p in pieces if p.name in names) for names in (chosen, best))
+            raise Wrong(f"{what}: recomputing {_names(found)} keeps {kept:g} bytes of {budget:g}{hint}")
+        cost, lowest = (sum(piece.flops for piece in pieces if piece.name in names) for names in (found, best))
         if cost > lowest:
             raise Wrong(
-                f"{what}: recomputing {_names(chosen)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for "
+                f"{what}: recomputing {_names(found)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for "
                 f"{lowest:g}"
             )
 
@@ -319,15 +265,10 @@ def _trade_offs():
 
 def _cheapest(pieces, budget):
     """The set of names with the fewest FLOPs that fits, None if there is none."""
-    found = None
-    for chosen in itertools.product((False, True), repeat=len(pieces)):
-        pairs = list(zip(pieces, chosen, strict=True))
-        cost = sum(piece.flops for piece, again in pairs if again)
-        if sum(piece.input if again else piece.kept for piece, again in pairs) <= budget and (
-            found is None or cost < found[0]
-        ):
-            found = cost, {piece.name for piece, again in pairs if again}
-    return found and found[1]
+    sets = [chosen for k in range(len(pieces) + 1) for chosen in itertools.combinations(pieces, k)]
+    fits = [s for s in sets if sum(piece.input if piece in s else piece.kept for piece in pieces) <= budget]
+    best = min(fits, key=lambda s: sum(piece.flops for piece in s), default=None)
+    return None if best is None else {piece.name for piece in best}
 
 
 def _names(names):
@@ -340,7 +281,10 @@ def _names(names):
 @exercise(3, "accumulation over uneven token counts")
 def uneven_accumulation(answer, ranks=None):
     """`answer(model, micro_batches)` leaves the gradient of the mean over all counted tokens, one piece at a time."""
-    for what, counts in _batches().items():
+    for what, counts in {  # tokens of each micro-batch that count, out of 2 x 5
+        "equal counts": (10, 10, 10), "uneven counts": (10, 3, 1), "a micro-batch of padding": (7, 0, 2),
+        "one micro-batch": (4,),
+    }.items():  # fmt: skip
         micro_batches = _micro_batches(counts)
         model = _Watched()
         answer(model, [(ids.clone(), targets.clone()) for ids, targets in micro_batches])
@@ -357,7 +301,19 @@ def _judge_gradients(what, model, micro_batches):
         raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
     if not given.isfinite().all():
         raise Wrong(f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0")
-    slips = _gradient_slips(expected, micro_batches)
+    k, targets = len(micro_batches), torch.cat([targets for _, targets in micro_batches])
+    counted = int((targets != IGNORED).sum())
+    slips = {
+        f"they are {k} times too large; that is the sum of {k} means": k * expected,
+        f"they are {k} times too small; they were divided once too often": expected / k,
+        f"they are {counted} times too large; divide by the number of counted tokens": counted * expected,
+        "positions that do not count were counted; divide by those whose target is not -100": (
+            counted / targets.numel() * expected
+        ),
+        "that is the mean of the micro-batches' means; a micro-batch with few tokens weighs as much as one with many": (
+            _mean_of_means(micro_batches)
+        ),
+    }
     expect_tensor(given, expected, f"{what}: the gradients", slips, "those of the whole batch", CLOSE)
     most = max(len(ids) for ids, _ in micro_batches)
     if model.largest > most:
@@ -375,16 +331,6 @@ def _judge_gradients(what, model, micro_batches):
             f"{what}: right, but {model.forwards} forward passes for {len(micro_batches)} micro-batches; count the "
             "tokens from the targets"
         )
-
-
-def _batches():
-    """Counted tokens of each micro-batch, out of 2 x 5."""
-    return {
-        "equal counts": (10, 10, 10),
-        "uneven counts": (10, 3, 1),
-        "a micro-batch of padding": (7, 0, 2),
-        "one micro-batch": (4,),
-    }
 
 
 def _micro_batches(counts):
@@ -422,27 +368,7 @@ class _Watched(nn.Module):
 
 def _full_batch(micro_batches):
     """The gradient in one process with all of the batch in memory."""
-    model = _Watched()
-    ids, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-    F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED).backward()
-    return gradients(model)
-
-
-def _gradient_slips(expected, micro_batches):
-    k = len(micro_batches)
-    counted = sum(int((targets != IGNORED).sum()) for _, targets in micro_batches)
-    positions = sum(targets.numel() for _, targets in micro_batches)
-    return {
-        f"they are {k} times too large; that is the sum of {k} means": k * expected,
-        f"they are {k} times too small; they were divided once too often": expected / k,
-        f"they are {counted} times too large; divide by the number of counted tokens": counted * expected,
-        "positions that do not count were counted; divide by those whose target is not -100": (
-            counted / positions * expected
-        ),
-        "that is the mean of the micro-batches' means; a micro-batch with few tokens weighs as much as one with many": (
-            _mean_of_means(micro_batches)
-        ),
-    }
+    return _mean_of_means([tuple(torch.cat(parts) for parts in zip(*micro_batches, strict=True))])
 
 
 def _mean_of_means(micro_batches):

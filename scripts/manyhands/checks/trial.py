@@ -1,12 +1,39 @@
-"""A process group for one answer, thrown away with all that the answer left in it."""
+"""A process group for one answer: thrown away with all that the answer left in it, watched while it lasts.
 
+gloo ends a process that receives into less than was sent, or that sends to a rank which does not exist: all variables
+of its notebook would be gone. So the ranks tell each other, over the store of the trial's group, what they are about to
+call, and a call that does not match is an exception with a sentence instead.
+
+A collective waits for what the other ranks say of theirs. A message cannot: a rank may post its receive long before it
+sends what the other one waits for. There each end says its bytes and then looks for the other's, so that the end which
+comes second, at least, sees both.
+"""
+
+import json
+import time
+from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manyhands.launch.ranks import name_ranks
 
 _NAMES_OF_ONE_TRIAL = 1000  # groups that one answer may make; no name may come twice in a store
+_LOOK_EVERY_S = 0.002
+# The dispatcher's names, where they are not those of torch.distributed
+_NAMES = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor", "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single", "monitored_barrier_": "barrier",
+}  # fmt: skip
 
 
 @contextmanager
@@ -68,3 +95,244 @@ class _Registry:
         world.group_count = self._count + _NAMES_OF_ONE_TRIAL
         c10d._update_default_pg(self._default)
         return made
+
+
+# ---- calls that do not match ----
+
+
+class CallsDiffer(Exception):
+    """What the ranks call does not match: one sentence, the same on all ranks that see it."""
+
+
+class NobodyCalls(Exception):
+    """A rank waits in a collective that another one does not call. `by_answer`: the learner's code does."""
+
+    def __init__(self, sentence, by_answer):
+        super().__init__(sentence)
+        self.by_answer = by_answer
+
+
+class Matching(TorchDispatchMode):
+    """Inside it each communication of this rank is compared with the others'. All ranks of `group` enter and leave it.
+
+    `by_answer()` says whether the learner's code makes the call that runs now; `fault` is the first sentence, also
+    where an answer has swallowed the exception.
+    """
+
+    def __init__(self, group, patience_s, by_answer):
+        super().__init__()
+        _, store = c10d._world.pg_map[group]
+        self._store, self._rank = dist.PrefixStore("calls", store), group.rank()
+        self._patience_s, self._by_answer = patience_s, by_answer
+        self._made, self.fault = Counter(), None
+
+    def __exit__(self, *error):
+        self._store.set(f"left/{self._rank}", "1")
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in operator._schema.arguments]
+            self._compare(operator._schema.name.split("::")[1], dict(zip(names, args, strict=False)) | kwargs)
+        return operator(*args, **kwargs)
+
+    def _compare(self, operator, given):
+        """Raises CallsDiffer or NobodyCalls where the call of `operator` with these arguments must not run."""
+        group = _group_of(given)
+        if group is None:
+            return
+        if self.fault is not None:  # the ranks are no longer at the same call
+            raise self.fault
+        try:
+            if {"dst", "src", "tag"} & given.keys():
+                self._message(operator, given, group)
+            elif group.size() > 1:
+                self._collective(_NAMES.get(operator, operator.rstrip("_")), given, group)
+        except (CallsDiffer, NobodyCalls) as fault:
+            self.fault = fault
+            raise
+
+    # ---- messages ----
+
+    def _message(self, operator, given, group):
+        ranks, me = dist.get_process_group_ranks(group), group.rank()
+        sends, n_bytes = "dst" in given, _bytes(given.get("tensors", given.get("tensor")))
+        other = given.get("dst", given.get("src"))
+        if other is not None:
+            what = "sends to" if sends else "receives from"
+            _must_exist(other, ranks, f"rank {ranks[me]} {what}")
+            if other == me:
+                raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
+        channel = f"{group.group_name}/{given['tag']}"
+        if other is None:  # from anybody: it may take any message that nobody has received yet
+            self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
+            for source in range(len(ranks)):
+                key = f"{channel}/{source} to {me}"
+                self._fits(ranks[source], ranks[me], self._read(f"{key}/sent {self._made[key]}"), n_bytes)
+            return
+        key = f"{channel}/{me} to {other}" if sends else f"{channel}/{other} to {me}"
+        number = self._made[key]
+        self._made[key] += 1
+        if sends:
+            self._store.set(f"{key}/sent {number}", str(n_bytes))
+            room = self._read(f"{channel}/anybody to {other}")
+            room = self._read(f"{key}/room {number}") if room is None else room
+            self._fits(ranks[me], ranks[other], n_bytes, room)
+        else:
+            self._store.set(f"{key}/room {number}", str(n_bytes))
+            self._fits(ranks[other], ranks[me], self._read(f"{key}/sent {number}"), n_bytes)
+
+    def _read(self, key):
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+    def _fits(self, source, target, sent, room):
+        if sent is not None and room is not None and sent > room:
+            raise CallsDiffer(f"rank {source} sends {sent} bytes to rank {target}, which receives into {room}")
+
+    # ---- collectives ----
+
+    def _collective(self, name, given, group):
+        ranks, me, key = dist.get_process_group_ranks(group), group.rank(), f"{group.group_name}/all"
+        number, root = self._made[key], given.get("root_rank")
+        self._made[key] += 1
+        if root is not None:
+            _must_exist(root, ranks, f"rank {ranks[me]} calls {name} with the root")
+        by_answer = self._by_answer()
+        mine = {"call": name, "root": root, "by answer": by_answer} | _communicated(name, given, group)
+        self._store.set(f"{key}/{number}/{me}", json.dumps(mine))
+        keys = {r: f"{key}/{number}/{i}" for i, r in enumerate(ranks)}
+        if missing := self._wait_for(keys):
+            sentence = f"rank {ranks[me]} waits in {name}, which {name_ranks(missing)} did not call"
+            done = f"rank {ranks[me]} has come to the end of your code, and {name_ranks(missing)} did not"
+            raise NobodyCalls(sentence if by_answer else done, by_answer)
+        calls = {r: json.loads(self._store.get(keys[r])) for r in ranks}
+        if sentence := _difference(calls):
+            raise CallsDiffer(sentence)
+
+    def _wait_for(self, keys):
+        """The ranks that have not set their key, {rank: key}, within our patience or before they left."""
+        deadline = time.monotonic() + self._patience_s
+        while not self._store.check(list(keys.values())):
+            patient = time.monotonic() < deadline
+            gone = [r for r in keys if self._store.check([f"left/{r}"])]  # first this: who leaves has called before
+            missing = [r for r, key in keys.items() if not self._store.check([key])]
+            if missing and (not patient or set(missing) & set(gone)):
+                return missing
+            time.sleep(_LOOK_EVERY_S)
+        return []
+
+
+def _group_of(given):
+    """The process group among an operator's arguments: itself, or by its name; None without one."""
+    if "process_group" in given:
+        return dist.ProcessGroup.unbox(given["process_group"])
+    group = given.get("group_name")
+    return c10d._resolve_process_group(group) if isinstance(group, str) else group
+
+
+def _must_exist(peer, ranks, what):
+    """Raises CallsDiffer where `peer` is no place in a group of these ranks."""
+    n = len(ranks)
+    if not 0 <= peer < n:
+        raise CallsDiffer(
+            f"{what} rank {peer}, and there {'is' if n == 1 else 'are'} {n} rank{'s' * (n > 1)}: "
+            f"{'0' if n == 1 else f'0 to {n - 1}'}"
+        )
+
+
+def _communicated(name, given, group):
+    """{"bytes", "dtype"}, which all ranks must have alike; of an all-to-all {"to": [...], "from": [...]} in bytes."""
+    if name.startswith("all_to_all"):
+        sources = given.get("input_tensors", given.get("input"))
+        if not isinstance(sources, torch.Tensor):
+            return {"to": list(map(_bytes, sources)), "from": list(map(_bytes, given["output_tensors"]))}
+        targets = given.get("output", sources)
+        return {
+            "to": _split(sources, given["input_split_sizes"], group.size()),
+            "from": _split(targets, given["output_split_sizes"], group.size()),
+        }
+    side = "output" if "scatter" in name else "input"
+    names = (f"{side}_tensors", f"{side}_tensor", f"{side}s", "input_list", "input", "inputs", "tensors", "tensor")
+    tensors = tree_leaves(next(given[name] for name in names if name in given))
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if "reduce" in name and tensors else None
+    return {"bytes": _bytes(tensors), "dtype": dtype}
+
+
+def _split(tensor, sizes, n):
+    """Bytes of each of the n parts of an all-to-all; equal ones where no sizes are given."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return [_bytes(tensor) * size // max(rows, 1) for size in (sizes or [rows // n] * n)]
+
+
+def _bytes(tensors):
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_bytes, tensors))
+
+
+def _difference(calls):
+    """What does not match among the calls of one collective, {rank: what it said}: a sentence, or ""."""
+    first, *others = calls
+    if not all(_alike(calls[first], calls[r]) for r in others) and len({c["by answer"] for c in calls.values()}) > 1:
+        still, done = ([r for r in calls if calls[r]["by answer"] is by] for by in (True, False))
+        return (
+            f"{name_ranks(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when "
+            f"{name_ranks(done)} {'have' if len(done) > 1 else 'has'} no call left to make: each collective needs all "
+            "ranks"
+        )
+    for r in others:
+        if calls[r]["call"] != calls[first]["call"]:
+            return f"rank {first} calls {calls[first]['call']} while rank {r} calls {calls[r]['call']}"
+    name = calls[first]["call"]
+    if len({c["root"] for c in calls.values()}) > 1:
+        roots = _enumerated(c["root"] for c in calls.values())
+        return f"{name_ranks(list(calls))} call {name} with different roots: {roots}"
+    if "bytes" in calls[first]:
+        for part, unit in (("bytes", "bytes"), ("dtype", "numbers")):
+            values = [c[part] for c in calls.values()]
+            if len(set(values)) > 1:
+                return f"{name_ranks(list(calls))} call {name} with {_enumerated(values)} {unit}"
+        return ""
+    for i, source in enumerate(calls):
+        for j, target in enumerate(calls):
+            sent, room = calls[source]["to"][j], calls[target]["from"][i]
+            if sent != room:
+                return f"in {name} rank {source} sends {sent} bytes to rank {target}, which receives into {room}"
+    return ""
+
+
+def _alike(a, b):
+    return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes", "dtype"))
+
+
+def _enumerated(values):
+    *front, last = map(str, values)
+    return f"{', '.join(front)} and {last}" if front else last
+
+
+# ---- waiting ----
+
+
+class Waits:
+    """Notes when this process waits for a message while the block runs, itself or in a call that does so.
+
+    calls: the calls that were watched so far, a list that grows (`wire.watch`). `after`: how many of them had been made
+    at each wait, in order; empty if there was none.
+    """
+
+    def __init__(self, calls):
+        self.after, wait = [], dist.Work.wait
+
+        def noted(work, *args, **kwargs):
+            self.after.append(len(calls))
+            return wait(work, *args, **kwargs)
+
+        self._patch = mock.patch.object(dist.Work, "wait", noted)
+
+    def __enter__(self):
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error):
+        self._patch.stop()
