@@ -398,8 +398,9 @@ REJECTED = {
         gathers_all_gradients: "1 call and 8 bytes are enough: add up one sum of squares",
         "a call for each share": (clips_by(a_call_for_each_share), "add up one sum of squares"),
         gives_zeros_to_none: "leave None alone",
-        goes_home_without_a_gradient: "Rank 2: where rank 2 has no gradient at all, the norm of all gradients, before clipping, "
-            "should be 5.192, not 0: all ranks call all_reduce, also one with a sum of 0",
+        goes_home_without_a_gradient: 
+            "Rank 2: where rank 2 has no gradient at all, the norm of all gradients, before clipping, should be 5.192, "
+            "not 0: all ranks call all_reduce, also one with a sum of 0",
         "puts all gradients together": (clips_by(
             lambda shares: summed(torch.cat([g.flatten() for g in _gradients(shares)]).square().sum()).sqrt()),
             "Error: torch.cat(): expected a non-empty list"),
