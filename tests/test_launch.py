@@ -215,58 +215,46 @@ def test_intel_gpus_count_as_gpus_unless_the_environment_rules_them_out(monkeypa
     )
 
 
-def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks_or_their_bus(monkeypatch):
-    class Nameless(FourGpus):
-        properties = {}
-
-        def get_device_properties(self, i):
-            return type("Properties", (), self.properties)
-
-    monkeypatch.setattr(torch, "cuda", Nameless(1))
+def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FourGpus(1))
+    monkeypatch.setattr(FourGpus, "get_device_properties", lambda self, i: object())
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     for mask in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         assert len({devices.look({mask: str(i)})["gpus"]["cuda"][0] for i in range(8)}) == 8
     assert devices.look({}) == devices.look({}), "without masks it is the same device"
-    seen = devices.look({})["gpus"]["cuda"]
-    Nameless.properties = {"pci_bus_id": 193}
-    assert devices.look({})["gpus"]["cuda"] != seen
 
 
-def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FourGpus(4))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    seen = devices.look({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    assert len(set(seen["gpus"]["cuda"])) == 4
-    assert json.loads(json.dumps(seen)) == seen, "it travels as JSON"
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert devices.look({})["gpus"]["cuda"] == []
-    assert "has no NCCL" in devices.look({})["why_not"]["cuda"]
-    monkeypatch.setattr(torch, "cuda", FourGpus(0))
-    assert "sees no cuda device" in devices.look({})["why_not"]["cuda"]
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "seen", "why_not"), [(4, True, 4, ""), (4, False, 0, "has no NCCL"), (0, True, 0, "sees no cuda")]
+)
+def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch, gpus, nccl, seen, why_not):
+    monkeypatch.setattr(torch, "cuda", FourGpus(gpus))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    found = devices.look({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert len(set(found["gpus"]["cuda"])) == seen and why_not in found["why_not"]["cuda"]
+    assert json.loads(json.dumps(found)) == found, "it travels as JSON"
 
 
-def test_ranks_that_share_cores_get_one_thread_each():
-    shared = [offer(r, cpus=range(8)) for r in range(4)]
-    assert [devices.threads("cpu", o, shared) for o in shared] == [1, 1, 1, 1]
-    bound = [offer(r, cpus=range(2 * r, 2 * r + 2)) for r in range(4)]
-    assert [devices.threads("cpu", o, bound) for o in bound] == [2, 2, 2, 2]
-    granted = [offer(r, cpus=range(2 * r, 2 * r + 2), quota=2.0) for r in range(4)]
-    assert [devices.threads("cpu", o, granted) for o in granted] == [1, 1, 1, 1], "bound, but 2 cores' time for 8"
+@pytest.mark.parametrize(
+    ("kind", "cpus", "quota", "threads"),
+    [
+        ("cpu", [range(8)] * 4, math.inf, 1),  # ranks that share cores would only take turns
+        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], math.inf, 2),  # bound
+        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], 2.0, 1),  # bound, but 2 cores' time for 8
+        ("cuda", [range(8)] * 4, math.inf, 2),  # ranks on GPUs divide the cores that they share
+        ("cuda", [range(8 * r + 1, 8 * r + 8) for r in range(8)], math.inf, 7),  # a launcher gave each its own seven
+        ("cuda", [range(8 * r, 8 * r + 8) for r in range(8)], 16.0, 2),  # bound, but 16 cores' time for 64
+    ],
+)
+def test_threads_of_a_rank_among_others(kind, cpus, quota, threads):
+    offers = [offer(rank, cpus=own, quota=quota) for rank, own in enumerate(cpus)]
+    assert {devices.threads(kind, own, offers) for own in offers} == {threads}
 
 
-def test_ranks_on_gpus_divide_only_the_cores_that_they_share():
-    shared = [offer(r, cpus=range(8)) for r in range(4)]
-    assert devices.threads("cuda", shared[0], shared) == 2
-    bound = [offer(r, cpus=range(8 * r + 1, 8 * r + 8)) for r in range(8)]
-    assert [devices.threads("cuda", o, bound) for o in bound] == [7] * 8, "a launcher gave each its own seven"
-    granted = [offer(r, cpus=range(8 * r, 8 * r + 8), quota=16.0) for r in range(8)]
-    assert devices.threads("cuda", granted[0], granted) == 2, "bound, but 16 cores' time for 64"
-
-
-def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says():
-    for given, expected in [("", 8), ("3", 3), ("99", 8), ("0", 8), ("x", 8)]:
-        alone = offer(cpus=range(8), omp=given)
-        assert devices.threads("cpu", alone, [alone]) == expected
+@pytest.mark.parametrize(("omp", "threads"), [("", 8), ("3", 3), ("99", 8), ("0", 8), ("x", 8)])
+def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says(omp, threads):
+    alone = offer(cpus=range(8), omp=omp)
+    assert devices.threads("cpu", alone, [alone]) == threads
 
 
 def test_cores_are_whole_ones_and_obey_the_control_group():

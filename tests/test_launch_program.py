@@ -76,14 +76,6 @@ def per_node(nodefile, folders, **environ):
     return command[: command.index(sys.executable)]
 
 
-@pytest.mark.parametrize(("parts", "said"), [(3, True), (2, False)])
-def test_a_job_that_pbs_packed_onto_fewer_nodes_says_so(nodefile, tmp_path, monkeypatch, capsys, parts, said):
-    program_in(tmp_path / "bin", "qstat", f"#!/bin/sh\necho '    Resource_List.nodect = {parts}'\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    command_for(PROGRAM, {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77", "MPIEXEC": "mpiexec"})
-    assert ("the 3 parts of this job onto 2 of its nodes" in capsys.readouterr().err) == said
-
-
 def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts_each_node(nodefile, tmp_path):
     pbs, site = tmp_path / "pbs", tmp_path / "site"
     for name in ("mpiexec", "pbsdsh"):

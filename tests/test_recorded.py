@@ -41,20 +41,28 @@ def metrics(device="cuda", world_size=4, **changes):
     } | changes  # fmt: skip
 
 
-def run_folder(tmp_path, content):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.json").write_text(json.dumps(content))
-    return str(tmp_path / "run")
-
-
 # ---- the command ----
 
 
-def test_the_command_writes_a_run_as_a_file_that_says_on_what_it_was_made(tmp_path, capsys):
-    run = run_folder(tmp_path, metrics())
-    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path / "to")]) == 0
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """command(content, *words): (status, what it said) of the command for a run of lesson 03 with this metrics.json."""
+    monkeypatch.setattr(recorded_runs, "RECORDED", tmp_path / "to")
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
+
+    def call(content, *words):
+        latest = tmp_path / "03_data_parallel" / "latest"
+        latest.mkdir(parents=True, exist_ok=True)
+        (latest / "metrics.json").write_text(json.dumps(content))
+        status = recorded_runs.main(["03", *words])
+        return status, "".join(capsys.readouterr())
+
+    return call
+
+
+def test_the_command_writes_the_last_run_as_a_file_that_says_on_what_it_was_made(tmp_path, command):
     path = tmp_path / "to" / "03_data_parallel.h200x4.json"
-    assert capsys.readouterr().out == f"{path}\n"
+    assert command(metrics()) == (0, f"{path}\n")
     content = json.loads(path.read_text())
     assert tuple(content) == recorded_runs.FIELDS
     assert (content["lesson"], content["name"], content["world_size"]) == ("03_data_parallel", "h200x4", 4)
@@ -64,37 +72,25 @@ def test_the_command_writes_a_run_as_a_file_that_says_on_what_it_was_made(tmp_pa
     assert [path] == list((tmp_path / "to").iterdir())
 
 
-def test_the_last_run_of_the_lesson_is_recorded_unless_told_otherwise(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
-    assert recorded_runs.main(["3", "--to", str(tmp_path / "to")]) == 2
-    assert "run the lesson first, or name its folder with --run" in capsys.readouterr().err
-    (tmp_path / "03_data_parallel" / "latest").mkdir(parents=True)
-    (tmp_path / "03_data_parallel" / "latest" / "metrics.json").write_text(json.dumps(metrics()))
-    assert recorded_runs.main(["3", "--name", "mine", "--to", str(tmp_path / "to")]) == 0
+def test_another_run_under_another_name_and_none_at_all(tmp_path, command):
+    status, said = command(metrics(), "--run", str(tmp_path / "elsewhere"))
+    assert status == 2 and "run the lesson first, or name its folder with --run" in said
+    (tmp_path / "03_data_parallel").rename(tmp_path / "elsewhere")
+    assert command(metrics("cpu"), "--run", str(tmp_path / "elsewhere" / "latest"), "--name", "mine")[0] == 0
     assert (tmp_path / "to" / "03_data_parallel.mine.json").exists()
 
 
-def test_a_run_on_a_cpu_is_recorded_only_when_asked_for(tmp_path, capsys):
-    run = run_folder(tmp_path, metrics("cpu"))
-    command = ["03", "--run", run, "--to", str(tmp_path / "to")]
-    assert recorded_runs.main(command) == 2
-    assert "this run of 03_data_parallel was on a CPU" in capsys.readouterr().err
-    assert not (tmp_path / "to").exists()
-    assert recorded_runs.main([*command, "--cpu"]) == 0
-    assert (tmp_path / "to" / "03_data_parallel.cpux4.json").exists()
-
-
-def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path, capsys):
+def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path, command):
     dirty = metrics()["conditions"] | {"commit": "1a2b3c4 with uncommitted changes"}
-    run = run_folder(tmp_path, metrics(conditions=dirty))
-    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path)]) == 0
-    assert "not of a commit alone" in capsys.readouterr().out
-    assert json.loads((tmp_path / "03_data_parallel.h200x4.json").read_text())["commit"] == dirty["commit"]
+    status, said = command(metrics(conditions=dirty))
+    assert status == 0 and "not of a commit alone" in said
+    assert json.loads((tmp_path / "to" / "03_data_parallel.h200x4.json").read_text())["commit"] == dirty["commit"]
 
 
 @pytest.mark.parametrize(
     "content, arguments, sentence",
     [
+        (metrics("cpu"), [], "this run of 03_data_parallel was on a CPU"),
         (metrics(), ["--name", "../h200"], "invalid name '../h200'"),
         (metrics(), ["--name", "H200"], "invalid name 'H200'"),
         (metrics(lesson="02_collectives"), [], "is a run of 02_collectives, not of 03_data_parallel"),
@@ -102,11 +98,9 @@ def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path,
         (metrics(conditions={}), [], "does not say on what it was made"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, capsys, content, arguments, sentence):
-    run = run_folder(tmp_path, content)
-    assert recorded_runs.main(["03", "--run", run, "--to", str(tmp_path / "to"), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.count("\n") == 1
+def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, command, content, arguments, sentence):
+    status, said = command(content, *arguments)
+    assert status == 2 and sentence in said and said.count("\n") == 1
     assert not (tmp_path / "to").exists()
 
 
@@ -139,7 +133,7 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
     here = {
         "step time": (0.25, "s", "step_s"),
         "ddp alone": (3.75, "s", "times.ddp"),
-        "bytes": (3_266_820, ""),
+        "bytes": (3_266_820, "", "bytes"),
         "first loss": (4.17, "nats", "losses.0"),
         "last loss": (None, "nats", "losses.7"),
     }
@@ -157,7 +151,7 @@ def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
 
 
 def test_where_nothing_is_recorded_a_sentence_says_so_with_the_two_commands(tmp_path):
-    said, run, record = recorded_runs.beside("03", {"step time": (0.25, "s")}, tmp_path).split("\n")
+    said, run, record = recorded_runs.beside("03", {"step time": (0.25, "s", "step_s")}, tmp_path).split("\n")
     assert said.startswith("No GPU run of 03_data_parallel is recorded yet.")
     assert run.endswith("--nproc-per-node 4 scripts/03_data_parallel.py")
     assert record == "python -m manyhands.launch.recorded_runs 03"

@@ -9,12 +9,10 @@ import argparse
 import importlib.util
 import logging
 import platform
-import re
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +62,6 @@ def command_for(
     environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)
     nodes = where.num_nodes
-    _say_if_packed(where, environ)
     starter = starter or _usual_starter(where)
     nproc = nproc or _ranks_per_node(where, environ)
     torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
@@ -122,24 +119,6 @@ for step in $steps; do
 done
 exit "$status"
 """
-
-
-def _say_if_packed(where, environ):
-    """PBS may put the parts of a job onto fewer nodes than it has parts, and tells nobody."""
-    if where.kind != "pbs":
-        return
-    try:
-        asked = ["qstat", "-f", environ.get("PBS_JOBID", "")]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    parts = re.search(r"Resource_List.nodect = (\d+)", said)
-    if parts and int(parts[1]) > where.num_nodes:
-        print(
-            f"PBS put the {parts[1]} parts of this job onto {where.num_nodes} of its nodes, so there are fewer ranks; "
-            "for a node each: #PBS -l place=scatter",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
 
 
 def _port(where):

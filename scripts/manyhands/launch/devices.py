@@ -47,17 +47,10 @@ def _gpus(kind, visible):
     library = {"cuda": "nccl", "xpu": "xccl"}[kind]
     if not getattr(dist, f"is_{library}_available", lambda: False)():
         return [], f"torch {torch.__version__} has no {library.upper()}"
-    # The device's own number where torch tells it, else its place on the bus, else in the list: two tasks that see
-    # "their" device 0 may see the same one (a shared node) or two (one GPU bound to each task).
-    properties = [backend.get_device_properties(i) for i in range(backend.device_count())]
-    return [f"{_identity(p) or i} {visible}" for i, p in enumerate(properties)], ""
-
-
-def _identity(properties):
-    if hasattr(properties, "uuid"):
-        return str(properties.uuid)
-    place = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
-    return ":".join(map(str, place)).strip(":")
+    # The device's own number where torch tells it, else its place in the list: two tasks that see "their" device 0 may
+    # see the same one (a shared node) or two (one GPU bound to each task).
+    numbers = [getattr(backend.get_device_properties(i), "uuid", i) for i in range(backend.device_count())]
+    return [f"{number} {visible}" for number in numbers], ""
 
 
 def wanted(device: str, environ: Mapping[str, str] | None = None) -> str:
@@ -115,9 +108,12 @@ def _one_each(kind, offers):
             continue
         if distinct == 0:
             return [], f"{offers[here[0]]['why_not'][kind]} on {host}"
-        plural = "s" * (len(here) != 1), "s" * (distinct != 1)
-        return [], f"{len(here)} rank{plural[0]} on {host} but {distinct} {kind} device{plural[1]}"
+        return [], f"{_count(len(here), 'rank')} on {host} but {_count(distinct, f'{kind} device')}"
     return indices, ""
+
+
+def _count(n, what):
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _by_host(offers):
@@ -130,16 +126,13 @@ def _by_host(offers):
 
 def describe(launcher: str, offers: list[dict], plan: dict) -> str:
     """Who is here: a line for the world and a line for each host."""
-    size, kind = len(offers), plan["kind"]
-    lines = [f"{size} rank{'s' * (size > 1)}, launcher {launcher}, backend {BACKENDS[kind]}"]
+    kind = plan["kind"]
+    lines = [f"{_count(len(offers), 'rank')}, launcher {launcher}, backend {BACKENDS[kind]}"]
     for host, here in _by_host(offers).items():
         neighbours = [offers[r] for r in here]
-        thread_count, core_count = threads(kind, neighbours[0], neighbours), cores(neighbours[0])
         own = "" if kind == "cpu" else " " + ", ".join(str(plan["indices"][r]) for r in here)
-        lines.append(
-            f"  {host}: {name_ranks(here)} on {kind}{own};"
-            f" {core_count} core{'s' * (core_count > 1)}, {thread_count} thread{'s' * (thread_count > 1)} per rank"
-        )
+        share = f"{_count(threads(kind, neighbours[0], neighbours), 'thread')} per rank"
+        lines.append(f"  {host}: {name_ranks(here)} on {kind}{own}; {_count(cores(neighbours[0]), 'core')}, {share}")
     return "\n".join(lines + [f"  on cpu because {plan['reason']}"] * bool(plan["reason"]))
 
 

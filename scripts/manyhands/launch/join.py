@@ -5,8 +5,7 @@
     srun --ntasks 4 python scripts/02_collectives.py --repeats 3
     python scripts/02_collectives.py            # a world of one takes the same path
 
-`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on, `settings`
-what the course's own variables are.
+`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import platform
 import sys
 import time
@@ -117,8 +117,7 @@ def refuse(sentence: str) -> None:
 
 def mpi_world() -> Any:
     """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
-    info = resolve()
-    return import_mpi(info).COMM_WORLD if info.mpi else None
+    return import_mpi(info).COMM_WORLD if (info := resolve()).mpi else None
 
 
 def _take_flags(lesson, script):
@@ -155,7 +154,8 @@ def end(text: str, status: int, stream: str = "stderr", everybody: bool = False)
 def _enter(name, wanted, timeout_s, quiet):
     info = resolve()
     if info.launcher == "torchrun":
-        settings.forget(without_launchers(settings.environment(), only="mpich"))
+        for name in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
+            del os.environ[name]
     if info.mpi and info.launcher != "notebook":
         info = ask_mpi(info)
     if info.single_node:
@@ -193,7 +193,7 @@ def _agree(store, info, wanted):
 
     Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
     """
-    offer = devices.look(settings.environment()) | {"local_rank": info.local_rank}
+    offer = devices.look(os.environ) | {"local_rank": info.local_rank}
     store.set(f"offer{info.rank}", json.dumps(offer))
     if info.rank == 0:
         offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]

@@ -218,15 +218,10 @@ def resolve(environ: Environ | None = None) -> RankInfo:
 
 
 def claimed(what: str, default: int, environ: Environ | None = None) -> int:
-    """The first number that any launcher's variable gives to "rank" or "world_size", where `resolve` raises."""
+    """The first number that any launcher's variable gives to "rank" or "world_size", also where `resolve` raises."""
     environ = os.environ if environ is None else environ
     names = [row.needs.get(what, "") for row in LAUNCHERS] + ["PMIX_RANK"] * (what == "rank")
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default)
-
-
-def is_a_rank(environ: Environ) -> bool:
-    """Whether any launcher's variable names this process's rank, also where they contradict each other."""
-    return claimed("rank", -1, environ) >= 0
 
 
 def without_launchers(environ: Environ, *others: str, only: str = "") -> dict[str, str]:

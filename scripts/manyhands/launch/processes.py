@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.launch.launchers import is_a_rank, without_launchers
+from manyhands.launch.launchers import claimed, without_launchers
 from manyhands.launch.settings import environment
 
 MARK = "MANYHANDS_RUN"
@@ -100,7 +100,7 @@ class Family:
         others: list[psutil.Process] = []
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
-                here = is_a_rank(process.environ()) and program in process.cmdline()
+                here = claimed("rank", -1, process.environ()) >= 0 and program in process.cmdline()
                 (ranks if here else others).append(process)
         for process in others if ranks else []:  # a launcher kills its ranks as soon as one has ended
             _quietly(process.suspend)
@@ -115,7 +115,7 @@ class Family:
         for process in others:
             _quietly(process.resume)
 
-    def end(self, grace_s: float = 3.0) -> None:
+    def end(self, grace_s: float) -> None:
         """Ask all members to end, then kill what is left, also what appears meanwhile."""
         members = self.members()
         for process in members:
@@ -141,14 +141,7 @@ class Supervised:
     asked to end, and killed after `grace_s`.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        output=None,
-        environ: Mapping[str, str] | None = None,
-        cwd=None,
-        grace_s: float = 1.0,
-    ):
+    def __init__(self, command: Sequence[str], output=None, environ=None, cwd=None, grace_s: float = 3.0):
         self.mark, self.grace_s = secrets.token_hex(8), grace_s
         self.family = Family(self.mark)
         self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
@@ -201,28 +194,22 @@ def supervise(
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         return Ended(None, 0.0, 0, error=f"{command[0]} did not start: there is no such program")
-    with open(log, "wb") as output:
-        try:
-            supervised = Supervised(command, output, environ, cwd)
-        except OSError as error:
-            return Ended(None, 0.0, 0, error=f"{command[0]} did not start: {error}")
-        with supervised as run:
-            child, family, started = run.process, run.family, time.monotonic()
-            while child.poll() is None and time.monotonic() - started < timeout_s and not stop.is_set():
-                peak_bytes = max(peak_bytes, family.memory_bytes())
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(min(sample_s, max(0.01, timeout_s - (time.monotonic() - started))))
-                sample_s = min(SAMPLE_S, 2 * sample_s)
-            seconds = time.monotonic() - started
-            if stop.is_set():
-                return Ended(None, seconds, peak_bytes, error="stopped")
-            if child.poll() is None:
-                family.print_stacks(program)
-                family.end()
-                return Ended(None, seconds, peak_bytes, timed_out=True)
-            while (left := family.members()) and time.monotonic() - started < seconds + linger_s:
-                time.sleep(0.2)
-            return Ended(child.returncode, seconds, peak_bytes, left_behind=tuple(filter(None, map(_describe, left))))
+    with open(log, "wb") as output, Supervised(command, output, environ, cwd) as run:
+        child, family, started = run.process, run.family, time.monotonic()
+        while child.poll() is None and time.monotonic() - started < timeout_s and not stop.is_set():
+            peak_bytes = max(peak_bytes, family.memory_bytes())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(min(sample_s, max(0.01, timeout_s - (time.monotonic() - started))))
+            sample_s = min(SAMPLE_S, 2 * sample_s)
+        seconds = time.monotonic() - started
+        if stop.is_set():
+            return Ended(None, seconds, peak_bytes, error="stopped")
+        if child.poll() is None:
+            family.print_stacks(program)
+            return Ended(None, seconds, peak_bytes, timed_out=True)
+        while (left := family.members()) and time.monotonic() - started < seconds + linger_s:
+            time.sleep(0.2)
+        return Ended(child.returncode, seconds, peak_bytes, left_behind=tuple(filter(None, map(_describe, left))))
 
 
 @contextlib.contextmanager

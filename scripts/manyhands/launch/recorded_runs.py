@@ -26,7 +26,7 @@ FIELDS = (
     "lesson", "name", "hardware", "versions", "commit", "date", "command", "launcher", "backend", "device",
     "world_size", "corpus", "parameters", "measured", "exact",
 )  # fmt: skip
-VENDORS = ("nvidia", "amd", "intel", "(r)", "data center gpu", "instinct")
+VENDORS = r"nvidia|amd|intel|\(r\)|data center gpu|instinct"
 
 
 def text(name: str) -> str:
@@ -48,8 +48,8 @@ def runs(lesson: str, folder: Path | None = None) -> list[dict]:
 def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> str:
     """A table of this run's numbers beside each recorded run's; without one, the two commands that make it.
 
-    `here`: {label: (value, unit)} or {label: (value, unit, name in `measured` or `exact`)}; without a name the label is
-    the name. A dot goes into a dict or a list: "times.ddp". What a run did not record is "-".
+    `here`: {label: (value, unit, name in `measured` or `exact`)}. A dot goes into a dict or a list: "times.ddp". What a
+    run did not record is "-".
     """
     name, others = _full_name(lesson), runs(lesson, folder)
     if not others:
@@ -62,12 +62,12 @@ def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> s
             f"python -m manyhands.launch.recorded_runs {name.split('_')[0]}"
         )
     rows = [["", "here", *(run["name"] for run in others)]]
-    for label, (value, unit, *found) in here.items():
-        theirs = [_look_up(run, found[0] if found else label) for run in others]
+    for label, (value, unit, found) in here.items():
+        theirs = [_look_up(run, found) for run in others]
         rows.append([f"{label}, {unit}" if unit else label, *map(_shown, [value, *theirs])])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        f"{row[0]:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths, strict=True))
         for row in rows
     ]
     return "\n".join([line.rstrip() for line in lines] + [describe(run) for run in others])
@@ -84,36 +84,29 @@ def describe(run: dict) -> str:
     )
 
 
-def record(metrics: dict, folder: Path | None = None, name: str | None = None, cpu: bool = False) -> Path:
+def record(metrics: dict, folder: Path | None = None, name: str | None = None) -> Path:
     """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json: the path.
 
-    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU (unless `cpu`),
-    for one that does not say under which conditions it was made, and for an invalid name.
+    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU, for one that does
+    not say under which conditions it was made, and for an invalid name.
     """
-    if metrics["device"] == "cpu" and not cpu:
-        raise ValueError(
-            f"this run of {metrics['lesson']} was on a CPU, and what is recorded are runs on GPUs; "
-            "run it on a GPU node, or record it all the same with --cpu"
-        )
+    lesson = metrics["lesson"]
+    if metrics["device"] == "cpu":
+        raise ValueError(f"this run of {lesson} was on a CPU, and what is recorded are runs on GPUs")
     if not metrics.get("conditions"):
-        raise ValueError(f"this run of {metrics['lesson']} does not say on what it was made; run the lesson again")
+        raise ValueError(f"this run of {lesson} does not say on what it was made; run the lesson again")
     name = name or default_name(metrics)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"invalid name {name!r} (small letters, digits, - and _, such as h200x4)")
     values = {**metrics, **metrics["conditions"], "name": name}
-    content = {field: values[field] for field in FIELDS}
-    folder = folder or RECORDED
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{metrics['lesson']}.{name}.json"
-    return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    path = (folder or RECORDED) / f"{lesson}.{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(path, json.dumps({field: values[field] for field in FIELDS}, indent=1, allow_nan=False) + "\n")
 
 
 def default_name(metrics: dict) -> str:
-    """ "4 x NVIDIA A100-SXM4-40GB on 2 nodes" -> "a100-sxm4-40gbx4"; a CPU is "cpux4"."""
-    hardware = metrics["conditions"]["hardware"].lower()
-    kind = "cpu" if metrics["device"] == "cpu" else re.sub(r"^\d+ x | on \d+ nodes$", "", hardware)
-    for vendor in VENDORS:
-        kind = kind.replace(vendor, " ")
+    """ "8 x NVIDIA A100-SXM4-40GB on 2 nodes" -> "a100-sxm4-40gbx8"."""
+    kind = re.sub(rf"^\d+ x | on \d+ nodes$|{VENDORS}", " ", metrics["conditions"]["hardware"].lower())
     return f"{re.sub(r'[^a-z0-9]+', '-', kind).strip('-')}x{metrics['world_size']}"
 
 
@@ -126,15 +119,11 @@ def _full_name(lesson):
 
 def _look_up(run, name):
     """A number of a recorded run, or None."""
-    for section in ("measured", "exact"):
-        found = run[section]
+    for found in (run["measured"], run["exact"]):
         for part in [name] if name in found else name.split("."):
-            if isinstance(found, dict):
-                found = found.get(part)
-            elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
-                found = found[int(part)]
-            else:
-                found = None
+            if isinstance(found, list):
+                found = {str(i): value for i, value in enumerate(found)}
+            found = found.get(part) if isinstance(found, dict) else None
         if found is not None:
             return found
     return None
@@ -160,8 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("lesson", help="06 or 06_zero_fsdp")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the run's folder (default: the lesson's last one)")
     parser.add_argument("--name", help="such as h200x4 (default: made of the hardware and the number of ranks)")
-    parser.add_argument("--cpu", action="store_true", help="record a run on a CPU all the same")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: assets/recorded")
     options = parser.parse_args(argv)
     try:
         lesson = _full_name(options.lesson)
@@ -169,15 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
         if metrics["lesson"] != lesson:
             raise ValueError(f"{run} is a run of {metrics['lesson']}, not of {lesson}; name another with --run")
-        path = record(metrics, options.to, options.name, options.cpu)
-    except FileNotFoundError as error:
-        print(
-            f"recorded: {error.filename} is not there; run the lesson first, or name its folder with --run",
-            file=sys.stderr,
-        )
-        return 2
-    except ValueError as error:
-        print(f"recorded: {error}", file=sys.stderr)
+        path = record(metrics, name=options.name)
+    except (FileNotFoundError, ValueError) as error:
+        missing = "{} is not there; run the lesson first, or name its folder with --run"
+        said = error if isinstance(error, ValueError) else missing.format(error.filename)
+        print(f"recorded: {said}", file=sys.stderr)
         return 2
     if "uncommitted" in (metrics["conditions"]["commit"] or "uncommitted"):
         print("the run was not of a commit alone, and the file says so; commit and run again for one to keep")

@@ -23,9 +23,8 @@ from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_stores: dict[
-    tuple[str | None, int | None], dist.Store
-] = {}  # at known addresses: rank 0 must not close one while others come back
+# at known addresses: rank 0 must not close one while others come back
+_stores: dict[tuple[str | None, int | None], dist.Store] = {}
 _joins = count()  # such a store outlives a join: each join has a corner of its own in it
 _cell = 0  # number of the notebook's cell that runs: all ranks agree on it
 _listener: socket.socket | None = None  # rank 0's, from the start of a notebook's ranks until their first join
@@ -80,7 +79,7 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
 
 def _tcp_store(info, address, port, listener, timeout_s):
     """A store that rank 0 serves on `listener`, and to which the others connect."""
-    import torch.distributed as dist
+    import torch.distributed as dist  # late, as above
 
     served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
     patience = timedelta(seconds=timeout_s)

@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
@@ -12,9 +13,8 @@ from manyhands.launch import settings
 from manyhands.launch.program import say
 from manyhands.launch.ranks import Ranks, joined
 
-_folders: dict[
-    int, tuple[Ranks, Path]
-] = {}  # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
+# of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
+_folders: dict[int, tuple[Ranks, Path]] = {}
 
 
 def run_folder(ranks: Ranks, latest: bool = True) -> Path:
@@ -27,9 +27,8 @@ def run_folder(ranks: Ranks, latest: bool = True) -> Path:
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
-        folder = _new_folder(
-            outputs_folder() / (ranks.lesson or "untitled"), f"{name}-rank{ranks.rank}" if ranks.rank else name
-        )
+        name += f"-rank{ranks.rank}" * (ranks.rank > 0)
+        folder = _new_folder(outputs_folder() / (ranks.lesson or "untitled"), name)
         if ranks.rank == 0 and latest:
             point_latest_to(folder)
         _folders[id(ranks)] = (ranks, folder)
@@ -37,12 +36,11 @@ def run_folder(ranks: Ranks, latest: bool = True) -> Path:
 
 
 def _new_folder(lesson, name):
-    for attempt in range(1, 100):
+    for attempt in count(1):
         folder = lesson / (name if attempt == 1 else f"{name}-{attempt}")
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise AssertionError(f"a hundred runs are named {lesson / name}")
 
 
 def point_latest_to(folder: Path) -> None:
@@ -65,9 +63,7 @@ def outputs_folder() -> Path:
         return course
     users = Path("~/.local/share/manyhands/outputs").expanduser()
     if not can_be_written(users):
-        raise ValueError(
-            f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/path/to/a/folder of yours"
-        )
+        raise ValueError(f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/a/folder/of/yours")
     say(f"{course} cannot be written: the outputs of this run go to {users}")
     return users
 
@@ -93,11 +89,8 @@ def show(figure, name: str, alt: str) -> None:
 
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=100)
-        display(
-            {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"},
-            metadata={"image/png": {"alt": alt}},
-            raw=True,
-        )
+        content = {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"}
+        display(content, metadata={"image/png": {"alt": alt}}, raw=True)
         return
     assert ranks is not None, "join first: a figure lies in the run's folder"
     path = run_folder(ranks) / f"{name}.svg"

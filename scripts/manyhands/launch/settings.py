@@ -54,12 +54,6 @@ def set_variables(**variables: str) -> None:
     os.environ.update(variables)
 
 
-def forget(kept: Mapping[str, str]) -> None:
-    """Remove all variables but those in `kept`."""
-    for name in os.environ.keys() - kept.keys():
-        del os.environ[name]
-
-
 def value(name: str, default: str | None = None) -> str | None:
     """What one of these variables holds."""
     return os.environ.get(name, default)
