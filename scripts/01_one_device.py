@@ -446,7 +446,7 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
 # memory.
 
 # %% tags=["active-ipynb"]
-# from manyhands.widgets.sizes import show_sizes
+# from manyhands.widgets.memory import show_sizes
 #
 # show_sizes()
 

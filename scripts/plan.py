@@ -165,12 +165,7 @@ def main(argv=None):
 def _draw(answer, args):
     from manyhands.plots.plans import plans
 
-    rows = []
-    for one in answer.ranked[: args.top]:
-        held = {kind: size for kind, size in one.held.by_kind().items() if size}
-        if one.held.offload:
-            held = {kind: size for kind, size in held.items() if kind not in ("parameters", "gradients", "optimizer")}
-        rows.append((one.name, held, one.time.by_part()))
+    rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[: args.top]]
     question = answer.question
     title = f"{question.model.name} on {question.gpus} {question.machine.name}"
     plans(rows, question.machine.memory_bytes, title).savefig(args.plot)

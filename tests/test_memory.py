@@ -7,7 +7,7 @@ from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.measure.tensor_bytes import Bytes, tensor_bytes
-from manyhands.predict.memory import bytes_per_rank, checkpoint_bytes, weights_in_order
+from manyhands.predict.memory import Share, bytes_per_rank, checkpoint_bytes
 from manyhands.predict.models import model_of
 
 # odd numbers: nothing splits evenly but what must
@@ -190,11 +190,11 @@ def test_a_checkpoint_is_as_large_under_every_strategy():
     "variant", ["", "--model.tie", "--model.qkv-bias", "--model.tie --model.qkv-bias --model.n-layer 7"]
 )
 def test_the_weights_that_are_counted_are_those_of_the_model_in_its_order(variant):
-    config, layout, _ = read(f"--model.vocab-size 65 {variant}", 1)
+    config, _, _ = read(f"--model.vocab-size 65 {variant}", 1)
     with torch.device("meta"):
         shapes = [tuple(p.shape) for p in GPT(config).parameters()]
     model = model_of(config)
-    assert [w.shape for w in weights_in_order(model, layout, ((config.n_layer, True, True),))] == shapes
+    assert [w.shape for w in Share(model, 1, 1, ((config.n_layer, True, True),)).weights] == shapes
     assert model.num_params() == config.num_params()
 
 

@@ -11,10 +11,9 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.predict.activation_memory import published_bytes, slide_values
 from manyhands.predict.flops import listed_peak
-from manyhands.predict.memory import RECIPES, state_bytes, zero_bytes
-from manyhands.widgets.bits import bits, from_pattern
-from manyhands.widgets.memory import MODELS
-from manyhands.widgets.sizes import devices_needed
+from manyhands.predict.memory import RECIPES, zero_bytes
+from manyhands.widgets.floats import bits, from_pattern
+from manyhands.widgets.memory import MODELS, devices_needed
 
 CLASS_70B = MODELS["70B class"]
 P_70B = 65_288_471_656
@@ -25,7 +24,7 @@ def test_the_70b_class_takes_130_6_gb_of_weights_and_914_at_14_p_on_23_or_12_dev
     assert CLASS_70B.num_params() == P_70B and round(2 * P_70B / 1e9, 1) == 130.6
     assert (CLASS_70B.vocab_size, CLASS_70B.n_embd, CLASS_70B.block_size) == (50_280, 8192, 4096)
     assert (CLASS_70B.n_layer, CLASS_70B.n_head) == (80, 64)
-    gigabytes = state_bytes(P_70B, "14P of many slides") / 1e9
+    gigabytes = P_70B * RECIPES["14P of many slides"].total / 1e9
     assert round(gigabytes) == 914 and 14 * 65 == 910, "in circulation: P was rounded first"
     for unit, counts in (("GB", [23, 12]), ("GiB", [22, 11])):
         found = [devices_needed(gigabytes, size, unit) for size in (40, 80)]
@@ -61,8 +60,8 @@ def test_a_parameter_takes_8_or_16_bytes_and_18_while_autocasts_copies_live():
     "billions, at_14, at_16", [(0.3, 4.2, 4.8), (1, 14, 16), (7, 98, 112), (13, 182, 208), (70, 980, 1120)]
 )
 def test_the_usual_table_is_14_p_and_training_takes_16(billions, at_14, at_16):
-    assert state_bytes(billions * 1e9, "14P of many slides") == at_14 * 1e9
-    assert state_bytes(billions * 1e9, "bf16 + fp32 master") == at_16 * 1e9
+    assert billions * RECIPES["14P of many slides"].total == pytest.approx(at_14)
+    assert billions * RECIPES["bf16 + fp32 master"].total == pytest.approx(at_16)
 
 
 def test_its_activations_by_the_slides_are_51_tb_86_per_cent_of_them_scores():
@@ -108,7 +107,6 @@ def test_zeros_figure_is_120_and_31_4_and_16_6_and_1_9_gb():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (lambda: state_bytes(10, "fp8"), "recipe 'fp8' is unknown; use one of fp32, bf16"),
         (lambda: zero_bytes(1, 1, 4), "stage=4 is none"),
         (lambda: zero_bytes(1, 0, 1), "n_ranks=0 is too small"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.predict.traffic import Traffic, ideal_volume, per_step
+from manyhands.predict.traffic import Traffic, per_step
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"
@@ -85,12 +85,6 @@ def test_ddp_sends_several_buckets_where_a_model_has_megabytes():
 def volume(traffic, num_params):
     """In P: an all-reduce is two of them, as in the ideal volumes."""
     return sum((2 if op == "all_reduce" else 1) * t.payload_bytes for op, t in traffic.items()) / 4 / num_params
-
-
-def test_the_ideal_volumes_are_two_two_two_and_three_p():
-    assert [ideal_volume(stage, 10) for stage in range(4)] == [20, 20, 20, 30]
-    with pytest.raises(ValueError, match="stage=4 is none"):
-        ideal_volume(4, 10)
 
 
 def test_libraries_move_more_or_less_than_the_ideal():

@@ -14,18 +14,24 @@ from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import machine_named
-from manyhands.predict.memory import state_bytes, state_of_rank, zero_bytes
+from manyhands.predict.memory import state_of_rank, zero_bytes
 from manyhands.predict.models import model_of, preset_model
 from manyhands.predict.planner import plan
-from manyhands.predict.traffic import OnLink, between_nodes, links, partners, payloads_of_7b
 from manyhands.widgets import display as display_module
-from manyhands.widgets.bits import DTYPES, bits, from_pattern, neighbour
-from manyhands.widgets.floats import FloatControls, in_words, show_floats
-from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory
+from manyhands.widgets.floats import DTYPES, FloatControls, bits, from_pattern, in_words, neighbour, show_floats
+from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_figure, show_memory, show_sizes, sizes_figure
 from manyhands.widgets.pipeline import pipeline_figure, show_pipeline
 from manyhands.widgets.planner import planner_figure, show_planner
-from manyhands.widgets.rank_grid import ORDERS, rank_grid_figure, show_rank_grid
-from manyhands.widgets.sizes import show_sizes, sizes_figure
+from manyhands.widgets.rank_grid import (
+    ORDERS,
+    OnLink,
+    between_nodes,
+    links,
+    partners,
+    payloads_of_7b,
+    rank_grid_figure,
+    show_rank_grid,
+)
 from manyhands.widgets.zigzag import owners, pairs_by_step, show_zigzag, zigzag_figure
 
 
@@ -79,7 +85,7 @@ def test_what_is_no_pattern_and_no_format_is_refused():
 @pytest.mark.parametrize("stage", range(4))
 def test_the_bars_are_zeros_stages_and_what_is_unsharded_and_on_one_rank_the_recipe(stage):
     P = MODELS["7B"].num_params()
-    for ranks, expected in ((64, zero_bytes(P, 64, stage)), (1, state_bytes(P, "bf16 + fp32 master"))):
+    for ranks, expected in ((64, zero_bytes(P, 64, stage)), (1, 16 * P)):
         found = bytes_by_kind(MODELS["7B"], "bf16 + fp32 master", stage, ranks)
         assert (found.pop("unsharded parameters", 0) > 0) == (stage == 3)
         assert sum(found.values()) == pytest.approx(expected)

@@ -9,9 +9,8 @@ import pytest
 from lab import Lab, chromium, opened
 from manyhands.widgets.display import png
 from manyhands.widgets.floats import floats_figure
-from manyhands.widgets.memory import MODELS, memory_figure
+from manyhands.widgets.memory import MODELS, memory_figure, sizes_figure
 from manyhands.widgets.rank_grid import rank_grid_figure
-from manyhands.widgets.sizes import sizes_figure
 from manyhands.widgets.zigzag import zigzag_figure
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]

@@ -2,7 +2,7 @@
 
     held = bytes_per_rank(config, layout, options)     # RankBytes of the fullest rank; a GPTConfig or a PlannedModel
     held.parameters, held.optimizer, held.on_gpu       # what must fit
-    state_bytes(65_288_471_656, "bf16 + fp32 master")  # on paper, before any layout: 16 bytes each, 1,045 GB
+    RECIPES["bf16 + fp32 master"].total                # on paper, before any layout: 16 bytes per parameter
     zero_bytes(7.5e9, n_ranks=64, stage=3)             # 1.9e9 bytes on each rank
 
 The dry run, the planner and the lessons all count by this one model. Counted: the weights that the optimizer updates,
@@ -14,7 +14,7 @@ Tests hold it to real ranks.
 
 import heapq
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -56,6 +56,11 @@ class RankBytes:
         """What the GPU's memory must hold at its fullest moment."""
         return sum(self.by_kind().values()) - self.on_host
 
+    def kinds_on_gpu(self) -> dict[str, int]:
+        """{kind: bytes} of what is in the GPU's memory at all."""
+        on_host = AT_REST if self.offload else ()
+        return {kind: size for kind, size in self.by_kind().items() if size and kind not in on_host}
+
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes}."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
@@ -70,8 +75,7 @@ def bytes_per_rank(config, layout, options) -> RankBytes:
     return RankBytes(
         *state_of_rank(model, layout, options),
         activation_bytes(share_of(model, layout.context), layout, options),
-        _accumulated_gradients(model, layout, options),
-        _workspace(model, layout, options),
+        *_within_a_step(model, layout, options),
         options.parallel.offload,
     )
 
@@ -118,7 +122,8 @@ def storage_of(layout, options) -> Storage:
 
 
 def state_of_rank(model: PlannedModel, layout, options) -> State:
-    """The State of the fullest rank; many layouts differ in their batch alone, so it is remembered."""
+    """The State of the fullest rank."""
+    # many layouts differ in their batch alone: it is remembered without
     return _state(model, _as_one_batch(layout), storage_of(layout, options))
 
 
@@ -129,36 +134,61 @@ def _as_one_batch(layout):
 
 @cache
 def _state(model, layout, storage):
-    ranks = stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, storage.schedule)
     if storage.dp_mode not in STATES:
         raise OptionError(f"no formula says what a rank holds under dp_mode={storage.dp_mode!r}; use another strategy")
-    return max(
-        (STATES[storage.dp_mode](model, stages, layout, storage) for stages in dict.fromkeys(ranks)), key=sum
-    )  # many are alike
+    held = STATES[storage.dp_mode]
+    return max((held(share, layout, storage) for share in shares_of_ranks(model, layout, storage.schedule)), key=sum)
 
 
-def _weights(model, stages, layout):
-    """[(how often, Weight)] of a pipeline rank: of each weight what its first tensor rank has."""
-    found = []
-    for layers, is_first, is_last in stages:
-        layer, front, back = _shares(model, layout.tensor, layout.expert)
-        found += [(layers, weight) for weight in layer]
-        found += [(1, weight) for weight in front * is_first + back * is_last]
-    return found
+@dataclass(frozen=True)
+class Share:
+    """What the first tensor rank of a pipeline rank has of a model, with one part of its experts."""
+
+    model: PlannedModel
+    tensor: int
+    expert: int  # ranks over which the experts are spread
+    stages: tuple[tuple[int, bool, bool], ...]  # see `stages_of_ranks`
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """In the order of `parameters()`."""
+        model = self.model
+        groups = model.front_weights(), model.layer_weights(model.n_expert // self.expert), model.back_weights()
+        front, layer, back = ([weight.of_tensor_rank(self.tensor) for weight in group] for group in groups)
+        return [w for layers, first, last in self.stages for w in front * first + layer * layers + back * last]
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters, those of its experts included."""
+        return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def expert_numel(self) -> int:
+        """Parameters of its experts."""
+        return sum(weight.numel for weight in self.weights if weight.expert)
+
+    def units(self, wrapping: str) -> list[list["Unit"]]:
+        """The units of FSDP of each stage."""
+        return [fsdp_units(self.model, self.tensor, self.expert, *stage, wrapping) for stage in self.stages]
 
 
 @cache
-def _shares(model, tensor, expert):
-    """What a tensor rank has of a layer, its share of the experts included; before the layers; and behind them."""
-    all_weights = model.layer_weights(model.n_expert // expert), model.front_weights(), model.back_weights()
-    return [[weight.of_tensor_rank(tensor) for weight in weights] for weights in all_weights]
+def _shares(model, tensor, expert, *pipeline):
+    stages = dict.fromkeys(stages_of_ranks(model.n_layer, *pipeline))  # many are alike
+    return [Share(model, tensor, expert, one) for one in stages]
 
 
-def _numel(weights):
-    return sum(times * weight.numel for times, weight in weights)
+def shares_of_ranks(model: PlannedModel, layout, schedule: str = "1F1B") -> list[Share]:
+    """The different shares of the pipeline's ranks."""
+    return _shares(model, layout.tensor, layout.expert, layout.pipeline, layout.stages_per_rank, schedule)
 
 
-def _whole(model, stages, layout, storage):
+def fullest_share(model: PlannedModel, layout, schedule: str = "1F1B") -> Share:
+    """That of the pipeline rank with the most parameters."""
+    return max(shares_of_ranks(model, layout, schedule), key=lambda share: (share.numel, share.expert_numel))
+
+
+def _whole(share, layout, storage):
     """ddp, tp, pp: a rank has its part of the model for itself. The gradients are the buckets that are sent.
 
     Autocast keeps a copy of what its linear layers multiply with and add, from the forward until the backward has used
@@ -166,32 +196,30 @@ def _whole(model, stages, layout, storage):
     over the replicas: whole tensors, the largest first, each to the rank that has the least so far.
     """
     size, low = storage.size, storage.low
-    weights = _weights(model, stages, layout)
-    owned = count = _numel(weights)
+    owned = count = share.numel
     if storage.dp_mode == "zero1":
         loads = [0] * layout.replicate  # a heap
-        for numel in sorted((weight.numel for times, weight in weights for _ in range(times)), reverse=True):
+        for numel in sorted((weight.numel for weight in share.weights), reverse=True):
             heapq.heapreplace(loads, loads[0] + numel)
         owned = max(loads)
-    linear = _numel([(times, weight) for times, weight in weights if weight.linear])
+    linear = sum(weight.numel for weight in share.weights if weight.linear)
     return State(count * size, count * size, storage.moments * owned * size, linear * low if low < size else 0)
 
 
-def _fsdp(model, stages, layout, storage):
+def _fsdp(share, layout, storage):
     """fully_shard cuts each weight along its first dim and pads: all ranks have what the first has. So are gradients.
 
     Whole at the same time, in the precision of the products: the root, which stays, and the most of a unit with the
     units around it; where they stay for the step, all units. A unit that is fetched early would come on top.
     """
     held = unsharded = 0
-    for stage in stages:
-        units = fsdp_units(model, layout.tensor, layout.expert, *stage, storage.wrapping)
-        *units, root = ((unit, *padded(unit.weights, layout)) for unit in units)
-        held += root[1] + sum(unit.times * part for unit, part, _ in units)
+    for units in share.units(storage.wrapping):
+        cut = [(unit.times, *padded(unit.weights, layout)) for unit in units]
+        held += sum(times * part for times, part, _ in cut)
         if storage.keeps_unsharded:
-            unsharded += root[2] + sum(unit.times * whole for unit, _, whole in units)
+            unsharded += sum(times * whole for times, _, whole in cut)
         else:
-            unsharded += root[2] + max((padded(unit.nested, layout)[1] for unit, *_ in units), default=0)
+            unsharded += cut[-1][2] + max(padded(unit.nested, layout)[1] for unit in units)
     held *= storage.size
     return State(held, held, storage.moments * held, 0, unsharded * storage.low)
 
@@ -248,23 +276,23 @@ def _units_of_size(weights, least, is_layer):
 
     Units are modules of `least` parameters or more that are in no unit further inside: the innermost first.
     """
+
+    def inside(weight, module):
+        return tuple(weight.module.split("."))[: len(module)] == module
+
     paths = [weight.module.split(".") for weight in weights]
     modules = {tuple(path[:depth]) for path in paths for depth in range(0 if is_layer else 1, len(path) + 1)}
     found, left = {}, weights
     for module in sorted(modules, key=lambda path: (-len(path), path)):
-        own = [weight for weight in left if _is_inside(weight, module)]
+        own = [weight for weight in left if inside(weight, module)]
         if sum(weight.numel for weight in own) >= least:
             found[module] = own
-            left = [weight for weight in left if not _is_inside(weight, module)]
-    around = {module: [other for other in found if other == module[: len(other)]] for module in found}
-    return [(own, [w for other in around[module] for w in found[other]]) for module, own in found.items()], left
+            left = [weight for weight in left if not inside(weight, module)]
+    nested = {module: [w for other in found if other == module[: len(other)] for w in found[other]] for module in found}
+    return [(own, nested[module]) for module, own in found.items()], left
 
 
-def _is_inside(weight, module):
-    return tuple(weight.module.split("."))[: len(module)] == module
-
-
-def _deepspeed(model, stages, layout, storage):
+def _deepspeed(share, layout, storage):
     """DeepSpeed's ZeRO cuts what it shards into equal parts; gradients and weights are fp32, as this course sets it up.
 
     Stages 1 and 2 keep a master copy of a rank's part beside the whole weights. Stage 3 keeps up to LIVE_NUMEL numbers
@@ -272,84 +300,49 @@ def _deepspeed(model, stages, layout, storage):
     """
     from manyhands.parallel.deepspeed_engine import LIVE_NUMEL  # late: it brings torch
 
-    size, low, count = storage.size, storage.low, _numel(_weights(model, stages, layout))
-    share = ceil(count / layout.replicate)
-    moments = storage.moments * share * size
+    size, low, count = storage.size, storage.low, share.numel
+    part = ceil(count / layout.replicate)
+    moments = storage.moments * part * size
     if storage.zero_stage == 3:
-        return State(share * size, share * size, moments, 0, min(count, LIVE_NUMEL) * low)
-    gradients = count if storage.zero_stage == 1 else share
-    return State(count * size, gradients * size, moments, share * size + (count * low if low < size else 0))
+        return State(part * size, part * size, moments, 0, min(count, LIVE_NUMEL) * low)
+    gradients = count if storage.zero_stage == 1 else part
+    return State(count * size, gradients * size, moments, part * size + (count * low if low < size else 0))
 
 
-# {dp_mode of a strategy: (model, stages of a rank, layout, storage) -> State}
+# {dp_mode of a strategy: (Share, layout, Storage) -> State}
 STATES = {"replicas": _whole, "zero1": _whole, "fsdp": _fsdp, "deepspeed": _deepspeed}
 
-# ------------------------------------------------------------------ within a step
 
+def _within_a_step(model, layout, options):
+    """(accumulated gradients, workspace) in bytes.
 
-def rank_parameters(model: PlannedModel, layout, schedule: str = "1F1B") -> tuple[int, int]:
-    """(parameters of the fullest pipeline rank, those of experts among them): what its tensor rank has, unsharded."""
-    _, *counts = _fullest(model, _as_one_batch(layout), schedule)
-    return tuple(counts)
-
-
-def fullest_stages(model: PlannedModel, layout) -> tuple[tuple[int, bool, bool], ...]:
-    """The stages of that rank: see `stages_of_ranks`."""
-    return _fullest(model, _as_one_batch(layout), "1F1B")[0]
-
-
-@cache
-def _fullest(model, layout, schedule):
-    found = []
-    for stages in stages_of_ranks(model.n_layer, layout.pipeline, layout.stages_per_rank, schedule):
-        weights = _weights(model, stages, layout)
-        found.append((stages, _numel(weights), _numel([pair for pair in weights if pair[1].expert])))
-    return max(found, key=lambda rank: rank[1:])
-
-
-def weights_in_order(model: PlannedModel, layout, stages) -> list[Weight]:
-    """What a tensor rank has of each weight of these stages, in the order of `parameters()`."""
-    layer, front, back = _shares(model, layout.tensor, layout.expert)
-    return [w for layers, is_first, is_last in stages for w in front * is_first + layer * layers + back * is_last]
-
-
-def _accumulated_gradients(model, layout, options):
-    """Of whole units, in the precision in which FSDP sums them over ranks after the last micro-batch; 0 with one."""
-    ranks = layout.replicate * layout.shard
-    if layout.dp_mode(options) != "fsdp" or layout.micro_batches == 1 or ranks == 1:
-        return 0
-    numbers, experts = rank_parameters(model, layout, options.parallel.schedule)
-    if layout.expert == ranks:  # no other rank has these experts: nothing is to be summed
-        numbers -= experts
-    return numbers * weight_bytes(options)
-
-
-def _workspace(model, layout, options):
-    """What single operations need for the moment: the most of it.
-
-    The logits in 32 bits and their gradient, on the last stage; under FSDP the gradient of the largest unit, in low
-    precision and once more in 32 bits, on its way into a reduce-scatter; on context ranks the keys and values of
-    another rank and their gradients, here and on their way; tokens on their way to experts and back.
+    Gradients accumulate whole, unit by unit, in the precision in which FSDP sums them over ranks after the last of
+    several micro-batches. Workspace is the most that single operations need: the logits in 32 bits and their gradient,
+    on the last stage; under FSDP the gradient of the largest unit, in low precision and once more in 32 bits, on its
+    way into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
+    their way; tokens on their way to experts and back.
     """
-    low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
-    split = layout.tensor if options.parallel.loss_parallel else 1
+    low, size, sharded = (
+        PRECISION_BYTES[options.train.precision],
+        weight_bytes(options),
+        layout.dp_mode(options) == "fsdp",
+    )
     tokens = sequences_at_once(layout, options) * model.block_size // layout.context
-    found = 2 * 4 * tokens * ceil(model.vocab_size / split)
+    workspace = 2 * 4 * tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
     if layout.context > 1:
-        found += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
+        workspace += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
     if layout.expert > 1:
-        found += ceil(2 * tokens * model.routed * model.n_embd * low)
-    if layout.dp_mode(options) != "fsdp":
-        return found
-    largest = _largest_unit(model, layout.tensor, layout.expert, layout.pipeline == 1, options.parallel.wrapping)
-    return found + largest * (low + size)
-
-
-@cache
-def _largest_unit(model, tensor, expert, is_last, wrapping):
-    """Parameters of the largest unit of FSDP on the first stage, or on the only one."""
-    units = fsdp_units(model, tensor, expert, model.n_layer, True, is_last, wrapping)
-    return max(sum(weight.numel for weight in unit.weights) for unit in units)
+        workspace += ceil(2 * tokens * model.routed * model.n_embd * low)
+    if sharded:
+        stage = (model.n_layer, True, layout.pipeline == 1)
+        units = fsdp_units(model, layout.tensor, layout.expert, *stage, options.parallel.wrapping)
+        workspace += max(sum(weight.numel for weight in unit.weights) for unit in units) * (low + size)
+    accumulated, ranks = 0, layout.replicate * layout.shard
+    if sharded and layout.micro_batches > 1 and ranks > 1:
+        share = fullest_share(model, layout, options.parallel.schedule)
+        # where no other rank has these experts, nothing of them is to be summed
+        accumulated = (share.numel - (share.expert_numel if layout.expert == ranks else 0)) * size
+    return accumulated, workspace
 
 
 # ------------------------------------------------------------------ on paper
@@ -382,23 +375,6 @@ RECIPES = {
 }
 
 
-def state_bytes(num_params: float, recipe: str | Recipe) -> int:
-    """Bytes of weights, gradients, optimizer and copies of `num_params` parameters, on one device that holds all.
-
-    `recipe` is a Recipe, or a name in RECIPES. No activations. Raises ValueError for an unknown name.
-    """
-    return round(num_params * as_recipe(recipe).total)
-
-
-def as_recipe(recipe: str | Recipe) -> Recipe:
-    """The Recipe of a name in RECIPES; a Recipe as it is. Raises ValueError."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is unknown; use one of {', '.join(RECIPES)}, or a Recipe")
-    return RECIPES[recipe]
-
-
 def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> float:
     """Bytes of each of `n_ranks` ranks under a stage of ZeRO (0: none, plain data parallelism).
 
@@ -407,14 +383,9 @@ def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> fl
     3 the weights too; into parts of equal size, without unsharded parameters, without activations. Raises ValueError
     for another stage, or less than one rank.
     """
-    refuse_stage(stage)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
     if n_ranks < 1:
         raise ValueError(f"n_ranks={n_ranks} is too small; use at least 1")
     weights, gradients, optimizer = (1 / n_ranks if stage >= first else 1 for first in (3, 2, 1))
     return num_params * (2 * weights + 2 * gradients + k * optimizer)
-
-
-def refuse_stage(stage: int) -> None:
-    """Raises ValueError for what is no stage of ZeRO."""
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")

@@ -73,69 +73,44 @@ class Run:
         return 1 - busy / whole
 
 
-def gpipe(rank: int, p: int, m: int) -> list[Action]:
-    """All forwards, then all backwards."""
-    return [Action(kind, rank, i) for kind in "FB" for i in range(m)]
-
-
-def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
-    """p - rank forwards to begin with (m, if there are fewer), then a backward for each forward."""
-    ahead = min(m, p - rank)
-    order = [Action("F", rank, i) for i in range(ahead)]
-    for i in range(m):
-        order.append(Action("B", rank, i))
-        if i + ahead < m:
-            order.append(Action("F", rank, i + ahead))
-    return order
-
-
-def interleaved(rank: int, p: int, m: int, v: int = 2) -> list[Action]:
-    """1F1B over v stages per rank: a round of micro-batches through one stage, then through the next.
-
-    Raises ValueError where m does not split into rounds of equal size, of which there are max(1, m // p).
-    """
-    size = _round_size(p, m)
-    ahead = min(m * v, (v - 1) * size + 2 * (p - 1 - rank))
-    forwards, backwards = _chunked(rank, p, m, v, size)
-    order = forwards[:ahead]
-    for k in range(m * v):
-        order += [*forwards[ahead + k : ahead + k + 1], backwards[k]]
-    return order
-
-
-def zero_bubble(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
-    """ZB-H1: interleaved with each backward in two halves; the second fills what would be idle. Raises as
-    `interleaved`."""
-    size = _round_size(p, m)
-    ahead = min(m * v, (v - 1) * size + (p - 1 - rank))
-    forwards, backwards = _chunked(rank, p, m, v, size)
-    order, weights = forwards[:ahead], [Action("W", *action[1:]) for action in backwards]
-    for k in range(m * v):
-        order += [*forwards[ahead + k : ahead + k + 1], Action("I", *backwards[k][1:])]
-        if k >= rank:
-            order.append(weights[k - rank])
-    return order + weights[max(m * v - rank, 0) :]
-
-
 def orders_of(schedule: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
     """[each rank's actions] of a schedule in SCHEDULES; v counts for the last two only.
 
-    Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and as `interleaved`.
+    Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and where m does not
+    split into rounds of equal size, of which interleaved schedules have max(1, m // p).
     """
     return [order_of(schedule, rank, p, m, v) for rank in range(max(p, 1))]  # p=0 is refused there
 
 
 def order_of(schedule: str, rank: int, p: int, m: int, v: int = 1) -> list[Action]:
-    """The actions of one rank of them. Raises as `orders_of`."""
+    """The actions of one rank of them: so many forwards ahead, then a forward and a backward in turns.
+
+    GPipe has all forwards ahead. Of interleaved schedules a round of micro-batches goes through one stage, then through
+    the next. Zero-bubble is ZB-H1: each backward in two halves, of which the second fills what would be idle.
+    """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
     if min(p, m, v) < 1:
         raise ValueError(f"p={p}, m={m}, v={v}: ranks, micro-batches and stages per rank are at least 1")
-    if schedule in ("GPipe", "1F1B"):
-        if v > 1:
-            raise ValueError(f"{schedule} has one stage per rank, not v={v}; use Interleaved1F1B")
-        return (gpipe if schedule == "GPipe" else one_f_one_b)(rank, p, m)
-    return (interleaved if schedule == "Interleaved1F1B" else zero_bubble)(rank, p, m, v)
+    one_stage, split = schedule in ("GPipe", "1F1B"), schedule == "InterleavedZeroBubble"
+    if one_stage and v > 1:
+        raise ValueError(f"{schedule} has one stage per rank, not v={v}; use Interleaved1F1B")
+    rounds = 1 if one_stage else max(1, m // p)
+    if m % rounds:
+        raise ValueError(f"{m} micro-batches do not split into {rounds} equal rounds; use a multiple of p={p}")
+    size = m // rounds
+    rows = [range(first, first + size) for first in range(0, m, size)]
+    forwards = [(chunk * p + rank, i) for row in rows for chunk in range(v) for i in row]
+    backwards = [(chunk * p + rank, i) for row in rows for chunk in reversed(range(v)) for i in row]
+    after = p - 1 - rank  # ranks behind this one
+    ahead = {"GPipe": m, "Interleaved1F1B": (v - 1) * size + 2 * after}.get(schedule, (v - 1) * size + after)
+    order = [Action("F", *at) for at in forwards[:ahead]]
+    for k, at in enumerate(backwards):
+        order += [Action("F", *at) for at in forwards[ahead + k : ahead + k + 1]]
+        order.append(Action("I" if split else "B", *at))
+        if split and k >= rank:
+            order.append(Action("W", *backwards[k - rank]))
+    return order + [Action("W", *at) for at in backwards[max(m * v - rank, 0) :] if split]
 
 
 def bubble_formula(schedule: str, p: int, m: int, v: int = 1) -> Fraction:
@@ -241,25 +216,13 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
                 next_up[rank] += 1
                 moved = True
         if not moved:
-            raise ValueError(_circle(orders, next_up, ended, lambda action: needs(action, num_stages)))
+            waits = [
+                f"rank {rank} with {named(order[at])} for {named(other)}"
+                for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)) if at < len(order)
+                for other in [next(before for before in needs(order[at], num_stages) if before not in ended)]
+            ]  # fmt: skip
+            raise ValueError(f"the schedule never ends: {', '.join(waits)}")
     return Run(slots, [in_flight(order) for order in orders], len(orders))
-
-
-def _round_size(p, m):
-    rounds = max(1, m // p)
-    if m % rounds:
-        raise ValueError(f"{m} micro-batches do not split into {rounds} equal rounds; use a multiple of p={p}")
-    return m // rounds
-
-
-def _chunked(rank, p, m, v, size):
-    """All forwards and all backwards of a rank's v stages, a round of `size` micro-batches in each stage at a time."""
-    forwards, backwards = [], []
-    for first in range(0, m, size):
-        micros = range(first, first + size)
-        forwards += [Action("F", chunk * p + rank, i) for chunk in range(v) for i in micros]
-        backwards += [Action("B", chunk * p + rank, i) for chunk in reversed(range(v)) for i in micros]
-    return forwards, backwards
 
 
 def _refuse_incomplete(orders):
@@ -275,15 +238,6 @@ def _refuse_incomplete(orders):
                 missing = "F" if "F" not in kinds else "B" if kinds == {"F"} else "the other half of B"
                 raise ValueError(f"micro-batch {i} of stage {s} has {sorted(kinds)}: {missing} is missing")
     return max(stages, default=-1) + 1
-
-
-def _circle(orders, next_up, ended, needs):
-    waits = []
-    for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)):
-        if at < len(order):
-            other = next(b for b in needs(order[at]) if b not in ended)
-            waits.append(f"rank {rank} with {named(order[at])} for {named(other)}")
-    return f"the schedule never ends: {', '.join(waits)}"
 
 
 def slots_of(spans: list) -> list[Slot]:

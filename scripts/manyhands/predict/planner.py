@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.predict.layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, divisors, families
-from manyhands.predict.memory import AT_REST, RankBytes, bytes_per_rank, state_of_rank
+from manyhands.predict.memory import RankBytes, bytes_per_rank, state_of_rank
 from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
 
 CLOSE = 1.05
@@ -148,8 +148,7 @@ def _simplest(plans):
 def _does_not_fit(room, held):
     """Why a family is refused whose smallest variant is too large: the sentence with its bytes."""
     least, candidate = min(held, key=lambda pair: pair[0].on_gpu)
-    on_host = AT_REST if least.offload else ()
-    kinds = {kind.replace("_", " "): size for kind, size in least.by_kind().items() if kind not in on_host}
+    kinds = {kind.replace("_", " "): size for kind, size in least.kinds_on_gpu().items()}
     largest = ", ".join(f"{kind} {kinds[kind] / GB:.1f}" for kind in sorted(kinds, key=kinds.get, reverse=True)[:3])
     return (
         f"needs {least.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"

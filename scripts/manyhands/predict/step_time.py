@@ -23,7 +23,7 @@ from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import AROUND, PRECISION_BYTES, rank_terms, weight_bytes
 from manyhands.predict.machines import LINK_SHARE, Group, Machine, Sent
-from manyhands.predict.memory import MOMENTS, rank_parameters, state_of_rank
+from manyhands.predict.memory import MOMENTS, fullest_share, state_of_rank
 from manyhands.predict.models import PlannedModel, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
 from manyhands.predict.traffic import Message, forwards, messages, tokens_at_once
@@ -107,7 +107,7 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         # autocast reads the weights in fp32 and writes them in low precision, once per forward
         cast_bytes=0.0
         if STRATEGIES[parallel.strategy].dp_mode == "fsdp"
-        else rank_parameters(model, layout)[0] * (size + low),
+        else fullest_share(model, layout).numel * (size + low),
         offload=parallel.offload,
         expert_flops=layers * tokens * model.expert_flops() / tensor if spread else 0.0,
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer if spread else 0.0,

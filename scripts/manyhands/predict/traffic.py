@@ -2,8 +2,6 @@
 
     messages(model, layout, options, layers=32)    # [Message] on every axis of a plan, for `step_time`
     per_step(config, layout, options)              # {"all_gather": Traffic(calls, payload_bytes)}, as `wire` counts
-    ideal_volume(stage=3, num_params=P)            # 3 P numbers: what the method needs, whatever a library does
-    links(sizes, payloads_of_7b(sizes))            # who sends how much to whom, where ranks stand on a grid of axes
 
 A step here is forward, backward and `optimizer.step()`. Beside it the trainer sends two single numbers, the mean loss
 and, where gradients are sharded, their norm. A payload is the whole tensor that a collective is about (see `wire`);
@@ -17,13 +15,12 @@ hand.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, weight_bytes
 from manyhands.predict.machines import Sent
-from manyhands.predict.memory import fsdp_units, fullest_stages, padded, refuse_stage, storage_of, weights_in_order
+from manyhands.predict.memory import fullest_share, padded, storage_of
 from manyhands.predict.models import PlannedModel, model_of
 
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
@@ -51,18 +48,6 @@ class Traffic:
 
     calls: int
     payload_bytes: int
-
-
-def ideal_volume(stage: int, num_params: float) -> float:
-    """Numbers per step and rank that a stage of ZeRO needs to move; 0 is plain data parallelism. ValueError for
-    another.
-
-    Rajbhandari et al. 2020, section 7, counts a reduce-scatter or an all-gather of P numbers as P (a ring sends (n-1)/n
-    of it), and an all-reduce, which is one of each, as 2 P. Stages 1 and 2 reduce-scatter gradients and all-gather
-    updated weights: 2 P. Stage 3 gathers the weights for the forward and again for the backward: 3 P.
-    """
-    refuse_stage(stage)
-    return (3 if stage == 3 else 2) * num_params
 
 
 def per_step(config, layout, options) -> dict[str, Traffic]:
@@ -184,7 +169,7 @@ def _replicas(model, layout, storage, flat):
     zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P
     together, where the ideal is 2 P.
     """
-    found, weights = [], weights_in_order(model, layout, fullest_stages(model, layout))
+    found, weights = [], fullest_share(model, layout).weights
     for expert in sorted({1, layout.expert}):
         own = [weight.numel * storage.size for weight in weights if _spread(weight, layout) == expert]
         (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
@@ -227,8 +212,7 @@ def _fsdp(model, layout, storage, flat):
     for expert in sorted({1, layout.expert}):
         shards, replicas = _groups(layout, expert)
         inner, roots = [], []  # (how often, numbers)
-        for stage in fullest_stages(model, layout):
-            units = fsdp_units(model, layout.tensor, layout.expert, *stage, storage.wrapping)
+        for units in fullest_share(model, layout).units(storage.wrapping):
             for unit in units:
                 own = [weight for weight in unit.weights if _spread(weight, layout) == expert]
                 if own:
@@ -265,66 +249,3 @@ def _spread(weight, layout):
 
 def _total(units):
     return sum(times for times, _ in units), sum(times * numbers for times, numbers in units)
-
-
-# ------------------------------------------------------------------ a grid of ranks
-
-
-TOKENS, WIDTH, LAYERS, PARAMETERS = 2048, 4096, 32, 6.7e9  # lesson 10's 7B model, one sequence per micro-batch
-MICRO_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class OnLink:
-    """What goes over one link in a step, in one direction."""
-
-    axis: str
-    bytes: float
-
-
-def partners(sizes: dict[str, int], rank: int) -> dict[str, list[int]]:
-    """{axis: ranks of the group that `rank` is in, in order}, on a grid of {axis: ranks}, the last axis fastest."""
-    axes, found = list(sizes), {}
-    for i, axis in enumerate(axes):
-        stride = prod(sizes[other] for other in axes[i + 1 :])
-        first = rank - rank // stride % sizes[axis] * stride
-        found[axis] = list(range(first, first + sizes[axis] * stride, stride))
-    return found
-
-
-def payloads_of_7b(sizes: dict[str, int]) -> dict[str, float]:
-    """{axis: bytes that a rank communicates on it in a step}: activations, gradients in fp32, all-reduces of layers."""
-    activation = 2 * TOKENS * WIDTH  # bf16
-    return {
-        "pipeline": MICRO_BATCHES * activation,  # as many bytes come back
-        "data": 4 * PARAMETERS / (sizes["pipeline"] * sizes["tensor"]),
-        "tensor": MICRO_BATCHES * 4 * LAYERS / sizes["pipeline"] * activation,
-    }
-
-
-def links(sizes: dict[str, int], payloads: dict[str, float]) -> dict[tuple[int, int], OnLink]:
-    """{(from rank, to rank): OnLink} of a step.
-
-    To the next rank of a ring goes 2 (n-1)/n of an all-reduce's payload (lesson 02). Stages stand in a line: they send
-    activations to the next one and gradients back.
-    """
-    found = {}
-    for rank in range(prod(sizes.values())):
-        for axis, group in partners(sizes, rank).items():
-            n, me = len(group), group.index(rank)
-            if axis == "pipeline":
-                for other in (me - 1, me + 1):
-                    if 0 <= other < n:
-                        found[rank, group[other]] = OnLink(axis, payloads[axis])
-            elif n > 1:
-                found[rank, group[(me + 1) % n]] = OnLink(axis, 2 * (n - 1) / n * payloads[axis])
-    return found
-
-
-def between_nodes(sent: dict[tuple[int, int], OnLink], per_node: int) -> dict[str, float]:
-    """{axis: bytes of a step that leave a node, all ranks together}; an axis that sends nothing is left out."""
-    found = {}
-    for (start, end), one in sent.items():
-        leaves = start // per_node != end // per_node
-        found[one.axis] = found.get(one.axis, 0.0) + leaves * one.bytes
-    return found

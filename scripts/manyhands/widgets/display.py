@@ -48,6 +48,40 @@ def labelled(kind, label, label_em, width_em, **traits):
     )
 
 
+def show_with_controls(draw, settings, *rows):
+    """Show `draw(**values)` -> (figure, alt) below rows of controls for the values, which start with `settings`.
+
+    A row is {name of a value: (class of ipywidgets, value, label, em of the label, em in all, traits)}. Where nobody
+    can use controls there is the picture alone.
+    """
+    values = {name: value for row in rows for name, (_, value, *_) in row.items()} | settings
+    if not is_live():
+        show_picture(*draw(**values))
+        return
+    import ipywidgets
+
+    made = {
+        name: labelled(getattr(ipywidgets, kind), label, label_em, width_em, value=values[name], **traits)
+        for row in rows for name, (kind, _, label, label_em, width_em, traits) in row.items()
+    }  # fmt: skip
+    page = Controls(
+        [[made[name] for name in row] for row in rows],
+        lambda: draw(**{name: control.value for name, control in made.items()}),
+    )
+    for control in made.values():
+        control.observe(page.redraw, "value")
+    page.show()
+
+
+def sentence(text):
+    """A matplotlib Figure with a sentence, where there is nothing to draw."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2))
+    figure.text(0.02, 0.5, text, fontsize=11, va="center")
+    return figure
+
+
 class Controls:
     """Rows of ipywidgets above a picture that `draw()` -> (figure, alt) makes; `redraw` when something has changed.
 
@@ -67,11 +101,6 @@ class Controls:
         self.png = png(figure)
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         self.picture.value = f'<img alt="{html.escape(self.alt)}" style="max-width: 100%" src="{source}">'
-
-    def redraw_with(self, *controls):
-        """Redraw whenever the value of one of these changes."""
-        for control in controls:
-            control.observe(self.redraw, "value")
 
     def show(self):
         from IPython.display import display

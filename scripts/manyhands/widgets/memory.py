@@ -1,12 +1,15 @@
-"""Bytes of each rank while a model is trained: by strategy, number of ranks and recipe, in GB or GiB."""
+"""Bytes of each rank while a model is trained, by strategy, ranks and recipe; and how many devices GB or GiB take."""
+
+from math import ceil
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.gpt.model import GPTConfig
-from manyhands.plots.looks import BYTES, INK, LIMIT, new_figure
+from manyhands.plots.cards import card, write
+from manyhands.plots.looks import BYTES, INK, LIMIT, PAPER, QUIET, new_figure, tint
 from manyhands.predict.activation_memory import saved_bytes
-from manyhands.predict.memory import RECIPES, as_recipe, bytes_per_rank
-from manyhands.widgets.display import Controls, is_live, labelled, show_picture
+from manyhands.predict.memory import RECIPES, bytes_per_rank
+from manyhands.widgets.display import show_with_controls
 
 MODELS = {
     "ShakespeareGPT": GPTConfig(vocab_size=65),
@@ -32,7 +35,7 @@ def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
     activations (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and
     takes more). Shares are equal parts; `predict.memory.bytes_per_rank` counts the padding too.
     """
-    recipe, P = as_recipe(recipe), config.num_params()
+    recipe, P = RECIPES[recipe], config.num_params()
     share = [1 / n_ranks if stage >= first else 1 for first in (1, 2, 3)]  # optimizer, gradients, weights
     low = min(recipe.weights, recipe.cast or recipe.weights)
     found = {
@@ -55,10 +58,10 @@ def _unsharded(config, itemsize, n_ranks):
 def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):
     """A matplotlib Figure: a bar for each strategy with the bytes of one of `ranks` ranks, by kind.
 
-    `model`: a name in MODELS or a GPTConfig; `recipe`: a name in RECIPES or a Recipe. `device` is the memory of a
-    device in `unit` (GB or GiB), a line; 0 leaves it out.
+    `model`: a name in MODELS; `recipe`: a name in RECIPES. `device` is the memory of a device in `unit` (GB or GiB), a
+    line; 0 leaves it out.
     """
-    config, device_bytes = MODELS.get(model, model), device * GIGA[unit]
+    config, device_bytes = MODELS[model], device * GIGA[unit]
     bars = _bars(config, recipe, ranks, sequences)
     shown, scale = _shown_unit(bars, unit)
     longest = max(sum(bar.values()) for bar in bars.values()) / scale
@@ -89,45 +92,34 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     axes.tick_params(left=False)
     P = config.num_params()
     size = f"{P / 1e9:,.3g} billion" if P >= 1e9 else f"{P / 1e6:.3g} million"
-    figure.suptitle(f"{size} parameters, {_recipe_name(recipe)}", x=0.02, ha="left")
+    figure.suptitle(f"{size} parameters, {recipe}", x=0.02, ha="left")
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=7, frameon=False, handleheight=1.3)
     return figure
 
 
 def show_memory(**settings):
     """Choose model, recipe, ranks, sequences, device and unit (as for `memory_figure`). A picture where nobody can."""
-    if not is_live():
-        show_picture(memory_figure(**settings), _alt(**settings))
-        return
-    import ipywidgets as w
-
-    controls = {
-        "model": labelled(w.Dropdown, "model", 10, 22, options=list(MODELS), value="7B"),
-        "recipe": labelled(w.Dropdown, "recipe", 10, 24, options=list(RECIPES), value="bf16 + fp32 master"),
-        "ranks": labelled(w.Dropdown, "ranks", 4, 12, options=[(f"{n:,}", n) for n in RANKS], value=64),
-        "sequences": labelled(w.BoundedIntText, "sequences per rank", 10, 22, value=1, min=0, max=16),
-        "device": labelled(w.BoundedFloatText, "memory of a device", 10, 24, value=80, min=0, max=1e6),
-        "unit": labelled(w.Dropdown, "unit", 4, 12, options=list(GIGA)),
-    }
-    for name, value in settings.items():
-        controls[name].value = value
-    chosen = list(controls.values())
-
-    def draw():
-        now = {name: control.value for name, control in controls.items()}
-        return memory_figure(**now), _alt(**now)
-
-    page = Controls([chosen[:3], chosen[3:]], draw)
-    page.redraw_with(*chosen)
-    page.show()
+    show_with_controls(
+        lambda **now: (memory_figure(**now), _alt(**now)), settings,
+        {
+            "model": ("Dropdown", "7B", "model", 10, 22, {"options": list(MODELS)}),
+            "recipe": ("Dropdown", "bf16 + fp32 master", "recipe", 10, 24, {"options": list(RECIPES)}),
+            "ranks": ("Dropdown", 64, "ranks", 4, 12, {"options": [(f"{n:,}", n) for n in RANKS]}),
+        },
+        {
+            "sequences": ("BoundedIntText", 1, "sequences per rank", 10, 22, {"min": 0, "max": 16}),
+            "device": ("BoundedFloatText", 80, "memory of a device", 10, 24, {"min": 0, "max": 1e6}),
+            "unit": ("Dropdown", "GB", "unit", 4, 12, {"options": list(GIGA)}),
+        },
+    )  # fmt: skip
 
 
-def _alt(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):
-    bars = _bars(MODELS.get(model, model), recipe, ranks, sequences)
+def _alt(model, recipe, ranks, sequences, device, unit):
+    bars = _bars(MODELS[model], recipe, ranks, sequences)
     shown, scale = _shown_unit(bars, unit)
     totals = (f"{name} {_number(sum(bar.values()) / scale)}" for name, bar in bars.items())
     batch = f" and {sequences} sequence{'s' * (sequences != 1)} per rank" if sequences else ""
-    return f"{shown} on {_each_of(ranks)} for {model}, {_recipe_name(recipe)}{batch}: {', '.join(totals)}"
+    return f"{shown} on {_each_of(ranks)} for {model}, {recipe}{batch}: {', '.join(totals)}"
 
 
 def _bars(config, recipe, ranks, sequences):
@@ -145,9 +137,83 @@ def _each_of(ranks):
     return f"each of {ranks:,} ranks" if ranks > 1 else "one rank"
 
 
-def _recipe_name(recipe):
-    return recipe if isinstance(recipe, str) else f"{recipe.total:g} bytes per parameter"
-
-
 def _number(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# ------------------------------------------------------------------ GB or GiB
+
+PREFIXES = (("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB"))
+DEVICES = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # what data sheets of accelerators say
+MOST_BOXES = 60
+
+
+def devices_needed(gigabytes, device, unit):
+    """How many devices of `device` x `unit` bytes (GB: 10^9, GiB: 2^30) hold `gigabytes` x 10^9 bytes."""
+    return ceil(gigabytes * GIGA["GB"] / (device * GIGA[unit]))
+
+
+def sizes_figure(gigabytes=914.04, device=40, unit="GiB"):
+    """A matplotlib Figure: so many GB (10^9 bytes) on devices of `device` GB, and of `device` GiB, one box each.
+
+    `unit` is what the devices really have; its row stands out.
+    """
+    rows = {name: devices_needed(gigabytes, device, name) * size for name, size in GIGA.items()}
+    scale = 88 / max(rows.values())  # the same for both rows: a device of GiB is wider, what is full is as long
+    figure, axes = card(92, 36, f"{_both(gigabytes)}, on devices of {device:g}")
+    for i, name in enumerate(GIGA):
+        chosen = name == unit
+        n = devices_needed(gigabytes, device, name)
+        y = 8 + 9.5 * i
+        each = f"if {device:g} means {name}: {device * GIGA[name]:,} bytes each, {n:,} device{'s' * (n != 1)}"
+        write(axes, 2, y - 1.3, each, ha="left", weight="bold" if chosen else "normal", size=10.5)
+        _boxes(axes, y, n, gigabytes * GIGA["GB"] / (device * GIGA[name]), chosen, GIGA[name] * scale)
+    write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=10)
+    for i, (decimal, binary) in enumerate(PREFIXES, start=1):
+        more = f"{binary} is {100 * (1024**i / 1000**i - 1):.1f} % more than {decimal}"
+        write(axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=10, colour=QUIET)
+    return figure
+
+
+def _boxes(axes, y, n, filling, chosen, wide):
+    """n boxes of width `wide`, `filling` of them full; beyond MOST_BOXES they are one long box."""
+    from matplotlib.patches import Rectangle
+
+    fill = tint(INK if chosen else QUIET, 0.45)
+    if n > MOST_BOXES:
+        axes.add_patch(Rectangle((2, y), wide * filling, 4, fc=fill, ec=INK, lw=0.7, zorder=2))
+        write(axes, 46, y + 2, f"{n:,}", weight="bold")
+        return
+    gap = 0.12 * wide
+    for i in range(n):
+        x, full = 2 + wide * i, (wide - gap) * min(1.0, filling - i)
+        axes.add_patch(Rectangle((x, y), full, 4, fc=fill, lw=0, zorder=2))
+        axes.add_patch(  # what is left free
+            Rectangle((x + full, y), wide - gap - full, 4, fc=PAPER, lw=0, zorder=2)
+        )
+        axes.add_patch(Rectangle((x, y), wide - gap, 4, fill=False, ec=INK, lw=0.7, zorder=3))
+
+
+def _exact(value):
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _both(gigabytes):
+    return " = ".join(f"{_exact(gigabytes * GIGA['GB'] / n_bytes)} {unit}" for unit, n_bytes in GIGA.items())
+
+
+def _sizes_alt(gigabytes, device, unit):
+    counts = " and ".join(f"{devices_needed(gigabytes, device, name):,} of {device:g} {name}" for name in GIGA)
+    return f"{_both(gigabytes)}: that takes {counts}; the devices have {unit}"
+
+
+def show_sizes(gigabytes=914.04, device=40, unit="GiB"):
+    """Choose a size, a device and what its data sheet's unit means. A picture where nobody can."""
+    show_with_controls(
+        lambda **now: (sizes_figure(**now), _sizes_alt(**now)), {},
+        {
+            "gigabytes": ("BoundedFloatText", gigabytes, "GB to hold", 6.5, 20, {"min": 0.001, "max": 1e7}),
+            "device": ("Dropdown", device, "device", 4, 14, {"options": DEVICES}),
+            "unit": ("Dropdown", unit, "whose unit is", 7.5, 16, {"options": list(GIGA)}),
+        },
+    )  # fmt: skip

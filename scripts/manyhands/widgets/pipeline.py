@@ -2,7 +2,7 @@
 
 from manyhands.plots.schedule import chart
 from manyhands.predict.pipeline_schedules import SCHEDULES, bubble_formula, orders_of, simulate
-from manyhands.widgets.display import Controls, is_live, labelled, show_picture
+from manyhands.widgets.display import sentence, show_with_controls
 
 CHUNKED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
@@ -12,42 +12,25 @@ def pipeline_figure(schedule="1F1B", p=4, m=8, v=1):
 
     v counts for interleaved schedules only. Where the schedule refuses these numbers, the figure says why.
     """
-    from matplotlib.figure import Figure
-
     try:
         run, v = _run(schedule, p, m, v)
     except ValueError as error:
-        figure = Figure(figsize=(9, 1.2))
-        figure.text(0.02, 0.5, str(error), fontsize=11, va="center")
-        return figure
+        return sentence(str(error))
     notes = [f"holds {held}{f'/{v}' if v > 1 else ''}" for held in run.in_flight]
     return chart([(_title(schedule, p, m, v, run), run.slots, notes)], "forwards of a whole rank", scale=1 / v)
 
 
 def show_pipeline(**settings):
     """Choose schedule, p, m and v (as for `pipeline_figure`). A picture where nobody can."""
-    if not is_live():
-        show_picture(pipeline_figure(**settings), _alt(**settings))
-        return
-    import ipywidgets as w
-
-    controls = {
-        "schedule": labelled(w.Dropdown, "schedule", 6, 20, options=list(SCHEDULES), value="1F1B"),
-        "p": labelled(w.BoundedIntText, "ranks p", 6, 12, value=4, min=1, max=8),
-        "m": labelled(w.BoundedIntText, "micro-batches m", 10, 16, value=8, min=1, max=32),
-        "v": labelled(w.BoundedIntText, "stages per rank v", 10, 16, value=1, min=1, max=4),
-    }
-    for name, value in settings.items():
-        controls[name].value = value
-    chosen = list(controls.values())
-
-    def draw():
-        now = {name: control.value for name, control in controls.items()}
-        return pipeline_figure(**now), _alt(**now)
-
-    page = Controls([chosen], draw)
-    page.redraw_with(*chosen)
-    page.show()
+    show_with_controls(
+        lambda **now: (pipeline_figure(**now), _alt(**now)), settings,
+        {
+            "schedule": ("Dropdown", "1F1B", "schedule", 6, 20, {"options": list(SCHEDULES)}),
+            "p": ("BoundedIntText", 4, "ranks p", 6, 12, {"min": 1, "max": 8}),
+            "m": ("BoundedIntText", 8, "micro-batches m", 10, 16, {"min": 1, "max": 32}),
+            "v": ("BoundedIntText", 1, "stages per rank v", 10, 16, {"min": 1, "max": 4}),
+        },
+    )  # fmt: skip
 
 
 def _run(schedule, p, m, v):
@@ -62,7 +45,7 @@ def _title(schedule, p, m, v, run):
     return f"{schedule}, p = {p}, m = {m}{chunks}: idle {100 * float(run.bubble):.0f} %{exact}"
 
 
-def _alt(schedule="1F1B", p=4, m=8, v=1):
+def _alt(schedule, p, m, v):
     try:
         run, v = _run(schedule, p, m, v)
     except ValueError as error:

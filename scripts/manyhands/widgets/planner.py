@@ -5,10 +5,9 @@ from manyhands.predict.layouts import Question
 from manyhands.predict.machines import MACHINES, machine_named
 from manyhands.predict.models import MODELS, preset_model
 from manyhands.predict.planner import plan, smallest_fit
-from manyhands.widgets.display import Controls, is_live, labelled, show_picture
+from manyhands.widgets.display import sentence, show_with_controls
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-AT_REST = ("parameters", "gradients", "optimizer")  # what offload keeps in the host's memory
 ROWS = 6
 
 
@@ -19,33 +18,26 @@ def planner_figure(model="olmo-7b", machine="h100", gpus=64, global_batch=512, o
 
 def show_planner(**settings):
     """Choose model, machine, GPUs, batch and offload (as for `planner_figure`). A picture where nobody can."""
-    if not is_live():
-        found = _answer(**settings)
-        show_picture(_figure(*found), _alt(*found))
-        return
-    import ipywidgets as w
 
-    controls = {
-        "model": labelled(w.Dropdown, "model", 6, 18, options=list(MODELS), value="olmo-7b"),
-        "machine": labelled(w.Dropdown, "machine", 6, 16, options=list(MACHINES), value="h100"),
-        "gpus": labelled(w.Dropdown, "GPUs", 4, 11, options=[(f"{n:,}", n) for n in GPUS], value=64),
-        "global_batch": labelled(w.BoundedIntText, "sequences per step", 10, 18, value=512, min=1, max=65536),
-        "offload": labelled(w.Dropdown, "offload", 5, 13, options=[("allowed", True), ("no", False)], value=True),
-    }
-    for name, value in settings.items():
-        controls[name].value = value
-    chosen = list(controls.values())
-
-    def draw():
-        found = _answer(**{name: control.value for name, control in controls.items()})
+    def draw(**now):
+        found = _answer(**now)
         return _figure(*found), _alt(*found)
 
-    page = Controls([chosen[:3], chosen[3:]], draw)
-    page.redraw_with(*chosen)
-    page.show()
+    show_with_controls(
+        draw, settings,
+        {
+            "model": ("Dropdown", "olmo-7b", "model", 6, 18, {"options": list(MODELS)}),
+            "machine": ("Dropdown", "h100", "machine", 6, 16, {"options": list(MACHINES)}),
+            "gpus": ("Dropdown", 64, "GPUs", 4, 11, {"options": [(f"{n:,}", n) for n in GPUS]}),
+        },
+        {
+            "global_batch": ("BoundedIntText", 512, "sequences per step", 10, 18, {"min": 1, "max": 65536}),
+            "offload": ("Dropdown", True, "offload", 5, 13, {"options": [("allowed", True), ("no", False)]}),
+        },
+    )  # fmt: skip
 
 
-def _answer(model="olmo-7b", machine="h100", gpus=64, global_batch=512, offload=True):
+def _answer(model, machine, gpus, global_batch, offload):
     """(the Answer, "") or (None, why there is none)."""
     try:
         question = Question(preset_model(model), machine_named(machine), gpus, global_batch, offload)
@@ -61,16 +53,8 @@ def _answer(model="olmo-7b", machine="h100", gpus=64, global_batch=512, offload=
 
 def _figure(answer, why):
     if answer is None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 1.2))
-        figure.text(0.02, 0.5, why, fontsize=11, va="center")
-        return figure
-    rows = []
-    for one in answer.ranked[:ROWS]:
-        on_host = AT_REST if one.held.offload else ()
-        held = {kind: size for kind, size in one.held.by_kind().items() if size and kind not in on_host}
-        rows.append((one.name, held, one.time.by_part()))
+        return sentence(why)
+    rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[:ROWS]]
     figure = plans(rows, answer.question.machine.memory_bytes, _title(answer))
     _tabulate(figure.axes[0], answer.ranked[:ROWS])
     return figure

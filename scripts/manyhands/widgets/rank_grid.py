@@ -2,17 +2,73 @@
 
 from itertools import permutations
 from math import prod
+from typing import NamedTuple
+
+import numpy as np
 
 from manyhands.plots.cards import box, card, rank_box, write
 from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET
-from manyhands.predict.traffic import between_nodes, links, partners, payloads_of_7b
-from manyhands.widgets.display import Controls, is_live, labelled, show_picture
+from manyhands.widgets.display import sentence, show_with_controls
 
 AXES = ("pipeline", "data", "tensor")
 ORDERS = tuple(" x ".join(order) for order in permutations(AXES))
 MOST_RANKS = 64
 MARKS = {"pipeline": "P", "data": "D", "tensor": "T"}
 GB = 1e9
+TOKENS, WIDTH, LAYERS, PARAMETERS = 2048, 4096, 32, 6.7e9  # lesson 10's 7B model, one sequence per micro-batch
+MICRO_BATCHES = 8
+
+
+class OnLink(NamedTuple):
+    """What goes over one link in a step, in one direction."""
+
+    axis: str
+    bytes: float
+
+
+def partners(sizes: dict[str, int], rank: int) -> dict[str, list[int]]:
+    """{axis: ranks of the group that `rank` is in, in order}, on a grid of {axis: ranks}, the last axis fastest."""
+    shape = tuple(sizes.values())
+    grid, here = np.arange(prod(shape)).reshape(shape), np.unravel_index(rank, shape)
+    return {axis: grid[(*here[:i], slice(None), *here[i + 1 :])].tolist() for i, axis in enumerate(sizes)}
+
+
+def payloads_of_7b(sizes: dict[str, int]) -> dict[str, float]:
+    """{axis: bytes that a rank communicates on it in a step}: activations, gradients in fp32, all-reduces of layers."""
+    activation = 2 * TOKENS * WIDTH  # bf16
+    return {
+        "pipeline": MICRO_BATCHES * activation,  # as many bytes come back
+        "data": 4 * PARAMETERS / (sizes["pipeline"] * sizes["tensor"]),
+        "tensor": MICRO_BATCHES * 4 * LAYERS / sizes["pipeline"] * activation,
+    }
+
+
+def links(sizes: dict[str, int], payloads: dict[str, float]) -> dict[tuple[int, int], OnLink]:
+    """{(from rank, to rank): OnLink} of a step.
+
+    To the next rank of a ring goes 2 (n-1)/n of an all-reduce's payload (lesson 02). Stages stand in a line: they send
+    activations to the next one and gradients back.
+    """
+    found = {}
+    for rank in range(prod(sizes.values())):
+        for axis, group in partners(sizes, rank).items():
+            n, me = len(group), group.index(rank)
+            if axis == "pipeline":
+                for other in (me - 1, me + 1):
+                    if 0 <= other < n:
+                        found[rank, group[other]] = OnLink(axis, payloads[axis])
+            elif n > 1:
+                found[rank, group[(me + 1) % n]] = OnLink(axis, 2 * (n - 1) / n * payloads[axis])
+    return found
+
+
+def between_nodes(sent: dict[tuple[int, int], OnLink], per_node: int) -> dict[str, float]:
+    """{axis: bytes of a step that leave a node, all ranks together}; an axis that sends nothing is left out."""
+    found = {}
+    for (start, end), one in sent.items():
+        leaves = start // per_node != end // per_node
+        found[one.axis] = found.get(one.axis, 0.0) + leaves * one.bytes
+    return found
 
 
 def rank_grid_figure(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
@@ -22,11 +78,7 @@ def rank_grid_figure(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORD
     """
     why = _refused(pipeline, data, tensor, per_node, rank)
     if why:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 1.2))
-        figure.text(0.02, 0.5, why, fontsize=11, va="center")
-        return figure
+        return sentence(why)
     sizes = _sizes(pipeline, data, tensor, order)
     sent = links(sizes, payloads_of_7b(sizes))
     across = min(8, per_node)  # boxes in a line; a large node takes several
@@ -43,33 +95,23 @@ def rank_grid_figure(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORD
 
 def show_rank_grid(**settings):
     """Choose sizes, order, ranks per node and a rank (as for `rank_grid_figure`). A picture where nobody can."""
-    if not is_live():
-        show_picture(rank_grid_figure(**settings), _alt(**settings))
-        return
-    import ipywidgets as w
 
-    def number(name, value, least=1):
-        return labelled(w.BoundedIntText, name, 10, 16, value=value, min=least, max=MOST_RANKS)
+    def number(label, value, least=1):
+        return "BoundedIntText", value, label, 10, 16, {"min": least, "max": MOST_RANKS}
 
-    controls = {
-        "pipeline": number("pipeline ranks", 2),
-        "data": number("data ranks", 2),
-        "tensor": number("tensor ranks", 2),
-        "per_node": number("ranks per node", 4),
-        "rank": number("look at rank", 0, least=0),
-        "order": labelled(w.Dropdown, "outermost first", 10, 28, options=list(ORDERS), value=ORDERS[0]),
-    }
-    for name, value in settings.items():
-        controls[name].value = value
-    chosen = list(controls.values())
-
-    def draw():
-        now = {name: control.value for name, control in controls.items()}
-        return rank_grid_figure(**now), _alt(**now)
-
-    page = Controls([chosen[:3], chosen[3:]], draw)
-    page.redraw_with(*chosen)
-    page.show()
+    show_with_controls(
+        lambda **now: (rank_grid_figure(**now), _alt(**now)), settings,
+        {
+            "pipeline": number("pipeline ranks", 2),
+            "data": number("data ranks", 2),
+            "tensor": number("tensor ranks", 2),
+        },
+        {
+            "per_node": number("ranks per node", 4),
+            "rank": number("look at rank", 0, least=0),
+            "order": ("Dropdown", ORDERS[0], "outermost first", 10, 28, {"options": list(ORDERS)}),
+        },
+    )  # fmt: skip
 
 
 def _sizes(pipeline, data, tensor, order):
@@ -145,7 +187,7 @@ def _in_words(sizes, sent, rank, per_node):
     return [*told, f"between nodes: {slow / GB:,.1f} of {all_of_it / GB:,.1f} GB in a step of a 7B model"]
 
 
-def _alt(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
+def _alt(pipeline, data, tensor, per_node, rank, order):
     why = _refused(pipeline, data, tensor, per_node, rank)
     if why:
         return why

@@ -1,7 +1,7 @@
 """Who computes which part of causal attention: ranks, positions and a layout, and each rank's work in each step."""
 
 from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, new_figure, rank_colour, tint
-from manyhands.widgets.display import Controls, is_live, labelled, show_picture
+from manyhands.widgets.display import sentence, show_with_controls
 
 LAYOUTS = ("in order", "zig-zag", "striped")
 MOST_RANKS, MOST_POSITIONS = 8, 128
@@ -40,14 +40,10 @@ def zigzag_figure(ranks=4, positions=16, layout="zig-zag"):
 
     Where the positions do not split, the figure says why.
     """
-    from matplotlib.figure import Figure
-
     try:
         owner_T = owners(layout, positions, ranks)
     except ValueError as error:
-        figure = Figure(figsize=(9, 1.2))
-        figure.text(0.02, 0.5, str(error), fontsize=11, va="center")
-        return figure
+        return sentence(str(error))
     pairs = pairs_by_step(owner_T, ranks)
     figure, (mask, work) = new_figure(9, 4.2, 1, 2, width_ratios=[1, 1.15])
     _draw_mask(mask, owner_T, layout)
@@ -57,27 +53,14 @@ def zigzag_figure(ranks=4, positions=16, layout="zig-zag"):
 
 def show_zigzag(**settings):
     """Choose ranks, positions and layout (as for `zigzag_figure`). A picture where nobody can."""
-    if not is_live():
-        show_picture(zigzag_figure(**settings), _alt(**settings))
-        return
-    import ipywidgets as w
-
-    controls = {
-        "ranks": labelled(w.BoundedIntText, "ranks c", 5, 11, value=4, min=1, max=MOST_RANKS),
-        "positions": labelled(w.BoundedIntText, "positions", 6, 13, value=16, min=2, max=MOST_POSITIONS),
-        "layout": labelled(w.Dropdown, "layout", 5, 16, options=list(LAYOUTS), value="zig-zag"),
-    }
-    for name, value in settings.items():
-        controls[name].value = value
-    chosen = list(controls.values())
-
-    def draw():
-        now = {name: control.value for name, control in controls.items()}
-        return zigzag_figure(**now), _alt(**now)
-
-    page = Controls([chosen], draw)
-    page.redraw_with(*chosen)
-    page.show()
+    show_with_controls(
+        lambda **now: (zigzag_figure(**now), _alt(**now)), settings,
+        {
+            "ranks": ("BoundedIntText", 4, "ranks c", 5, 11, {"min": 1, "max": MOST_RANKS}),
+            "positions": ("BoundedIntText", 16, "positions", 6, 13, {"min": 2, "max": MOST_POSITIONS}),
+            "layout": ("Dropdown", "zig-zag", "layout", 5, 16, {"options": list(LAYOUTS)}),
+        },
+    )  # fmt: skip
 
 
 def _draw_mask(axes, owner_T, layout):
@@ -128,7 +111,7 @@ def _slowdown(pairs):
     return busiest * len(pairs) / sum(map(sum, pairs))
 
 
-def _alt(ranks=4, positions=16, layout="zig-zag"):
+def _alt(ranks, positions, layout):
     try:
         pairs = pairs_by_step(owners(layout, positions, ranks), ranks)
     except ValueError as error:
