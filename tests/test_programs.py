@@ -15,7 +15,7 @@ PROGRAMS = [
 ]
 MODULES = [
     "checkpoint.export", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
-    "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves", "tools.isoflop",
+    "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves",
 ]  # fmt: skip
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
 STARTS |= {"align.py": ["scripts/align.py", "sft"]} | {name: ["-m", f"manyhands.{name}"] for name in MODULES}

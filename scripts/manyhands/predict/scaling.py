@@ -6,7 +6,7 @@
 
 A budget's losses are fitted by a parabola in log N, and the parabolas' lowest points by a straight line in logarithms,
 as in Hoffmann et al. 2022, section 3.2 ("IsoFLOP profiles"). Points are dicts with budget_flops, params and val_loss,
-such as `tools.isoflop` records.
+such as `train.isoflop` makes.
 """
 
 import math

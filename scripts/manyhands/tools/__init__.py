@@ -1,3 +1,1 @@
-"""`doctor` looks at a machine, `preflight` runs the whole course, `bench` measures what it promises about speed,
-`isoflop` trains the grid of lesson 12.
-"""
+"""`doctor` looks at a machine, `preflight` runs the whole course, `bench` measures what it promises about speed."""
