@@ -46,10 +46,6 @@ def test_the_first_loss_is_close_to_ln_65():
     assert round(math.log(65), 3) == 4.174 and loss == pytest.approx(4.174, abs=0.05)
 
 
-def test_yamazakis_speed_up_is_1_398_on_256_times_the_devices():
-    assert 29 * 3600 == 104_400 and round(104_400 / 74.7) == 1398 and 2048 // 8 == 256
-
-
 def test_a_parameter_takes_8_or_16_bytes_and_18_while_autocasts_copies_live():
     totals = {"fp32": 16, "bf16": 8, "bf16 + fp32 master": 16, "fp32 + autocast": 18, "14P of many slides": 14}
     assert {name: recipe.total for name, recipe in RECIPES.items()} == totals

@@ -11,7 +11,6 @@ Sizes are in decimal GB, as vendors state memories.
 import dataclasses
 import re
 import shlex
-from collections import Counter
 
 from manyhands.config.options import PRESETS, from_preset
 from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Question
@@ -22,26 +21,16 @@ GB = 1e9
 # replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
 COLUMNS = ("GB/GPU", "in GB", "out GB", "bubble", "step s")
 AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
+IN_A_NAME = {"GPipe": " GPipe", "Interleaved1F1B": " interleaved", "InterleavedZeroBubble": " zero bubble"}
+SHOWN = 4  # refusals of a kind
 
 
 def as_text(answer: Answer, top: int = 8, show_all: bool = False) -> str:
     """The whole answer, as lines. `top` rows of the ranking; show_all: every one, and every refusal."""
-    left_out = [f"Not planned: {name}: {why}." for name, why in NOT_PLANNED.items()]
-    lines, end = [*_question(answer.question), ""], [*_refusals(answer, show_all), *left_out]
-    if answer.best is None:
-        return "\n".join([*lines, *_nothing_fits(answer), *end])
-    rows = answer.ranked if show_all else answer.ranked[:top]
-    fit, refused = len(answer.ranked), len(answer.refused)
-    lines += [
-        f"{answer.tried:,} layouts tried; {fit} ways to split the GPUs fit, {refused} are refused.",
-        f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the"
-        " others by time, each at its best.",
-        "",
-        *_table(rows),
-    ]
-    if len(rows) < len(answer.ranked):
-        lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
-    return "\n".join([*lines, "", *_best(answer), "", *_schedules(answer), *end])
+    refused = _refusals(answer.refused, show_all)
+    end = [*refused, *(f"Not planned: {name}: {why}." for name, why in NOT_PLANNED.items())]
+    found = _plans(answer, top, show_all) if answer.best else _nothing_fits(answer)
+    return "\n".join([*_question(answer.question), "", *found, *end])
 
 
 def _question(question):
@@ -62,26 +51,37 @@ def _question(question):
     ]
 
 
-def _table(plans):
-    """A header and a line per plan, in columns."""
-    names = [one.name + _scheduled(one) for one in plans]
+def _nothing_fits(answer):
+    question = answer.question
+    if not any("GB per GPU" in sentence for _, sentence in answer.refused):
+        return ["No layout is possible.", ""]
+    number = smallest_fit(question)
+    said = f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
+    return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
+
+
+def _plans(answer, top, show_all):
+    rows = answer.ranked if show_all else answer.ranked[:top]
+    # of a pipeline a name leaves out the schedule, where it is not 1F1B
+    names = [p.name + (IN_A_NAME.get(p.schedule, "") if p.candidate.layout.pipeline > 1 else "") for p in rows]
     wide = max(len(name) for name in names) + 1
-    columns = f"{'micro':>7}{'checkpointing':>15}" + "".join(f"{name:>8}" for name in COLUMNS) + f"{'MFU':>6}"
-    return [f"{'':4}{'layout':{wide}}{columns}"] + [
-        f"{i + 1:2}. {name:{wide}}{_columns(one)}" for i, (name, one) in enumerate(zip(names, plans, strict=True))
+    head = f"{'':4}{'layout':{wide}}{'micro':>7}{'checkpointing':>15}" + "".join(f"{name:>8}" for name in COLUMNS)
+    lines = [
+        f"{answer.tried:,} layouts tried; {len(answer.ranked)} ways to split the GPUs fit, {len(answer.refused)} are"
+        " refused.",
+        f"Recommended is the simplest plan within {CLOSE - 1:.0%} of the fastest ({answer.fastest_s:.2f} s), then the"
+        " others by time, each at its best.",
+        "",
+        f"{head}{'MFU':>6}",
     ]
-
-
-def _scheduled(one):
-    """What a name leaves out of a pipeline: its schedule, where it is not 1F1B."""
-    known = {"GPipe": " GPipe", "Interleaved1F1B": " interleaved", "InterleavedZeroBubble": " zero bubble"}
-    return known.get(one.schedule, "") if one.candidate.layout.pipeline > 1 else ""
-
-
-def _columns(one):
-    sent = one.time.sent()
-    sizes = "".join(f"{size / GB:8.1f}" for size in (one.held.on_gpu, sent.inside, sent.between))
-    return f"{one.micro:>7}{one.checkpointing:>15}{sizes}{one.bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
+    for place, (name, one) in enumerate(zip(names, rows, strict=True), start=1):
+        sent = one.time.sent()
+        sizes = "".join(f"{size / GB:8.1f}" for size in (one.held.on_gpu, sent.inside, sent.between))
+        timed = f"{one.bubble:8.0%}{one.step_s:8.3g}{one.mfu:6.0%}"
+        lines.append(f"{place:2}. {name:{wide}}{one.micro:>7}{one.checkpointing:>15}{sizes}{timed}")
+    if len(rows) < len(answer.ranked):
+        lines.append(f"    ... and {len(answer.ranked) - len(rows)} slower ones (--all shows them)")
+    return [*lines, "", *_best(answer), "", *_schedules(answer)]
 
 
 def _schedules(answer):
@@ -106,101 +106,72 @@ def _gb(size):
 
 
 def _best(answer):
+    """The recommended plan: its bytes, seconds and messages, what it rests on, and how to start it."""
     question, best = answer.question, answer.best
     kinds = ", ".join(f"{kind.replace('_', ' ')} {_gb(size)}" for kind, size in best.held.by_kind().items() if size)
     shown = {part: seconds for part, seconds in best.time.by_part().items() if seconds > best.step_s / 500}
     host = f", of which {best.held.on_host / GB:.1f} rest in the host's memory" if best.held.offload else ""
     lines = [
-        f"1. {best.name}: {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / question.gpus:,.0f} per GPU",
-        f"   GB per GPU: {kinds}{host}",
-        f"   seconds: {', '.join(f'{part} {seconds:.2g}' for part, seconds in shown.items())}",
-        *(f"   {line}" for line in _messages(best.time)),
-        f"   weakest assumption: {weakest_assumption(question, best)[0]}",
+        f"GB per GPU: {kinds}{host}",
+        f"seconds: {', '.join(f'{part} {seconds:.2g}' for part, seconds in shown.items())}",
+        *_messages(best.time),
+        f"weakest assumption: {weakest_assumption(question, best)[0]}",
     ]
     if best.held.offload:
-        on_host = f"{best.held.on_host / GB:.1f} GB per GPU"
-        lines.append(f"   not checked: {on_host}, and as fast an Adam, in the host's memory")
+        lines.append(f"not checked: {best.held.on_host / GB:.1f} GB per GPU, and as fast an Adam, in the host's memory")
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
-        lines.append(f"   not checked: no published run on {question.machine.name} was predicted")
-    return [*lines, *_routing(question, best), *_start(answer)]
+        lines.append(f"not checked: no published run on {question.machine.name} was predicted")
+    if question.model.n_expert > 1:
+        lines.append(f"assumed of the experts: {_routing(question, best)}")
+    if why := not_trained(question, best.candidate):
+        lines.append(why)
+    if runs := answer.best_trained:
+        if runs is not best:
+            place = answer.ranked.index(runs) + 1
+            lines.append(f"the first that it runs is {place}. {runs.name}, with {runs.step_s:.3g} s per step:")
+        lines += [f"{what}: {line}" for what, line in start_lines(question, runs.candidate)]
+    rate = f"{best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / question.gpus:,.0f} per GPU"
+    return [f"1. {best.name}: {rate}", *(f"   {line}" for line in lines)]
 
 
 def _messages(time):
     """A line per axis and operation of a step."""
-    lines = []
     for axis, operation in dict.fromkeys((m.axis, m.operation) for m in time.messages):
         alike = [m for m in time.messages if (m.axis, m.operation) == (axis, operation)]
         sent, payload = sum((m.sent for m in alike), Sent()), sum(m.payload_bytes for m in alike)
         where = f"a GPU sends {_gb(sent.inside)} GB inside its node, {_gb(sent.between)} GB to others"
         if sent.host:
             where = "a GPU copies them over the link to its host"
-        calls = sum(m.calls for m in alike)
-        lines.append(f"{axis}: {calls:,} {operation} of {_gb(payload)} GB; {where}")
-    return lines
+        yield f"{axis}: {sum(m.calls for m in alike):,} {operation} of {_gb(payload)} GB; {where}"
 
 
 def _routing(question, best):
     """What is assumed of experts, with what it costs where it is wrong."""
-    model, expert = question.model, best.candidate.layout.expert
-    if model.n_expert == 1:
-        return []
-    if expert == 1:
-        said = "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
-    elif model.capacity is not None:
-        said = f"balanced routing; what exceeds {model.capacity:g} times an expert's mean share is dropped"
-    else:
-        late_s = unbalanced_s(question, best)
-        said = "balanced routing, in time and in memory; with twice as many tokens on the busiest rank"
-        said += f" {late_s:.2f} s per step"
-    return [f"   assumed of the experts: {said}"]
+    if best.candidate.layout.expert == 1:
+        return "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
+    if (capacity := question.model.capacity) is not None:
+        return f"balanced routing; what exceeds {capacity:g} times an expert's mean share is dropped"
+    late = f"with twice as many tokens on the busiest rank {unbalanced_s(question, best):.2f} s per step"
+    return f"balanced routing, in time and in memory; {late}"
 
 
-def _start(answer):
-    """How to start the best plan that train.py can run, and why that is not the first one, where it is not."""
-    question, runs = answer.question, answer.best_trained
-    why = not_trained(question, answer.best.candidate)
-    lines = [f"   {why}"] if why else []
-    if runs is None:
-        return lines
-    if runs is not answer.best:
-        place = answer.ranked.index(runs) + 1
-        lines.append(f"   the first that it runs is {place}. {runs.name}, with {runs.step_s:.3g} s per step:")
-    return [*lines, *(f"   {what}: {line}" for what, line in start_lines(question, runs.candidate))]
-
-
-def _nothing_fits(answer):
-    question = answer.question
-    reasons = [sentence for _, sentence in answer.refused]
-    if not any("GB per GPU" in sentence for sentence in reasons):
-        return ["No layout is possible.", ""]
-    number = smallest_fit(question)
-    said = f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
-    return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
-
-
-def _refusals(answer, show_all):
+def _refusals(refused, show_all):
     """Refused ways to split the GPUs: all, or each reason with how often, and the largest that do not fit by least."""
-    if not answer.refused:
-        return []
-    if show_all:
-        return ["Refused:", *(f"    {name}: {sentence}" for name, sentence in answer.refused)]
-    kinds, first = Counter(), {}  # the same sentence with other numbers is the same reason
-    too_large = [pair for pair in answer.refused if "GB per GPU" in pair[1]]
-    for name, sentence in answer.refused:
-        if "GB per GPU" not in sentence:
-            kind = re.sub(r"\d+", "#", sentence)
-            kinds[kind] += 1
-            first.setdefault(kind, (name, sentence))
-    lines = ["Refused:"]
-    for name, sentence in sorted(too_large, key=lambda pair: float(pair[1].split()[1]))[:4]:
-        lines.append(f"    {name}: {sentence}")
-    if len(too_large) > 4:
-        lines.append(f"    ... and {len(too_large) - 4} that need more memory (--all shows them)")
-    for kind, count in kinds.most_common(4):
-        name, sentence = first[kind]
-        lines.append(f"    {name}{f' and {count - 1} more like it' * (count > 1)}: {sentence}")
-    if len(kinds) > 4:
-        lines.append(f"    ... and {len(kinds) - 4} other reasons (--all shows them)")
+    if not refused or show_all:
+        return ["Refused:"] * bool(refused) + [f"    {name}: {sentence}" for name, sentence in refused]
+    too_large, kinds = [], {}  # the same sentence with other numbers is the same reason
+    for name, sentence in refused:
+        alike = too_large if "GB per GPU" in sentence else kinds.setdefault(re.sub(r"\d+", "#", sentence), [])
+        alike.append((name, sentence))
+    too_large.sort(key=lambda pair: float(pair[1].split()[1]))
+    lines = ["Refused:", *(f"    {name}: {sentence}" for name, sentence in too_large[:SHOWN])]
+    if len(too_large) > SHOWN:
+        lines.append(f"    ... and {len(too_large) - SHOWN} that need more memory (--all shows them)")
+    for alike in sorted(kinds.values(), key=len, reverse=True)[:SHOWN]:
+        name, sentence = alike[0]
+        lines.append(f"    {name}{f' and {len(alike) - 1} more like it' * (len(alike) > 1)}: {sentence}")
+    if len(kinds) > SHOWN:
+        lines.append(f"    ... and {len(kinds) - SHOWN} other reasons (--all shows them)")
     return lines
 
 
@@ -241,22 +212,15 @@ def _plan_dict(question, one):
         "bytes": one.held.by_kind() | {"on_gpu": one.held.on_gpu, "on_host": one.held.on_host},
         "seconds": one.time.by_part() | {"total": one.step_s},
         "messages": [
-            {
-                "axis": message.axis,
-                "operation": message.operation,
-                "calls": message.calls,
-                "payload_bytes": message.payload_bytes,
-                "sent_inside_bytes": message.sent.inside,
-                "sent_between_bytes": message.sent.between,
-                "host_bytes": message.sent.host,
-            }
-            for message in one.time.messages
+            {key: getattr(message, key) for key in ("axis", "operation", "calls", "payload_bytes")}
+            | {"sent_inside_bytes": sent.inside, "sent_between_bytes": sent.between, "host_bytes": sent.host}
+            for message in one.time.messages for sent in (message.sent,)
         ],
         "bubble": one.bubble,
         "mfu": one.mfu,
         "tokens_per_s": one.tokens_per_s,
         "train_flags": train_flags(question, one.candidate),
-    }
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------ how to start it
@@ -269,20 +233,16 @@ def train_flags(question: Question, candidate: Candidate) -> list[str] | None:
     preset = question.model.name if question.model.name in PRESETS else "nano"
     base, flags = from_preset(preset), ["--preset", preset]
     for group in ("model", "train", "parallel"):
-        before, after = getattr(base, group), getattr(candidate.options, group)
-        for field in dataclasses.fields(after):
-            value = getattr(after, field.name)
-            if value != getattr(before, field.name):
-                flags += _flag(f"{group}.{field.name}", value)
+        before = dataclasses.asdict(getattr(base, group))
+        for field, value in dataclasses.asdict(getattr(candidate.options, group)).items():
+            name = field.replace("_", "-")
+            if value == before[field]:
+                continue
+            if isinstance(value, bool):
+                flags.append(f"--{group}.{name}" if value else f"--{group}.no-{name}")
+            else:
+                flags += [f"--{group}.{name}", str(value)]
     return flags
-
-
-def _flag(name, value):
-    name = name.replace("_", "-")
-    group, option = name.split(".")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--{group}.no-{option}"]
-    return [f"--{name}", str(value)]
 
 
 def start_lines(question: Question, candidate: Candidate) -> list[tuple[str, str]]:
