@@ -527,7 +527,7 @@ if "dt" not in globals():  # only if you skipped the smoke test
 # %%ranks
 from statistics import median
 
-from manyhands.plots.step_times import against_trial
+from manyhands.plots.times import against_trial
 
 trial = min(10, iterations // 2)
 stopwatch_s = (start_s + sum(dt[:trial])) / trial

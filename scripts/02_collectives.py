@@ -973,7 +973,7 @@ for name, (alpha, beta) in line.items():
 # %%
 # %%ranks
 from manyhands.plots.looks import ALTERNATIVES
-from manyhands.plots.sweep import against_size
+from manyhands.plots.times import against_size
 
 looks = dict(zip((library_name, "MPI", "our ring"), ALTERNATIVES, strict=False))  # the same in each plot
 if rank == 0:
@@ -1065,7 +1065,7 @@ if rank == 0 and world_size > 1:
 
 # %%
 # %%ranks
-from manyhands.plots.sweep import bandwidths
+from manyhands.plots.times import bandwidths
 
 if rank == 0:
     factor = 2 * (world_size - 1) / world_size
@@ -1302,7 +1302,7 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 # %%
 # %%ranks
 from manyhands.plots.schedule import gantt
-from manyhands.plots.sweep import against_size
+from manyhands.plots.times import against_size
 
 if rank == 0:
     fast, slow = nvlink.cost_s, infiniband.cost_s  # alpha + bytes / beta

@@ -686,7 +686,7 @@ def in_ms(seconds, minus):
 
 
 if rank == 0:
-    from manyhands.plots.step_times import compared
+    from manyhands.plots.times import compared
 
     num_calls, alone = len(list(naive.parameters())), step_s["no averaging"]
     show(compared(step_s, f"a step on {these_ranks}"), "four_ways", "step times of five versions")
@@ -1053,7 +1053,7 @@ looking_s += look(steps)  # and step 300
 dist.all_reduce(losses)
 losses /= world_size
 if rank == 0:
-    from manyhands.plots.step_times import training
+    from manyhands.plots.times import training
 
     figure = training(losses.cpu(), looks, len(corpus.vocab), f"ShakespeareGPT on {these_ranks}")
     show(figure, "training", "the loss falls from ln 65; beside it samples that turn from noise into words")
@@ -1218,7 +1218,7 @@ metrics.measured(bucket_counts=bucket_counts, bucket_step_s=overlapped, bucket_n
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.plots.step_times import bucket_sizes
+    from manyhands.plots.times import bucket_sizes
 
     samples = {"no overlap": plain, "overlap": overlapped, "no averaging": step_s["no averaging"]}
     title = f"this machine, {these_ranks}"
@@ -1306,7 +1306,7 @@ import statistics
 
 slower = {n: sorted(s / one for s, one in zip(step_s[n], step_s[1], strict=True)) for n in sizes}
 if rank == 0:
-    from manyhands.plots.step_times import weak_scaling
+    from manyhands.plots.times import weak_scaling
 
     for n in sizes[1:]:
         best, worst, middle = (f"{100 / f:.0f}" for f in (slower[n][0], slower[n][-1], statistics.median(slower[n])))

@@ -54,7 +54,7 @@ def test_rank_colours_repeat_after_eight():
 
 
 def test_a_sweep_shows_measured_over_predicted_below_the_times():
-    from manyhands.plots.sweep import against_size
+    from manyhands.plots.times import against_size
 
     figure = against_size([64, 1024], {"gloo": [2e-3, 3e-3]}, {"gloo": [1e-3, 3e-3]}, "a hop")
     times, ratios = figure.axes
@@ -64,7 +64,7 @@ def test_a_sweep_shows_measured_over_predicted_below_the_times():
 
 
 def test_samples_of_a_sweep_become_their_median_with_whiskers_from_the_least_to_the_most():
-    from manyhands.plots.sweep import against_size
+    from manyhands.plots.times import against_size
 
     samples = [[4e-3, 1e-3, 2e-3], [5e-3, 3e-3, 9e-3]]
     times, ratios = against_size([64, 1024], {"gloo": samples}, {"gloo": [1e-3, 5e-3]}, "a hop").axes
@@ -75,7 +75,7 @@ def test_samples_of_a_sweep_become_their_median_with_whiskers_from_the_least_to_
 
 def test_a_series_looks_the_same_in_each_plot_and_its_name_stands_at_its_end():
     from manyhands.plots.looks import ALTERNATIVES
-    from manyhands.plots.sweep import against_size, bandwidths
+    from manyhands.plots.times import against_size, bandwidths
 
     looks = dict(zip(("gloo", "MPI", "our ring"), ALTERNATIVES, strict=False))
     hop = against_size([64, 1024], {"gloo": [1e-3, 2e-3], "MPI": [1e-3, 2e-3]}, {}, "a hop", looks=looks)
@@ -88,7 +88,7 @@ def test_a_series_looks_the_same_in_each_plot_and_its_name_stands_at_its_end():
 
 
 def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
-    from manyhands.plots.sweep import against_size, bandwidths
+    from manyhands.plots.times import against_size, bandwidths
 
     against_size(
         [64, 1024], {"ring": [0, 0]}, {"ring": [0, 0]}, "nobody to talk to", unit="virtual"
@@ -99,7 +99,7 @@ def test_a_sweep_in_a_world_of_one_has_only_zeros_and_is_drawn(recwarn):
 
 
 def test_bus_bandwidth_is_algorithm_bandwidth_times_its_factor():
-    from manyhands.plots.sweep import bandwidths
+    from manyhands.plots.times import bandwidths
 
     algorithm, bus = bandwidths([2_000_000], {"gloo": [1.0]}, 1.5, "all-reduce").axes
     assert algorithm.lines[0].get_ydata()[0] == 2

@@ -1,7 +1,7 @@
 """Lesson 03's plots: a point is a median, its whiskers are the least and the most, and nothing is cut off."""
 
 import pytest
-from manyhands.plots.step_times import bucket_sizes, compared, training, weak_scaling
+from manyhands.plots.times import bucket_sizes, compared, training, weak_scaling
 
 
 def spans(axes, direction):

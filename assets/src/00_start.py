@@ -1,8 +1,7 @@
 """Figures of lesson 00: processes, nodes, launchers, clocks."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, GROUND, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import EDGE, GROUND, INK, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 
 
 def _place(axes, x, y, width, height, text="", colour=INK, fill=GROUND, **kwargs):

@@ -1,8 +1,7 @@
 """Figures of lesson 01: two reasons to distribute, a GPT with its parameters, bytes, MFU, what is kept, floats."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import BYTES, FAINT, FIELDS, GREY, INK, PAPER, QUIET, tint
+from manyhands.plots.looks import BYTES, FAINT, FIELDS, GREY, INK, PAPER, QUIET, box, card, rank_box, tint, write
 
 # kinds of bytes have the looks of a memory timeline: they differ by hatching as well as by colour
 WEIGHTS, GRADIENTS, MASTER, MOMENTS, CAST = (

@@ -3,8 +3,7 @@
 import itertools
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, INK, QUIET, rank_colour
+from manyhands.plots.looks import EDGE, FAINT, INK, QUIET, box, card, rank_box, rank_colour, write
 
 N = 4
 NUMBERS = (3, 1, 4, 2)  # what ranks 0 to 3 hold in the warm-up

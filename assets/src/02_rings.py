@@ -3,8 +3,7 @@
 import itertools
 
 from draw import arrow, cell
-from manyhands.plots.cards import card, rank_box, write
-from manyhands.plots.looks import FAINT, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import FAINT, HATCH, INK, PAPER, QUIET, card, rank_box, rank_colour, tint, write
 
 N = 4
 

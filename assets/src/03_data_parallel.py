@@ -1,8 +1,7 @@
 """Figures of lesson 03: replicas that stay the same, hooks, buckets, overlap, no_sync, who waits, weak scaling."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 
 GROUND_OF_TEXT = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}  # where text stands on a line
 

@@ -1,8 +1,7 @@
 """Figures of lesson 04: a cluster, a terminal, a job file, a job's life, and a queue with and without overtaking."""
 
 from draw import arrow
-from manyhands.plots.cards import card, rank_box, write
-from manyhands.plots.looks import ACTIVITIES, FAINT, GREY, GROUND, INK, PAPER, QUIET
+from manyhands.plots.looks import ACTIVITIES, FAINT, GREY, GROUND, INK, PAPER, QUIET, card, rank_box, write
 
 MONO = {"family": "monospace"}
 

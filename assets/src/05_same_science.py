@@ -1,8 +1,21 @@
 """Figures of lesson 05: means, batches, decks and dice, an order that goes on, long steps, noise, scaling, reading."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, GREY, HATCH, INK, QUIET, READING, rank_colour, tint
+from manyhands.plots.looks import (
+    EDGE,
+    FAINT,
+    GREY,
+    HATCH,
+    INK,
+    QUIET,
+    READING,
+    box,
+    card,
+    rank_box,
+    rank_colour,
+    tint,
+    write,
+)
 
 
 def token_mean():

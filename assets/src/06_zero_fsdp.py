@@ -1,8 +1,21 @@
 """Figures of lesson 06: halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import BYTES, EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import (
+    BYTES,
+    EDGE,
+    GREY,
+    HATCH,
+    INK,
+    PAPER,
+    QUIET,
+    box,
+    card,
+    rank_box,
+    rank_colour,
+    tint,
+    write,
+)
 
 
 def _share(axes, x, y, width, height, n, held, size=10, text=None):

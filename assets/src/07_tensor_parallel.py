@@ -1,8 +1,7 @@
 """Figures of lesson 07: products by columns and rows, f and g, heads, positions, the vocabulary."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import EDGE, GREY, HATCH, INK, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 
 
 def _matrix(axes, x, y, rows, owner=None, side=3.4):

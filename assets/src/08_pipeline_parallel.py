@@ -1,8 +1,7 @@
 """Figures of lesson 08: a cut model, micro-batches, messages, GPipe and 1F1B, stages in turn, B in halves."""
 
 from draw import arrow
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, GREY, HATCH, QUIET, rank_colour, tint
+from manyhands.plots.looks import EDGE, GREY, HATCH, QUIET, box, card, rank_box, rank_colour, tint, write
 from manyhands.plots.schedule import face
 
 FORWARD, BACKWARD = 1, 2  # lengths

@@ -1,8 +1,7 @@
 """Figures of lesson 09: the online softmax, a ring of keys, zig-zag, positions against heads, dispatch and combine."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, GREY, HATCH, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import EDGE, FAINT, GREY, HATCH, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 
 
 def online_softmax():

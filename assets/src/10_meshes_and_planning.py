@@ -1,8 +1,23 @@
 """Figures of lesson 10: a grid, a cube on two nodes, rings, a three-phase all-reduce, a roofline, a plan."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, HATCH, INK, LIMIT, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import (
+    EDGE,
+    FAINT,
+    GREY,
+    GROUND,
+    HATCH,
+    INK,
+    LIMIT,
+    PAPER,
+    QUIET,
+    box,
+    card,
+    rank_box,
+    rank_colour,
+    tint,
+    write,
+)
 
 
 def _node(axes, x, y, width, height, text):

@@ -1,8 +1,21 @@
 """Figures of lesson 11: a missing call, a straggler, NaN on its way, a save, resharding, a restart, pre-emption."""
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, HATCH, INK, QUIET, rank_colour, tint
+from manyhands.plots.looks import (
+    EDGE,
+    FAINT,
+    GREY,
+    GROUND,
+    HATCH,
+    INK,
+    QUIET,
+    box,
+    card,
+    rank_box,
+    rank_colour,
+    tint,
+    write,
+)
 
 
 def missing_call():

@@ -3,8 +3,7 @@
 from math import log10
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, write
-from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, INK, PAPER, PREDICTED, QUIET
+from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, INK, PAPER, PREDICTED, QUIET, box, card, write
 
 FAMILIES = (  # name, parameters in 1e9, tokens in 1e12, where its name stands
     ("GPT-3", 175, 0.3, (0, -2.4)),

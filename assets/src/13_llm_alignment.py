@@ -1,8 +1,7 @@
 """Figures of lesson 13: a conversation and its mask, a DPO margin, a group of answers, adapters, reference shards."""
 
 from draw import arrow
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import GREY, GROUND, INK, PAPER, QUIET, rank_colour, tint
+from manyhands.plots.looks import GREY, GROUND, INK, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 
 TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"]
 

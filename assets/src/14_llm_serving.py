@@ -3,8 +3,21 @@
 import math
 
 from draw import arrow, cell
-from manyhands.plots.cards import box, card, write
-from manyhands.plots.looks import ALTERNATIVES, EDGE, FAINT, GREY, GROUND, INK, LIMIT, PAPER, QUIET, tint
+from manyhands.plots.looks import (
+    ALTERNATIVES,
+    EDGE,
+    FAINT,
+    GREY,
+    GROUND,
+    INK,
+    LIMIT,
+    PAPER,
+    QUIET,
+    box,
+    card,
+    tint,
+    write,
+)
 
 # no rank has a part here: the large model in one shade, the small one in another
 MINE, OTHER = ALTERNATIVES[3]["color"], ALTERNATIVES[1]["color"]

@@ -18,8 +18,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "scripts")]
 
-from manyhands.plots.cards import write  # noqa: E402
-from manyhands.plots.looks import INK, PAPER, rank_colour, tint  # noqa: E402
+from manyhands.plots.looks import (  # noqa: E402
+    INK,
+    PAPER,
+    rank_colour,
+    tint,
+    write,  # noqa: E402
+)
 
 
 def cell(axes, x, y, text="", rank=None, width=3, height=3, hatch=None, strength=0.25, size=10):

@@ -1,7 +1,6 @@
 """Figures of a text of one's own: documents packed into one window, and how near copies are found."""
 
-from manyhands.plots.cards import box, card, write
-from manyhands.plots.looks import EDGE, GREY, GROUND, PAPER, QUIET, tint
+from manyhands.plots.looks import EDGE, GREY, GROUND, PAPER, QUIET, box, card, tint, write
 
 WINDOW = ["ran", "off", "sep", "The", "sun", "is", "sep", "To", "be"]
 DOCUMENT = [0, 0, 1, 1, 1, 1, 2, 2, 2]

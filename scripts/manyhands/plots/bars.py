@@ -14,8 +14,10 @@ from manyhands.plots.looks import (
     PREDICTED,
     QUIET,
     errorbars,
+    kind_keys,
     new_figure,
     rank_colour,
+    stacked,
     tint,
 )
 
@@ -28,28 +30,19 @@ def held_and_sent(rows, num_params, title):
     `rows`: {name: (held, held by formula, volume, volume by formula, note)}. Held are objects with bytes as attributes,
     one for each of KINDS; volumes are in numbers of parameters, P; the note stands beside the right bar.
     """
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     figure, (left, right) = new_figure(9.5, 1.6 + 0.3 * len(rows), 1, 2, sharey=True)
     for i, (held, formula, volume, expected, note) in enumerate(rows.values()):
-        start = 0.0
-        for kind in KINDS:
-            (colour, hatch), width = BYTES[kind], getattr(held, kind) / num_params
-            left.barh(i, width, 0.7, left=start, fc=colour, ec=INK, hatch=hatch)
-            start += width
+        stacked(left, i, [(getattr(held, kind) / num_params, *BYTES[kind]) for kind in KINDS], 0.7)
         right.barh(i, volume, 0.7, fc=GREY, ec=INK)
         for axes, value in ((left, sum(getattr(formula, kind) for kind in KINDS) / num_params), (right, expected)):
-            axes.plot([value, value], [i - 0.48, i + 0.48], **PREDICTED)
+            _predicted(axes, i, value, 0.48)
         right.text(max(volume, expected) + 0.08, i, f"{volume:.2f} P, {note}", va="center")
     left.set_yticks(range(len(rows)), list(rows))
     left.invert_yaxis()
     left.set(xlabel="bytes held per parameter", title=title)
     most = max([volume for _, _, volume, _, _ in rows.values()] + [1.0])
     right.set(xlabel="volume of a step, P", xlim=(0, 1.75 * most))
-    keys = [Patch(fc=BYTES[kind][0], ec=INK, hatch=BYTES[kind][1], label=kind) for kind in KINDS]
-    keys.append(Line2D([], [], **PREDICTED, label="by formula"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    _legend(figure, "by formula")
     return figure
 
 
@@ -58,26 +51,17 @@ def planned_and_held(rows, title):
 
     `rows`: [(name, {kind: bytes held}, bytes planned)], with a value for each of KINDS.
     """
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     figure, axes = new_figure(8.6, 1.6 + 0.34 * len(rows))
     most = max(max(sum(held.values()), planned) for _, held, planned in rows)
     for i, (_, held, planned) in enumerate(rows):
-        start = 0.0
-        for kind in KINDS:
-            colour, hatch = BYTES[kind]
-            axes.barh(i, held[kind] / 1e3, 0.64, left=start / 1e3, fc=colour, ec=INK, hatch=hatch)
-            start += held[kind]
-        axes.plot([planned / 1e3] * 2, [i - 0.5, i + 0.5], **PREDICTED | {"lw": 2.2}, zorder=3)
-        said = f"{start / 1e3:,.1f} kB, planned {planned / 1e3:,.1f}"
-        axes.text((max(start, planned) + 0.015 * most) / 1e3, i, said, va="center")
+        total = 1e3 * stacked(axes, i, [(held[kind] / 1e3, *BYTES[kind]) for kind in KINDS], 0.64)
+        _predicted(axes, i, planned / 1e3, 0.5, lw=2.2, zorder=3)
+        said = f"{total / 1e3:,.1f} kB, planned {planned / 1e3:,.1f}"
+        axes.text((max(total, planned) + 0.015 * most) / 1e3, i, said, va="center")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     axes.invert_yaxis()
     axes.set(xlabel="kB on the fullest rank", title=title, xlim=(0, 1.34 * most / 1e3))
-    keys = [Patch(fc=BYTES[kind][0], ec=INK, hatch=BYTES[kind][1], label=kind) for kind in KINDS]
-    keys.append(Line2D([], [], **PREDICTED, label="planned"))
-    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    _legend(figure, "planned")
     return figure
 
 
@@ -128,8 +112,15 @@ def kept_and_timed(kept, times, alone_s, title):
     return figure
 
 
-def _predicted(axes, i, value):
-    axes.plot([value, value], [i - 0.42, i + 0.42], **PREDICTED)
+def _predicted(axes, i, value, reach=0.42, **style):
+    axes.plot([value, value], [i - reach, i + reach], **PREDICTED | style)
+
+
+def _legend(figure, label):
+    from matplotlib.lines import Line2D
+
+    keys = [*kind_keys(KINDS), Line2D([], [], **PREDICTED, label=label)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
 
 
 def kept_and_dropped(documents, characters, title):
@@ -163,12 +154,7 @@ def work_per_rank(work, fair):
     figure, panels = new_figure(9, 3.2, 1, len(work), sharey=True, squeeze=False)
     panels = panels[0]
     for axes, (name, rows) in zip(panels, work.items(), strict=True):
-        for rank, steps in enumerate(rows):
-            bottom = 0
-            for step, pairs in enumerate(steps):
-                strength = 1 - 0.75 * step / max(1, len(steps) - 1) if len(steps) > 1 else 1
-                axes.bar(rank, pairs, 0.7, bottom=bottom, fc=tint(rank_colour(rank), strength), ec=INK)
-                bottom += pairs
+        steps_of_ranks(axes, rows)
         axes.axhline(fair, **PREDICTED)
         axes.set(title=name, xlabel="rank of the group (darkest: step 0)")
         axes.set_xticks(range(len(rows)))
@@ -177,6 +163,16 @@ def work_per_rank(work, fair):
         "a fair share", (1, fair), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10
     )
     return figure
+
+
+def steps_of_ranks(axes, work, **style):
+    """A bar per rank, stacked by the ring's steps, darkest the first: `work`[rank][step]."""
+    for rank, steps in enumerate(work):
+        bottom = 0
+        for step, pairs in enumerate(steps):
+            colour = tint(rank_colour(rank), 1 - 0.75 * step / max(1, len(steps) - 1))
+            axes.bar(rank, pairs, 0.7, bottom=bottom, fc=colour, ec=INK, **style)
+            bottom += pairs
 
 
 def skew_and_balance(skewed, shares):

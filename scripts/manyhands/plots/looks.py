@@ -1,4 +1,5 @@
-"""The one table of what a colour, a hatch and a line mean: in every figure, plot, widget and page of the course.
+"""The one table of what a colour, a hatch and a line mean, in every figure, plot, widget and page; what plots share;
+and the cards that widgets and the drawings of the lessons are drawn on.
 
 - A **rank** has a colour, and its number is always written beside it. No other thing has one of these colours.
 - **What a rank does**: compute is solid, communication hatched //// and nothing else is, reading from a
@@ -8,7 +9,8 @@
   **limit** (a device's memory, a peak) a dash-dotted red one.
 - **Alternatives** that are compared (libraries, algorithms, rules) differ by line and marker, then by shade.
 
-Each reads in black and white: colour never stands alone. Plots are white cards on light and on dark pages.
+Each reads in black and white: colour never stands alone. Plots are white cards on light and on dark pages; on a card
+coordinates are in units of 0.1 inch, from the top left corner, y downwards, and texts are measured in points.
 Every colour and hatch that a figure shows comes from here, or is a `tint` of one that does; a test holds all to it.
 """
 
@@ -22,16 +24,8 @@ GREY = "#d9d9d9"  # a thing that is no rank's
 GROUND = "#f4f4f4"  # an area in which other things stand
 PAPER = "#ffffff"
 
-RANK_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#000000",
-)  # Okabe and Ito 2008: told apart by colour-blind eyes
+# Okabe and Ito 2008: told apart by colour-blind eyes
+RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 SHARED_COLOUR = "#6b7280"  # what all ranks say alike, beside a cell: read on light and on dark pages
 
@@ -109,3 +103,84 @@ def errorbars(samples, scale=1, middle=statistics.median):
     below = [y - scale * min(some) for y, some in zip(middles, samples, strict=True)]
     above = [scale * max(some) - y for y, some in zip(middles, samples, strict=True)]
     return middles, [below, above]
+
+
+def end_label(axes, x, y, text, colour, up=0):
+    """`text` at the end of a line, a little above (up=1) or below (-1) its last point."""
+    va = {1: "bottom", 0: "center", -1: "top"}[up]
+    axes.annotate(text, (x, float(y)), (9, 2 * up), textcoords="offset points", va=va, color=colour)
+
+
+def stacked(axes, row, pieces, height=0.8, **style):
+    """A bar of `axes` in this row: [(width, colour, hatch)], one after the other. Returns where it ends."""
+    start = 0.0
+    for width, colour, hatch in pieces:
+        axes.barh(row, width, height, left=start, fc=colour, ec=INK, hatch=hatch, **style)
+        start += width
+    return start
+
+
+def kind_keys(kinds, **style):
+    """Patches for a legend: one for each of these keys of BYTES."""
+    from matplotlib.patches import Patch
+
+    looks = {kind: BYTES[kind] for kind in kinds}
+    return [Patch(fc=fc, ec=INK, hatch=h, label=kind.replace("_", " "), **style) for kind, (fc, h) in looks.items()]
+
+
+def plain_log_ticks(axis, label="{x:g}", subs=(1, 2, 5)):
+    """A logarithmic axis with 1, 2, 5, 10, 20, ... written as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(label)
+    axis.set_minor_formatter(NullFormatter())
+
+
+# ------------------------------------------------------------------ cards: units of 0.1 inch, from the top left corner
+
+
+def card(width, height, title=None):
+    """(figure, axes): an empty card of width x height units with its title at the top left."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    figure = Figure(figsize=(width / 10, height / 10))
+    figure.patch.set_alpha(0)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
+    axes.axis("off")
+    corner = "round,pad=0,rounding_size=1.2"
+    axes.add_patch(
+        FancyBboxPatch((0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec=FAINT, lw=1, zorder=0)
+    )
+    if title:
+        write(axes, 1.5, 2.4, title, size=12, weight="bold", ha="left")
+    return figure, axes
+
+
+def write(axes, x, y, text, size=10, colour=INK, **kwargs):
+    """Text, centred on (x, y) unless told otherwise (ha, va, weight, style of matplotlib)."""
+    kwargs = {"ha": "center", "va": "center", "zorder": 4, **kwargs}
+    return axes.text(x, y, text, fontsize=size, color=colour, **kwargs)
+
+
+def rank_box(axes, rank, x, y, width=8, height=4, label=None):
+    """A rank: a rounded box in its colour with its number (or `label`) in it; (x, y) is its top left corner."""
+    from matplotlib.patches import FancyBboxPatch
+
+    colour = rank_colour(rank)
+    style = {"boxstyle": "round,pad=0,rounding_size=0.8", "fc": tint(colour, 0.18), "ec": colour, "lw": 2}
+    axes.add_patch(FancyBboxPatch((x, y), width, height, zorder=1, **style))
+    write(axes, x + width / 2, y + height / 2, f"rank {rank}" if label is None else label, weight="bold")
+
+
+def box(axes, x, y, width, height, text="", face=PAPER, edge=INK, hatch=None, dotted=False, size=10, **kwargs):
+    """A labelled rectangle; on a hatched one the label stands on a white ground."""
+    from matplotlib.patches import Rectangle
+
+    style = (0, (2, 2)) if dotted else "-"
+    axes.add_patch(Rectangle((x, y), width, height, fc=face, ec=edge, lw=1.2, hatch=hatch, ls=style, zorder=2))
+    if text:
+        ground = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"} if hatch else None
+        write(axes, x + width / 2, y + height / 2, text, size=size, bbox=ground, **kwargs)

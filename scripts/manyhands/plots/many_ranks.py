@@ -7,7 +7,18 @@ from the least to the most.
 import math
 from statistics import mean, median
 
-from manyhands.plots.looks import ALTERNATIVES, GREY, INK, LIMIT, MEASURED, PREDICTED, WHISKERS, errorbars, new_figure
+from manyhands.plots.looks import (
+    ALTERNATIVES,
+    GREY,
+    INK,
+    LIMIT,
+    MEASURED,
+    PREDICTED,
+    WHISKERS,
+    end_label,
+    errorbars,
+    new_figure,
+)
 
 
 def times_read(readers):
@@ -39,7 +50,7 @@ def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
         apart[apart == 0] = math.nan
         axes.semilogy(apart, ms=5, **look)
         if last := [step for step, there in enumerate(apart.isfinite().tolist()) if there][-1:]:
-            _label(axes, last[0], apart[last[0]], name, look["color"])
+            end_label(axes, last[0], apart[last[0]], name, look["color"])
     end = len(losses) - 1
     axes.axhline(limit, **LIMIT)
     axes.annotate(f"{limit:,g}", (0, limit), (0, 3), textcoords="offset points", color=LIMIT["color"])
@@ -61,11 +72,7 @@ def by_rate(losses, advised, title):
             middles, errors = errorbars([found for _, found in runs], middle=mean)
             x = [rate for rate, _ in runs]
             axes.errorbar(x, middles, yerr=errors, **{**WHISKERS, **look, "ms": 5})
-            up = (
-                8
-                if middles[0] == max(sum(losses[kind, b, x[0]]) / len(losses[kind, b, x[0]]) for b in batches)
-                else -18
-            )
+            up = 8 if middles[0] == max(mean(losses[kind, b, x[0]]) for b in batches) else -18
             axes.annotate(
                 f"batch {batch}", (x[0], middles[0]), (0, up), textcoords="offset points", color=look["color"]
             )
@@ -82,7 +89,7 @@ def noise(sizes, measured, predicted):
     figure, axes = new_figure(5.6, 3.4)
     axes.loglog(sizes, predicted, **PREDICTED)
     axes.loglog(sizes, measured, **MEASURED, ls="none")
-    _label(axes, sizes[0], predicted[0], "predicted: variance of one × (1/B - 1/256)", PREDICTED["color"])
+    end_label(axes, sizes[0], predicted[0], "predicted: variance of one × (1/B - 1/256)", PREDICTED["color"])
     axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
     axes.set_xticks(sizes, sizes)
     axes.minorticks_off()
@@ -96,7 +103,7 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     looks = (PREDICTED, {"color": ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})
     for (name, seconds), look in zip(curves_s.items(), looks, strict=True):
         left.loglog(range(1, len(seconds) + 1), [1e3 * s for s in seconds], **look)
-        _label(left, len(seconds), 1e3 * seconds[-1], name, look["color"])
+        end_label(left, len(seconds), 1e3 * seconds[-1], name, look["color"])
     left.loglog(sizes, [1e3 * s for s in virtual_s], **MEASURED, ls="none")
     ticks = [1, 2, 4, 8, 16, 32, 64]
     left.set_xticks(ticks, ticks)
@@ -104,18 +111,12 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     left.set(xlabel="ranks", ylabel="virtual ms per step", title="strong scaling (virtual)", xlim=(0.9, 400))
     left.minorticks_off()
     right.plot(sizes, sizes, **PREDICTED)
-    _label(right, sizes[-1], sizes[-1], "ideal", PREDICTED["color"])
+    end_label(right, sizes[-1], sizes[-1], "ideal", PREDICTED["color"])
     ends = {name: median(by_n[sizes[-1]]) for name, by_n in speed_ups.items()}
     for (name, by_n), look in zip(speed_ups.items(), ALTERNATIVES, strict=False):
         middles, errors = errorbars([by_n[n] for n in sizes])
         right.errorbar(sizes, middles, yerr=errors, **{**WHISKERS, **look, "ms": 5})
-        _label(right, sizes[-1], ends[name], name, look["color"], up=1 if ends[name] == max(ends.values()) else -1)
+        end_label(right, sizes[-1], ends[name], name, look["color"], up=1 if ends[name] == max(ends.values()) else -1)
     right.set(xlabel="ranks", ylabel="speed-up", title="this machine", xticks=sizes)
     right.set(ylim=(0, None), xlim=(0.8, 1.25 * sizes[-1] + 0.2))
     return figure
-
-
-def _label(axes, x, y, text, colour, up=0):
-    """`text` at the end of a line, a little above (up=1) or below (-1) its last point."""
-    va = {1: "bottom", 0: "center", -1: "top"}[up]
-    axes.annotate(text, (x, float(y)), (9, 2 * up), textcoords="offset points", va=va, color=colour)

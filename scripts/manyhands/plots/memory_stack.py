@@ -1,6 +1,6 @@
 """The picture of a memory timeline: stacked areas over the events of a step; or of several, side by side by phases."""
 
-from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET, new_figure
+from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET, kind_keys, new_figure
 
 HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 
@@ -14,7 +14,6 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     Raises ValueError without samples, and for kinds that there are not.
     """
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     if not samples:
         raise ValueError("there are no samples yet: a MemoryTimeline has them when its block has ended")
@@ -33,7 +32,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
             continue
         top = [low + height for low, height in zip(floor, heights, strict=True)]
         axes.fill_between(events, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
-        keys.append(Patch(fc=colour, ec=INK, lw=0.4, hatch=hatch, label=kind.replace("_", " ")))
+        keys += kind_keys([kind], lw=0.4)
         floor = top
     if predicted:
         keys.append(Line2D([], [], **HERE, label="predicted"))
@@ -87,8 +86,6 @@ def memory_stacks(timelines):
     Each phase is equally wide in all of them; the events of a phase, however many, are spread over its width. Samples
     outside of phases are left out. Raises ValueError where a timeline has no phases, or others than the first one.
     """
-    from matplotlib.patches import Patch
-
     samples = {title: [s for s in found if s.phase] for title, found in timelines.items()}
     phases = {title: list(dict.fromkeys(s.phase for s in found)) for title, found in samples.items()}
     names = next(iter(phases.values()), [])
@@ -108,10 +105,9 @@ def memory_stacks(timelines):
         axes.set(xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}")
     panels[0].set_ylabel(f"memory, {unit}")
     there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
-    keys = [
-        Patch(fc=BYTES[k][0], ec=INK, lw=0.4, hatch=BYTES[k][1], label=k.replace("_", " ")) for k in reversed(there)
-    ]
-    figure.legend(handles=keys, loc="outside right center", frameon=False, handleheight=1.4)
+    figure.legend(
+        handles=kind_keys(reversed(there), lw=0.4), loc="outside right center", frameon=False, handleheight=1.4
+    )
     return figure
 
 

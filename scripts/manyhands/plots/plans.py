@@ -76,13 +76,8 @@ def published(rows):
             points = [(one[1], one[2]) for one in rows if one[0] == source and one[3] == fitted]
             if points:
                 label = f"{source}{', fitted' * fitted}"
-                axes.plot(
-                    *zip(*points, strict=True),
-                    **look,
-                    ms=6 if i < 4 else 9,
-                    fillstyle="none" if fitted else "full",
-                    label=label,
-                )
+                style = look | {"ms": 6 if i < 4 else 9, "fillstyle": "none" if fitted else "full"}
+                axes.plot(*zip(*points, strict=True), **style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU")
     axes.set(xlim=ends, ylim=(ends[0] * 0.9, ends[1] * 1.15), title="Published runs, predicted")
     ticks = [tick for tick in (100, 150, 200, 300, 400, 500) if ends[0] <= tick <= ends[1]]

@@ -12,6 +12,7 @@ from manyhands.plots.looks import (
     PREDICTED,
     QUIET,
     WHISKERS,
+    errorbars,
     new_figure,
     rank_colour,
 )
@@ -171,8 +172,8 @@ def tokens_per_call(samples, predicted, alpha):
     """
     figure, axes = new_figure(7.5, 4)
     for k, rates in samples.items():
-        middle = statistics.mean(rates)
-        axes.errorbar(k, middle, yerr=[[middle - min(rates)], [max(rates) - middle]], **WHISKERS | MEASURED)
+        middle, errors = errorbars([rates], middle=statistics.mean)
+        axes.errorbar(k, middle, yerr=errors, **WHISKERS | MEASURED)
     ks = sorted(predicted)
     axes.plot(ks, [predicted[k] for k in ks], **PREDICTED)
     axes.annotate(

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.plots.cards import card, write
-from manyhands.plots.looks import FIELDS, INK, PAPER, QUIET, tint
+from manyhands.plots.looks import FIELDS, INK, PAPER, QUIET, card, tint, write
 from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

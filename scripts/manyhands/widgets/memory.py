@@ -5,8 +5,7 @@ from math import ceil
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.gpt.model import GPTConfig
-from manyhands.plots.cards import card, write
-from manyhands.plots.looks import BYTES, INK, LIMIT, PAPER, QUIET, new_figure, tint
+from manyhands.plots.looks import BYTES, INK, LIMIT, PAPER, QUIET, card, new_figure, tint, write
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.memory import RECIPES, bytes_per_rank
 from manyhands.widgets.display import show_with_controls
@@ -78,14 +77,8 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     right = longest * 1.32
     if device and device_bytes / scale < right:
         axes.axvline(device_bytes / scale, **LIMIT, zorder=3)
-        axes.text(
-            device_bytes / scale,
-            1.01,
-            f"{device:g} {unit}",
-            color=LIMIT["color"],
-            ha="center",
-            transform=axes.get_xaxis_transform(),
-        )
+        above = {"ha": "center", "transform": axes.get_xaxis_transform()}
+        axes.text(device_bytes / scale, 1.01, f"{device:g} {unit}", color=LIMIT["color"], **above)
     axes.set(xlim=(0, right), xlabel=f"{shown} on {_each_of(ranks)}")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.invert_yaxis()

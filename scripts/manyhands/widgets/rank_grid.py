@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyhands.plots.cards import box, card, rank_box, write
-from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET
+from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET, box, card, rank_box, write
 from manyhands.widgets.display import sentence, show_with_controls
 
 AXES = ("pipeline", "data", "tensor")

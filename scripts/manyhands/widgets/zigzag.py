@@ -1,6 +1,7 @@
 """Who computes which part of causal attention: ranks, positions and a layout, and each rank's work in each step."""
 
-from manyhands.plots.looks import FAINT, INK, PAPER, PREDICTED, new_figure, rank_colour, tint
+from manyhands.plots.bars import steps_of_ranks
+from manyhands.plots.looks import FAINT, PAPER, PREDICTED, new_figure, rank_colour, tint
 from manyhands.widgets.display import sentence, show_with_controls
 
 LAYOUTS = ("in order", "zig-zag", "striped")
@@ -86,12 +87,7 @@ def _draw_work(axes, pairs):
     """A bar per rank, stacked by the ring's steps, and a line where all would be with equal work."""
     n = len(pairs)
     fair = sum(map(sum, pairs)) / n
-    for rank, steps in enumerate(pairs):
-        bottom = 0
-        for step, work in enumerate(steps):
-            strength = 1 - 0.75 * step / max(1, n - 1)
-            axes.bar(rank, work, 0.7, bottom=bottom, fc=tint(rank_colour(rank), strength), ec=INK, lw=0.8)
-            bottom += work
+    steps_of_ranks(axes, pairs, lw=0.8)
     axes.plot([-0.6, n - 0.4], [fair, fair], **PREDICTED)
     axes.text(n - 0.35, fair, "fair\nshare", fontsize=10, va="center")
     axes.set(xlabel="rank (darkest: step 0 of the ring)", ylabel="query-key pairs", xlim=(-0.6, 1.17 * n))

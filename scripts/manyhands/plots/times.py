@@ -1,0 +1,239 @@
+"""Plots of times: of steps with their spread, against buckets, ranks and message sizes; and what a formula says.
+
+Times are given as samples in seconds; a point is their median, its whiskers reach from the least to the most. Series
+have shades and markers, not the ranks' colours: a curve is a library or an algorithm.
+"""
+
+import math
+import statistics
+
+from manyhands.plots.looks import (
+    ALTERNATIVES,
+    INK,
+    MEASURED,
+    PREDICTED,
+    QUIET,
+    TRAINING,
+    VALIDATION,
+    WHISKERS,
+    end_label,
+    errorbars,
+    new_figure,
+    plain_log_ticks,
+)
+
+_NUDGE = 1.1  # series beside each other at one size, so that whiskers do not cover each other
+_APART = 0.075  # of the axes' height: names at the ends of lines
+
+
+def compared(samples, title, unit="ms per step, slowest rank"):
+    """A row for each name: the median of its samples and their whiskers. samples: {name: seconds}."""
+    figure, axes = new_figure(7.5, 1.1 + 0.38 * len(samples))
+    for row, times in enumerate(samples.values()):
+        (middle,), errors = errorbars([times], 1e3)
+        axes.errorbar(middle, row, xerr=errors, **WHISKERS | MEASURED)
+        axes.annotate(f"{middle:.0f}", (middle, row), (0, 7), textcoords="offset points", ha="center")
+    axes.set_yticks(range(len(samples)), samples)
+    axes.set(xlabel=unit, title=title, xlim=(0, None), ylim=(len(samples) - 0.5, -0.7))
+    return figure
+
+
+def training(losses, looks, vocab_size, title):
+    """Left the loss of each step and the validation loss at the looks, right what the model wrote then.
+
+    losses: [steps]; looks: [(step, validation loss, text)]; vocab_size: how many tokens there are to guess from.
+    """
+    figure, (axes, beside) = new_figure(10, 4, 1, 2, width_ratios=[1, 1.1])
+    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation")
+    axes.plot(range(len(losses)), losses, **TRAINING, label="training, mean over the ranks")
+    guess = math.log(vocab_size)
+    axes.axhline(guess, **PREDICTED)
+    known = f"knowing nothing: ln {vocab_size} = {guess:.2f}"
+    axes.annotate(known, (len(losses), guess), (0, 3), textcoords="offset points", ha="right")
+    axes.legend(frameon=False, loc="center right")
+    axes.set(xlabel="step", ylabel="loss, nats per character", title=title)
+    axes.margins(y=0.1)
+    beside.axis("off")
+    for row, (step, loss, text) in enumerate(looks):
+        top, line = 1 - 0.26 * row, text.replace("\n", "/")
+        beside.text(0, top, f"step {step}, validation {loss:.2f}", weight="bold", va="top")
+        style = {"family": "monospace", "va": "top", "parse_math": False}
+        beside.text(0, top - 0.07, line[:45] + "\n" + line[45:90], **style)
+    return figure
+
+
+def bucket_sizes(counts, virtual_s, predicted_s, real_counts, samples, title):
+    """Step time against the number of buckets, left in virtual time, right measured.
+
+    virtual_s, predicted_s: seconds for each of `counts`. samples: {name: for each of `real_counts` its seconds} of two
+    lines, and then {name: seconds} of the step that averages nothing.
+    """
+    figure, (virtual, real) = new_figure(10, 3.8, 1, 2)
+    virtual.plot(counts, [1e3 * s for s in predicted_s], **PREDICTED)
+    virtual.plot(counts, [1e3 * s for s in virtual_s], **MEASURED, ls="none")
+    end_label(virtual, counts[-1], 1e3 * predicted_s[-1], "predicted", PREDICTED["color"], up=-1)
+    virtual.set(ylabel="virtual ms per step", title="a network of its own (virtual)")
+    *lines, alone = samples
+    ends = [1e3 * statistics.median(samples[name][-1]) for name in lines]
+    for name, style, end in zip(lines, ALTERNATIVES[1::-1], ends, strict=True):
+        middles, errors = errorbars(samples[name], 1e3)
+        real.errorbar(real_counts, middles, yerr=errors, **{**WHISKERS, **style, "ms": 5})
+        end_label(real, real_counts[-1], end, name, style["color"], up=1 if end == max(ends) else -1)
+    alone_ms = 1e3 * statistics.median(samples[alone])
+    real.axhline(alone_ms, color=QUIET, lw=1)
+    end_label(real, real_counts[-1], alone_ms, alone, QUIET, up=-1)
+    real.set(ylabel="ms per step, slowest rank", title=title)
+    for axes, ticks in ((virtual, counts), (real, real_counts)):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
+        axes.set(xlabel="number of buckets", ylim=(0, None), xlim=(0.8 * min(ticks), 3.2 * max(ticks)))
+    return figure
+
+
+def weak_scaling(sizes, samples, tokens_per_rank, title):
+    """Tokens per second of the world against its ranks, and the line of n times one rank.
+
+    samples: for each of `sizes` the seconds of a step in which every rank reads `tokens_per_rank`.
+    """
+    figure, axes = new_figure(5.5, 3.4)
+    rates = [[n * tokens_per_rank / s for s in times] for n, times in zip(sizes, samples, strict=True)]
+    middles, errors = errorbars(rates)
+    axes.errorbar(sizes, middles, yerr=errors, **WHISKERS | MEASURED)
+    axes.plot(sizes, [n * middles[0] / sizes[0] for n in sizes], **PREDICTED)
+    end_label(axes, sizes[-1], sizes[-1] * middles[0] / sizes[0], "ideal", PREDICTED["color"])
+    end_label(axes, sizes[-1], middles[-1], "measured", INK)
+    axes.set(xlabel="ranks", ylabel="tokens/s", xticks=sizes, ylim=(0, None), xlim=(0.7, 1.35 * sizes[-1]), title=title)
+    return figure
+
+
+def against_trial(steps_s, trial, stopwatch_s, typical_s):
+    """Steps after the first `trial` of them in blocks, median and whiskers in ms; as lines, two guesses made before.
+
+    steps_s: seconds of each step; stopwatch_s: all time of the trial, its start too, divided by its steps; typical_s:
+    the median of its steps.
+    """
+    size = max(5, (len(steps_s) - trial) // 9)
+    starts = range(trial, len(steps_s) - size + 1, size)
+    blocks = [[1e3 * s for s in steps_s[start : start + size]] for start in starts]
+    middles, errors = errorbars(blocks)
+    figure, axes = new_figure(7.5, 3.6)
+    at = [start + size / 2 for start in starts]
+    whiskers = {"elinewidth": WHISKERS["lw"], "capsize": WHISKERS["capsize"]}
+    axes.errorbar(at, middles, errors, ls="none", **MEASURED, **whiskers)
+    guesses = [
+        (stopwatch_s, {**ALTERNATIVES[2], "marker": ""}, "by stopwatch:"),
+        (typical_s, PREDICTED, f"median of\nsteps 2 to {trial}:"),
+    ]
+    for guess_s, line, text in guesses:
+        side = "bottom" if guess_s == max(stopwatch_s, typical_s) else "top"
+        axes.axhline(1e3 * guess_s, **line)
+        label = f" {text}\n{1e3 * guess_s:.0f} ms".replace("\n", "\n ")
+        axes.text(1, 1e3 * guess_s, label, va=side, size=10, color=INK, transform=axes.get_yaxis_transform())
+    ends = [1e3 * stopwatch_s, 1e3 * typical_s, *(value for block in blocks for value in block)]
+    axes.set(yscale="log", xlim=(0, len(steps_s)), ylim=(min(ends) / 2, 2 * max(ends)))
+    axes.set(xlabel="step", ylabel="ms per step", title=f"Guessed from {trial} steps, and what came after")
+    plain_log_ticks(axes.yaxis)
+    return figure
+
+
+# ------------------------------------------------------------------ against the size of messages
+
+
+def against_size(sizes_b, measured, predicted, title, unit="measured", looks=None, formula="predicted"):
+    """Seconds against bytes per message, and below them measured / predicted.
+
+    measured and predicted: {series: seconds for each size}; of a measured series also all samples for each size, which
+    are drawn as their median with whiskers from the least to the most. A series without a prediction has no curve
+    below, and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured",
+    "virtual"), `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
+    """
+    figure, (times, ratios) = new_figure(7.5, 5.4, 2, 1, sharex=True, height_ratios=(3, 1))
+    looks = looks or _looks([*measured, *predicted])
+    samples = {name: [_samples(seconds) for seconds in found] for name, found in measured.items()}
+    medians = {name: [statistics.median(some) for some in found] for name, found in samples.items()}
+    # a world of one sends nothing, and zero has no place on a logarithmic axis
+    positive = any(s > 0 for seconds in medians.values() for s in seconds)
+    times.set(xscale="log", yscale="log" if positive else "linear")
+    for seconds in predicted.values():
+        times.plot(sizes_b, [1e3 * s for s in seconds], **PREDICTED)
+    several = len(medians) > 1 and any(len(some) > 1 for found in samples.values() for some in found)
+    for place, name in enumerate(medians):
+        nudge = _NUDGE ** (place - (len(medians) - 1) / 2) if several else 1
+        nudged_b = [b * nudge for b in sizes_b]
+        _points(times, nudged_b, samples[name], looks[name], loose=name in predicted)
+    found = []
+    for name in (name for name in medians if name in predicted):
+        ratio = [m / p if p and m else 1 for m, p in zip(medians[name], predicted[name], strict=True)]
+        found += ratio
+        ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **looks[name])
+    if positive:
+        plain_log_ticks(times.yaxis)
+    times.set(ylabel=f"{unit} time, ms", title=title)
+    if predicted:
+        times.plot([], [], label=formula, **PREDICTED)
+        times.legend(frameon=False, loc="upper left")
+    ratios.axhline(1, color=QUIET, lw=1)
+    reach = max([2, *(max(ratio, 1 / ratio) for ratio in found)])  # half and twice are equally far from 1
+    ratios.set(xlabel="bytes", ylabel=f"{unit} /\n{formula}", yscale="log")
+    ratios.set_yticks([1 / 16, 1 / 4, 1, 4, 16] if reach > 4 else [1 / 4, 1 / 2, 1, 2, 4])
+    ratios.set_ylim(0.8 / reach, reach / 0.8)
+    ratios.yaxis.set_major_formatter("{x:g}")
+    ratios.yaxis.set_minor_formatter("")
+    _bytes_axis(ratios)
+    last_s = {name: seconds[-1] for name, seconds in (predicted | medians).items()}
+    _name_ends(times, {name: 1e3 * s for name, s in last_s.items()}, looks)
+    return figure
+
+
+def bandwidths(sizes_b, measured, factor, title, looks=None):
+    """Two panels: algorithm bandwidth (bytes / seconds), and bus bandwidth (that times `factor`), in MB/s."""
+    figure, panels = new_figure(7.5, 3.2, 1, 2, sharey=True)
+    looks = looks or _looks(measured)
+    names = ("algorithm: bytes / time", f"bus: × {factor:g}")
+    for axes, name, times in zip(panels, names, (1, factor), strict=True):
+        for series, seconds in measured.items():
+            rate = [times * b / s / 1e6 if s else 0 for b, s in zip(sizes_b, seconds, strict=True)]
+            axes.semilogx(sizes_b, rate, ms=5, **looks[series])
+        axes.set(xlabel="bytes", title=name)
+        _bytes_axis(axes)
+    panels[0].set(ylabel="MB/s", ylim=(0, None))
+    last = {series: factor * sizes_b[-1] / s[-1] / 1e6 if s[-1] else 0 for series, s in measured.items()}
+    _name_ends(panels[1], last, looks)
+    figure.suptitle(title)
+    return figure
+
+
+def _looks(names):
+    return dict(zip(dict.fromkeys(names), ALTERNATIVES, strict=False))
+
+
+def _samples(seconds):
+    return seconds if isinstance(seconds, (list, tuple)) else [seconds]
+
+
+def _points(axes, sizes_b, samples, look, loose):
+    """Medians of a series, joined by a line unless they are `loose`, with whiskers where there are several samples."""
+    middle, errors = errorbars(samples, 1e3)
+    if any(len(some) > 1 for some in samples):
+        axes.errorbar(
+            sizes_b, middle, yerr=errors, fmt="none", ecolor=look["color"],
+            elinewidth=WHISKERS["lw"], capsize=WHISKERS["capsize"],
+        )  # fmt: skip
+    axes.plot(sizes_b, middle, ms=5, **({**look, "ls": "none"} if loose else look))
+
+
+def _name_ends(axes, ends, looks):
+    """The name of each series at the height where it ends on the right; names that would touch are moved apart."""
+    height = {y: axes.transAxes.inverted().transform(axes.transData.transform((1, y)))[1] for y in ends.values()}
+    lowest = float("-inf")
+    for name, y in sorted(ends.items(), key=lambda end: end[1]):
+        lowest = max(height[y], lowest + _APART)
+        axes.text(1.01, lowest, name, transform=axes.transAxes, color=looks[name]["color"], va="center")
+
+
+def _bytes_axis(axes):
+    ticks = {2**6: "64", 2**10: "1 Ki", 2**14: "16 Ki", 2**18: "256 Ki", 2**22: "4 Mi", 2**26: "64 Mi"}
+    low, high = axes.get_xlim()
+    axes.set_xticks([b for b in ticks if low <= b <= high], [ticks[b] for b in ticks if low <= b <= high])
+    axes.minorticks_off()
