@@ -180,12 +180,12 @@ REJECTED = {
         "by division": (lambda rank, shape: [rank / size for size in shape], "should be [1, 2], not [2.5"),
     },
     "groups_of": {
-        "ranges": (consecutive, "rank 0 is in the group [0, 3], not [0, 1]"),
+        "ranges": (consecutive, "should be [[0, 3], [1, 4], [2, 5]], not [[0, 1], [2, 3], [4, 5]]"),
         "counted from the end": (counted_from_the_end, "of a grid of 2 x 3 should be [[0, 3], [1, 4], [2, 5]], not"),
-        "rank 0's alone": (only_rank_0s, "rank 1 is in no group"),
-        "one for each rank": (one_for_each_rank, "rank 0 is in 2 groups; each is in exactly one"),
-        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "in the group [0, 3], not [0, 1, 2"),
-        "back to front": (reversed_groups, "are right but for their order: [0, 3], not [3, 0]"),
+        "rank 0's alone": (only_rank_0s, "each rank is in exactly one"),
+        "one for each rank": (one_for_each_rank, "each rank is in exactly one"),
+        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "should be [[0, 3], [1, 4], [2, 5]], not [[0, 1, 2"),
+        "back to front": (reversed_groups, "in a group ranks have their order"),
     },
     "slow_bytes": {
         "every hop": (every_hop, "all 6 hops; 3 of them cross"),

@@ -16,6 +16,8 @@ from manyhands.checks import Wrong, exercise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+N = 4
+
 
 @exercise(1, "the sum", timeout_s=4)
 def the_sum(answer, ranks):
@@ -31,224 +33,180 @@ def right(x):
     return x
 
 
-def place():
-    return dist.get_rank(), dist.get_world_size()
+def told(answer):
+    """An answer of x that is handed (x, rank, n)."""
+    return lambda x: answer(x, dist.get_rank(), dist.get_world_size())
 
 
-# ---- messages that do not match ----
+def longer_on_the_last(x, rank, n):
+    return torch.cat([x, x]) if rank == n - 1 else x
 
 
-def sends_behind_the_last(x):
-    rank, n = place()
+# ---- messages that do not match: answers (x, rank, n) ----
+
+
+def passes_on_without_an_end(x, rank, n):
     if rank > 0:
         dist.recv(x, rank - 1)
     dist.send(x, rank + 1)
-    return x
 
 
-def receives_before_the_first(x):
-    rank, n = place()
-    dist.recv(x, rank - 1)
-    if rank < n - 1:
-        dist.send(x, rank + 1)
-    return x
-
-
-def posts_behind_the_last(x):
-    rank, n = place()
-    work = dist.isend(x, rank + 1)
-    work.wait()
-    return x
-
-
-def receives_into_too_little(x):
-    rank, n = place()
+def receives_into_too_little(x, rank, n):
     work = dist.isend(x.double(), (rank + 1) % n)
     dist.recv(torch.empty(2), (rank - 1) % n)
     work.wait()
-    return x
 
 
-def posts_too_little(x):
+def posts_too_little(x, rank, n):
     """The receive comes first on all ranks, and in one batch with the send."""
-    rank, n = place()
     ops = [dist.P2POp(dist.irecv, torch.empty(1), (rank - 1) % n), dist.P2POp(dist.isend, x, (rank + 1) % n)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    return x
-
-
-def last_message_too_long(x):
-    """The second message of the last rank is longer than the first, as a last chunk with the rest."""
-    rank, n = place()
-    if rank == n - 1:
-        for message in (x, torch.cat([x, x])):
-            dist.send(message, 0)
-    if rank == 0:
-        for _ in range(2):
-            dist.recv(x, n - 1)
-    return x
-
-
-def takes_from_anybody_too_little(x):
-    rank, n = place()
-    if rank == 0:
-        for _ in range(n - 1):
-            dist.recv(torch.empty(1))
-    else:
-        dist.send(x, 0)
-    return x
 
 
 # ---- collectives that do not match ----
 
 
-def longer_on_the_last(x):
-    rank, n = place()
-    return torch.cat([x, x]) if rank == n - 1 else x
+def all_gathers_unequal(x, rank, n):
+    mine = longer_on_the_last(x, rank, n)
+    dist.all_gather([torch.empty_like(mine) for _ in range(n)], mine)
 
 
-def all_gathers_unequal(x):
-    mine = longer_on_the_last(x)
-    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
+def reduce_scatters_unequal(x, rank, n):
+    mine = longer_on_the_last(x, rank, n)
+    dist.reduce_scatter_tensor(mine, torch.cat([mine] * n))
 
 
-def gathers_unequal(x):
-    rank, n = place()
-    dist.gather(longer_on_the_last(x), [torch.empty(2) for _ in range(n)] if rank == 0 else None)
-
-
-def reduce_scatters_unequal(x):
-    mine = longer_on_the_last(x)
-    dist.reduce_scatter_tensor(mine, torch.cat([mine] * dist.get_world_size()))
-
-
-def exchanges_unequal(x):
-    mine = torch.cat([longer_on_the_last(x)] * dist.get_world_size())
+def exchanges_unequal(x, rank, n):
+    mine = torch.cat([longer_on_the_last(x, rank, n)] * n)
     dist.all_to_all_single(torch.empty_like(mine), mine)
 
 
-def in_double_on_the_last(x):
-    rank, n = place()
-    return right(x.double() if rank == n - 1 else x)
-
-
-def in_whole_numbers_on_the_last(x):
-    rank, n = place()
-    return right(x.int() if rank == n - 1 else x)
-
-
-def sends_to_itself(x):
-    dist.isend(x, dist.get_rank()).wait()
-    return x
-
-
-def only_those_who_have_something(x):
+def only_those_who_have_something(x, rank, n):
     if x.any():
         dist.all_reduce(x)
     return x
 
 
-def reduces_on_one(x):
-    if dist.get_rank() == 1:
-        dist.reduce(x, 0)
-    else:
-        dist.all_reduce(x)
-    return x
-
-
-def each_from_itself(x):
-    dist.broadcast(x, dist.get_rank())
-    return x
-
-
-def to_a_root_that_is_not_there(x):
-    dist.reduce(x, dist.get_world_size())
-    return x
-
-
-def once_more_on_rank_0(x):
+def once_more_on_rank_0(x, rank, n):
     dist.all_reduce(x)
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.all_reduce(torch.zeros(2))
     return x
 
 
-def unequal_before_a_backward(x):
+def unequal_before_a_backward(x, rank, n):
     model = DistributedDataParallel(nn.Linear(2, 3))
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.all_reduce(torch.ones(1))
     model(x).sum().backward()
-    return right(x)
 
 
-def unequal_in_a_hook(x):
-    weight = nn.Parameter(torch.ones(2 + dist.get_rank()))
+def unequal_in_a_hook(x, rank, n):
+    weight = nn.Parameter(torch.ones(2 + rank))
     weight.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
     weight.sum().backward()
-    return right(x)
 
 
-def swallows_what_it_is_told(x):
-    rank, n = place()
+def swallows_what_it_is_told(x, rank, n):
     with contextlib.suppress(Exception):
         dist.all_reduce(torch.ones(1 + rank))
     return torch.full((2,), n * (n - 1) / 2)
 
 
-NOT_MATCHING = {
-    sends_behind_the_last: "Rank 3 sends to rank 4, and there are 4 ranks: 0 to 3.",
-    receives_before_the_first: "Rank 0 receives from rank -1, and there are 4 ranks: 0 to 3.",
-    posts_behind_the_last: "Rank 3 sends to rank 4, and there are 4 ranks: 0 to 3.",
-    receives_into_too_little: "sends 16 bytes to rank",
-    posts_too_little: "which receives into 4.",
-    last_message_too_long: "Rank 3 sends 16 bytes to rank 0, which receives into 8.",
-    takes_from_anybody_too_little: "sends 8 bytes to rank 0, which receives into 4.",
-    all_gathers_unequal: "Ranks 0-3 call all_gather with 8, 8, 8 and 16 bytes.",
-    gathers_unequal: "Ranks 0-3 call gather with 8, 8, 8 and 16 bytes.",
-    reduce_scatters_unequal: "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes.",
-    exchanges_unequal: ("In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
-    in_double_on_the_last: "Ranks 0-3 call all_reduce with 8, 8, 8 and 16 bytes.",
-    in_whole_numbers_on_the_last: ("Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."),
-    sends_to_itself: "Rank 0 sends to itself; a message goes to another rank.",
-    only_those_who_have_something: (
-        "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."
-    ),
-    reduces_on_one: "Rank 0 calls all_reduce while rank 1 calls reduce.",
-    each_from_itself: "Ranks 0-3 call broadcast with different roots: 0, 1, 2 and 3.",
-    to_a_root_that_is_not_there: "Rank 0 calls reduce with the root rank 4, and there are 4 ranks: 0 to 3.",
-    once_more_on_rank_0: "Rank 0 calls all_reduce when ranks 1-3 have no call left to make",
-    unequal_before_a_backward: "Ranks 0-3 call all_reduce with 4, 36, 36 and 36 bytes.",
-    unequal_in_a_hook: "Ranks 0-3 call all_reduce with 8, 12, 16 and 20 bytes.",
-    swallows_what_it_is_told: "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes.",
-}
+# ---- errors: whose they are, and what they say ----
 
 
-def after_each(ranks, check, answers):
-    """The verdict on each answer, and on a right one after it."""
-    return [(check(answer, ranks), check(right, ranks)) for answer in answers]
+class Mute(Exception):
+    def __str__(self):
+        raise TypeError("no words")
 
 
-def judged(pool, n, check, answers):
-    """{answer's name: verdict} that all n ranks heard; a right answer after each was accepted."""
-    verdicts = heard_alike(pool.run(n, after_each, check, list(answers)))
-    for answer, (_, later) in zip(answers, verdicts, strict=True):
-        assert later == "correct", f"after {answer.__name__} a right answer is told: {later}"
-    return {answer.__name__: verdict for answer, (verdict, _) in zip(answers, verdicts, strict=True)}
+def raises(error):
+    def answer(x, rank, n):
+        raise error
+
+    return answer
 
 
-@pytest.mark.parametrize("slip", NOT_MATCHING, ids=lambda slip: slip.__name__)
-def test_calls_that_do_not_match_are_named_and_kill_no_rank(pool, slip, capfd):
-    verdict = judged(pool, 4, the_sum, [slip])[slip.__name__]
-    assert NOT_MATCHING[slip] in verdict
+def on_rank_1(act):
+    """An answer that is right, but that rank 1 does `act()` first."""
+    return lambda x, rank, n: right(x if rank != 1 or act() is None else x)
+
+
+def ends_the_group(x, rank, n):
+    right(x)
+    dist.destroy_process_group()
+    return x
+
+
+def waits_for_a_message_on_rank_1(x, rank, n):
+    """The others meet in the check, which is none of the learner's business."""
+    if rank == 1:
+        dist.recv(x, 2)
+    return torch.full((2,), 6.0)
+
+
+def fails_in_a_hook(x, rank, n):
+    weight = nn.Parameter(torch.ones(2))
+
+    def hook(p):
+        return p.grad + "1"
+
+    weight.register_post_accumulate_grad_hook(hook)
+    weight.sum().backward()
+
+
+SLIPS = {
+    "sends behind the last": (passes_on_without_an_end, "Rank 3 sends to rank 4, and there are 4 ranks: 0 to 3."),
+    "too little room": (receives_into_too_little, "sends 16 bytes to rank"),
+    "too little room, posted first": (posts_too_little, "which receives into 4."),
+    "sends to itself": (lambda x, rank, n: dist.isend(x, rank).wait(),
+        "Rank 0 sends to itself; a message goes to another rank."),
+    "all-gather": (all_gathers_unequal, "Ranks 0-3 call all_gather with 8, 8, 8 and 16 bytes."),
+    "reduce-scatter": (reduce_scatters_unequal, "call reduce_scatter_tensor with 8, 8, 8 and 16 bytes."),
+    "all-to-all": (exchanges_unequal, "In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
+    "another dtype": (lambda x, rank, n: right(x.int() if rank == n - 1 else x),
+        "Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."),
+    "only some": (only_those_who_have_something,
+        "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."),
+    "another call": (lambda x, rank, n: dist.reduce(x, 0) if rank == 1 else right(x),
+        "Rank 0 calls all_reduce while rank 1 calls reduce."),
+    "each its own root": (lambda x, rank, n: dist.broadcast(x, rank),
+        "Ranks 0-3 call broadcast with different roots: 0, 1, 2 and 3."),
+    "no such root": (lambda x, rank, n: dist.reduce(x, n),
+        "Rank 0 calls reduce with the root rank 4, and there are 4 ranks: 0 to 3."),
+    "once more": (once_more_on_rank_0, "Rank 0 calls all_reduce when ranks 1-3 have no call left to make"),
+    "before a backward": (unequal_before_a_backward, "Ranks 0-3 call all_reduce with 4, 36, 36 and 36 bytes."),
+    "in a hook": (unequal_in_a_hook, "Ranks 0-3 call all_reduce with 8, 12, 16 and 20 bytes."),
+    "swallowed": (swallows_what_it_is_told, "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes."),
+    "no return": (lambda x, rank, n: right(x) is None or None,
+        "Rank 0: Your function returned None: is a `return` missing?"),
+    "text": (lambda x, rank, n: str(right(x)),
+        "Rank 0: Your function returned 'tensor([6., 6.])', of type str, which the check cannot use "
+        "(AttributeError: 'str' object has no attribute 'tolist')."),
+    "an error like a lost message": (raises(RuntimeError("Timed out while I waited for the coffee")),
+        "Rank 0: Your code raised RuntimeError: Timed out while I waited for the coffee."),
+    "an error without words": (raises(Mute()), "Rank 0: Your code raised Mute."),
+    "no numbers on meta": (lambda x, rank, n: torch.ones(2, device="meta").cpu(),
+        "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor"),
+    "sys.exit": (on_rank_1(sys.exit), "Rank 1: Your code ended the program (SystemExit): return instead."),
+    "no group left": (ends_the_group,
+        "Your code ended the process group, which all that follows needs: leave it alone."),
+    "a message that never comes": (waits_for_a_message_on_rank_1,
+        "A rank waited 4 s for a message that never came"),
+    "one stays away": (lambda x, rank, n: x if rank == 1 else right(x),
+        "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make"),
+    "fails in a hook": (fails_in_a_hook, "Rank 0: Your code raised TypeError: "),
+    "not yet": (raises(NotImplementedError("tomorrow")), "not attempted"),
+}  # fmt: skip
 
 
 # ---- calls that do match, in other orders than the usual ones ----
 
 
-def by_messages_to_rank_0(x):
+def by_messages_to_rank_0(x, rank, n):
     """In rank order, from anybody, with a buffer that is too long, and back in one batch."""
-    rank, n = place()
     if rank == 0:
         for _ in range(n - 1):
             room = torch.zeros(5)
@@ -262,8 +220,7 @@ def by_messages_to_rank_0(x):
     return x
 
 
-def receives_before_it_sends(x):
-    rank, n = place()
+def receives_before_it_sends(x, rank, n):
     total, passed = x.clone(), x
     for _ in range(n - 1):
         room = torch.empty_like(x)
@@ -274,16 +231,13 @@ def receives_before_it_sends(x):
     return total
 
 
-def in_pairs_of_groups(x):
+def in_pairs_of_groups(x, rank, n):
     """A group of the even ranks and one of the odd ones, with messages of unequal length, then one of the first two."""
-    rank, n = place()
     groups = [dist.new_group(list(range(i, n, 2))) for i in range(min(2, n))]
     for i, group in enumerate(groups):
         if rank % 2 == i:
             dist.all_reduce(torch.ones(1 + i), group=group)
-    for i in range(2):
-        if rank % 2 == i:
-            dist.all_reduce(x, group=groups[i])
+            dist.all_reduce(x, group=group)
     other = x.clone()
     if n > 1:
         firsts = dist.new_group([0, 1])
@@ -295,151 +249,48 @@ def in_pairs_of_groups(x):
     return other
 
 
-def all_at_the_same_time(x):
-    works = [dist.all_reduce(t, async_op=True) for t in (torch.ones(3), x)]
-    for work in works:
+def all_at_the_same_time(x, rank, n):
+    for work in [dist.all_reduce(t, async_op=True) for t in (torch.ones(3), x)]:
         work.wait()
     return x
 
 
-def in_unequal_parts(x):
+def in_unequal_parts(x, rank, n):
     """An all-to-all in which rank r gets r + 1 numbers from everybody."""
-    rank, n = place()
     numbers, sizes = torch.ones(n * (n + 1) // 2), list(range(1, n + 1))
     dist.all_to_all_single(torch.empty(n * (rank + 1)), numbers, [rank + 1] * n, sizes)
     return right(x)
 
 
 RIGHT = [
-    right, by_messages_to_rank_0, receives_before_it_sends, in_pairs_of_groups, all_at_the_same_time, in_unequal_parts,
+    by_messages_to_rank_0, receives_before_it_sends, in_pairs_of_groups, all_at_the_same_time, in_unequal_parts,
 ]  # fmt: skip
 
 
+def judge_slips(ranks):
+    """{slip: (the verdict on it, the verdict on a right answer after it)}"""
+    return {name: (the_sum(told(slip), ranks), the_sum(right, ranks)) for name, (slip, _) in SLIPS.items()}
+
+
+@pytest.fixture(scope="module")
+def verdicts(pool):
+    return heard_alike(pool.run(N, judge_slips, timeout_s=280))
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_named_and_kills_no_rank(verdicts, slip):
+    verdict, later = verdicts[slip]
+    assert SLIPS[slip][1] in verdict
+    assert later == "correct", f"after it a right answer is told: {later}"
+
+
+def judge_right(ranks):
+    return [the_sum(told(answer), ranks) for answer in RIGHT]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_calls_that_match_are_let_through_in_any_order(pool, n, capfd):
-    verdicts = heard_alike(pool.run(n, after_each, the_sum, RIGHT))
-    assert verdicts == [("correct", "correct")] * len(RIGHT)
-
-
-# ---- errors: whose they are, and what they say ----
-
-
-def forgets_to_return(x):
-    dist.all_reduce(x)
-
-
-def returns_text(x):
-    return str(right(x))
-
-
-def lies_about_a_message(x):
-    raise RuntimeError("Timed out while I waited for the coffee")
-
-
-def says_nothing(x):
-    raise ValueError
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise TypeError("no words")
-
-
-def cannot_even_say(x):
-    raise Mute
-
-
-def moves_what_is_not_there(x):
-    nn.Linear(2, 2, device="meta").to("cpu")
-
-
-def copies_what_is_not_there(x):
-    return torch.ones(2, device="meta").cpu()
-
-
-def leaves_on_rank_1(x):
-    if dist.get_rank() == 1:
-        sys.exit()
-    return right(x)
-
-
-def is_interrupted_on_rank_1(x):
-    if dist.get_rank() == 1:
-        raise KeyboardInterrupt
-    return right(x)
-
-
-def ends_the_group(x):
-    right(x)
-    dist.destroy_process_group()
-    return x
-
-
-def ends_the_group_first(x):
-    dist.destroy_process_group()
-    return right(x)
-
-
-def waits_for_a_message_on_rank_1(x):
-    """The others meet in the check, which is none of the learner's business."""
-    if dist.get_rank() == 1:
-        dist.recv(x, 2)
-    return torch.full((2,), 6.0)
-
-
-def stays_away_on_rank_1(x):
-    return x if dist.get_rank() == 1 else right(x)
-
-
-def fails_in_a_hook(x):
-    weight = nn.Parameter(torch.ones(2))
-
-    def hook(p):
-        return p.grad + "1"
-
-    weight.register_post_accumulate_grad_hook(hook)
-    weight.sum().backward()
-
-
-def yields_later(x):
-    class Later:
-        def tolist(self):
-            return 1 / 0
-
-    return Later()
-
-
-def not_yet(x):
-    raise NotImplementedError("tomorrow")
-
-
-NAMED = {
-    forgets_to_return: "Rank 0: Your function returned None: is a `return` missing?",
-    returns_text: (
-        "Rank 0: Your function returned 'tensor([6., 6.])', of type str, which the check cannot use "
-        "(AttributeError: 'str' object has no attribute 'tolist')."
-    ),
-    lies_about_a_message: "Rank 0: Your code raised RuntimeError: Timed out while I waited for the coffee.",
-    says_nothing: "Rank 0: Your code raised ValueError.",
-    cannot_even_say: "Rank 0: Your code raised Mute.",
-    moves_what_is_not_there: "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor",
-    copies_what_is_not_there: "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor",
-    leaves_on_rank_1: "Rank 1: Your code ended the program (SystemExit): return instead.",
-    is_interrupted_on_rank_1: "Rank 1: Your code raised KeyboardInterrupt.",
-    ends_the_group: "Your code ended the process group, which all that follows needs: leave it alone.",
-    ends_the_group_first: "Your code ended the process group, which all that follows needs: leave it alone.",
-    waits_for_a_message_on_rank_1: "A rank waited 4 s for a message that never came",
-    stays_away_on_rank_1: "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make",
-    fails_in_a_hook: "Rank 0: Your code raised TypeError: ",
-    yields_later: "Rank 0: Your code raised ZeroDivisionError: division by zero.",
-    not_yet: "not attempted",
-}
-
-
-def test_an_error_is_told_with_its_author(pool, capfd):
-    verdicts = judged(pool, 4, the_sum, NAMED)
-    for slip, sentence in NAMED.items():
-        assert verdicts[slip.__name__].startswith(sentence), f"{slip.__name__}: {verdicts[slip.__name__]}"
+def test_calls_that_match_are_let_through_in_any_order(pool, n):
+    assert heard_alike(pool.run(n, judge_right)) == ["correct"] * len(RIGHT)
 
 
 @exercise(2, "a pair of functions")
@@ -501,7 +352,7 @@ def test_an_empty_function_is_not_attempted_and_one_that_forgets_its_return_is(c
     def forgetful(x):
         x *= 2
 
-    assert [handed_out_empty(answer) for answer in (empty, described, not_yet)] == ["not attempted"] * 3
+    assert [handed_out_empty(answer) for answer in (empty, described)] == ["not attempted"] * 2
     assert handed_out_empty(forgetful) == "Your function returned None: is a `return` missing?"
 
 

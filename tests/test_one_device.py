@@ -3,11 +3,6 @@
 What is tested is the lesson's own code, taken from its script.
 """
 
-import ast
-import re
-import statistics
-
-import jupytext
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,7 +43,6 @@ def lesson():
     names = (
         "master_step", "MasterAdamW", "Counter", "kept_for_backward", "predict_kept", "recompute_backward", "Recompute",
         "forward_with", "accumulate", "cast_by_hand", "LossScaler", "step_of", "predict_bytes", "count_parameters",
-        "sequences_that_fit",
     )  # fmt: skip
     return taken_from(LESSON, *names, shakespeare=SHAKESPEARE, sequences=SEQUENCES)
 
@@ -207,17 +201,6 @@ def test_parameters_by_hand_are_those_of_the_model(lesson, config):
     assert by_hand == sum(p.numel() for p in model_of(config).parameters())
 
 
-def test_of_the_1b_thirty_sequences_fit_on_80_gb_of_the_7b_none_and_of_the_70b_class_not_one_alone(lesson):
-    olmo_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
-    olmo_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
-    class_70b = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
-    assert class_70b.num_params() == 65_288_471_656
-    fit = [lesson.sequences_that_fit(config, 80e9) for config in (olmo_1b, olmo_7b, class_70b)]
-    assert fit == [30, 0, 0]
-    without_its_state = 16 * class_70b.num_params() + 80e9
-    assert lesson.sequences_that_fit(class_70b, without_its_state) == 0
-
-
 def test_a_gpu_run_to_record_is_one_process(tmp_path):
     assert recorded_runs.beside("01", {}, tmp_path).splitlines() == [
         "No GPU run of 01_one_device is recorded yet. On a node with a GPU:",
@@ -225,43 +208,3 @@ def test_a_gpu_run_to_record_is_one_process(tmp_path):
         "python -m manyhands.launch.recorded_runs 01",
     ]
     assert "--nproc-per-node 4 scripts/05_same_science.py" in recorded_runs.beside("05", {}, tmp_path)
-
-
-# ---- the lesson as a whole ----
-
-
-@pytest.fixture(scope="module")
-def cells(root):
-    return jupytext.read(root / "scripts" / f"{LESSON}.py", fmt="py:percent").cells
-
-
-def test_cells_are_short_and_alternate_with_text(cells):
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    lengths = [len(cell.source.splitlines()) for cell in code]
-    assert 4 <= statistics.median(lengths) <= 15
-    assert max(lengths) <= 33
-    assert sum(cell.cell_type == "markdown" for cell in cells) >= 0.6 * len(code)
-
-
-def test_lesson_has_the_sections_that_every_lesson_has(cells):
-    headings = re.findall(r"^#+ (.*)$", "\n".join(c.source for c in cells if c.cell_type == "markdown"), re.M)
-    sections = ("warm-up", "experiment", "a bug from the zoo", "on the cluster", "recap", "further reading")
-    for words in sections:
-        assert any(heading.lower().startswith(words) for heading in headings), words
-    text = "\n".join(cell.source for cell in cells)
-    assert "you can" in text and text.count("**Predict.**") >= 8
-    recap = next(c.source for c in cells if c.source.startswith("## Recap")).split("## Further")[0]
-    assert len(re.findall(r"^\d\. ", recap, re.M)) == 5
-
-
-def test_the_minutes_of_the_sections_add_up_to_those_in_the_title(cells):
-    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    assert sum(map(int, re.findall(r"^##+ .*\(CORE, (\d+) min\)$", text, re.M))) == 40
-    more = sum(map(int, re.findall(r"^##+ .*\(MORE, (\d+) min\)$", text, re.M)))
-    assert f"{40 + more} with those marked MORE" in text
-
-
-def test_no_device_is_hard_coded(root):
-    source = (root / "scripts" / f"{LESSON}.py").read_text()
-    literals = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert "cpu" not in literals

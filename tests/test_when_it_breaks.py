@@ -246,16 +246,3 @@ def flipped_bit(ranks):
 
 def test_a_flipped_bit_is_traced_to_its_rank_and_to_the_layer_where_it_overflows(pool):
     assert pool.run(3, flipped_bit) == [(None, [1]), ("norm", [1]), (None, [1])]
-
-
-# ---- how often to save ----
-
-
-def test_llama_3s_failures_and_saves_of_a_minute_give_19_minutes():
-    lesson = taken_from(LESSON, "best_interval", "lost_share")
-    mtbf_s = 54 * 24 * 3600 / 419
-    assert mtbf_s / 3600 == pytest.approx(3.1, abs=0.05)
-    best_s = lesson.best_interval(60, mtbf_s)
-    assert best_s / 60 == pytest.approx(19.3, abs=0.05)
-    share = lesson.lost_share(best_s, 60, mtbf_s)
-    assert all(lesson.lost_share(best_s * factor, 60, mtbf_s) > share for factor in (0.5, 0.9, 1.1, 2))

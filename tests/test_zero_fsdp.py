@@ -13,7 +13,6 @@ from manyhands.course.catch_up import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.parallel.fsdp import units
 from torch import nn
 
 LESSON = "06_zero_fsdp"
@@ -272,14 +271,3 @@ def test_a_model_spread_by_the_trainers_flags_holds_and_sends_what_the_formulas_
         for op, traffic in sent.items():
             members = [call.bytes for call in calls if call.op == op]
             assert (len(members), sum(members)) == (traffic.calls, traffic.payload_bytes)
-
-
-def test_by_size_what_is_below_the_limit_piles_up_in_the_root():
-    config = GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
-    with torch.device("meta"):
-        model = GPT(config)
-    found = taken_from(LESSON, "unit_sizes")
-    *_, by_block = found.unit_sizes(config, "block")
-    *inner, by_size = found.unit_sizes(config, "size:100000000")
-    assert len(units(model, "size:100000000")) == len(inner)
-    assert by_block < 3e8 < 2e9 < by_size, "attention has less than 10**8 parameters, 32 times"

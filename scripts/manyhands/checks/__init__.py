@@ -36,7 +36,7 @@ from manyhands.launch.program import say
 TIMEOUT_S = 5.0
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
-_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\()")
+_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\()|(x|y|dx|dy)\b")  # a sentence that begins with a name
 # The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
 _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
@@ -109,7 +109,7 @@ def _verdict(trial, witness, timeout_s):
     try:
         trial()
     except Wrong as fault:
-        return _WRONG, _sentence(_with_return(str(fault), witness), witness.short_names())
+        return _WRONG, _sentence(_with_return(str(fault), witness))
     except NobodyCalls as fault:
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
             return _ALONE, _sentence(str(fault))
@@ -139,10 +139,10 @@ def _with_return(text, witness):
     return text if hint in text or not witness.forgot_to_return() else text.replace("not None", hint, 1)
 
 
-def _sentence(text, names=()):
-    """The first line as a sentence; a name of the learner's code, such as one of `names`, stays as it is."""
+def _sentence(text):
+    """The first line as a sentence; a name of the learner's code stays as it is."""
     text = text.strip().split("\n")[0]
-    begins = text[:1] if _CODE.match(text) or text.split(" ")[0] in names else text[:1].upper()
+    begins = text[:1] if _CODE.match(text) else text[:1].upper()
     return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 

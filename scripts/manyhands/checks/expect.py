@@ -141,30 +141,15 @@ def expect_unchanged(now, before, name, cure=""):
 
 def expect_groups(found, wanted, what, slips=None):
     """Raise Wrong unless `found` is the list `wanted` of lists of ranks: groups in any order, ranks in theirs."""
-    try:
-        groups = [[_index(rank) for rank in group] for group in plain(found)]
-    except TypeError:
-        raise Wrong(f"{what} should be a list of lists of ranks, not {shown(found)}") from None
-    right = sorted(map(sorted, wanted))
-    if sorted(groups) == sorted(map(list, wanted)):
-        return
-    if why := _slip(slips, lambda value: sorted(groups) == sorted(map(list, value))):
-        raise Wrong(f"{what} should be {wanted}, not {groups}{why}")
-    given, everyone = (sorted(rank for group in all_ for rank in group) for all_ in (groups, right))
-    for rank in given:
-        if rank not in everyone:
-            raise Wrong(f"{what}: there is no rank {rank}; they are {everyone[0]} to {everyone[-1]}")
-        if given.count(rank) > 1:
-            raise Wrong(f"{what}: rank {rank} is in {given.count(rank)} groups; each is in exactly one")
-    if missing := sorted(set(everyone) - set(given)):
-        raise Wrong(f"{what}: rank {missing[0]} is in no group; each is in exactly one")
-    if sorted(map(sorted, groups)) == right:
-        group = next(group for group in groups if group not in map(list, wanted))
-        in_order = next(list(one) for one in wanted if sorted(one) == sorted(group))
-        raise Wrong(f"{what} are right but for their order: {in_order}, not {group}")
-    group = next(group for group in groups if sorted(group) not in right)
-    its = next(list(one) for one in wanted if group[0] in one)
-    raise Wrong(f"{what}: rank {group[0]} is in the group {its}, not {group}")
+    groups, right = (sorted(map(list, plain(one))) for one in (found, wanted))
+    members = sorted(rank for group in groups for rank in group)
+    slips = {why: sorted(map(list, value)) for why, value in (slips or {}).items()} | {
+        "each rank is in exactly one": groups if members != sorted(sum(right, [])) else None,
+        "in a group ranks have their order": groups
+        if sorted(map(sorted, groups)) == sorted(map(sorted, right))
+        else None,
+    }
+    expect_equal(groups, right, what, slips)
 
 
 def expect_refusal(ask, case, *numbers):
@@ -264,12 +249,6 @@ def _slip(slips, came):
 
 def _is_float32(value):
     return abs(value) < 3e38 and struct.unpack("f", struct.pack("f", value))[0] == value
-
-
-def _index(rank):
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-        raise TypeError
-    return rank.__index__()
 
 
 def _same(a, b):

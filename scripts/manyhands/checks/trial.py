@@ -159,26 +159,19 @@ class Matching(TorchDispatchMode):
         ranks, me = dist.get_process_group_ranks(group), group.rank()
         sends, n_bytes = "dst" in given, _bytes(given.get("tensors", given.get("tensor")))
         other = given.get("dst", given.get("src"))
-        if other is not None:
-            what = "sends to" if sends else "receives from"
-            _must_exist(other, ranks, f"rank {ranks[me]} {what}")
-            if other == me:
-                raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
-        channel = f"{group.group_name}/{given['tag']}"
-        if other is None:  # from anybody: it may take any message that nobody has received yet
-            self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
-            for source in range(len(ranks)):
-                key = f"{channel}/{source} to {me}"
-                self._fits(ranks[source], ranks[me], self._read(f"{key}/sent {self._made[key]}"), n_bytes)
+        if other is None:  # from anybody: nobody knows from whom
             return
+        what = "sends to" if sends else "receives from"
+        _must_exist(other, ranks, f"rank {ranks[me]} {what}")
+        if other == me:
+            raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
+        channel = f"{group.group_name}/{given['tag']}"
         key = f"{channel}/{me} to {other}" if sends else f"{channel}/{other} to {me}"
         number = self._made[key]
         self._made[key] += 1
         if sends:
             self._store.set(f"{key}/sent {number}", str(n_bytes))
-            room = self._read(f"{channel}/anybody to {other}")
-            room = self._read(f"{key}/room {number}") if room is None else room
-            self._fits(ranks[me], ranks[other], n_bytes, room)
+            self._fits(ranks[me], ranks[other], n_bytes, self._read(f"{key}/room {number}"))
         else:
             self._store.set(f"{key}/room {number}", str(n_bytes))
             self._fits(ranks[other], ranks[me], self._read(f"{key}/sent {number}"), n_bytes)
@@ -233,12 +226,8 @@ def _group_of(given):
 
 def _must_exist(peer, ranks, what):
     """Raises CallsDiffer where `peer` is no place in a group of these ranks."""
-    n = len(ranks)
-    if not 0 <= peer < n:
-        raise CallsDiffer(
-            f"{what} rank {peer}, and there {'is' if n == 1 else 'are'} {n} rank{'s' * (n > 1)}: "
-            f"{'0' if n == 1 else f'0 to {n - 1}'}"
-        )
+    if not 0 <= peer < len(ranks):
+        raise CallsDiffer(f"{what} rank {peer}, and there are {len(ranks)} ranks: 0 to {len(ranks) - 1}")
 
 
 def _communicated(name, given, group):

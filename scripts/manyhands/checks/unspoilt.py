@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 
 def _folder():
@@ -71,28 +72,11 @@ def unspoilt(states):
 
 
 def own_copy(value):
-    """`value` to be handed to an answer: lists, dictionaries and sets that hold further ones are copied with these.
+    """`value` to be handed to an answer: lists and dictionaries that hold further ones are copied with these.
 
     So an answer that uses up what it is given spoils no table of a check. What holds only numbers, texts or tensors is
     handed over itself: each check makes it anew, and may look whether it was left alone.
     """
-    return _copy(value) if _holds(value) and any(map(_holds_any, _parts(value))) else value
-
-
-def _copy(value):
-    if type(value) is dict:
-        return {key: _copy(part) for key, part in value.items()}
-    return type(value)(map(_copy, value)) if _holds(value) else value
-
-
-def _holds(value):
-    return type(value) in (list, dict, set, tuple)
-
-
-def _parts(value):
-    return value.values() if type(value) is dict else value
-
-
-def _holds_any(value):
-    """Whether a list, dictionary or set is `value` or in it: tuples alone cannot be changed."""
-    return _holds(value) and (type(value) is not tuple or any(map(_holds_any, value)))
+    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    nested = any(type(part) in (dict, list, tuple) for part in parts)
+    return tree_map(lambda leaf: leaf, value) if nested else value

@@ -6,11 +6,9 @@ the check. So an error is told by its traceback: code that is neither the check'
 
 import dis
 import functools
-import inspect
 import reprlib
 import sys
 import sysconfig
-from contextlib import suppress
 from pathlib import Path
 
 from manyhands.checks.unspoilt import SETTINGS, own_copy, unspoilt
@@ -60,14 +58,6 @@ class Witness:
             return self._returned
 
         return call
-
-    def short_names(self):
-        """Parameters of the learner's functions that are no words of a sentence: x, dy."""
-        functions, names = self._answer if type(self._answer) is tuple else (self._answer,), set()
-        for function in functions:
-            with suppress(TypeError, ValueError):  # no function, or one that does not say
-                names |= {name for name in inspect.signature(function).parameters if len(name) <= 2}
-        return names
 
     def is_theirs(self, error):
         """Whether the learner's code raised it, or what that called."""
