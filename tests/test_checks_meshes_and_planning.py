@@ -184,7 +184,7 @@ REJECTED = {
         "counted from the end": (counted_from_the_end, "of a grid of 2 x 3 should be [[0, 3], [1, 4], [2, 5]], not"),
         "rank 0's alone": (only_rank_0s, "each rank is in exactly one"),
         "one for each rank": (one_for_each_rank, "each rank is in exactly one"),
-        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "should be [[0, 3], [1, 4], [2, 5]], not [[0, 1, 2"),
+        "all in one": (lambda shape, axis: [list(range(math.prod(shape)))], "[[0, 3], [1, 4], [2, 5]], not [[0, 1, 2"),
         "back to front": (reversed_groups, "in a group ranks have their order"),
     },
     "slow_bytes": {
