@@ -472,7 +472,7 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
 
 # %%
 # %%ranks
-from manyhands.predict import flops
+from manyhands.predict.models import flops_per_token
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -480,7 +480,7 @@ x_BT, y_BT = batch()
 # attention as plain products: the counter has no entry for the fused kernel of a CPU
 with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
     new_model()(x_BT, y_BT)[1].backward()
-counted, formula = counter.get_total_flops(), flops.flops_per_token(shakespeare) * x_BT.numel()
+counted, formula = counter.get_total_flops(), flops_per_token(shakespeare) * x_BT.numel()
 rule = 6 * shakespeare.num_params() * x_BT.numel()
 say(f"counted {counted:,}, the formula {formula:,}; the rule gives {rule / counted:.3f} of it")
 assert counted == formula
@@ -610,15 +610,16 @@ dist.barrier()  # here the others wait
 # %%ranks
 import statistics
 
-from manyhands.predict import flops
+from manyhands.predict.machines import dense_peak
+from manyhands.predict.models import flops_per_token
 
 if rank == 0:
-    step_flops = flops.flops_per_token(shakespeare) * sequences * 64
+    step_flops = flops_per_token(shakespeare) * sequences * 64
     mfu = sorted(100 * step_flops / seconds / p for seconds, p in zip(step_s, peak, strict=True))
     speed, fastest = step_flops / statistics.median(step_s), statistics.median(peak)
     say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
     say(f"MFU {statistics.median(mfu):.2g} % of that peak ({mfu[0]:.2g} to {mfu[-1]:.2g})")
-    if listed := flops.dense_peak(device, "fp32"):
+    if listed := dense_peak(device, "fp32"):
         say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
     tok_per_s = sequences * 64 / statistics.median(step_s)
     metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)

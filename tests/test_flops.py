@@ -6,7 +6,8 @@ import pytest
 import torch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import timing
-from manyhands.predict import flops
+from manyhands.predict.machines import dense_peak, listed_peak
+from manyhands.predict.models import flops_per_token
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +27,7 @@ def test_a_tokens_flops_are_those_that_torch_counts_in_forward_and_backward(conf
     # the plain kernel: torch 2.13 does not count the products inside the CPU's fused one
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(ids_BT, ids_BT)[1].backward()
-    assert counter.get_total_flops() == flops.flops_per_token(config) * ids_BT.numel()
+    assert counter.get_total_flops() == flops_per_token(config) * ids_BT.numel()
 
 
 @pytest.mark.parametrize(
@@ -58,21 +59,21 @@ def test_a_tokens_flops_are_those_that_torch_counts_in_forward_and_backward(conf
     ],
 )
 def test_a_listed_device_has_its_vendors_dense_peak_and_others_are_not_guessed(name, units, kind, tflops):
-    assert flops.listed_peak(name, units, kind) == (tflops and pytest.approx(tflops * 1e12))
+    assert listed_peak(name, units, kind) == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_a_cpu_has_no_listed_peak():
-    assert flops.dense_peak(torch.device("cpu"), "fp32") is None
+    assert dense_peak(torch.device("cpu"), "fp32") is None
 
 
 def test_fp32_is_measured_against_tf32_where_torch_may_use_it(monkeypatch):
     h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     module = SimpleNamespace(get_device_properties=lambda device: h200)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert flops.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(66.9e12)
+    assert dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(66.9e12)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert flops.dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(494.7e12)
-    assert flops.dense_peak(torch.device("cuda", 0), "bf16") == pytest.approx(989.4e12)
+    assert dense_peak(torch.device("cuda", 0), "fp32") == pytest.approx(494.7e12)
+    assert dense_peak(torch.device("cuda", 0), "bf16") == pytest.approx(989.4e12)
 
 
 def test_the_measured_peak_is_of_the_best_size_of_product(monkeypatch):

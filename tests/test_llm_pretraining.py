@@ -23,7 +23,7 @@ from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
 from manyhands.predict import scaling
-from manyhands.predict.flops import flops_per_token
+from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
 from record_isoflop import GRID, RECIPE, run_grid
 from tokenizers import Tokenizer, models, trainers

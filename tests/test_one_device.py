@@ -11,7 +11,8 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
 from manyhands.measure import saved_activations
 from manyhands.measure.memory_timeline import MemoryTimeline
-from manyhands.predict import activation_memory, flops
+from manyhands.predict import activation_memory
+from manyhands.predict.models import flops_per_token
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -58,7 +59,7 @@ def test_our_counter_the_librarys_and_the_formula_agree_on_the_flops_of_a_step(l
             model_of(config)(ids, targets)[1].backward()
         with FlopCounterMode(display=False) as library:
             model_of(config)(ids, targets)[1].backward()
-    assert ours.total() == library.get_total_flops() == flops.flops_per_token(config) * ids.numel()
+    assert ours.total() == library.get_total_flops() == flops_per_token(config) * ids.numel()
 
 
 def test_the_counter_counts_the_bytes_of_what_is_read_and_written_and_none_for_views(lesson):

@@ -12,12 +12,11 @@ from manyhands.config.options import PRESETS, ModelOptions, read_options
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.saved_activations import count_saved
 from manyhands.parallel.pipeline import layers_of_stages, stage_owners
-from manyhands.predict import flops
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.layouts import SCHEDULES, Question, families
-from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, machine_from_file, machine_named
+from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, listed_peak, machine_from_file, machine_named
 from manyhands.predict.memory import bytes_per_rank
-from manyhands.predict.models import PlannedModel, preset_model
+from manyhands.predict.models import PlannedModel, flops_per_token, preset_model
 from manyhands.predict.pipeline_schedules import (
     bubble_formula,
     held_at_once,
@@ -144,7 +143,7 @@ def test_tensor_ranks_keep_what_is_planned_and_of_a_recomputed_layer_a_share_of_
 def test_a_preset_has_the_parameters_and_operations_that_the_trainer_counts(preset):
     model = preset_model(preset)
     assert model.num_params() == config_of(model).num_params()
-    assert model.flops_per_token() == flops.flops_per_token(config_of(model))
+    assert model.flops_per_token() == flops_per_token(config_of(model))
 
 
 class Llama(torch.nn.Module):
@@ -364,7 +363,7 @@ def test_every_machine_names_sources_and_a_site_that_there_is():
     devices = {"a100-80": ("A100-SXM4-80GB", 108), "h100": ("NVIDIA H100 80GB HBM3", 132), "h200": ("NVIDIA H200", 132)}
     devices |= {"mi250x": ("AMD Instinct MI250X", 110), "pvc": ("Intel(R) Data Center GPU Max 1550", 448)}
     for name, device in devices.items():
-        assert MACHINES[name].peak_flops == flops.listed_peak(*device, "bf16"), name
+        assert MACHINES[name].peak_flops == listed_peak(*device, "bf16"), name
 
 
 def test_a_machine_comes_from_a_file_over_one_of_the_table(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.predict.activation_memory import published_bytes, slide_values
-from manyhands.predict.flops import listed_peak
+from manyhands.predict.machines import listed_peak
 from manyhands.predict.memory import RECIPES, zero_bytes
 from manyhands.widgets.floats import bits, from_pattern
 from manyhands.widgets.memory import MODELS, devices_needed

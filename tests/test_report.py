@@ -18,7 +18,7 @@ from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPTConfig
-from manyhands.predict.flops import flops_per_token
+from manyhands.predict.models import flops_per_token
 from manyhands.train import columns, report
 from manyhands.train.report import KEYS, Report, duration, launch_time
 from manyhands.train.step_timer import HostClock, StepTimer

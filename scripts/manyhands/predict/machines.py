@@ -6,17 +6,23 @@ collective takes.
     group = Group(machine, ranks=64, stride=8)     # 64 ranks, of which each node has one
     group.seconds("all_gather", payload_bytes)     # alpha and beta, with the number of nodes that the ranks are on
     group.sent("all_gather", payload_bytes)        # Sent(inside, between, host): bytes that a GPU sends over each link
+    dense_peak(device, "bf16")                     # FLOP/s of this GPU without sparsity; None: not in gpus.toml
 
 Bandwidths are what vendors state; `step_time` counts with a share of them.
 """
 
+import re
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import ceil, log2
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    import torch
 
 # Assumptions, by order of magnitude: what nccl-tests and osu-tests print of small and of large messages on such
 # machines. Nothing here is fitted.
@@ -169,3 +175,53 @@ class Group:
             return LAUNCH_S + 2 * min(ring, tree)
         launches = self.ranks - 1 if operation == "ring" else 1
         return launches * LAUNCH_S + max(ring, 0)
+
+
+# ------------------------------------------------------------------ peaks of GPUs, as vendors state them
+
+
+class Gpu(BaseModel):
+    """A row of gpus.toml: what a vendor states of a device."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str  # a regular expression
+    units: PositiveInt
+    tflops: dict[Literal["fp64", "fp32", "tf32", "fp16", "bf16"], PositiveFloat]
+    proportional: bool = False  # a slice with fewer units does as many of these
+
+
+GPUS = [Gpu(**row) for row in tomllib.loads(Path(__file__).with_name("gpus.toml").read_text("utf-8"))["gpu"]]
+
+
+def dense_peak(device: "torch.device", precision: str) -> float | None:
+    """The device's dense peak in FLOP/s for matrix products in `precision`, or None where no vendor's number is known.
+
+    `precision`: fp64, fp32, bf16, fp16. fp32 means TF32 where torch is allowed to use it. A CPU is never known.
+    """
+    if device.type == "cpu":
+        return None
+    import torch  # late: who asks by name needs none
+
+    properties = torch.get_device_module(device).get_device_properties(device)
+    units = getattr(properties, "multi_processor_count", None) or getattr(properties, "max_compute_units", None)
+    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    return listed_peak(properties.name, units, precision)
+
+
+def listed_peak(name: str, units: int, kind: str) -> float | None:
+    """FLOP/s of a device by its name and number of compute units, None if the table has no such device or kind."""
+    for gpu in GPUS:
+        if re.fullmatch(gpu.name, name) and (gpu.proportional or units == gpu.units):
+            tflops = gpu.tflops.get("fp32" if kind == "tf32" and "tf32" not in gpu.tflops else kind)
+            return tflops and tflops * 1e12 * (units / gpu.units if gpu.proportional else 1)
+    return None
+
+
+def device_name(device: "torch.device") -> str:
+    """What torch calls the device: "NVIDIA H200", "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    import torch
+
+    return torch.get_device_module(device).get_device_name(device)

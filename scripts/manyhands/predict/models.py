@@ -162,7 +162,7 @@ class PlannedModel:
         """Floating-point operations of a layer's matrix products per token, forward: 2 per weight, and 4 D T of
         attention.
 
-        As in `flops.flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
+        As in `flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
         """
         products = sum(w.numel for w in self.layer_weights(self.top_k) if len(w.shape) == 2)
         return 2 * products + self.attention_flops()
@@ -189,6 +189,21 @@ class PlannedModel:
     def flops_per_token(self) -> int:
         """Model FLOPs of forward and backward: what MFU counts, recomputation left out."""
         return 3 * (self.n_layer * self.layer_flops() + self.head_flops())
+
+
+def flops_per_token(config: object) -> int:
+    """Floating-point operations per trained token of a GPT: its matrix products, forward and backward, exactly.
+
+    MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is this x tokens/s / a device's peak.
+
+    6 (12 N D^2 + V D) + 12 N D T. Each weight of a matrix is multiplied and added once in the forward pass (2
+    operations) and twice in the backward pass (4). Attention's two products with T positions cost 4 D T per layer
+    forward and twice that backward. This is PaLM's 6N + 12 L H Q T with N = the weights that are in a matrix product.
+    As there, the causal mask saves nothing, and recomputed activations do not count twice. Left out: biases, norms,
+    softmax, GELU, the loss, the look-up of embeddings, and the optimizer.
+    """
+    N, D, V, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size
+    return 6 * (12 * N * D**2 + V * D) + 12 * N * D * T
 
 
 @cache

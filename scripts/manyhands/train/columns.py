@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manyhands.predict.flops import flops_per_token
+from manyhands.predict.models import flops_per_token
 
 LOG_WIDTH = 160  # where there is no terminal: every column
 OVER_RANKS = {  # keys of what compares ranks: one rank alone has none of it

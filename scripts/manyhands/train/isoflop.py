@@ -3,7 +3,7 @@
     row = train_point(Point(6e10, 24), corpus, ranks)         # by all ranks: lesson 12 does it live
 
 One budget's points differ in width only, and in how many tokens the budget then buys: tokens = budget / FLOPs per
-token. The FLOPs are counted exactly, by `flops.flops_per_token`; the usual 6 N per token leaves out attention's
+token. The FLOPs are counted exactly, by `models.flops_per_token`; the usual 6 N per token leaves out attention's
 products and counts embeddings, which cost nothing.
 
 This is the second approach of Hoffmann et al. 2022 (section 3.2, "IsoFLOP profiles") at a millionth of a millionth of
@@ -30,7 +30,7 @@ from manyhands.gpt.sampling import generate
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.strategy import parallelize
-from manyhands.predict.flops import flops_per_token
+from manyhands.predict.models import flops_per_token
 
 LAYERS, HEADS, BLOCK = 2, 2, 32
 GLOBAL_BATCH = 24  # sequences: 1, 2, 3, 4, 6, 8, 12 and 24 ranks divide it

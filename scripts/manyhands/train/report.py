@@ -26,7 +26,8 @@ import torch.distributed as dist
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import write
 from manyhands.measure.timing import peak_memory_gib
-from manyhands.predict import flops
+from manyhands.predict.machines import dense_peak, device_name
+from manyhands.predict.models import flops_per_token
 from manyhands.train import columns
 from manyhands.train.columns import screen_width
 from manyhands.train.step_timer import StepTimer
@@ -57,9 +58,9 @@ class Report:
         self.now, self.mean_loss = now, None
         self.resumed = (0, 0)  # the step at which a resumed run goes on, and the tokens seen until then
         self.timer = StepTimer(ranks.device, clock)
-        self.flops_per_token = flops.flops_per_token(config)
-        self.peak = flops.dense_peak(ranks.device, options.train.precision)
-        self.peak_name = f"{flops.device_name(ranks.device)} in {options.train.precision}"
+        self.flops_per_token = flops_per_token(config)
+        self.peak = dense_peak(ranks.device, options.train.precision)
+        self.peak_name = f"{device_name(ranks.device)} in {options.train.precision}"
         if self.peak:
             self.peak_name = f"{self.peak / 1e12:,.1f} TFLOP/s, the dense peak of {self.peak_name}"
         self.began = now()
@@ -324,7 +325,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
     micro = f" in {layout.micro_batches} micro-batches" if layout.micro_batches > 1 else ""
     tokens = train.global_batch * block
     epochs = train.steps * tokens / max(1, len(corpus.train_ids))
-    device = flops.device_name(ranks.device)
+    device = device_name(ranks.device)
     lines = {
         "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
         "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
@@ -333,7 +334,7 @@ def run_header(ranks, options, layout, config, corpus, folder, num_params):
         "batch": f"{train.global_batch} sequences = {tokens:,} tokens per step; {share} per data rank{micro}",
         "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
         "arithmetic": f"{train.precision}{', compiled' if train.compile else ''}; "
-        f"{flops.flops_per_token(config) / 1e6:,.1f} MFLOP per token",
+        f"{flops_per_token(config) / 1e6:,.1f} MFLOP per token",
     }
     whole = {"subsequent_indent": " " * 12, "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in lines.items())
