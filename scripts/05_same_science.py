@@ -1120,7 +1120,7 @@ if rank == 0:
 # %%
 # %%ranks
 from pathlib import Path
-from manyhands.data import file_shares, token_file
+from manyhands.data import token_files
 from manyhands.launch.run_folder import run_folder
 
 where = [str(run_folder(ranks) / "tokens")] if rank == 0 else [None]
@@ -1128,11 +1128,11 @@ dist.broadcast_object_list(where, src=0)  # all ranks must name one folder
 folder, tokens = Path(where[0]), corpus.train_ids.repeat(8)
 if rank == 0:
     folder.mkdir()
-    token_file.write_tokens(folder / "all.bin", tokens)
-    file_shares.write_own_files(folder, tokens, world_size)
+    token_files.write_tokens(folder / "all.bin", tokens)
+    token_files.write_own_files(folder, tokens, world_size)
     say(f"{len(tokens):,} tokens, {(folder / 'all.bin').stat().st_size / 1e6:.1f} MB")
 dist.barrier()
-mine = file_shares.share(len(tokens), rank, world_size)
+mine = token_files.share(len(tokens), rank, world_size)
 say(f"my share: tokens {mine.start:,} to {mine.stop - 1:,}")
 
 # %% [markdown]
@@ -1152,13 +1152,13 @@ from manyhands import mpi_world
 from manyhands.measure.timing import take_turns
 
 ways = {
-    "memory map": lambda: token_file.memory_map(folder / "all.bin")[mine].clone(),
-    "own file": lambda: file_shares.read_own_file(folder, rank, world_size),
-    "1 reader scatters": lambda: file_shares.scatter_from_readers(folder / "all.bin", 1, ranks),
+    "memory map": lambda: token_files.memory_map(folder / "all.bin")[mine].clone(),
+    "own file": lambda: token_files.read_own_file(folder, rank, world_size),
+    "1 reader scatters": lambda: token_files.scatter_from_readers(folder / "all.bin", 1, ranks),
 }
 comm = mpi_world()
 if comm is not None:
-    ways["MPI-IO"] = lambda: file_shares.read_mpi_io(folder / "all.bin", comm)
+    ways["MPI-IO"] = lambda: token_files.read_mpi_io(folder / "all.bin", comm)
 elif rank == 0:
     say("MPI-IO needs an MPI world: mpiexec -n 4 python scripts/05_same_science.py")
 assert all(torch.equal(read().long(), tokens[mine]) for read in ways.values())
@@ -1212,7 +1212,7 @@ if rank == 0:
 # %%
 # %%ranks
 import time
-from manyhands.data.prefetch import Prefetch
+from manyhands.data.token_files import Prefetch
 
 
 def slow_batches(read_s, num=20):

@@ -518,7 +518,7 @@ say(f"{len(table)} merges, the same as the library's")
 
 # %%
 # %%ranks
-from manyhands.data.token_file import write_tokens
+from manyhands.data.token_files import write_tokens
 from manyhands.launch.run_folder import run_folder
 
 SEPARATOR = 256 + len(table)

@@ -78,14 +78,19 @@ def wrong_value(given):
 
 def fetch_shakespeare(require):
     """The status, after one line that says where it lies."""
-    path, why_not = shakespeare.prepare()
-    print(shakespeare.prepared_notice(path) if path else shakespeare.offline_notice(why_not))
-    return 1 if path is None and require else 0
+    content, why_not = shakespeare.find()
+    if content is None:
+        print(shakespeare.offline_notice(why_not))
+        return int(require)
+    cached = shakespeare.from_cache()
+    path = cached[0] if cached else shakespeare.store(content)
+    print(f"corpus: Shakespeare, {shakespeare.NUM_BYTES:,} characters, sha256 checked, in {path}")
+    return 0
 
 
 def prepare(given):
     """A text of one's own, on all ranks that were started."""
-    from manyhands.data.filters import Quality
+    from manyhands.data.documents import Quality
     from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
     from manyhands.launch.join import join, leave, refuse
 
@@ -114,7 +119,7 @@ def main():
         return prepare(given)
     try:
         if given.verify:
-            from manyhands.data.own_text import verify_text
+            from manyhands.data.corpus import verify_text
 
             print(f"{given.verify}: {verify_text(given.verify):,} bytes of tokens are as they were written")
             return 0

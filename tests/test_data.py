@@ -7,8 +7,6 @@ import resource
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,29 +180,6 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, el
     assert done.stderr.count("\n") == 1
     assert "cannot be stored" in done.stderr and "set MANYHANDS_DATA to a folder" in done.stderr
     assert list(elsewhere.iterdir()) == []
-
-
-def test_many_that_store_at_once_never_show_half_a_file(elsewhere):
-    content = os.urandom(2_000_000)
-    stop, seen = threading.Event(), set()
-
-    def read():
-        last = False
-        while not last:
-            last = stop.is_set()  # then once more, for a reader that got no turn while the others wrote
-            with suppress(FileNotFoundError):
-                seen.add(len((elsewhere / shakespeare.FILE_NAME).read_bytes()))
-
-    with ThreadPoolExecutor(13) as pool:
-        reader = pool.submit(read)
-        writers = [pool.submit(shakespeare.store, content) for _ in range(12)]
-        wait(writers)
-        stop.set()
-        reader.result()
-        paths = [writer.result() for writer in writers]
-    assert set(paths) == {elsewhere / shakespeare.FILE_NAME}
-    assert seen == {len(content)}
-    assert [path.name for path in elsewhere.iterdir()] == [shakespeare.FILE_NAME]
 
 
 # The offline corpus

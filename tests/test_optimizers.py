@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manyhands.config.options import OptimizerOptions, Options, TrainOptions
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
+from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate
 from manyhands.parallel.strategy import Strategy
 
 
@@ -61,10 +61,6 @@ def test_only_matrices_decay():
         torch.testing.assert_close(parameter.detach(), shrunk)
 
 
-def test_adamw_is_fused():
-    assert build_optimizer(OneProcess(), options(10)).defaults["fused"] is True
-
-
 def test_state_loaded_before_the_first_step_continues_as_if_it_had_not_stopped():
     one, other = OneProcess(), OneProcess()
     first, second = (build_optimizer(parallel, options(10)) for parallel in (one, other))
@@ -89,12 +85,6 @@ def test_state_loaded_before_the_first_step_continues_as_if_it_had_not_stopped()
     step(other, second, seed=2)
     for name, tensor in one.named_parameters().items():
         assert torch.equal(tensor, other.named_parameters()[name])
-
-
-def test_all_groups_get_the_learning_rate():
-    optimizer = build_optimizer(OneProcess(), options(10))
-    set_learning_rate(optimizer, 0.125)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
 
 
 def test_the_loss_scale_halves_when_gradients_overflow_and_grows_after_good_steps():

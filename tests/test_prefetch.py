@@ -1,16 +1,14 @@
 """Prefetch gives the same batches in the same order, hands on errors, and leaves no thread behind."""
 
-import gc
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.data import prefetch
-from manyhands.data.prefetch import Prefetch
+from manyhands.data import token_files
+from manyhands.data.token_files import Prefetch
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +63,7 @@ def test_it_reads_depth_batches_ahead_and_not_one_more():
 def test_waiting_and_reading_are_counted_apart(monkeypatch):
     """On a clock that only reading moves: five seconds per batch."""
     clock = [0.0]
-    monkeypatch.setattr(prefetch, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(token_files, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def five_seconds_each(n, wait_for=lambda: None):
         for k in range(n):
@@ -100,11 +98,6 @@ def test_an_error_of_the_reader_comes_after_the_batches_before_it_and_once():
         assert list(ahead) == []
 
 
-def test_what_cannot_be_iterated_is_an_error_of_the_loop():
-    with Prefetch(7) as ahead, pytest.raises(TypeError, match="not iterable"):
-        next(ahead)
-
-
 def test_an_error_of_the_loop_ends_the_thread_and_is_not_hidden():
     def endless():
         while True:
@@ -115,57 +108,6 @@ def test_an_error_of_the_loop_ends_the_thread_and_is_not_hidden():
         raise ZeroDivisionError
 
 
-def test_after_closing_nothing_is_held():
-    class Batch:
-        pass
-
-    def source():
-        for _ in range(10):
-            batch = Batch()
-            alive.append(weakref.ref(batch))
-            yield batch
-            del batch
-
-    alive = []
-    with Prefetch(source()) as ahead:
-        next(ahead)
-    gc.collect()
-    assert alive and not [batch for batch in alive if batch() is not None]
-    assert list(ahead) == []
-
-
-def test_a_batch_that_was_handed_over_is_not_kept():
-    class Batch:
-        pass
-
-    class Source:
-        given, go_on = 0, threading.Event()
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            self.given += 1
-            if self.given == 2:
-                assert self.go_on.wait(60)
-                raise StopIteration
-            return Batch()
-
-    source = Source()
-    with Prefetch(source) as ahead:
-        batch = weakref.ref(next(ahead))
-        until(lambda: source.given == 2)  # the thread is in the next read
-        gone = batch() is None
-        source.go_on.set()
-    assert gone
-
-
-def test_misuse_is_refused_with_the_cure():
+def test_a_depth_of_none_is_refused_with_the_cure():
     with pytest.raises(ValueError, match="depth=0 keeps no batch ready; use 1 or more"):
         Prefetch([], depth=0)
-    with pytest.raises(RuntimeError, match="write `with Prefetch"):
-        next(Prefetch([1]))
-    with Prefetch([1]) as ahead:
-        list(ahead)
-    with pytest.raises(RuntimeError, match="make a new one for the next epoch"), ahead:
-        pass

@@ -1,6 +1,5 @@
 """A text of one's own becomes tokens: what is read, refused, dropped and kept, and that ranks make no difference."""
 
-import contextlib
 import gzip
 import json
 import os
@@ -16,12 +15,23 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from manyhands.data import text_files
-from manyhands.data.filters import ORDERS, REASONS, Quality, content_hash, copies_among, minhash, normalised, similarity
-from manyhands.data.own_text import open_text, read_manifest, verify_text
+from manyhands.data.corpus import open_text, read_manifest, verify_text
+from manyhands.data.documents import (
+    ORDERS,
+    REASONS,
+    Quality,
+    content_hash,
+    copies_among,
+    find_files,
+    minhash,
+    normalised,
+    raw_documents,
+    similarity,
+    text_of,
+)
 from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
-from manyhands.data.text_files import find_files, raw_documents, text_of
+from manyhands.data.token_files import memory_map
 from manyhands.data.tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,19 +83,11 @@ def by_lines(content, blank_lines):
     return [(number, at, b"\n".join(lines).rstrip()) for number, at, lines in found]
 
 
-@given(
-    st.lists(st.sampled_from([b"a", b"bb ", b"", b"", b""]), max_size=30),
-    st.integers(0, 3),
-    st.sampled_from([2, 3, 7, 1000]),
-)
-def test_blocks_of_any_size_give_the_same_documents_at_the_same_places(tmp_path_factory, lines, blank_lines, block):
-    path, content = tmp_path_factory.getbasetemp() / "blocks.txt", b"\n".join(lines)
+@given(st.lists(st.sampled_from([b"a", b"bb ", b"", b"", b""]), max_size=30), st.integers(0, 3))
+def test_documents_begin_where_they_do_line_by_line(tmp_path_factory, lines, blank_lines):
+    path, content = tmp_path_factory.getbasetemp() / "lines.txt", b"\n".join(lines)
     path.write_bytes(content)
-    before, text_files.BLOCK = text_files.BLOCK, block
-    try:
-        found = list(text_files.raw_documents([path], blank_lines)) if content.strip() else []
-    finally:
-        text_files.BLOCK = before
+    found = list(raw_documents([path], blank_lines)) if content.strip() else []
     assert [(raw.line, raw.begin, raw.content) for raw in found] == by_lines(content, blank_lines)
 
 
@@ -113,19 +115,17 @@ BAD = {
     "UTF-16": ("text".encode("utf-16"), "a.txt", r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16"),
     "empty": (b"", "a.txt", r"a.txt is empty; leave it out"),
     "blank": (b" \n\n\n", "a.txt", r"a.txt is empty; leave it out"),
-    "one line": (b"x" * 2000, "a.txt", r"line 1 has more than 1,000 bytes without a line end; break it"),
     "cut gzip": (gzip.compress(os.urandom(500))[:-20], "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*again"),
     "no gzip": (b"plain", "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*; copy or pack it again"),
     "no JSON": (b'{"text": "x"}\nhello\n', "a.jsonl", r"a.jsonl line 2 is no JSON \(.*rename the file to .txt"),
     "no text": (b'{"body": "x", "id": 3}', "a.jsonl", r"line 1 has no text in its field 'text' \(it has: body, id\)"),
     "a list": (b"[1]", "a.jsonl", r"line 1 has no text in its field 'text' \(it has: list\)"),
-    "deep": (b"[" * 900, "a.jsonl", r"line 1 is (no JSON|JSON that is nested too deeply)"),
+    "deep": (b"[" * 900, "a.jsonl", r"line 1 is no JSON"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_sentence_with_the_cure(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "LONGEST_LINE", 1000)
+def test_a_bad_file_is_one_sentence_with_the_cure(case, tmp_path):
     content, name, sentence = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=sentence) as raised:
@@ -283,10 +283,10 @@ def test_the_merges_are_the_golden_ones():
 
 
 def test_what_is_no_tokenizer_is_refused():
-    for content in ({"format": "manyhands characters 1"}, {"model": 3}, [], {}):
-        with pytest.raises(DataError, match=r"; (use another|prepare the text again)$"):
+    for content in ({"model": 3}, [], {}):
+        with pytest.raises(DataError, match="this is no byte-level BPE of prepare_data.py's .*; use another$"):
             tokenizer_from(content)
-    with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the separator .* 257"):
+    with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the separator; use 257"):
         train_bpe(["text"], 256)
 
 
@@ -359,11 +359,11 @@ def test_the_tokens_are_the_kept_documents_each_begun_by_the_separator(prepared,
 
 def test_rows_of_shards_are_picked_like_one_row(prepared):
     ids = open_text(prepared[0]).train_ids
-    whole = torch.cat([torch.from_numpy(shard.astype(np.int64)) for shard in ids._shards])
+    whole = torch.cat([memory_map(path).long() for path in sorted(prepared[0].glob("train-*.bin"))])
     index = torch.randint(len(ids), (7, 11), generator=torch.Generator().manual_seed(1))
     assert torch.equal(ids[index], whole[index])
     assert torch.equal(ids[:], whole)
-    with pytest.raises(IndexError, match="places"):
+    with pytest.raises(IndexError):
         ids[torch.tensor([len(ids)])]
 
 
@@ -378,37 +378,13 @@ def damaged(prepared, tmp_path, name, change):
     [
         ("train-00001.bin", lambda b: b[:-2], r"train-00001.bin has \d+ bytes, but .* copy it again"),
         ("tokenizer.json", lambda b: b + b" ", r"tokenizer.json has changed since it was written; prepare"),
-        ("manifest.json", lambda b: b[:-9], r"manifest.json is damaged, or of another version"),
-        ("manifest.json", lambda b: b.replace(b"train-00000", b"../rain-000"), r"is damaged|cannot be read"),
+        ("manifest.json", lambda b: b[:-9], r"manifest.json cannot be used"),
+        ("manifest.json", lambda b: b.replace(b"train-00000", b"../rain-000"), r"cannot be used|cannot be read"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_refused_when_it_is_opened(prepared, tmp_path, name, change, sentence):
     with pytest.raises(DataError, match=sentence):
         open_text(damaged(prepared, tmp_path, name, change))
-
-
-WRONG = (None, -1, 1.5, "text", [], {}, [[]], True, 10**30, "../x", "a\0b")
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "train-00001.bin.json"])
-def test_a_forged_description_is_a_sentence_or_changes_nothing(prepared, tmp_path, name):
-    folder = shutil.copytree(prepared[0], tmp_path / "copy")
-    whole = json.loads((folder / name).read_text())
-
-    def forged(value):
-        """`value` with one thing in it replaced, in every way."""
-        yield from WRONG
-        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-            for wrong in forged(value[key]):
-                copy = value.copy()
-                copy[key] = wrong
-                yield copy
-
-    ids = open_text(folder).train_ids[:]
-    for content in (*map(json.dumps, forged(whole)), "[" * 100_000, "", "\xff"):
-        (folder / name).write_text(content, "latin-1")
-        with contextlib.suppress(DataError):  # or the same text, where only a count that is shown is another
-            assert torch.equal(open_text(folder).train_ids[:], ids)
 
 
 def test_a_flipped_byte_is_found_by_reading_everything(prepared, tmp_path):

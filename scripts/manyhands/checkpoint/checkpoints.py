@@ -3,12 +3,16 @@
     checkpoints = Checkpoints(folder, ranks, keep=2)                                  # all ranks, as all that follows
     checkpoints.save(300, tensors, metadata, rank_state, val_loss=1.93)
     path = checkpoints.newest()                                                       # None: there is none to trust
-    metadata = checkpoints.load(path, tensors, rank_state)                               # in place
+    metadata = checkpoints.load(path, tensors, rank_state)                            # in place
 
 One checkpoint is a folder `step-00000300/`: a safetensors file per rank, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
-are complete does rank 0 write the manifest and rename the folder (see `step_folders`). A run that is killed leaves a
-`.partial` that nobody reads, and that the next save removes.
+are complete does rank 0 write the manifest and rename the folder. A run that is killed leaves a `.partial` that nobody
+reads, and that the next save removes.
+
+The files are written and read by torch.distributed.checkpoint (DCP). The header of each says which piece of which
+tensor lies where: there is no pickle to trust. (DCP's own format has one, `.metadata`, and its reader runs what is in
+it.) A rank needs room in its host's memory for its file once more while it writes.
 
 All messages go over a gloo group of their own, so that a save in the background does not mix them with the training's.
 """
@@ -18,18 +22,22 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from manyhands.checkpoint import step_folders, tensor_files
+from manyhands.checkpoint import manifest
 from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
 from manyhands.launch.program import say
 from manyhands.launch.ranks import Agreement, said
 
-MB = 1e6
+WHOLE_NAMES = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # of DCP's planners
 
 
 class Checkpoints:
@@ -62,7 +70,7 @@ class Checkpoints:
         self.wait()
         json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
         self.claim()
-        partial = self._agreement.on_rank_0(lambda: step_folders.make_partial(self.folder, step, self._broken))
+        partial = self._agreement.on_rank_0(lambda: manifest.make_partial(self.folder, step, self._broken))
         self._broken.clear()
         self._agreement.all(lambda: self._see(partial))
         tensors = dict(tensors) | self._own(rank_state)
@@ -93,7 +101,7 @@ class Checkpoints:
         """
         if not self._claimed:
             owner = f"process {os.getpid()} on {self.ranks.host}"
-            self._agreement.on_rank_0(lambda: self._hold(step_folders.lock(self.folder, owner)))
+            self._agreement.on_rank_0(lambda: setattr(self, "_lock", manifest.lock(self.folder, owner)))
             self._claimed = True
 
     def close(self):
@@ -139,16 +147,14 @@ class Checkpoints:
             self._verify(path)
         self._verified = None
         metadata = self._agreement.on_rank_0(lambda: read_manifest(path).metadata)
-        saved = self._agreement.all(lambda: tensor_files.read_index(path).state_dict_metadata)
+        saved = self._agreement.all(lambda: {name: _kind(entry) for name, entry in _index(path).items()})
         self._refuse_misfit(path, tensors, saved)
         own = self._own(rank_state)
-        fits = bool(own) and all(name in saved and not _difference(name, own[name], saved[name]) for name in own)
-        same_place = metadata.get("world_size") == self.ranks.world_size
-        if layout is not None:
-            same_place = same_place and metadata.get("layout") == json.loads(json.dumps(layout))
+        fits = bool(own) and all(saved.get(name) == _kind(tensor) for name, tensor in own.items())
+        same_place = metadata["world_size"] == self.ranks.world_size and layout in (None, metadata["layout"])
         restored = same_place and all(self._agreement.gather(fits))
         try:
-            tensor_files.read_tensors(path, dict(tensors) | (own if restored else {}), self._group)
+            read_tensors(path, dict(tensors) | (own if restored else {}), self._group)
         except CheckpointException as error:  # on all ranks
             raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
         return metadata | {"rank_state_restored": restored}
@@ -157,14 +163,12 @@ class Checkpoints:
         """All ranks write and describe what they wrote, then rank 0 makes it count."""
         try:
             try:
-                tensor_files.write_tensors(partial, tensors, self._group)
+                write_tensors(partial, tensors, self._group)
             except CheckpointException as error:  # on all ranks
-                self._explain(error, step, partial, tensors)
+                self._explain(error, step, partial)
             described = self._agreement.gather(self._agreement.all(lambda: self._describe_own(partial)))
             files = {name: about for own in described for name, about in own.items()}
-            self._agreement.on_rank_0(
-                lambda: step_folders.complete(partial, step, val_loss, metadata, files, self.keep)
-            )
+            self._agreement.on_rank_0(lambda: manifest.complete(partial, step, val_loss, metadata, files, self.keep))
         except CheckpointError:
             self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
@@ -176,24 +180,17 @@ class Checkpoints:
             self._problem = str(error)
 
     def _describe_own(self, partial):
-        return {path.name: describe_file(path) for path in tensor_files.files_of_rank(partial, self.ranks.rank)}
+        # one file, or none where other ranks have written all that this one holds
+        return {path.name: describe_file(path) for path in partial.glob(f"shard-{self.ranks.rank + 1:05d}-*")}
 
-    def _explain(self, error, step, partial, tensors):
+    def _explain(self, error, step, partial):
         """Raise what DCP's exception, which all ranks have, means."""
-        sizes = self._agreement.gather({name: t.numel() * t.element_size() for name, t in tensors.items()})
-        needed = sum({name: size for own in sizes for name, size in own.items()}.values())
         self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
         free = self._agreement.on_rank_0(lambda: shutil.disk_usage(self.folder).free)
-        causes = tensor_files.failures_of(error).values()
-        if free < needed or any(getattr(c, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for c in causes):
+        if any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in _failures(error).values()):
             raise CheckpointError(
-                f"{self.folder} is full: step {step} needs {needed / MB:.1f} MB and "
-                + (
-                    f"{free / MB:.1f} MB are free"
-                    if free < needed
-                    else "what the files add to that, or a quota is used up"
-                )
-                + "; free some, keep fewer, or name another folder (the checkpoints that are there stay)"
+                f"{self.folder} is full: step {step} needs more, and {free / 1e6:.1f} MB are free; free some, keep "
+                "fewer, or name another folder (the checkpoints that are there stay)"
             )
         raise CheckpointError(f"step {step} could not be saved in {self.folder}: {_first_failure(error)}")
 
@@ -204,50 +201,88 @@ class Checkpoints:
         self._agreement.all(lambda: [verify_file(path / name, files[name]) for name in mine])
 
     def _refuse_misfit(self, path, tensors, saved):
-        differ = [_difference(name, tensor, saved[name]) for name, tensor in tensors.items() if name in saved]
-        here = self._agreement.gather((list(tensors), [sentence for sentence in differ if sentence]))
-        wanted = {name for names, _ in here for name in names}
-        there = {name for name in saved if not name.startswith("rank.")}
-        differ = list(dict.fromkeys(sentence for _, sentences in here for sentence in sentences))
-        faults = [_few(differ)] * bool(differ)
-        if wanted - there:
-            faults.append(f"it lacks {_few(sorted(wanted - there))}")
-        if there - wanted:
-            faults.append(f"it holds {_few(sorted(there - wanted))}, which this run does not have")
-        if faults:
+        here = {}
+        for own in self._agreement.gather({name: _kind(tensor) for name, tensor in tensors.items()}):
+            here |= own
+        there = {name: kind for name, kind in saved.items() if not name.startswith("rank.")}
+        odd = [name for name in sorted(here | there) if here.get(name) != there.get(name)]
+        if odd:
+            phrases = [
+                f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in odd
+            ]
+            rest = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
             raise CheckpointError(
-                f"{path} does not fit this run: {'; '.join(faults)}; use the options it was saved with, or another"
-                " folder"
+                f"{path} does not fit this run: {', '.join(phrases[:3])}{rest}; use the options it was saved with, or "
+                "another folder"
             )
 
     def _see(self, partial):
         if not partial.is_dir():
             raise CheckpointError(
-                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints"
-                " need a"
-                " folder that all nodes share: name one"
+                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints "
+                "need a folder that all nodes share: name one"
             )
 
     def _own(self, rank_state):
         return {f"rank.{self.ranks.rank}.{name}": tensor for name, tensor in (rank_state or {}).items()}
 
-    def _hold(self, lock):
-        self._lock = lock
+
+def _failures(error):
+    """{rank: exception} behind a CheckpointException of DCP."""
+    return {rank: wrapped[0] for rank, wrapped in error.failures.items()}
 
 
 def _first_failure(error):
-    return said(*min(tensor_files.failures_of(error).items(), key=lambda item: item[0]))
+    return said(*min(_failures(error).items(), key=lambda item: item[0]))
 
 
-def _few(sentences):
-    rest = f" and {len(sentences) - 3} more" if len(sentences) > 3 else ""
-    return ", ".join(sentences[:3]) + rest
+def _kind(tensor):
+    """Shape and type of a tensor, or of DCP's description of one."""
+    dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.properties.dtype
+    return f"{list(tensor.size() if isinstance(tensor, torch.Tensor) else tensor.size)} {dtype}"
 
 
-def _difference(name, tensor, entry):
-    """How a tensor of this run differs from what the checkpoint says of it: a phrase, or ""."""
-    if tuple(entry.size) != tuple(tensor.shape):
-        return f"{name} is {list(entry.size)} there and {list(tensor.shape)} here"
-    if entry.properties.dtype != tensor.dtype:
-        return f"{name} is {entry.properties.dtype} there and {tensor.dtype} here"
-    return ""
+# --- the files of tensors
+
+
+def write_tensors(folder, tensors, group):
+    """Write {name: tensor or DTensor} of all ranks into `folder`. All ranks of `group` call it.
+
+    Each has names of its own; a tensor that several ranks hold is written by one of them. Every file is on the disk
+    when this returns.
+    Raises CheckpointException (no Exception!) on all ranks if one of them failed.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # several names may stand for one step counter, and safetensors takes no memory twice
+    own = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
+    dcp.save(own, storage_writer=writer, planner=dcp.DefaultSavePlanner(**WHOLE_NAMES), process_group=group)
+
+
+def read_tensors(folder, tensors, group, no_dist=False):
+    """Fill {name: tensor or DTensor} in place from `folder`. All ranks of `group` call it, each with its own names.
+
+    Each rank reads the pieces that overlap with its own. Raises CheckpointException as `write_tensors`.
+    """
+    reader, planner = HuggingFaceStorageReader(str(folder)), dcp.DefaultLoadPlanner(**WHOLE_NAMES)
+    dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
+
+
+def _index(folder):
+    """{name: DCP's description of the tensor}, from the files' headers."""
+    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+
+
+def whole_tensors(folder, prefix=""):
+    """{name without prefix: the full tensor on the CPU} of all names that start with `prefix`, in one process.
+
+    Verify the checkpoint first. Raises CheckpointError.
+    """
+    wanted = {name: entry for name, entry in _index(folder).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
+    try:
+        with warnings.catch_warnings():  # that one process is meant, DCP says at each call
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            read_tensors(folder, tensors, None, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read: {_failures(error)[0]}") from None
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

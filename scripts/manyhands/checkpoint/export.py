@@ -10,35 +10,22 @@ checkpoint that can be trusted, or no room for the file.
 """
 
 import json
+import math
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from manyhands.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointError,
-    File,
-    RunMetadata,
-    describe_file,
-    fault,
-    read_manifest,
-    read_small,
-    step_of,
-    steps_in,
-    verify,
-    verify_file,
-)
-from manyhands.checkpoint.step_folders import best_of
-from manyhands.checkpoint.tensor_files import whole_tensors
+from manyhands.checkpoint import manifest
+from manyhands.checkpoint.checkpoints import whole_tensors
+from manyhands.checkpoint.manifest import CheckpointError, File, ModelMetadata, step_of, steps_in
 from manyhands.course.folders import write_whole
-from manyhands.data.shakespeare import DataError
-from manyhands.data.tokenizer import CharTokenizer, tokenizer_from
+from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.gpt.lora import folded
 from manyhands.gpt.model import GPT, GPTConfig
 
@@ -46,7 +33,7 @@ FORMAT = "manyhands export 1"
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
 
 
-class Export(RunMetadata):
+class Export(ModelMetadata):
     """The file beside exported weights."""
 
     format: Literal["manyhands export 1"]
@@ -60,55 +47,52 @@ def find_checkpoint(source, step="best", tell=print):
     passed over, and `tell` gets the reason. Raises CheckpointError.
     """
     source = Path(source)
-    if step_of(source) is not None or (source / MANIFEST).exists():
-        verify(source)
+    if step_of(source) is not None or (source / manifest.MANIFEST).exists():
+        manifest.verify(source)
         return source
-    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    paths = steps_in(folder)
+    paths = steps_in(_checkpoints_of(source))
     if not paths:
         raise CheckpointError(f"{source} holds no checkpoint; name the folder in which a run keeps them")
     if str(step).isdigit():
         there = [path for path in paths if step_of(path) == int(step)]
         if not there:
-            raise CheckpointError(f"{folder} has no step {step}, only {', '.join(str(step_of(p)) for p in paths)}")
-        verify(there[0])
+            raise CheckpointError(f"{source} has no step {step}, only {', '.join(str(step_of(p)) for p in paths)}")
+        manifest.verify(there[0])
         return there[0]
     if step not in ("best", "newest"):
         raise CheckpointError(f"invalid step={step!r}; use best, newest or a number")
     problems = []
-    while paths:
-        path = (best_of({path: _loss(path) for path in paths}) if step == "best" else None) or paths[0]
+    for path in sorted(paths, key=_loss) if step == "best" else paths:  # of equals the newest
         try:
-            verify(path)
+            manifest.verify(path)
             return path
         except CheckpointError as error:
-            problems.append(str(error))
+            problems.append(error)
             tell(f"step {step_of(path)} is passed over: {error}")
-            paths.remove(path)
-    raise CheckpointError(f"no checkpoint in {folder} can be read: {problems[0]}")
-
-
-def newest_in(source):
-    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written. None:
-    nothing.
-    """
-    source = Path(source)
-    if source.is_file():
-        return source.stat().st_mtime_ns
-    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    return next((step_of(path) for path in steps_in(folder)), None) if folder.is_dir() else None
+    raise CheckpointError(f"no checkpoint in {source} can be read: {problems[0]}")
 
 
 def _loss(path):
-    try:
-        return read_manifest(path).val_loss
-    except CheckpointError:
-        return None
+    with suppress(CheckpointError):
+        if (loss := manifest.read_manifest(path).val_loss) is not None:
+            return loss
+    return math.inf
 
 
-def load_model(source, step="best", tell=print):
-    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints; see `find_checkpoint` for
-    those.
+def newest_in(source: Path | str) -> int | None:
+    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written."""
+    source = Path(source)
+    if source.is_file():
+        return source.stat().st_mtime_ns
+    return next((step_of(path) for path in steps_in(_checkpoints_of(source))), None)
+
+
+def _checkpoints_of(source):
+    return source / "checkpoints" if (source / "checkpoints").is_dir() else source
+
+
+def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT, dict[str, Any]]:
+    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints: see `find_checkpoint`.
 
     metadata["source"] is the path that was read. Raises CheckpointError if what is there is damaged or is no GPT.
     """
@@ -117,62 +101,43 @@ def load_model(source, step="best", tell=print):
         weights, metadata = read_export(source)
     else:
         source = find_checkpoint(source, step, tell)
-        manifest = read_manifest(source)
-        weights = whole_tensors(source, "model.")
-        metadata = manifest.metadata | {"step": manifest.step, "val_loss": manifest.val_loss}
-        if metadata.get("lora"):  # adapters beside the weights that they change: one model again
-            weights = folded(weights, metadata["lora"]["alpha"] / metadata["lora"]["rank"])
-    believe(metadata, source)
-    return build(weights, metadata, source), metadata | {"source": str(source)}
-
-
-def believe(metadata: dict[str, Any], source: Path | str) -> None:
-    """Raises CheckpointError unless the metadata is what a run writes down: whoever shows or uses it trusts it."""
+        about = manifest.read_manifest(source)
+        weights, metadata = whole_tensors(source, "model."), about.metadata | {"val_loss": about.val_loss}
+        if lora := metadata.get("lora"):  # adapters beside the weights that they change: one model again
+            weights = folded(weights, lora["alpha"] / lora["rank"])
     try:
-        RunMetadata.model_validate(metadata)
         size, vocab = metadata["config"]["vocab_size"], tokenizer_of(metadata).vocab
-        if not 0 < len(vocab) <= size or type(metadata["step"]) is not int:
-            raise ValueError(f"step={metadata['step']!r}, and {len(vocab)} tokens for vocab_size={size}")
-    except (LookupError, TypeError, ValueError) as error:
-        why = fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{source} is not what a run writes down ({why}); use another") from None
+        if not 0 < len(vocab) <= size:
+            raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
+        return build(weights, metadata), metadata | {"source": str(source)}
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
 
 
-def tokenizer_of(metadata):
+def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
     """What turns text into the ids of the model that `metadata` describe, and back: see `data.tokenizer`.
 
     Raises KeyError, TypeError or ValueError for metadata that do not say.
     """
     corpus = metadata["corpus"]
-    if "vocabulary" in corpus:
-        return tokenizer_from(corpus["vocabulary"])
-    return CharTokenizer(corpus["alphabet"])
+    return tokenizer_from(corpus["vocabulary"]) if "vocabulary" in corpus else CharTokenizer(corpus["alphabet"])
 
 
-def build(weights, metadata, source):
-    """A GPT with {name: tensor}, as sized by metadata["config"]. CheckpointError names what does not fit."""
-    try:
-        sizes = metadata["config"] | {}
-        if "document_mark" in sizes:  # its name in checkpoints of older runs
-            sizes["separator"] = sizes.pop("document_mark")
-        config = GPTConfig(**sizes)
-        if config.n_layer > len(weights):  # before they are built, on no matter what
-            raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
-        with torch.device("meta"):  # shapes only: the weights are already here
-            model = GPT(config)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:  # metadata may be forged
-        raise CheckpointError(
-            f"{source} says nothing of a GPT that can be built ({str(error).splitlines()[0]}); use another"
-        ) from None
-    wanted = {name: list(parameter.shape) for name, parameter in model.named_parameters()}  # a tied matrix once
-    there = {name: list(tensor.shape) for name, tensor in weights.items()}
-    odd = [name for name in sorted(wanted | there) if wanted.get(name) != there.get(name)]
-    if odd:
-        name, number = odd[0], f" ({len(odd)} names in all)" if len(odd) > 1 else ""
-        raise CheckpointError(
-            f"{source} is not the GPT that it says: {name} is {there.get(name, 'missing')} and should be "
-            f"{wanted.get(name, 'missing')}{number}; use another"
-        )
+def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
+    """A GPT with `weights`, as sized by metadata["config"].
+
+    Raises TypeError or ValueError for sizes that are none, RuntimeError, as torch words it, for names and shapes that
+    do not fit.
+    """
+    sizes = dict(metadata["config"])
+    if "document_mark" in sizes:  # its name in checkpoints of older runs
+        sizes["separator"] = sizes.pop("document_mark")
+    config = GPTConfig(**sizes)
+    if config.n_layer > len(weights):  # before they are built, on no matter what
+        raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
+    with torch.device("meta"):  # shapes only: the weights are already here
+        model = GPT(config)
     tied = {"head.weight": weights["tokens.weight"]} if config.tie else {}
     model.load_state_dict(weights | tied, assign=True)
     if config.tie:
@@ -188,22 +153,16 @@ def write_export(weights, metadata, target):
     target = Path(target)
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target} does not end in .safetensors; name such a file")
-    partial, about_target = target.with_suffix(".partial"), target.with_suffix(".json")
-    about_partial = target.with_suffix(".json.partial")
-    for path in (target, about_target):
-        if path.is_dir():
-            raise CheckpointError(f"{path} is a folder; name another place")
+    partial = target.with_suffix(".partial")
+    about = {"format": FORMAT} | {name: metadata[name] for name in KEPT if name in metadata}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
-        about = {name: metadata[name] for name in KEPT if name in metadata}
-        content = {"format": FORMAT, **about, "file": describe_file(partial).model_dump()}
-        write_whole(about_partial, json.dumps(content, indent=1) + "\n")
-        os.replace(partial, target)  # both or none: what can fail has been done
-        os.replace(about_partial, about_target)
-    except Exception as error:  # safetensors has an error of its own for a full disk
-        for path in (partial, about_partial):
-            path.unlink(missing_ok=True)
+        about["file"] = manifest.describe_file(partial).model_dump()
+        os.replace(partial, target)
+        write_whole(target.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        partial.unlink(missing_ok=True)
         raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
 
 
@@ -212,17 +171,16 @@ def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     about = path.with_suffix(".json")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
-    content = read_small(about, f"it says what {path.name} holds: export it again")
+    content = manifest.read_small(about, f"it says what {path.name} holds: export it again")
     try:
         expected = Export.read(content).file
-        verify_file(path, expected)
-        metadata = json.loads(content)
-        del metadata["format"], metadata["file"]
-        return load_file(path), metadata
-    except (DataError, SafetensorError) as error:
+    except ValueError as error:
         raise CheckpointError(
-            f"{about}, which says what {path.name} holds, is damaged ({error}); export it again"
+            f"{about}, which says what {path.name} holds, cannot be used ({error}); export it again"
         ) from None
+    manifest.verify_file(path, expected)
+    metadata = {name: value for name, value in json.loads(content).items() if name not in ("format", "file")}
+    return load_file(path), metadata
 
 
 def main(argv):
@@ -230,11 +188,8 @@ def main(argv):
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        if "" in argv:
-            raise CheckpointError("one of its words is empty (is a variable of the shell unset?)")
-        model, metadata = load_model(
-            argv[0], argv[2] if len(argv) == 3 else "best", lambda text: print(text, file=sys.stderr)
-        )
+        tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        model, metadata = load_model(argv[0], *argv[2:] or ["best"], tell)
         write_export(dict(model.named_parameters()), metadata, argv[1])
     except CheckpointError as error:
         print(f"export: {error}", file=sys.stderr)

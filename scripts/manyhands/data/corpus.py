@@ -1,31 +1,49 @@
 """A text as numbers, and batches from it.
 
-    corpus = load_corpus(ranks)                      # all ranks must call it
+    corpus = load_corpus(ranks)                      # Shakespeare; all ranks must call it
+    corpus = open_text("data/mine", ranks)           # a text of your own, by scripts/prepare_data.py; all ranks
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
+    verify_text("data/mine")                         # reads every byte: has one changed?
 
 The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
-manual that every Python carries, which every run then says. A text of your own, prepared by scripts/prepare_data.py, is
-a Corpus, too: `own_text` opens it. Data sets of other kinds: `samplers` says which items a rank reads, `file_shares`
-brings tokens from files to the ranks, and `prefetch` reads ahead.
+manual that every Python carries, which every run then says. A text of your own is a folder:
+
+    data/mine/manifest.json            what is here, with the sha256 of every file
+              tokenizer.json           of `tokenizers`, or the characters; see `tokenizer`
+              train-00000.bin(.json)   one document after the other, each begun by the separator; see `token_files`
+              validation-00000.bin(.json)
+              report.json, report.png  what was dropped, and why: see `preparation`
+
+Its tokens stay on the disk: a rank reads those of its windows, through the memory map that all ranks of a node share. A
+window begins anywhere, so it packs what follows each other: the end of one document, some whole ones, the beginning of
+another. Data sets of other kinds: `samplers` says which items a rank reads, `token_files` brings tokens to the ranks.
 
 Shapes: T positions, B sequences in the global batch, b this rank's.
 """
 
 import hashlib
+import json
+import os
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import Field, NonNegativeInt
 
 from manyhands.data import shakespeare
 from manyhands.data.shakespeare import DataError
-from manyhands.data.tokenizer import CharTokenizer, Tokenizer
+from manyhands.data.token_files import Schema, Sha256, describe_tokens, memory_map, verify_tokens
+from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.launch.join import refuse
 from manyhands.launch.program import say
 from manyhands.launch.ranks import Agreement
 
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a text of one's own
+SPLITS = ("train", "validation")
 _silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group
 
 
@@ -36,7 +54,7 @@ class Corpus:
     name: str  # "shakespeare", "offline", or of a prepared text's folder
     sha256: str  # of the text, or of the tokenizer and the tokens
     tokenizer: Tokenizer = field(repr=False)
-    train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU; of a prepared text `own_text.ShardedTokens`
+    train_ids: torch.Tensor = field(repr=False)  # torch.long, on the CPU; of a prepared text `ShardedTokens`
     val_ids: torch.Tensor = field(repr=False)
     counts: dict = field(repr=False)  # {"characters": n} and, of a prepared text, "documents" and "tokens"
     text: str | None = field(default=None, repr=False)  # None: it stays on the disk
@@ -130,3 +148,154 @@ def _find():
     if group is not None:
         _silent_web[group] = why_not
     return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not)
+
+
+# --- a text of one's own
+
+
+class Shard(Schema):
+    file: str = Field(pattern=r"^(train|validation)-\d{5,}\.bin$")
+    tokens: NonNegativeInt
+    dtype: Literal["uint16", "uint32"]
+    sha256: Sha256
+
+
+class Split(Schema):
+    documents: NonNegativeInt
+    characters: NonNegativeInt
+    bytes: NonNegativeInt
+    tokens: NonNegativeInt
+    shards: list[Shard]
+
+
+class TokenizerFile(Schema):
+    kind: Literal["bpe", "char"]
+    symbols: NonNegativeInt  # the size of the vocabulary
+    mark: int  # the separator's id
+    sha256: Sha256
+
+
+class Splits(Schema):
+    train: Split
+    validation: Split
+
+
+class Manifest(Schema):
+    """manifest.json of a prepared text."""
+
+    format: Literal["manyhands text 1"] = "manyhands text 1"
+    tokenizer: TokenizerFile
+    splits: Splits
+    sha256: str = ""  # see `identity`
+
+    def shards(self) -> list[Shard]:
+        """Those of both splits."""
+        return [*self.splits.train.shards, *self.splits.validation.shards]
+
+    def identity(self) -> str:
+        """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
+        parts = [self.tokenizer.sha256]
+        parts += [f"{name} {shard.sha256}" for name, split in self.splits for shard in split.shards]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class ShardedTokens:
+    """The tokens of several files as one row: `ids[index]` are torch.long, on `device`, of an index of any shape."""
+
+    def __init__(self, shards, device="cpu"):
+        """`shards`: arrays [N]. What is picked of them goes to `device`."""
+        self.device = torch.device(device)
+        self._shards, self._ends = shards, np.cumsum([0, *map(len, shards)])[1:]
+
+    def __len__(self):
+        return int(self._ends[-1])
+
+    def to(self, device):
+        """The same tokens, which stay where they are, for another device."""
+        return ShardedTokens(self._shards, device)
+
+    def __getitem__(self, index):
+        """Raises IndexError for a place behind the last."""
+        if isinstance(index, slice):
+            index = torch.arange(*index.indices(len(self)))
+        places = torch.as_tensor(index).cpu().numpy()
+        which = np.searchsorted(self._ends, places, side="right")
+        found = np.empty(places.shape, np.int64)
+        for i in np.unique(which):
+            shard = self._shards[i]
+            found[which == i] = shard[places[which == i] - (self._ends[i] - len(shard))]
+        return torch.from_numpy(found).to(self.device)
+
+
+def open_text(folder, ranks=None):
+    """The Corpus in `folder`, the same on all ranks, which all must call it.
+
+    Sizes are checked, and the tokenizer's sha256; `verify_text` checks the rest. Raises DataError, on all ranks alike.
+    """
+    if ranks is None or not dist.is_initialized():
+        return _open(folder)
+    agreement = Agreement(ranks, None, DataError)
+    text = agreement.all(lambda: _open(folder))
+    if len(set(agreement.gather(text.sha256))) > 1:
+        raise DataError(f"{folder} is not the same on all nodes; put it into a folder that they share")
+    return text
+
+
+def _open(folder):
+    folder = Path(os.path.expanduser(folder))
+    manifest = read_manifest(folder)
+    try:
+        content = (folder / TOKENIZER).read_bytes()
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); copy the folder again") from None
+    if hashlib.sha256(content).hexdigest() != manifest.tokenizer.sha256:
+        raise DataError(f"{folder / TOKENIZER} has changed since it was written; prepare the text again")
+    tokenizer = tokenizer_from(json.loads(content))
+    size = manifest.tokenizer.symbols
+    if len(tokenizer.vocab) != size or tokenizer.separator is None:
+        raise DataError(f"{folder / TOKENIZER} does not fit {MANIFEST}; prepare the text again")
+    rows = {}
+    for split, about in manifest.splits:
+        shards = []
+        for shard in about.shards:
+            tokens = describe_tokens(folder / shard.file)
+            if (tokens.count, tokens.sha256) != (shard.tokens, shard.sha256):
+                raise DataError(f"{tokens.path} is not the file that {MANIFEST} names; copy the folder again")
+            if tokens.largest >= size:
+                raise DataError(
+                    f"{tokens.path} has token {tokens.largest}, and the vocabulary has {size}; prepare the text again"
+                )
+            shards.append(memory_map(tokens.path).numpy())
+        rows[split] = ShardedTokens(shards)
+        if len(rows[split]) != about.tokens:
+            raise DataError(f"{folder}: {split} has {len(rows[split])} tokens, not {about.tokens}; copy it again")
+    counts = {
+        name: sum(getattr(about, name) for _, about in manifest.splits)
+        for name in ("characters", "documents", "tokens")
+    }
+    return Corpus(folder.resolve().name, manifest.sha256, tokenizer, rows["train"], rows["validation"], counts)
+
+
+def read_manifest(folder):
+    """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
+    path = Path(os.path.expanduser(folder)) / MANIFEST
+    if not path.exists():
+        raise DataError(
+            f"{folder} is no prepared text (it has no {MANIFEST}); make one: "
+            "python scripts/prepare_data.py FILES --to data/mine"
+        )
+    try:
+        manifest = Manifest.read(path.read_bytes())
+        if manifest.sha256 != manifest.identity():
+            raise ValueError("sha256: it is that of other files")
+    except ValueError as error:
+        raise DataError(f"{path} cannot be used ({error}); prepare the text again") from None
+    return manifest
+
+
+def verify_text(folder):
+    """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
+    _open(folder)
+    folder = Path(os.path.expanduser(folder))
+    read = [verify_tokens(folder / shard.file) for shard in read_manifest(folder).shards()]
+    return sum(tokens.count * tokens.itemsize for tokens in read)

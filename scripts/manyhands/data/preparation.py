@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -23,17 +22,24 @@ import torch
 import torch.distributed as dist
 
 from manyhands.course.folders import write_whole
-from manyhands.data.filters import ORDERS, REASONS, Quality, content_hash, copies_among, minhash, normalised
-from manyhands.data.own_text import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
+from manyhands.data.corpus import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
+from manyhands.data.documents import (
+    ORDERS,
+    REASONS,
+    Quality,
+    content_hash,
+    copies_among,
+    find_files,
+    minhash,
+    normalised,
+    raw_documents,
+    text_of,
+)
 from manyhands.data.shakespeare import DataError
-from manyhands.data.text_files import find_files, raw_documents, text_of
-from manyhands.data.token_file import write_tokens
+from manyhands.data.token_files import write_tokens
 from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
 from manyhands.launch.ranks import Agreement
 
-SHARD_BYTES = 8 * 2**20  # of text: enough shards for many ranks, and few files
-SAMPLE_BYTES = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
-REPORT = ("report.json", "report.png")
 # what we write into the folder, also where writing it was interrupted: see `write_whole`
 OURS = r"\.?((manifest|tokenizer|report)\.json|report\.png|(train|validation)-\d{5,}\.bin(\.json)?)(\.\d+\.[0-9a-f]+)?"
 EXCERPT = 60  # characters
@@ -51,8 +57,12 @@ class PrepareConfig:
     text_field: str = "text"  # of JSON lines
     near: float = 0.8  # documents as similar as this are copies; above 1, only equal ones are
     quality: Quality = field(default_factory=Quality)
-    shard_bytes: int = SHARD_BYTES
-    sample_bytes: int = SAMPLE_BYTES
+    shard_bytes: int = 8 * 2**20  # of text: enough shards for many ranks, and few files
+    sample_bytes: int = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
+
+    def documents(self, paths):
+        """Those of `paths` in order: see `raw_documents`."""
+        return raw_documents(paths, self.blank_lines, self.text_field)
 
 
 class Seen(NamedTuple):
@@ -90,8 +100,6 @@ def prepare_text(names, folder, config, ranks, replace=False, tell=print):
 def _begin(names, folder, replace):
     """The files, and an empty folder."""
     paths = find_files(names)
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file; name another folder with --to")
     there = list(folder.iterdir()) if folder.is_dir() else []
     ours = [path for path in there if re.fullmatch(OURS, path.name)]
     if there and not (replace and ours):
@@ -110,7 +118,7 @@ def _begin(names, folder, replace):
 def _look(paths, config, ranks):
     """Judge this rank's documents: [Seen]."""
     seen = []
-    for raw in raw_documents(paths, config.blank_lines, config.text_field):
+    for raw in config.documents(paths):
         if raw.number % ranks.world_size != ranks.rank:
             continue
         text = text_of(raw)
@@ -135,21 +143,20 @@ def _decide(gathered, paths, config, say):
     first = {why: fates.index(why) for why in FATES[1:] if why in fates}
     shown = {*first.values(), *(original[n] for n in first.values() if n in original)}
     found, content = _learn(paths, config, kept, shown)
-    characters = Counter()
-    for one, why in zip(seen, fates, strict=True):
-        characters[why] += one.characters
-    splits = {}
-    for split in SPLITS:
-        own = [one for one in kept if plan[one.number][0] == split]
-        splits[split] = {
-            "documents": len(own),
-            "characters": sum(one.characters for one in own),
-            "bytes": sum(one.num_bytes for one in own),
-        }
+    split_of = {split: [one for one in kept if plan[one.number][0] == split] for split in SPLITS}
     report = {
         "documents": {why: fates.count(why) for why in FATES},
-        "characters": {why: characters[why] for why in FATES},
-        "splits": splits,
+        "characters": {
+            why: sum(one.characters for one, fate in zip(seen, fates, strict=True) if fate == why) for why in FATES
+        },
+        "splits": {
+            split: {
+                "documents": len(own),
+                "characters": sum(one.characters for one in own),
+                "bytes": sum(one.num_bytes for one in own),
+            }
+            for split, own in split_of.items()
+        },
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
         "wishes": asdict(config),
         "examples": {
@@ -200,24 +207,20 @@ def _dealt(kept, validation, shard_bytes):
 
 def _learn(paths, config, kept, shown):
     """({number: where it is and how it begins} of `shown`, the tokenizer's content), in one pass over the files."""
-    found, wanted = {}, {one.number for one in kept}
-    if config.tokenizer == "bpe":  # those with the lowest hashes: a sample that leans to no file
-        total, wanted = 0, set()
-        for one in sorted(kept, key=lambda one: one.hash):
-            total += one.num_bytes
-            if wanted and total > config.sample_bytes:
-                break
-            wanted.add(one.number)
+    found, wanted, total = {}, set(), 0
+    for one in sorted(kept, key=lambda one: one.hash):  # those with the lowest hashes: a sample that leans to no file
+        total += one.num_bytes
+        if config.tokenizer == "bpe" and wanted and total > config.sample_bytes:
+            break
+        wanted.add(one.number)
 
     def texts():
-        for raw in raw_documents(paths, config.blank_lines, config.text_field):
-            if raw.number in shown or raw.number in wanted:
-                text = text_of(raw)
-                if raw.number in shown:
-                    begins = " ".join(text[: 4 * EXCERPT].split())[:EXCERPT]
-                    found[raw.number] = {"file": raw.path.name, "line": raw.line, "begins": begins}
-                if raw.number in wanted:
-                    yield text
+        for raw in config.documents(paths):
+            if raw.number in shown:
+                begins = " ".join(text_of(raw)[: 4 * EXCERPT].split())[:EXCERPT]
+                found[raw.number] = {"file": raw.path.name, "line": raw.line, "begins": begins}
+            if raw.number in wanted:
+                yield text_of(raw)
 
     if config.tokenizer == "char":
         return found, characters_of(texts()).content
@@ -233,9 +236,8 @@ def _write_shards(paths, folder, config, plan, content, ranks):
     mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
     last = {where: n for n, where in plan.items() if where in mine}
     held, written, separator = {where: [] for where in mine}, [], torch.tensor([tokenizer.separator])
-    for raw in raw_documents(paths, config.blank_lines, config.text_field) if mine else ():
-        where = plan.get(raw.number)
-        if where not in mine:
+    for raw in config.documents(paths) if mine else ():
+        if (where := plan.get(raw.number)) not in mine:
             continue
         held[where] += [separator, tokenizer.encode(text_of(raw))]
         if raw.number == last[where]:
@@ -251,13 +253,17 @@ def _write_shards(paths, folder, config, plan, content, ranks):
 
 
 def _finish(folder, shards, report, content):
-    """tokenizer.json, report.*, and last manifest.json."""
+    """tokenizer.json, report.json and report.png, and last manifest.json: the report."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from manyhands.plots.bars import kept_and_dropped
+
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     tokenizer = tokenizer_from(content)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
     described = TokenizerFile(
-        kind=tokenizer.kind, symbols=len(tokenizer.vocab), mark=tokenizer.separator,
-        sha256=hashlib.sha256(text.encode()).hexdigest(),
-    )  # fmt: skip
+        kind=tokenizer.kind, symbols=len(tokenizer.vocab), mark=tokenizer.separator, sha256=sha256
+    )
     splits = {}
     for split, counts in report["splits"].items():
         own = sorted((about for name, about in shards if name == split), key=lambda about: about["file"])
@@ -266,50 +272,39 @@ def _finish(folder, shards, report, content):
     manifest = Manifest(tokenizer=described, splits=splits)
     manifest = manifest.model_copy(update={"sha256": manifest.identity()})
     report["tokenizer"] = described.model_dump()
+    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
+    FigureCanvasAgg(figure)
     try:
         write_whole(folder / TOKENIZER, text)
-        write_report(folder, report)
+        write_whole(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        figure.savefig(folder / "report.png", dpi=120)
         write_whole(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
     except OSError as error:
         raise DataError(f"{folder} cannot be written ({error.strerror}); make room, or name another") from None
     return report
 
 
-def write_report(folder, report):
-    """report.json and report.png. Raises OSError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from manyhands.plots.bars import kept_and_dropped
-
-    write_whole(folder / REPORT[0], json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
-    FigureCanvasAgg(figure)
-    figure.savefig(folder / REPORT[1], dpi=120)
-
-
 def shown_report(report):
     """The table that people see, a str: what was dropped and why, with an example of each."""
-    documents, characters = report["documents"], report["characters"]
+
+    def place(example):
+        return f"{_visible(example['file'])} line {example['line']:,}"
+
     lines = [f"{'':<16}{'documents':>10}{'characters':>14}"]
-    for name, count in documents.items():
+    for name, count in report["documents"].items():
         if count or name == "kept":
-            lines.append(f"{name:<16}{count:>10,}{characters[name]:>14,}")
+            lines.append(f"{name:<16}{count:>10,}{report['characters'][name]:>14,}")
         if example := report["examples"].get(name):
-            lines.append(f"  such as {_place(example)}: {_visible(example['begins'])!r}")
+            lines.append(f"  such as {place(example)}: {_visible(example['begins'])!r}")
             if "like" in example:
-                lines.append(f"  which is like {_place(example['like'])}")
+                lines.append(f"  which is like {place(example['like'])}")
     tokenizer = report["tokenizer"]
     lines += ["", f"tokenizer: {tokenizer['kind']}, a vocabulary of {tokenizer['symbols']:,}"]
     for split, about in report["splits"].items():
-        each = about["bytes"] / max(1, about["tokens"])
-        about_tokens = f"{about['tokens']:,} tokens of {each:.2f} bytes on average"
-        lines.append(f"{split + ':':<12}{about['documents']:,} documents, {about_tokens}")
+        each = f"{about['tokens']:,} tokens of {about['bytes'] / max(1, about['tokens']):.2f} bytes on average"
+        lines.append(f"{split + ':':<12}{about['documents']:,} documents, {each}")
     return "\n".join(lines)
 
 
 def _visible(text):
     return "".join(c if c.isprintable() else "." for c in text)
-
-
-def _place(example):
-    return f"{_visible(example['file'])} line {example['line']:,}"

@@ -18,62 +18,54 @@ from torch.utils.data import Sampler
 
 
 class _Resumable(Sampler):
-    """An epoch that can be left and taken up again. A subclass says what its order follows from (`_facts`), and at
+    """An epoch that can be left and taken up again. A subclass says what its order follows from (`_settings`), and at
     which position an epoch ends (`_end`).
     """
 
+    def __init__(self, length, rank, world_size, seed):
+        if length < 0 or not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} of {world_size} has no share of {length} items; use 0 to {world_size - 1}")
+        self.length, self.rank, self.world_size, self.seed = length, rank, world_size, seed
+        self._begin(epoch=0, start=0)
+
     def _begin(self, epoch, start):
-        self.epoch, self.start = epoch, start  # start: the position in this epoch where iterating begins
-        self._position, self._running = start, None
+        # start: the position in this epoch where iterating begins
+        self.epoch, self.start, self._position = epoch, start, start
 
     def set_epoch(self, epoch):
         """Take the order of epoch `epoch`. Forget this, and every epoch has the order of the first.
 
-        The epoch that `load_state_dict` named keeps its place, any other begins at its beginning. Raises ValueError.
+        The epoch that `load_state_dict` named keeps its place, any other begins at its beginning.
         """
-        epoch = _whole("epoch", epoch, 0, 2**32)
         if epoch != self.epoch:
             self._begin(epoch, start=0)
 
     def _give(self, mine, stride):
-        """The indices in `mine`; each moves the position by `stride`, until all ranks are at the end."""
-        self._position, self._running = self.start, object()
-        return self._counted(mine, stride, self._running)
-
-    def _counted(self, mine, stride, this):
+        """Yield the indices in `mine`; each moves the position by `stride`, until all ranks are at the end."""
         for taken, index in enumerate(mine, start=1):
-            self._move(self.start + taken * stride, this)
+            self._position = min(self.start + taken * stride, self._end)
             yield index
-        self._move(self._end, this)  # asked for more than there is: the others are at the end, too
-
-    def _move(self, position, this):
-        # an iterator that somebody still holds after set_epoch() or another iter() must not count any more
-        if self._running is this:
-            self._position = min(position, self._end)
+        self._position = self._end  # asked for more than there is: the others are at the end, too
 
     def state_dict(self, position=None):
         """Where this epoch stands: {"epoch", "position", and what the order follows from}, whole numbers all.
 
         `position`: how far the training is; None: how far the indices were given, which is the same only where nobody
-        asks ahead. Raises ValueError for a position outside the epoch.
+        asks ahead.
         """
-        position = self._position if position is None else _whole("position", position, 0, self._end + 1)
-        return {"epoch": self.epoch, "position": position} | self._facts()
+        return {"epoch": self.epoch, "position": self._position if position is None else position} | self._settings()
 
     def load_state_dict(self, state):
         """Go on from there. Raises ValueError if the state belongs to another order."""
-        if not {"epoch", "position", *self._facts()} <= set(state):
-            raise ValueError(
-                f"this is no state of a {type(self).__name__}: it has {sorted(state)}; load what its state_dict() gave"
-            )
-        for name, own in self._facts().items():
-            if state[name] != own:
+        for name, own in self._settings().items():
+            if state.get(name) != own:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]} and this sampler has {name}={own}, which is "
-                    f"another order; resume with {name}={state[name]}"
+                    f"the state was saved with {name}={state.get(name)} and this sampler has {name}={own}, which is "
+                    f"another order; resume with {name}={state.get(name)}"
                 )
-        position = _whole("position", state["position"], 0, self._end + 1)
-        self._begin(_whole("epoch", state["epoch"], 0, 2**32), start=position)
+        if not 0 <= state["position"] <= self._end:
+            raise ValueError(f"position={state['position']} cannot be; use a whole number from 0 to {self._end}")
+        self._begin(state["epoch"], start=state["position"])
 
 
 class PartitionedSampler(_Resumable):
@@ -97,15 +89,14 @@ class PartitionedSampler(_Resumable):
 
     def __init__(self, length, rank, world_size, seed=0, shuffle=True, drop_last=False):
         """Raises ValueError for numbers that make no sense."""
-        self.length, self.rank, self.world_size, self.seed = _numbers(length, rank, world_size, seed)
+        super().__init__(length, rank, world_size, seed)
         self.shuffle, self.drop_last = shuffle, drop_last
-        self._begin(epoch=0, start=0)
 
     @property
     def _end(self):
         return self.length
 
-    def _facts(self):
+    def _settings(self):
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
     def order(self):
@@ -150,17 +141,16 @@ class DrawnSampler(_Resumable):
 
     def __init__(self, length, rank, world_size, num_samples, seed=0):
         """`num_samples`: this rank's per epoch. Raises ValueError for numbers that make no sense."""
-        self.length, self.rank, self.world_size, self.seed = _numbers(length, rank, world_size, seed)
-        self.num_samples = _whole("num_samples", num_samples, 0, 2**63)
-        if self.length == 0:
+        super().__init__(length, rank, world_size, seed)
+        if length == 0:
             raise ValueError("length=0 leaves nothing to draw from; give at least one item")
-        self._begin(epoch=0, start=0)
+        self.num_samples = num_samples
 
     @property
     def _end(self):
         return self.num_samples
 
-    def _facts(self):
+    def _settings(self):
         return {"length": self.length, "seed": self.seed, "num_samples": self.num_samples}
 
     def __iter__(self):
@@ -174,24 +164,7 @@ class DrawnSampler(_Resumable):
 
 
 def _stream(seed, *key):
-    """A generator for each (seed, *key). SeedSequence lays seed (filled up to 128 bits) and key (32 bits each) side by
-    side, which tells them apart as long as each keeps to its bits: hence the bounds below.
+    """A generator for each (seed, *key): SeedSequence lays the seed, filled up to 128 bits, and the key, 32 bits each,
+    side by side and mixes them.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
-
-
-def _numbers(length, rank, world_size, seed):
-    world_size = _whole("world_size", world_size, 1, 2**32)
-    return (
-        _whole("length", length, 0, 2**63),
-        _whole("rank", rank, 0, world_size),
-        world_size,
-        _whole("seed", seed, 0, 2**128),
-    )
-
-
-def _whole(name, value, low, high):
-    """`value` as an int. Raises ValueError if it is no whole number from `low` to `high` - 1."""
-    if int(value) != value or not low <= value < high:
-        raise ValueError(f"{name}={value} cannot be; use a whole number from {low} to {high - 1:,}")
-    return int(value)

@@ -35,7 +35,14 @@ def find():
     Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
     if named := settings.path("MANYHANDS_SHAKESPEARE"):
-        return _named_file(named), None
+        try:
+            content = named.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"MANYHANDS_SHAKESPEARE={named} cannot be read ({error.strerror}); name the file or unset the variable"
+            ) from None
+        cure = "name the file that data/README.md describes or unset the variable"
+        return checked(content, f"MANYHANDS_SHAKESPEARE={named}", cure), None
     if (cached := from_cache()) is not None:
         return cached[1], None
     url = settings.value("MANYHANDS_SHAKESPEARE_URL", URL)
@@ -45,34 +52,6 @@ def find():
     if content is not None:
         store(content)
     return content, why_not
-
-
-def prepare():
-    """See to it that the file lies in the cache, from wherever `find` has it: (path, None), or (None, why not).
-
-    Raises DataError as `find` and `store` do.
-    """
-    content, why_not = find()
-    if content is None:
-        return None, why_not
-    cached = from_cache()
-    return (cached[0] if cached else store(content)), None
-
-
-def prepared_notice(path):
-    """The line that says where the file lies."""
-    return f"corpus: Shakespeare, {NUM_BYTES:,} characters, sha256 checked, in {path}"
-
-
-def _named_file(path):
-    cure = "or unset the variable"
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"MANYHANDS_SHAKESPEARE={path} cannot be read ({error.strerror}); name the file {cure}"
-        ) from None
-    return checked(content, f"MANYHANDS_SHAKESPEARE={path}", f"name the file that data/README.md describes {cure}")
 
 
 def checked(content, where, cure):
@@ -85,16 +64,13 @@ def checked(content, where, cure):
 
 
 def cache_folders():
-    """Where the file may lie, best first: where MANYHANDS_DATA says, else the course's, the environment's, the user's.
-
-    `make shared` puts a class's data into the environment.
-    """
+    """Where the file may lie, best first: MANYHANDS_DATA, else the course's, the environment's, the user's."""
     if named := settings.path("MANYHANDS_DATA"):
         return [named]
     users = Path(settings.environment().get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
-    course = DATA  # not there when the package was installed without the course around it
-    shared = Path(sys.prefix) / "share" / "manyhands" / "data"
-    return [*(folder for folder in (course, shared) if folder.is_dir()), users]
+    shared = Path(sys.prefix) / "share" / "manyhands" / "data"  # `make shared` puts a class's data there
+    # the course's is not there when the package was installed without the course around it
+    return [*(folder for folder in (DATA, shared) if folder.is_dir()), users]
 
 
 def from_cache():

@@ -15,6 +15,7 @@ piece costs a look-up instead of its merges. The library, `tokenizers`, does the
 """
 
 import codecs
+import functools
 import itertools
 import json
 import re
@@ -28,8 +29,6 @@ from manyhands.data.shakespeare import DataError
 
 SEPARATOR = "<|document|>"
 CHARACTERS = "manyhands characters 1"
-LEAST_BPE = 257  # the separator and 256 bytes
-MOST_PIECES = 1_000_000  # of which ids are kept
 # contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, without a word's first space
 PIECES = (
     "'(?:[sdmt]|ll|ve|re)"
@@ -114,10 +113,17 @@ class BpeTokenizer:
             ) from None
         self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content
-        self._ids = _Pieces(self.inner)
+        tokenize, signs = self.inner.model.tokenize, _signs()  # the merges alone: the piece is cut already
+
+        @functools.lru_cache(1_000_000)
+        def ids_of(piece):
+            # half a surrogate pair, as of bytes in a command line that are no UTF-8, is a UnicodeEncodeError
+            return [token.id for token in tokenize("".join([signs[value] for value in piece.encode()]))]
+
+        self._ids_of = ids_of
 
     def encode(self, text):
-        found = itertools.chain.from_iterable(map(self._ids.__getitem__, _cut(text)))
+        found = itertools.chain.from_iterable(map(self._ids_of, _cut(text)))
         return torch.from_numpy(np.fromiter(found, np.int64))
 
     def decode(self, ids):
@@ -126,23 +132,6 @@ class BpeTokenizer:
     def writer(self):  # a character appears with its last byte
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda i, final=False: decode(b"" if i is None else self._bytes[i], final)
-
-
-class _Pieces(dict):
-    """{piece: its ids}."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.tokenize = inner.model.tokenize  # the merges alone: the piece is cut already
-        self.signs = _signs()
-
-    def __missing__(self, piece):
-        if len(self) >= MOST_PIECES:
-            self.clear()
-        # half a surrogate pair, as of bytes in a command line that are no UTF-8, is a UnicodeEncodeError, a ValueError
-        spelt = "".join([self.signs[value] for value in piece.encode()])
-        found = self[piece] = tuple([token.id for token in self.tokenize(spelt)])
-        return found
 
 
 def _list(ids):
@@ -165,10 +154,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
     The same texts give the same merges. Raises ValueError for a size that has no room for the separator and 256 bytes.
     """
-    if vocab_size < LEAST_BPE:
-        raise ValueError(
-            f"vocab_size={vocab_size} has no room for 256 bytes and the separator of documents; use {LEAST_BPE} or more"
-        )
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size={vocab_size} has no room for 256 bytes and the separator; use 257 or more")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -184,10 +171,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def tokenizer_from(content: dict) -> Tokenizer:
-    """The tokenizer that `content`, of its `.content`, describes. Raises DataError."""
+    """The tokenizer that `content`, of its `.content`, describes. Raises DataError for what is none."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:
-        vocab = content.get("symbols")
-        if isinstance(vocab, list) and vocab and all(isinstance(one, str) for one in vocab):
-            return CharTokenizer(vocab)
-        raise DataError("the tokens of this tokenizer are no list of characters; prepare the text again")
+        return CharTokenizer(content["symbols"])
     return BpeTokenizer(content)

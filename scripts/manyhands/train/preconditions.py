@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.options import LogOptions, OptionError
-from manyhands.data.corpus import load_corpus
-from manyhands.data.own_text import open_text
+from manyhands.data.corpus import load_corpus, open_text
 from manyhands.data.shakespeare import DataError
 from manyhands.launch.machine import available_memory_bytes
 
