@@ -21,8 +21,8 @@ import errno
 import json
 import os
 import shutil
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Checkpoints:
         self.folder = self._agreement.on_rank_0(lambda: Path(folder).absolute())
         self._lock = None  # on rank 0: the open file that holds the folder's lock
         self._claimed = False
-        self._thread, self._problem = None, None
+        self._writer, self._writing = ThreadPoolExecutor(1, "checkpoint"), None  # a save in the background, a future
         self._verified = None  # what `newest` has just read in full: `load` need not read it twice
         self._broken = set()  # what `newest` passed over
 
@@ -81,18 +81,14 @@ class Checkpoints:
         staged = self._agreement.all(
             lambda: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         )
-        # no daemon: a program that ends lets it finish
-        self._thread = threading.Thread(target=self._write_in_background, args=(staged, *about), name="checkpoint")
-        self._thread.start()
+        self._writing = self._writer.submit(self._write, staged, *about)  # a program that ends lets it finish
 
     def wait(self):
         """Until nothing is being written. Raises CheckpointError on all ranks if the last save failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise CheckpointError(problem)
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            if error := writing.exception():
+                raise CheckpointError(str(error))
 
     def claim(self):
         """Make the folder this run's own to write into, until it ends; the first `save` does it if nobody did.
@@ -106,13 +102,12 @@ class Checkpoints:
 
     def close(self):
         """Let a save in the background end, whatever becomes of it, and give the folder and the group back."""
-        if self._thread is not None:
-            self._thread.join()
+        self._writer.shutdown()
         if self._lock is not None:
             self._lock.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._thread = self._lock = self._group = None
+        self._lock = self._group = None
 
     def empty(self):
         """Whether the folder holds no checkpoint at all, not even one that `newest` would pass over."""
@@ -172,12 +167,6 @@ class Checkpoints:
         except CheckpointError:
             self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
-
-    def _write_in_background(self, *about):
-        try:
-            self._write(*about)
-        except Exception as error:  # noqa: BLE001 - the next call raises it
-            self._problem = str(error)
 
     def _describe_own(self, partial):
         # one file, or none where other ranks have written all that this one holds

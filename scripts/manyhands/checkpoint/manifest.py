@@ -5,8 +5,8 @@
         metadata = read_manifest(path).metadata
 
 `manifest.json` is written last. It holds the step, the validation loss, the metadata of the run, the size and sha256 of
-every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged. It is no
-signature: who can write the folder can write a manifest that fits, but no file of a checkpoint can bring code along.
+every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged; it is no
+signature.
 
 Nothing here communicates: rank 0 alone changes the folder. The order of renames is such that a kill between any two of
 them leaves, of each step, the old checkpoint or the new one, complete and under a name that `steps_in` lists.
@@ -148,10 +148,9 @@ def read_small(file: Path, missing: str) -> bytes:
     """The content of a JSON file beside weights. Raises CheckpointError, with `missing` where there is none."""
     try:
         return file.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing; {missing}") from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+        why = f"missing; {missing}" if isinstance(error, FileNotFoundError) else f"unreadable: {error.strerror}"
+        raise CheckpointError(f"{file} is {why}") from None
 
 
 def verify(path: Path | str) -> None:
@@ -164,15 +163,12 @@ def verify_file(path: Path, expected: File) -> None:
     """Compare one file with its description. Raises CheckpointError naming it."""
     try:
         found = describe_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; use another step") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+        raise CheckpointError(f"{path} is {why}; use another step") from None
     if found.bytes != expected.bytes:
-        raise CheckpointError(
-            f"{path} has {found.bytes} bytes, but was written with {expected.bytes}: it is cut or changed; use another"
-            " step"
-        )
+        cut = f"{path} has {found.bytes} bytes, but was written with {expected.bytes}: it is cut or changed"
+        raise CheckpointError(f"{cut}; use another step")
     if found != expected:
         raise CheckpointError(f"{path} has changed since it was written (other sha256); use another step")
 
