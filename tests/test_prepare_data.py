@@ -353,7 +353,7 @@ def test_the_tokens_are_the_kept_documents_each_begun_by_the_separator(prepared,
     kept = [text_of(raw) for i, raw in enumerate(raws) if i < 30 or 35 <= i < 60]
     assert sorted(found) == sorted(kept)
     assert len(list(folder.glob("train-*.bin"))) > 2
-    assert read_manifest(folder).splits.validation.documents == report["splits"]["validation"]["documents"] > 3
+    assert read_manifest(folder).splits["validation"].documents == report["splits"]["validation"]["documents"] > 3
     assert verify_text(folder) == 2 * (len(text.train_ids) + len(text.val_ids))
 
 

@@ -175,27 +175,18 @@ class TokenizerFile(Schema):
     sha256: Sha256
 
 
-class Splits(Schema):
-    train: Split
-    validation: Split
-
-
 class Manifest(Schema):
     """manifest.json of a prepared text."""
 
     format: Literal["manyhands text 1"] = "manyhands text 1"
     tokenizer: TokenizerFile
-    splits: Splits
+    splits: dict[Literal["train", "validation"], Split]
     sha256: str = ""  # see `identity`
-
-    def shards(self) -> list[Shard]:
-        """Those of both splits."""
-        return [*self.splits.train.shards, *self.splits.validation.shards]
 
     def identity(self) -> str:
         """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
         parts = [self.tokenizer.sha256]
-        parts += [f"{name} {shard.sha256}" for name, split in self.splits for shard in split.shards]
+        parts += [f"{name} {shard.sha256}" for name, split in self.splits.items() for shard in split.shards]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -250,29 +241,18 @@ def _open(folder):
         raise DataError(f"{error.filename} cannot be read ({error.strerror}); copy the folder again") from None
     if hashlib.sha256(content).hexdigest() != manifest.tokenizer.sha256:
         raise DataError(f"{folder / TOKENIZER} has changed since it was written; prepare the text again")
-    tokenizer = tokenizer_from(json.loads(content))
-    size = manifest.tokenizer.symbols
-    if len(tokenizer.vocab) != size or tokenizer.separator is None:
-        raise DataError(f"{folder / TOKENIZER} does not fit {MANIFEST}; prepare the text again")
     rows = {}
-    for split, about in manifest.splits:
-        shards = []
-        for shard in about.shards:
-            tokens = describe_tokens(folder / shard.file)
-            if (tokens.count, tokens.sha256) != (shard.tokens, shard.sha256):
-                raise DataError(f"{tokens.path} is not the file that {MANIFEST} names; copy the folder again")
-            if tokens.largest >= size:
-                raise DataError(
-                    f"{tokens.path} has token {tokens.largest}, and the vocabulary has {size}; prepare the text again"
-                )
-            shards.append(memory_map(tokens.path).numpy())
-        rows[split] = ShardedTokens(shards)
-        if len(rows[split]) != about.tokens:
-            raise DataError(f"{folder}: {split} has {len(rows[split])} tokens, not {about.tokens}; copy it again")
+    for split, about in manifest.splits.items():
+        tokens = [describe_tokens(folder / shard.file) for shard in about.shards]
+        for found, shard in zip(tokens, about.shards, strict=True):
+            if found.sha256 != shard.sha256:
+                raise DataError(f"{found.path} is not the file that {MANIFEST} names; copy the folder again")
+        rows[split] = ShardedTokens([memory_map(found.path).numpy() for found in tokens])
     counts = {
-        name: sum(getattr(about, name) for _, about in manifest.splits)
+        name: sum(getattr(about, name) for about in manifest.splits.values())
         for name in ("characters", "documents", "tokens")
     }
+    tokenizer = tokenizer_from(json.loads(content))
     return Corpus(folder.resolve().name, manifest.sha256, tokenizer, rows["train"], rows["validation"], counts)
 
 
@@ -297,5 +277,6 @@ def verify_text(folder):
     """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
     _open(folder)
     folder = Path(os.path.expanduser(folder))
-    read = [verify_tokens(folder / shard.file) for shard in read_manifest(folder).shards()]
+    shards = [shard for split in read_manifest(folder).splits.values() for shard in split.shards]
+    read = [verify_tokens(folder / shard.file) for shard in shards]
     return sum(tokens.count * tokens.itemsize for tokens in read)

@@ -143,19 +143,18 @@ def _decide(gathered, paths, config, say):
     first = {why: fates.index(why) for why in FATES[1:] if why in fates}
     shown = {*first.values(), *(original[n] for n in first.values() if n in original)}
     found, content = _learn(paths, config, kept, shown)
-    split_of = {split: [one for one in kept if plan[one.number][0] == split] for split in SPLITS}
+    of_fate = {why: [one for one, fate in zip(seen, fates, strict=True) if fate == why] for why in FATES}
+    of_split = {split: [one for one in kept if plan[one.number][0] == split] for split in SPLITS}
     report = {
-        "documents": {why: fates.count(why) for why in FATES},
-        "characters": {
-            why: sum(one.characters for one, fate in zip(seen, fates, strict=True) if fate == why) for why in FATES
-        },
+        "documents": {why: len(own) for why, own in of_fate.items()},
+        "characters": {why: sum(one.characters for one in own) for why, own in of_fate.items()},
         "splits": {
             split: {
                 "documents": len(own),
                 "characters": sum(one.characters for one in own),
                 "bytes": sum(one.num_bytes for one in own),
             }
-            for split, own in split_of.items()
+            for split, own in of_split.items()
         },
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
         "wishes": asdict(config),

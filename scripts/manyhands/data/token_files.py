@@ -113,8 +113,6 @@ def describe_tokens(path):
         ) from None
     try:
         tokens = Tokens.read(content).model_copy(update={"path": str(path)})
-        if tokens.largest >= 2 ** (8 * tokens.itemsize):
-            raise ValueError(f"largest: {tokens.largest} does not fit into {tokens.dtype}")
     except ValueError as error:
         raise DataError(
             f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
