@@ -218,18 +218,3 @@ def test_the_command_itself_ends_with_status_2_and_one_sentence(root, tmp_path):
     )  # fmt: skip
     assert ran.returncode == 2 and ran.stdout == ""
     assert len(ran.stderr.splitlines()) == 1 and ran.stderr.startswith("train.py: preset 'gpt5' is unknown")
-
-
-def test_under_torchrun_the_sentence_stands_once_among_its_own_lines(root, tmp_path, corpus):
-    environ = os.environ | corpus | {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/train.py",
-            "--train.global-batch", "25",
-        ],
-        cwd=root, env=environ, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
-    assert ran.returncode == 1, "torchrun turns every status into 1"
-    assert ran.stderr.count("train.py: train.global_batch=25 does not split over 2") == 1
-    assert "exitcode  : 2" in ran.stderr
-    assert "[rank" not in ran.stderr, "a rank has raised"

@@ -596,17 +596,6 @@ def test_a_folder_that_cannot_be_made_or_is_not_shared_is_refused_on_all_ranks(t
     assert not (tmp_path / "of-rank-1").exists()
 
 
-def _nothing_there(ranks, folder):
-    checkpoints = Checkpoints(folder / "none", ranks)
-    return checkpoints.newest(), error_of(lambda: checkpoints.load(folder / "none" / "step-00000001", {}))
-
-
-def test_where_nothing_is_there_newest_is_none(tmp_path):
-    ((newest, told),) = run_on_ranks(1, _nothing_there, tmp_path)
-    assert newest is None and "manifest.json is missing" in told
-    assert list(tmp_path.iterdir()) == [], "a reader makes no folder"
-
-
 def test_the_manifest_is_json_that_anyone_can_check_with_sha256sum(two_steps):
     path = two_steps / "step-00000020"
     about = json.loads((path / "manifest.json").read_text())

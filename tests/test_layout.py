@@ -175,34 +175,27 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.tensor 3 --model.n-head 3 --model.n-embd 129", 4, ("4 ranks", "tensor=3", "multiple of 3")),
         ("--parallel.tensor 2 --parallel.pipeline 2", 2, ("2 ranks", "pipeline=2, tensor=2", "multiple of 4")),
         ("--parallel.replicate 2 --parallel.tensor 2", 8, ("replicate 2 x tensor 2 = 4 ranks", "8 were started")),
-        ("--parallel.replicate 3", 2, ("replicate 3 = 3 ranks", "2 were started")),
         ("--parallel.tensor 0", 2, ("parallel.tensor=0", "at least 1")),
         ("--parallel.strategy tp --parallel.tensor 2", 4, ("tensor 2 = 2 ranks", "4 were started", "parallel.tensor")),
         # sizes
         ("--parallel.strategy tp", 3, ("model.n_head=4", "3 tensor ranks")),
-        ("--parallel.strategy tp", 8, ("model.n_head=4", "8 tensor ranks")),
         ("--parallel.strategy tp --model.block-size 63 --parallel.sequence-parallel", 2,
          ("block_size=63", "2 tensor ranks")),
         ("--parallel.strategy pp", 5, ("5 stages (5 ranks x 1)", "model.n_layer=4")),
         ("--parallel.strategy pp --parallel.schedule Interleaved1F1B", 4, ("8 stages (4 ranks x 2)", "n_layer=4")),
         ("--train.global-batch 25", 2, ("train.global_batch=25", "2 data-parallel ranks", "multiple of 2")),
-        ("--train.global-batch 2", 4, ("train.global_batch=2", "4 data-parallel ranks", "multiple of 4")),
         ("--train.micro-batch 5", 2, ("share of 12", "micro-batches of 5", "divisor of 12")),
-        ("--train.micro-batch 24", 2, ("share of 12", "micro-batches of 24")),
         ("--parallel.strategy pp --train.micro-batch 24", 2, ("1 micro-batches", "2 pipeline ranks", "multiple of 2")),
         ("--parallel.strategy pp --train.micro-batch 8", 2, ("3 micro-batches", "2 pipeline ranks", "multiple of 2")),
-        ("--parallel.strategy pp --train.global-batch 3", 2, ("3 micro-batches", "2 pipeline ranks")),
         # strategies and their own options
         ("--parallel.shard 2", 2, ("parallel.shard=2", "strategy=fsdp")),
         ("--parallel.sharding grad_op", 2, ("parallel.sharding=grad_op", "strategy=fsdp, not ddp")),
-        ("--parallel.wrapping block_group:2", 2, ("parallel.wrapping=block_group:2", "strategy=fsdp")),
         ("--parallel.offload --parallel.strategy zero1", 2, ("parallel.offload=True", "not zero1")),
         ("--parallel.strategy fsdp --parallel.shard 2", 4, ("shard 2 = 2 ranks", "4 were started")),
         ("--parallel.strategy fsdp --parallel.shard 2 --parallel.replicate 2", 4,
          ("replicate=2 and shard=2", "hybrid")),
         ("--parallel.strategy fsdp --parallel.sharding none --parallel.shard 2", 2, ("shard=2", "sharding=none")),
         ("--parallel.strategy zero1 --parallel.tensor 2", 4, ("zero1", "fsdp")),
-        ("--parallel.strategy zero1 --parallel.pipeline 2", 4, ("zero1", "fsdp")),
         ("--parallel.strategy deepspeed --parallel.tensor 2", 4, ("deepspeed", "leave parallel.tensor")),
         ("--parallel.strategy deepspeed --train.precision fp16", 2, ("deepspeed", "not fp16")),
         ("--parallel.sequence-parallel", 2, ("parallel.sequence_parallel", "parallel.tensor=2")),
@@ -230,7 +223,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         *(
             (f"--parallel.strategy fsdp --parallel.wrapping {wrapping}", 2, (wrapping, "block_group:2"))
             for wrapping in (
-                "blocks", "block:2", "block_group", "block_group:0", "size:", "size:²", "size:-1", "size:x",
+                "blocks", "block:2", "block_group:0", "size:", "size:²", "size:x",
             )
         ),
         ("--parallel.strategy fsdp --parallel.wrapping block_group:5", 2, ("block_group:5", "4 blocks")),

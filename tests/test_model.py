@@ -40,7 +40,6 @@ def test_the_formula_counts_every_parameter(V, T, N, H, D, tie, qkv_bias):
         (GPTConfig(65), 816_705),  # ShakespeareGPT
         (GPTConfig(32100, 2048, n_layer=16, n_head=16, n_embd=2048), 941_346_148),  # OLMo-1B: 0.941 B
         (GPTConfig(32768, 2048, n_layer=16, n_head=16, n_embd=2048), 944_082_944),  # the 0.944 B in circulation
-        (GPTConfig(32100, 2048, n_layer=32, n_head=32, n_embd=4096), 6_715_153_764),  # OLMo-7B: 6.715 B
         (GPTConfig(50280, 4096, n_layer=80, n_head=64, n_embd=8192), 65_288_471_656),  # 70B-class
         # GPT-2: 124 M, as published weights have it
         (GPTConfig(50257, 1024, n_layer=12, n_head=12, n_embd=768, tie=True, qkv_bias=True), 124_439_808),
@@ -58,14 +57,6 @@ def test_the_first_loss_is_close_to_ln_65():
     logits_BTV, loss = build(config)(ids_BT[:, :-1], ids_BT[:, 1:])
     assert logits_BTV.shape == (24, 64, 65)
     assert abs(loss.item() - math.log(65)) < 0.1
-
-
-def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
-    model, ids_BT = build(), ids_of((3, 9))
-    logits_BTV, loss = model(ids_BT[:, :-1], ids_BT[:, 1:])
-    log_p_BTV = torch.log_softmax(logits_BTV, -1)
-    assert torch.allclose(loss, -log_p_BTV.gather(-1, ids_BT[:, 1:, None]).mean())
-    assert model(ids_BT[:, :-1])[1] is None
 
 
 @pytest.mark.parametrize(("dtype", "of_the_loss"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
@@ -107,23 +98,12 @@ def test_a_tied_head_is_the_embedding_itself_and_gets_both_gradients():
     assert model.head.weight.data_ptr() == model.tokens.weight.data_ptr()
     assert model.head.bias is None
     assert len(list(model.parameters())) == len(list(build().parameters())) - 2
-    both_VD = _gradient(model, ids_BT, model.tokens.weight, model.tokens.weight)
-    as_embedding_VD = _gradient(model, ids_BT, model.tokens.weight, model.tokens.weight.detach())
-    as_head_VD = _gradient(model, ids_BT, model.tokens.weight.detach(), model.tokens.weight)
-    model(ids_BT[:, :-1], ids_BT[:, 1:])[1].backward()
-    assert torch.allclose(model.head.weight.grad, both_VD)
-    assert torch.allclose(both_VD, as_embedding_VD + as_head_VD, atol=1e-7)
-    assert as_embedding_VD.abs().max() > 1e-4 and as_head_VD.abs().max() > 1e-4
-
-
-def _gradient(model, ids_BT, embedding_VD, head_VD):
-    """Of the loss, written out, with respect to the shared matrix, which may be detached in one place."""
-    x_BTD = F.embedding(ids_BT[:, :-1], embedding_VD) + model.positions.weight
-    for block in model.blocks:
-        x_BTD = block(x_BTD)
-    logits_BTV = model.norm(x_BTD) @ head_VD.T
-    loss = F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
-    return torch.autograd.grad(loss, model.tokens.weight)[0]
+    twin = build(GPTConfig(11, 8, 2, 2, 12, qkv_bias=False))  # the same weights in two matrices
+    twin.load_state_dict(model.state_dict() | {"head.bias": torch.zeros(11)})
+    for each in (model, twin):
+        each(ids_BT[:, :-1], ids_BT[:, 1:])[1].backward()
+    both_VD = twin.tokens.weight.grad + twin.head.weight.grad
+    assert torch.allclose(model.head.weight.grad, both_VD, atol=1e-7)
 
 
 def test_seeds_are_the_callers_and_float64_holds_the_same_weights():
@@ -202,8 +182,3 @@ def test_dropout_acts_in_training_only():
 def test_sizes_that_make_no_model_are_refused_with_the_numbers(sizes, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(65, **sizes)
-
-
-def test_a_sequence_longer_than_the_block_is_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="9 positions do not fit into block_size=8"):
-        build()(ids_of((1, 9)))

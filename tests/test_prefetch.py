@@ -98,16 +98,6 @@ def test_an_error_of_the_reader_comes_after_the_batches_before_it_and_once():
         assert list(ahead) == []
 
 
-def test_an_error_of_the_loop_ends_the_thread_and_is_not_hidden():
-    def endless():
-        while True:
-            yield 0
-
-    with pytest.raises(ZeroDivisionError), Prefetch(endless()) as ahead:
-        next(ahead)
-        raise ZeroDivisionError
-
-
 def test_a_depth_of_none_is_refused_with_the_cure():
     with pytest.raises(ValueError, match="depth=0 keeps no batch ready; use 1 or more"):
         Prefetch([], depth=0)

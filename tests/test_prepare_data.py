@@ -189,15 +189,6 @@ def test_planted_copies_are_found_and_everything_else_stays():
     assert found == expected | {118: (7, "exact copy"), 119: (9, "near copy")}
 
 
-def test_a_band_in_common_makes_a_candidate_and_only_the_estimate_a_copy():
-    signatures = np.random.default_rng(2).integers(0, 2**32, (3, ORDERS), np.uint32)
-    signatures[1, : ORDERS * 3 // 4] = signatures[0, : ORDERS * 3 // 4]  # many bands, and a similarity of 0.75
-    signatures[2, : ORDERS * 7 // 8] = signatures[0, : ORDERS * 7 // 8]
-    hashes = [b"one", b"two", b"three"]
-    assert copies_among(hashes, signatures, 0.8) == {2: (0, "near copy")}
-    assert copies_among(hashes, signatures, 0.7) == {1: (0, "near copy"), 2: (0, "near copy")}
-
-
 def test_above_one_only_equal_documents_are_copies():
     texts = [essay(1), changed(essay(1), 1, 1), essay(1)]
     signatures = np.stack([minhash(text) for text in texts])

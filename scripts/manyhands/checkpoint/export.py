@@ -54,12 +54,10 @@ def find_checkpoint(source, step="best", tell=print):
     if not paths:
         raise CheckpointError(f"{source} holds no checkpoint; name the folder in which a run keeps them")
     if str(step).isdigit():
-        there = [path for path in paths if step_of(path) == int(step)]
-        if not there:
-            raise CheckpointError(f"{source} has no step {step}, only {', '.join(str(step_of(p)) for p in paths)}")
-        manifest.verify(there[0])
-        return there[0]
-    if step not in ("best", "newest"):
+        there, paths = paths, [path for path in paths if step_of(path) == int(step)]
+        if not paths:
+            raise CheckpointError(f"{source} has no step {step}, only {', '.join(str(step_of(p)) for p in there)}")
+    elif step not in ("best", "newest"):
         raise CheckpointError(f"invalid step={step!r}; use best, newest or a number")
     problems = []
     for path in sorted(paths, key=_loss) if step == "best" else paths:  # of equals the newest

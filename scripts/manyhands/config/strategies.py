@@ -13,11 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def fits_all(options: Any, degrees: Mapping[str, int]) -> str:
-    """Nothing is refused."""
-    return ""
-
-
 @dataclass(frozen=True)
 class Registration:
     """What is known of a strategy before there are ranks or weights."""
@@ -31,7 +26,7 @@ class Registration:
     # {name in a plan: options of `ParallelOptions`}, each a way to share that the planner tries; none: itself as it is
     planned: Mapping[str, Mapping[str, Any]] | None = None
     # (options, {axis: ranks}) -> why they do not go together and what to use instead, or ""
-    refusal: Callable[[Any, Mapping[str, int]], str] = fits_all
+    refusal: Callable[[Any, Mapping[str, int]], str] = lambda options, degrees: ""
 
 
 def _zero1(options: Any, degrees: Mapping[str, int]) -> str:
