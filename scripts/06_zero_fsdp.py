@@ -1059,7 +1059,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.train.from_flags import model_from_flags
+from manyhands.train.dry_run import model_from_flags
 
 
 def build(flags):
@@ -1409,7 +1409,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.config.options import OptionError
-from manyhands.train.from_flags import model_from_flags
+from manyhands.train.dry_run import model_from_flags
 
 
 def deepspeed_losses(stage):
@@ -1506,7 +1506,7 @@ catch_up(globals(), "build", "measure", "unit_sizes")
 # %%ranks
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import parameters_by_unit
-from manyhands.train.from_flags import model_from_flags
+from manyhands.train.dry_run import model_from_flags
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
 held_bytes, whole_bytes, gathers, communicated = predict(unit_sizes(config, wrapping), world_size)

@@ -685,7 +685,7 @@ if rank == 0:
 # %%ranks
 from manyhands.align.stage import reference as sharded_by_torch
 from manyhands.align.stage import start_from
-from manyhands.train.from_flags import model_from_flags
+from manyhands.train.dry_run import model_from_flags
 
 sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch 24"
 exact = copy.deepcopy(models["dpo", 0]).double()  # a policy that has left its reference

@@ -41,6 +41,6 @@ def act(options):
 
 if __name__ == "__main__":
     from manyhands.launch.program import run_program
-    from manyhands.train.program import act_on_options
+    from manyhands.train.preemption import act_on_options
 
     run_program("train.py", lambda: act_on_options("train.py", read, act))

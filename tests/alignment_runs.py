@@ -71,7 +71,7 @@ def begin(ranks, wanted, outputs):
 
 def carry_out(ranks, wanted, outputs):
     """Align on all ranks; what this rank saw."""
-    from manyhands.train.resume import resume
+    from manyhands.train.start import resume
 
     run = begin(ranks, wanted, outputs)
     resume(run)

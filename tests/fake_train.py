@@ -47,7 +47,7 @@ def main():
         print(f"from step {step}", flush=True)
     if folder:
         clear_requeue(folder, ranks)
-    lingers_at, asked, stop = None if step else args.linger, step, None
+    lingers_at, stop = None if step else args.linger, None
     with PreemptionHandler(ranks) as preemption, StallWatch(ranks, args.stall_s) as watch:
         while step < args.steps and stop is None:
             watch.at(step, "training")
@@ -60,8 +60,7 @@ def main():
                 step, total = step + 1, total + int(term)
                 if ranks.rank == 0 and step % 10 == 0:
                     print(f"step {step}", flush=True)
-            asked += 1
-            stop = preemption.agreed(asked)
+            stop = preemption.agreed()
         watch.at(step, "checkpoint")
         if fault == "slow-save":
             time.sleep(float(who))

@@ -1,6 +1,5 @@
 """The curves of a run, in a terminal and as a picture."""
 
-import json
 import math
 
 import matplotlib.image
@@ -71,19 +70,3 @@ def test_a_short_run_has_whole_steps_below_its_curves(tmp_path, monkeypatch):
     curves.png(rows, tmp_path / "curves.png")
     ticks = drawn[0].axes[-1].get_xticks()
     assert len(ticks) >= 3 and all(float(tick).is_integer() for tick in ticks), ticks
-
-
-def test_curves_of_a_run_can_be_drawn_again_from_its_folder(tmp_path, capsys):
-    lines = [json.dumps(row) for row in rows_of()]
-    (tmp_path / "steps.jsonl").write_text("\n".join([*lines, '{"step": 70, "lo']))  # killed in mid-line
-    curves.main([str(tmp_path)])
-    assert (tmp_path / "curves.png").is_file()
-    assert "validation loss (x)" in capsys.readouterr().out
-
-
-def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(SystemExit, match="no run to draw"):
-        curves.main([str(tmp_path)])
-    (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(SystemExit, match="1 lines so far"):
-        curves.main([str(tmp_path)])

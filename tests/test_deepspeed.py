@@ -119,21 +119,6 @@ def test_bf16_multiplies_in_bfloat16_and_steps_in_float32():
     assert 1e-6 < max(off) < 1e-2, "bfloat16 rounds visibly, and not more"
 
 
-def without_deepspeed(ranks, flags):
-    sys.modules["deepspeed"] = None  # an import raises ImportError
-    from manyhands.config.options import OptionError
-
-    try:
-        build(ranks, flags)
-    except OptionError as error:
-        return str(error)
-
-
-def test_where_it_is_not_installed_the_sentence_says_how_to_install_it():
-    sentence = run_on_ranks(1, without_deepspeed, "--parallel.strategy deepspeed")[0]
-    assert "needs DeepSpeed" in sentence and ".[deepspeed]" in sentence and "fsdp" in sentence
-
-
 def test_a_run_without_it_ends_with_status_2_and_the_sentence_alone(root, tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise ImportError('No module named deepspeed')")
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "MANYHANDS_OUTPUTS": str(tmp_path)}
@@ -143,3 +128,4 @@ def test_a_run_without_it_ends_with_status_2_and_the_sentence_alone(root, tmp_pa
     )  # fmt: skip
     assert ran.returncode == 2
     assert ran.stderr.count("needs DeepSpeed") == 1 and "Traceback" not in ran.stderr
+    assert "pip install -e .[deepspeed]" in ran.stderr and "parallel.strategy=fsdp" in ran.stderr

@@ -70,18 +70,6 @@ def test_it_says_how_large_how_much_and_how_many():
 
 
 @pytest.mark.parametrize(
-    ("flags", "kept"),
-    [
-        (["--dry_run", "--ranks", "8", "--log.prompt", "dry_run"], ["--log.prompt", "dry_run"]),
-        (["--preset", "gpt2", "--ranks", "8", "--dry-run", "--seed", "3"], ["--preset", "gpt2", "--seed", "3"]),
-        (["--ranks=8", "--log.prompt", "a b"], ["--log.prompt", "a b"]),
-    ],
-)
-def test_flags_that_ask_for_the_dry_run_are_not_in_the_command(flags, kept):
-    assert dry_run.without(flags, {"--dry-run": 0, "--ranks": 1}) == kept
-
-
-@pytest.mark.parametrize(
     ("flags", "environ", "words"),
     [
         ("--ranks 5", {}, "train.global_batch=24 does not split over 5 data-parallel ranks"),
@@ -104,7 +92,7 @@ def test_it_counts_for_as_many_ranks_as_it_is_told(monkeypatch, capsys):
     shown = comments(capsys.readouterr().out)
     assert "6,715,153,764 parameters" in shown and "64 ranks, strategy fsdp: shard 64" in shown
     assert "1,048,576 tokens" in shown
-    assert "preset olmo-7b" in shown and "--ranks" not in shown and "--dry-run" not in shown
+    assert "--nproc 8 -- --config run.toml\non 8 nodes" in shown
     assert not dist.is_initialized()
 
 
@@ -135,7 +123,7 @@ def test_where_state_rests_on_the_host_the_gpu_holds_that_much_less():
     assert spared == pytest.approx(shown_gib(here, "total"), abs=0.02) and "in the host's memory" in there
 
 
-def test_it_says_what_activations_take_and_with_which_recomputation():
+def test_it_says_what_activations_take_and_with_which_checkpointing():
     whole = comments(described("--preset gpt2", 8))
     config, micro_batch = model_config(read_options(["--preset", "gpt2"]), 0), 8
     # bf16: 14 D of products, attention and GELU; fp32: 2 D of norms; and the loss's V

@@ -27,8 +27,8 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import Corpus
 from manyhands.launch.metrics import fingerprint
-from manyhands.train.resume import resume
 from manyhands.train.run import Run
+from manyhands.train.start import resume
 from rank_pool import _server, ranks_of
 
 pytestmark = pytest.mark.ranks

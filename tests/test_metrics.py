@@ -69,30 +69,25 @@ def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path
     assert capsys.readouterr().out.count("cannot be written: the outputs of this run go to") == 1
 
 
-def test_where_neither_course_nor_home_can_be_written_the_sentence_names_the_variable(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.delenv("MANYHANDS_OUTPUTS")
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(run_folder_module, "ROOT", tmp_path / "file")
-    with pytest.raises(ValueError, match="neither .* nor .* can be written; set MANYHANDS_OUTPUTS="):
+@pytest.mark.parametrize("why", ["named", "neither", "read-only disk"])
+def test_outputs_that_cannot_be_written_are_refused_with_the_cure(why, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # where no folder can be made, not even by root
+    sentence = "MANYHANDS_OUTPUTS=.* cannot be written; name another folder or unset it"
+    if why == "named":
+        monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "file" / "outputs"))
+    if why == "neither":
+        sentence = "neither .* nor .* can be written; set MANYHANDS_OUTPUTS="
+        monkeypatch.delenv("MANYHANDS_OUTPUTS")
+        monkeypatch.setenv("HOME", str(tmp_path / "file"))
+        monkeypatch.setattr(run_folder_module, "ROOT", tmp_path / "file")
+    if why == "read-only disk":  # found by trying, whatever the modes say
+        monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with pytest.raises(ValueError, match=sentence):
         run_folder(ranks_of())
 
 
 def refused(dir):
     raise OSError(errno.EROFS, "Read-only file system")
-
-
-def test_a_read_only_disk_is_found_by_trying_whatever_the_modes_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    with pytest.raises(ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written"):
-        run_folder(ranks_of())
-
-
-def test_a_named_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "file" / "outputs"))
-    with pytest.raises(ValueError, match="MANYHANDS_OUTPUTS=.* cannot be written; name another folder or unset it"):
-        run_folder(ranks_of())
 
 
 # metrics.json
@@ -156,30 +151,45 @@ def test_a_fingerprint_changes_with_one_bit_a_dtype_or_a_shape():
 # Comparing two runs
 
 
-def run_of(world_size=4, exact=None, close=None, tolerance=None, corpus=None, parameters=None, **measured):
+def run_of(
+    world_size=4, exact=None, close=None, tolerance=None, corpus=None, parameters=None, device="cpu", **measured
+):
     metrics = Metrics(ranks_of(world_size=world_size), corpus=corpus, parameters=parameters)
+    metrics.content["device"] = device
     metrics.exact(**(exact or {}))
     metrics.close(tolerance, **(close or {}))
     metrics.measured(**measured)
     return metrics.content
 
 
-def test_equal_runs_do_not_differ_whatever_was_measured():
-    one, other = (run_of(exact={"a": [1, 2.5]}, close={"b": 1.0}, step_s=s) for s in (0.1, 9.9))
-    assert compare(one, other) == []
+NEXT_UP = math.nextafter(1.0, 2)
 
 
-def test_one_bit_in_an_exact_value_is_a_difference_at_the_same_number_of_ranks():
-    loss, next_up = 1.0, math.nextafter(1.0, 2)
-    one, other = run_of(exact={"losses": [2.0, loss]}), run_of(exact={"losses": [2.0, next_up]})
-    assert compare(one, other) == ["exact losses[1]: 1.0 and 1.0000000000000002"]
-    assert compare(one, run_of(world_size=2, exact={"losses": [2.0, next_up]})) == []
-
-
-def test_zeros_of_opposite_sign_and_a_number_of_another_type_are_not_bit_equal():
-    assert compare(run_of(exact={"a": 0.0}), run_of(exact={"a": -0.0})) == ["exact a: 0.0 and -0.0"]
-    assert compare(run_of(exact={"a": 1}), run_of(exact={"a": 1.0})) == ["exact a: 1 and 1.0"]
-    assert compare(run_of(exact={"a": math.nan}), run_of(exact={"a": math.nan})) == []
+@pytest.mark.parametrize(
+    "one, other, differences",
+    [
+        (dict(exact={"a": [1, 2.5]}, step_s=0.1), dict(exact={"a": [1, 2.5]}, step_s=9.9), []),
+        (dict(exact={"l": [2.0, 1.0]}), dict(exact={"l": [2.0, NEXT_UP]}), ["exact l[1]: 1.0 and 1.0000000000000002"]),
+        (dict(exact={"l": [2.0, 1.0]}), dict(exact={"l": [2.0, NEXT_UP]}, world_size=2), []),
+        (dict(exact={"a": 0.0}), dict(exact={"a": -0.0}), ["exact a: 0.0 and -0.0"]),
+        (dict(exact={"a": 1}), dict(exact={"a": 1.0}), ["exact a: 1 and 1.0"]),
+        (dict(exact={"a": math.nan}), dict(exact={"a": math.nan}), []),
+        (dict(close={"g": [1.0, 2.0]}, tolerance=1e-10), dict(close={"g": [1.0, 2.5]}, tolerance=1e-10),
+         ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]),
+        (dict(exact={"a": 1}), {}, ["exact a: 1 and missing"]),
+        ({}, dict(close={"b": 1.5}, world_size=2), ["close b: missing and 1.5"]),
+        (dict(close={"v": 1.0}), dict(close={"v": math.nan}), ["close v: 1.0 and nan"]),
+        (dict(close={"v": [1.0]}), dict(close={"v": [1.0, 2.0]}), ["close v: [1.0] and [1.0, 2.0]"]),
+        (dict(close={"v": {"x": 1.0}}), dict(close={"v": {"y": 1.0}}), ["close v: {'x': 1.0} and {'y': 1.0}"]),
+        (dict(close={"v": 1.0}), dict(close={"v": "text"}), ["close v: 1.0 and text"]),
+        (dict(exact={"a": 1.0}, close={"b": 1.0}, device="cuda"), dict(exact={"a": 1.5}, close={"b": 1.5}),
+         ["close b: 1.0 and 1.5 are 0.5 apart, allowed is 0.001"]),
+    ],
+)  # fmt: skip
+def test_two_runs_differ_in_exact_bits_at_the_same_number_of_ranks_and_beyond_a_tolerance_at_any(
+    one, other, differences
+):
+    assert compare(run_of(**one), run_of(**other)) == differences
 
 
 @pytest.mark.parametrize(
@@ -192,23 +202,6 @@ def test_close_values_have_the_tolerance_of_their_dtype(dtype, allowed, too_much
     assert compare(with_loss(0.5, 4), with_loss(0.5 + allowed, 2)) == []
     assert len(compare(with_loss(0.5, 4), with_loss(0.5 + too_much, 2))) == 1
     assert compare(with_loss(500.0, 4), with_loss(500.0 * (1 + allowed), 2)) == []
-
-
-def test_close_values_are_compared_also_at_the_same_number_of_ranks_and_say_how_far_apart():
-    one, other = (run_of(close={"g": [1.0, 2.0]}, tolerance=1e-10), run_of(close={"g": [1.0, 2.5]}, tolerance=1e-10))
-    assert compare(one, other) == ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]
-
-
-@pytest.mark.parametrize("a, b", [(1.0, math.nan), ([1.0], [1.0, 2.0]), ({"x": 1.0}, {"y": 1.0}), (1.0, "text")])
-def test_values_of_another_kind_are_never_close(a, b):
-    for first, second in ((a, b), (b, a)):
-        assert len(compare(run_of(close={"v": first}), run_of(close={"v": second}))) == 1
-        assert len(compare(run_of(exact={"v": first}), run_of(exact={"v": second}))) == 1
-
-
-def test_a_value_that_one_run_lacks_is_a_difference():
-    assert compare(run_of(exact={"a": 1}), run_of()) == ["exact a: 1 and missing"]
-    assert compare(run_of(), run_of(2, close={"b": 1.5})) == ["close b: missing and 1.5"]
 
 
 def test_runs_on_other_corpora_or_parameters_are_not_compared_number_by_number():
@@ -224,12 +217,6 @@ def test_files_are_compared_as_they_are():
     one.exact(a=0.1)
     other.exact(a=0.1)
     assert compare(one.write(), str(other.write())) == []
-
-
-def test_a_gpus_bits_are_not_expected_on_a_cpu():
-    one, other = run_of(exact={"a": 1.0}, close={"b": 1.0}), run_of(exact={"a": 1.5}, close={"b": 1.5})
-    other["device"] = "cuda"
-    assert [difference.split(":")[0] for difference in compare(one, other)] == ["close b"]
 
 
 # Steps and times

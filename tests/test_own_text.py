@@ -163,9 +163,8 @@ def train(ranks, data, folder):
     """The trainer on `data`, from the newest checkpoint on: (first step, batches, losses, the bits that are left)."""
     from manyhands.config.layout import resolve_layout
     from manyhands.launch.metrics import fingerprint
-    from manyhands.train.preconditions import corpus_of
-    from manyhands.train.resume import resume
     from manyhands.train.run import Run
+    from manyhands.train.start import corpus_of, resume
 
     os.environ["MANYHANDS_OUTPUTS"] = f"{folder}-outputs"
     options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
@@ -254,7 +253,7 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     ],
 )
 def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
-    from manyhands.train.preconditions import corpus_of
+    from manyhands.train.start import corpus_of
 
     with pytest.raises(OptionError, match=sentence):
         corpus_of(read_options(flags))

@@ -27,7 +27,7 @@ def stop_one_rank(ranks, name, who, when):
         for step in range(1, 100_000):
             if ranks.rank == who and step == when:
                 os.kill(os.getpid(), getattr(signal, name))
-            if stop := asked.agreed(step):
+            if stop := asked.agreed():
                 return stop, step
             time.sleep(0.001)
 
@@ -43,8 +43,8 @@ def count_agreements(ranks, steps, interval_s):
     preemption.INTERVAL_S, asked_at, reduce = interval_s, [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: (asked_at.append(step), reduce(*args, **kwargs))
     with PreemptionHandler(ranks) as asked:
-        for step in range(1, steps + 1):
-            assert asked.agreed(step) is None
+        for step in range(1, steps + 1):  # noqa: B007 - `all_reduce` above looks at it
+            assert asked.agreed() is None
     return asked_at
 
 
@@ -63,7 +63,7 @@ def hear_several(ranks, echo_s, *pauses_s):
         for pause_s in pauses_s:
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(pause_s)
-        return asked.agreed(1)
+        return asked.agreed()
 
 
 def test_the_echo_of_a_signal_is_no_second_one():
@@ -80,7 +80,7 @@ def held_before(ranks):
     preemption.defer_signals()
     os.kill(os.getpid(), signal.SIGUSR1)
     with PreemptionHandler(ranks) as asked:
-        return asked.agreed(1)
+        return asked.agreed()
 
 
 @pytest.mark.usefixtures("real_python")
@@ -94,7 +94,7 @@ def hear_what_is_ignored(ranks):
     with PreemptionHandler(ranks) as asked:
         for one in (signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), one)
-        return asked.agreed(1)
+        return asked.agreed()
 
 
 def test_neither_ctrl_c_in_a_shells_background_nor_a_hangup_under_nohup_is_heard():

@@ -9,25 +9,26 @@ from types import ModuleType
 import pytest
 import torch
 from manyhands.config.options import from_preset, merged
-from manyhands.train.profiling import Profile, windows
+from manyhands.train.timing import profiled
 from rank_pool import ranks_of, run_on_ranks
 
 RANKS = ranks_of(lesson="train")
+A_NN = torch.ones(8, 8)
 
 
-def options_of(profile=True, steps=20):
-    return merged(from_preset("nano"), {"train": {"steps": steps}, "log": {"profile": profile}}, "test")
-
-
-def profiled_run(ranks, folder, steps=20, **kwargs):
-    """A run whose steps multiply two matrices; what it said."""
-    said = []
-    a_nn = torch.ones(8, 8)
-    with Profile(ranks, options_of(steps=steps), Path(folder), said.append, **kwargs) as profile:
-        for _ in range(steps):
-            a_nn @ a_nn
-            profile.step()
-    return said
+def profiled_run(ranks, folder, steps=20, profile=True, ends_at=None):
+    """A run whose steps multiply two matrices; what it said, also past Python."""
+    said, below = [], Path(folder) / f"said-{ranks.rank}"
+    options = merged(from_preset("nano"), {"train": {"steps": steps}, "log": {"profile": profile}}, "test")
+    if ranks.world_size > 1:
+        os.dup2(os.open(below, os.O_WRONLY | os.O_CREAT), 2)
+    with profiled(ranks, options, Path(folder), said.append, steps) as step_done:
+        for step in range(steps):
+            A_NN @ A_NN
+            if step == ends_at:
+                raise KeyboardInterrupt
+            step_done()
+    return said, below.read_text() if below.exists() else ""
 
 
 def traced(folder, rank):
@@ -42,74 +43,29 @@ def no_pyinstrument(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyinstrument", None)
 
 
-def test_each_rank_leaves_a_trace_of_three_steps(tmp_path):
+def test_each_rank_leaves_a_trace_of_three_steps_and_torchs_profiler_says_nothing_of_its_own(tmp_path):
     said = run_on_ranks(2, profiled_run, str(tmp_path))
     for rank in (0, 1):
         assert traced(tmp_path, rank) == (["ProfilerStep#6", "ProfilerStep#7", "ProfilerStep#8"], 3)
-    assert said[1] == [] and "ui.perfetto.dev" in said[0][-1]
-
-
-def said_below_python(ranks, folder):
-    """What a profiled run writes to standard error, also past Python."""
-    said = Path(folder) / "said"
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-    profiled_run(ranks, folder)
-    return said.read_text()
-
-
-def test_torchs_profiler_writes_nothing_of_its_own_into_the_table_of_steps(tmp_path):
-    assert "USDT" not in run_on_ranks(1, said_below_python, str(tmp_path))[0]
+        assert "USDT" not in said[rank][1]
+    assert said[1][0] == [] and "ui.perfetto.dev" in said[0][0][-1]
 
 
 def test_without_the_flag_nothing_happens(tmp_path):
-    with Profile(RANKS, options_of(profile=False), tmp_path) as profile:
-        profile.step()
-    assert list(tmp_path.iterdir()) == []
+    assert profiled_run(RANKS, tmp_path, profile=False) == ([], "") and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("steps, expected", [(1, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("steps, expected", [(1, 1), (2, 2), (4, 3), (5, 3), (8, 3), (9, 3)])
 def test_a_short_run_is_traced_too(tmp_path, no_pyinstrument, steps, expected):
-    profiled_run(RANKS, tmp_path, steps=steps)
-    assert traced(tmp_path, 0)[1] == expected
-
-
-def test_a_resumed_runs_last_steps_are_traced(tmp_path, no_pyinstrument):
-    """Of 20 steps 5 are left."""
-    a_nn = torch.ones(8, 8)
-    with Profile(RANKS, options_of(), tmp_path, steps=5) as profile:
-        for _ in range(5):
-            a_nn @ a_nn
-            profile.step()
-    assert traced(tmp_path, 0)[1] == 3
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 9, 1000])
-def test_the_traced_steps_end_within_the_run(steps):
-    assert 1 <= sum(windows(steps).values()) <= steps
+    said, _ = profiled_run(RANKS, tmp_path, steps=steps)
+    assert traced(tmp_path, 0)[1] == expected and "pip install -e '.[profile]'" in said[0]
 
 
 def test_a_run_that_stops_while_it_is_traced_writes_what_it_has(tmp_path, no_pyinstrument):
-    a_nn = torch.ones(8, 8)
-    with pytest.raises(KeyboardInterrupt), Profile(RANKS, options_of(), tmp_path, [].append) as profile:
-        for step in range(20):
-            a_nn @ a_nn
-            if step == 7:
-                raise KeyboardInterrupt
-            profile.step()
+    with pytest.raises(KeyboardInterrupt):
+        profiled_run(RANKS, tmp_path, ends_at=7)
     assert traced(tmp_path, 0)[1] == 2
-
-
-def test_a_folder_that_cannot_be_made_is_said_and_the_run_goes_on(tmp_path):
-    (tmp_path / "profile").write_text("in the way")
-    (sentence,) = profiled_run(RANKS, tmp_path)
-    assert "FileExistsError" in sentence and sentence.endswith("Training goes on")
-
-
-def test_missing_pyinstrument_is_said_with_its_cure_and_the_trace_is_written(tmp_path, no_pyinstrument):
-    said = profiled_run(RANKS, tmp_path)
-    assert "pip install -e '.[profile]'" in said[0]
-    assert traced(tmp_path, 0)[1] == 3
 
 
 def test_pyinstruments_report_is_written_as_text_and_as_a_page(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ PROGRAMS = [
 ]
 MODULES = [
     "checkpoint.export", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
-    "launch.recorded_runs", "notebook.jupyter", "serve.load_test", "train.curves",
+    "launch.recorded_runs", "notebook.jupyter", "serve.load_test",
 ]  # fmt: skip
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
 STARTS |= {"align.py": ["scripts/align.py", "sft"]} | {name: ["-m", f"manyhands.{name}"] for name in MODULES}
@@ -44,7 +44,7 @@ def test_help_that_nobody_reads_or_that_has_no_terminal_is_no_error(root, name):
     finally:
         os.close(writer)
     ended = [(run.communicate(timeout=120)[1], run.returncode) for run in runs]
-    usage = name in ("checkpoint.export", "train.curves", "course.minutes")  # which know no --help
+    usage = name in ("checkpoint.export", "course.minutes")  # which know no --help
     for complaint, status in ended:
         assert "Error" not in complaint and "Exception" not in complaint
         assert usage or (status, complaint) == (0, "")

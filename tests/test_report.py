@@ -19,9 +19,9 @@ from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPTConfig
 from manyhands.predict.models import flops_per_token
-from manyhands.train import columns, report
-from manyhands.train.report import KEYS, Report, duration, launch_time
-from manyhands.train.step_timer import HostClock, StepTimer
+from manyhands.train import report
+from manyhands.train.report import KEYS, Report, launch_time
+from manyhands.train.timing import HostEvent, StepTimer
 from rank_pool import ranks_of, run_on_ranks
 
 CONFIG = GPTConfig(vocab_size=65)  # block 64
@@ -56,9 +56,16 @@ def options_of(steps=20, log=None, **groups):
 def report_of(folder, now, ranks=None, options=None, layout=None, **kwargs):
     ranks = ranks or ranks_of(lesson="train")
     layout = layout or Layout(replicate=ranks.world_size)
-    return Report(
-        ranks, options or options_of(), layout, CONFIG, CORPUS, Path(folder), clock=HostClock(now), now=now, **kwargs
-    )  # fmt: skip
+    return Report(ranks, options or options_of(), layout, CONFIG, CORPUS, Path(folder), now=now, **kwargs)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """(a report that has begun, its clock)"""
+    now = FakeTime()
+    report = report_of(tmp_path, now)
+    report.start(1)
+    return report, now
 
 
 def one_step(report, now, step, step_s=0.5, loss=2.5, grad_norm=1.25):
@@ -100,15 +107,47 @@ def rows_in(folder):
     return [json.loads(line) for line in (Path(folder) / "steps.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """(folder, what was shown) of 30 steps of half a second on one rank, evaluated after 20 and 30 for 7 s."""
+    folder, shown = tmp_path_factory.mktemp("ran"), io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "160")
+        a_run(folder, options=options_of(30, log={"plots": True}), steps=30).close("again")
+    return folder, shown.getvalue()
+
+
 # The screen
 
 
-def test_the_legend_comes_once_and_then_one_line_per_interval(tmp_path, capsys):
-    a_run(tmp_path, steps=60)
-    shown = capsys.readouterr().out
-    assert shown.count("what it says") == 1
-    assert shown.count("optimizer steps done") == 1
-    assert [int(line.split()[0]) for line in lines_of(shown)] == [1, 10, 20, 30, 40, 50, 60]
+def test_a_run_shows_its_legend_once_a_line_per_interval_and_how_it_ended(ran):
+    folder, shown = ran
+    assert shown.count("what it says") == shown.count("optimizer steps done") == shown.count("30 steps done") == 1
+    by_step = {line.split()[0]: line.split()[2] for line in lines_of(shown)}
+    assert by_step == {"1": "-", "10": "-", "20": "2.7500", "30": "2.7500"}  # an evaluation stands in its step's line
+    assert "30 steps done: 29.0 s, 51.7% of them in steps" in shown and "again" not in shown
+    assert "lowest val_loss 2.7500 after step 20" in shown and str(folder / "steps.jsonl") in shown
+    assert "loss (.) and validation loss (x) over steps" in shown
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "/rank" not in shown and "dt_min" not in shown and "mem_mean" not in shown  # there is one rank
+
+
+def test_every_line_is_json_with_every_column(ran):
+    folder, shown = ran
+    rows = rows_in(folder)
+    assert all(tuple(row) == KEYS for row in rows)
+    everything = report.all_columns(options_of(), CONFIG, Layout(replicate=2), torch.device("cuda"), None)
+    assert {column.key for column in everything} <= set(KEYS)
+    assert [row["step"] for row in rows] == [1, 10, 20, 30]
+    assert [row["tokens"] for row in rows] == [24 * 64 * row["step"] for row in rows]
+    assert [row["val_loss"] for row in rows] == [None, None, 2.75, 2.75]
+    for row in rows:  # a step of 24 sequences of 64 tokens
+        assert (row["samples_per_s"], row["tokens_per_s"]) == pytest.approx((48, 48 * 64))
+        assert row["mfu"] is None
+    assert "500.0ms 150.0ms 250.0ms      48.0     3072" in shown and "unknown device" in shown
+    since_launch = time.time() - psutil.Process().create_time()
+    assert 0 < rows[0]["start_up_s"] <= since_launch and rows[1]["start_up_s"] is None
+    assert f"start-up: {rows[0]['start_up_s']:.1f} s from launch" in shown
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
@@ -126,6 +165,7 @@ def test_lines_align_with_the_header_and_fit_the_screen(tmp_path, capsys, monkey
     assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= width
     everything = "dt_min" in header and "mem_mean" in header and "samples/s/rank" in header
     assert everything == (width == 160)
+    assert ("80 characters have no room for dt_min, dt_mean, dtf, dtb, " in " ".join(shown.split())) == (width == 80)
 
 
 def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_path, capsys):
@@ -133,43 +173,13 @@ def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_
     report = report_of(tmp_path, now, options=options_of(5000))
     report.start(816_705)
     one_step(report, now, 1, step_s=90)  # it warms up
-    one_step(report, now, 2, step_s=20)
-    one_step(report, now, 3, step_s=20)
+    for step in range(2, 31):
+        one_step(report, now, step, step_s=20)
     shown = capsys.readouterr().out
-    assert shown.count("4,998 steps are left at about 20.00s each: 1 day 4 h, until ") == 1
+    assert shown.count("4,990 steps are left at about 20.00s each: 1 day, 3:43:00, until ") == 1
     assert shown.count("steps are left") == 1
     a_run(tmp_path / "short", steps=60)
     assert "steps are left" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "value, said", [(61, "1 min"), (3599, "1 h"), (12_000, "3 h 20 min"), (86_400, "1 day"), (184_000, "2 days 3 h")]
-)
-def test_a_duration_is_said_in_two_units_at_most(value, said):
-    assert duration(value) == said
-
-
-def test_a_log_file_gets_every_column(tmp_path, capsys, monkeypatch):
-    def no_terminal(descriptor):
-        raise OSError
-
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("os.get_terminal_size", no_terminal)
-    a_run(tmp_path, ranks=ranks_of(world_size=2, lesson="train"))
-    shown = capsys.readouterr().out
-    assert "dt_min" in shown and "mem_mean" in shown and "no room" not in shown
-
-
-def test_columns_without_room_are_named_in_the_legend(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    a_run(tmp_path)
-    assert "80 characters have no room for dtf, dtb: see steps.jsonl" in capsys.readouterr().out
-
-
-def test_one_rank_has_no_columns_that_compare_ranks(tmp_path, capsys):
-    a_run(tmp_path)
-    shown = capsys.readouterr().out
-    assert "/rank" not in shown and "dt_min" not in shown and "mem_mean" not in shown
 
 
 def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
@@ -188,36 +198,31 @@ def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
 @pytest.mark.parametrize(
     "form, width, values",
     [
-        (columns.seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
-        (columns.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
-        (columns.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
-        (columns.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
-        (columns.share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
+        (report.seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
+        (report.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
+        (report.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
+        (report.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
+        (report.share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
     ],
 )
 def test_values_of_any_size_keep_to_their_columns_width(form, width, values):
     assert [form(value) for value in values if len(form(value)) > width] == []
 
 
-def test_a_pipe_gets_no_escape_codes(tmp_path, capsys):
-    a_run(tmp_path)
-    assert "\x1b" not in capsys.readouterr().out
-
-
-def test_a_terminal_gets_a_bar_below_the_same_lines(tmp_path, capsys, monkeypatch):
+def test_a_terminal_gets_a_bar_below_the_same_lines_unless_it_is_left_out_and_a_log_no_escape_codes(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
-    a_run(tmp_path, terminal=True)
+    a_run(tmp_path / "log")
+    assert "\x1b" not in capsys.readouterr().out
+    a_run(tmp_path / "no bar", terminal=True, options=options_of(log={"progress": False}))
+    assert "20/20" not in capsys.readouterr().out
+    a_run(tmp_path / "bar", terminal=True)
     shown = capsys.readouterr().out
     assert "20/20" in shown and "━" in shown
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
     assert [int(line.split()[0]) for line in lines_of(plain) if "steps" not in line] == [1, 10, 20]
-
-
-def test_the_bar_can_be_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    a_run(tmp_path, terminal=True, options=options_of(log={"progress": False}))
-    assert "20/20" not in capsys.readouterr().out
 
 
 def test_each_line_is_one_write(tmp_path, monkeypatch):
@@ -234,25 +239,21 @@ def test_each_line_is_one_write(tmp_path, monkeypatch):
     assert sum(len(lines_of(text)) for text in Recorder.writes) == 3
 
 
-def test_the_validation_loss_stands_in_the_line_of_its_step(tmp_path, capsys):
-    a_run(tmp_path, steps=30)
-    by_step = {line.split()[0]: line.split()[2] for line in lines_of(capsys.readouterr().out)}
-    assert by_step == {"1": "-", "10": "-", "20": "2.7500", "30": "2.7500"}
-    assert [row["val_loss"] for row in rows_in(tmp_path)] == [None, None, 2.75, 2.75]
-
-
-def test_an_evaluation_before_the_first_step_has_a_line_of_its_own(tmp_path, capsys):
-    report = report_of(tmp_path, FakeTime())
-    report.start(1)
+def test_an_evaluation_before_the_first_step_has_a_line_of_its_own_and_start_up_is_said_after_it(
+    started, tmp_path, capsys
+):
+    report, now = started
     report.evaluation(0, torch.tensor(4.25))
-    (line,) = lines_of(capsys.readouterr().out)
-    assert line.split()[:4] == ["0", "-", "4.2500", "-"]
+    one_step(report, now, 1)
+    one_step(report, now, 10)
+    shown = capsys.readouterr().out
+    assert lines_of(shown)[0].split()[:4] == ["0", "-", "4.2500", "-"]
+    assert shown.count("start-up: ") == 1
+    assert [row["step"] for row in rows_in(tmp_path) if row["start_up_s"] is not None] == [1]
 
 
-def test_a_line_that_waits_for_its_evaluation_is_not_lost(tmp_path, capsys):
-    now = FakeTime()
-    report = report_of(tmp_path, now)
-    report.start(1)
+def test_a_line_that_waits_for_its_evaluation_is_not_lost(started, capsys):
+    report, now = started
     one_step(report, now, 1)
     one_step(report, now, 20)  # evaluated after this step, but the run ends before
     report.close("stopped by SIGTERM")
@@ -261,35 +262,14 @@ def test_a_line_that_waits_for_its_evaluation_is_not_lost(tmp_path, capsys):
     assert "stopped by SIGTERM" in shown
 
 
-def test_what_the_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
-    report = report_of(tmp_path, FakeTime())
-    report.start(1)
+def test_what_the_model_wrote_cannot_steer_the_terminal(started, capsys):
+    report, _ = started
     report.sample(20, "ROMEO:\n\x1b[31mred\rover\tand " + "out " * 60)
     shown = capsys.readouterr().out
     sample = shown[shown.index("sample after step 20") :]
     assert "\x1b" not in sample and "\r" not in sample
     assert "\\x1b[31mred\\rover" in sample
     assert max(map(len, sample.splitlines())) <= 100
-
-
-def test_the_end_says_the_best_validation_loss_and_closes_once(tmp_path, capsys):
-    report = a_run(tmp_path, steps=40)
-    report.close("again")
-    shown = capsys.readouterr().out
-    assert shown.count("40 steps done") == 1 and "again" not in shown
-    assert "lowest val_loss 2.7500 after step 20" in shown
-    assert str(tmp_path / "steps.jsonl") in shown
-
-
-def test_the_share_of_time_in_steps_is_said(tmp_path, capsys):
-    a_run(tmp_path, steps=20)  # 10 s in steps and an evaluation of 7 s
-    assert "20 steps done: 17.0 s, 58.8% of them in steps" in capsys.readouterr().out
-
-
-def test_curves_are_drawn_at_the_end(tmp_path, capsys):
-    a_run(tmp_path, options=options_of(log={"plots": True}))
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "loss (.) and validation loss (x) over steps" in capsys.readouterr().out
 
 
 def test_a_run_that_was_refused_before_it_started_ends_without_a_summary(tmp_path, capsys):
@@ -300,25 +280,8 @@ def test_a_run_that_was_refused_before_it_started_ends_without_a_summary(tmp_pat
 # The numbers
 
 
-def test_samples_per_second_count_the_global_batch(tmp_path, capsys):
-    a_run(tmp_path)  # a step of 24 sequences of 64 tokens takes half a second
-    for row in rows_in(tmp_path):
-        assert row["samples_per_s"] == pytest.approx(48)
-        assert row["tokens_per_s"] == pytest.approx(48 * 64)
-    assert "500.0ms 150.0ms 250.0ms      48.0     3072" in capsys.readouterr().out
-
-
-def test_each_ranks_share_is_the_worlds_over_the_ranks(tmp_path):
-    a_run(tmp_path, ranks=ranks_of(world_size=4, lesson="train"))
-    row = rows_in(tmp_path)[-1]
-    assert row["samples_per_s_per_rank"] == pytest.approx(48 / 4)
-    assert row["tokens_per_s_per_rank"] == pytest.approx(48 * 64 / 4)
-
-
-def test_dt_is_the_mean_of_the_steps_since_the_last_line_and_of_nothing_else(tmp_path):
-    now = FakeTime()
-    report = report_of(tmp_path, now)
-    report.start(1)
+def test_dt_is_the_mean_of_the_steps_since_the_last_line_and_of_nothing_else(started, tmp_path):
+    report, now = started
     one_step(report, now, 1, step_s=30.0)  # compiles
     for step in range(2, 11):
         one_step(report, now, step, step_s=0.1 * step)
@@ -328,7 +291,7 @@ def test_dt_is_the_mean_of_the_steps_since_the_last_line_and_of_nothing_else(tmp
 
 def test_forward_and_backward_add_up_over_micro_batches_and_leave_the_batch_out():
     now = FakeTime()
-    timer = StepTimer(clock=HostClock(now))
+    timer = StepTimer(now=now)
     for _ in range(3):
         timer.step_start()
         now.sleep(0.25)
@@ -346,40 +309,34 @@ def test_forward_and_backward_add_up_over_micro_batches_and_leave_the_batch_out(
 
 
 def test_the_timer_waits_for_a_device_only_when_it_is_read():
-    class Device(HostClock):
-        """A device that is behind: it reaches no mark until somebody waits for it."""
+    waits = []
 
-        waits = 0
+    class Behind(HostEvent):
+        """Of a device that reaches no mark until somebody waits for it."""
 
-        def reached(self, mark):
-            return False
-
-        def settle(self, mark):
-            self.waits += 1
+        def synchronize(self):
+            waits.append(self)
 
     now = FakeTime()
-    device = Device(now)
-    timer = StepTimer(clock=device)
+    timer = StepTimer()
+    timer.event = lambda: Behind(now)
     for _ in range(5):
         timer.step_start()
         now.sleep(0.5)
         timer.step_done()
-    assert device.waits == 0
+    assert not waits
     assert timer.take().step_s == 0.5
-    assert device.waits > 0
+    assert waits
 
 
-def test_a_step_within_an_interval_reads_no_number(tmp_path):
+def test_a_step_within_an_interval_reads_no_number(started):
     class Untouchable:
         def __float__(self):
             raise AssertionError("a GPU would have to finish first")
 
         item = tolist = cpu = __float__
 
-    now = FakeTime()
-    report = report_of(tmp_path, now)
-    report.mean_loss = lambda loss: loss
-    report.start(1)
+    report, now = started
     one_step(report, now, 1)
     for step in range(2, 10):
         report.step(step, Untouchable(), Untouchable(), 1e-3)
@@ -387,42 +344,15 @@ def test_a_step_within_an_interval_reads_no_number(tmp_path):
         report.step(10, Untouchable(), Untouchable(), 1e-3)
 
 
-def test_an_unknown_device_has_no_mfu(tmp_path, capsys):
-    a_run(tmp_path)
-    shown = capsys.readouterr().out
-    assert "MFU" in shown and "unknown device" in shown
-    assert {row["mfu"] for row in rows_in(tmp_path)} == {None}
-
-
 def test_mfu_is_the_models_flops_over_those_of_all_ranks_peaks(tmp_path, capsys):
     now = FakeTime()
     report = report_of(tmp_path, now, ranks=ranks_of(world_size=2, lesson="train"))
-    report.peak, report.peak_name = 20e6, "20.0 MFLOP/s, measured here"
+    report.peak = 2e12
     report.start(1)
     one_step(report, now, 1)
     (row,) = rows_in(tmp_path)
-    assert row["mfu"] == pytest.approx(3072 * flops_per_token(CONFIG) / (2 * 20e6))
-    assert "as a share of 20.0 MFLOP/s, measured here" in " ".join(capsys.readouterr().out.split())
-
-
-def test_start_up_is_counted_from_the_launch(tmp_path, capsys):
-    a_run(tmp_path)
-    since_launch = time.time() - psutil.Process().create_time()
-    rows = rows_in(tmp_path)
-    assert 0 < rows[0]["start_up_s"] <= since_launch
-    assert rows[1]["start_up_s"] is None
-    assert f"start-up: {rows[0]['start_up_s']:.1f} s from launch" in capsys.readouterr().out
-
-
-def test_start_up_is_said_once_after_an_evaluation_before_the_first_step_too(tmp_path, capsys):
-    now = FakeTime()
-    report = report_of(tmp_path, now)
-    report.start(1)
-    report.evaluation(0, torch.tensor(4.25))
-    one_step(report, now, 1)
-    one_step(report, now, 10)
-    assert capsys.readouterr().out.count("start-up: ") == 1
-    assert [row["step"] for row in rows_in(tmp_path) if row["start_up_s"] is not None] == [1]
+    assert row["mfu"] == pytest.approx(3072 * flops_per_token(CONFIG) / (2 * 2e12))
+    assert "as a share of 2.0 TFLOP/s, the dense peak of" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("launcher, started", [("alone", 9.0), ("srun", 9.0), ("torchrun", 5.0), ("mpich", 5.0)])
@@ -436,20 +366,8 @@ def test_the_launcher_counts_as_the_launch_where_it_is_the_parent(monkeypatch, l
 # JSON lines
 
 
-def test_every_line_is_json_with_every_column(tmp_path):
-    a_run(tmp_path, steps=30)
-    rows = rows_in(tmp_path)
-    assert [row["step"] for row in rows] == [1, 10, 20, 30]
-    assert all(tuple(row) == KEYS for row in rows)
-    everything = columns.all_columns(options_of(), CONFIG, torch.device("cuda"), 2, 1, None)
-    assert {column.key for column in everything} <= set(KEYS)
-    assert [row["tokens"] for row in rows] == [24 * 64 * row["step"] for row in rows]
-
-
-def test_a_loss_that_is_no_number_is_shown_and_written(tmp_path, capsys):
-    now = FakeTime()
-    report = report_of(tmp_path, now)
-    report.start(1)
+def test_a_loss_that_is_no_number_is_shown_and_written(started, tmp_path, capsys):
+    report, now = started
     one_step(report, now, 1, loss=math.nan, grad_norm=math.inf)
     assert [(row["loss"], row["grad_norm"]) for row in rows_in(tmp_path)] == [("nan", "inf")]
     assert re.search(r"^ +1 +nan ", capsys.readouterr().out, re.M)
@@ -475,14 +393,6 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, capsys, mo
     assert len(lines_of(shown)) == 3
 
 
-def test_a_tracker_that_fails_does_not_stop_the_run_and_is_said_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    a_run(tmp_path, options=options_of(log={"tensorboard": True}))
-    shown = capsys.readouterr().out
-    assert shown.count("TensorBoard is not used") == 1
-    assert len(lines_of(shown)) == 3
-
-
 # Two ranks
 
 
@@ -500,8 +410,8 @@ def run_of_two(ranks, folder):
     dist.all_reduce = counted
     try:
         with contextlib.redirect_stdout(shown):
-            report = report_of(folder, now, ranks=ranks, options=options_of(steps=12))
-            report.mean_loss = lambda loss: mean_over_ranks(loss, all_reduce, ranks)
+            mean_loss = lambda loss: mean_over_ranks(loss, all_reduce, ranks)  # noqa: E731
+            report = report_of(folder, now, ranks=ranks, options=options_of(steps=12), mean_loss=mean_loss)
             report.start(816_705)
             per_step = []
             for step in range(1, 13):

@@ -52,8 +52,8 @@ TENSOR = {
     "loss parallel": (2, {"loss_parallel": True}),
     "sequence and loss parallel, four ranks": (4, {"sequence_parallel": True, "loss_parallel": True}),
     "micro-batches": (2, {"sequence_parallel": True, "loss_parallel": True, "micro_batch": 2}),
-    "recomputing": (2, {"sequence_parallel": True, "activation_checkpointing": "block"}),
-    "recomputing what is cheap": (2, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
+    "checkpointing": (2, {"sequence_parallel": True, "activation_checkpointing": "block"}),
+    "checkpointing what is cheap": (2, {"sequence_parallel": True, "activation_checkpointing": "selective"}),
 }
 
 
@@ -405,8 +405,9 @@ def shape_refusal(ranks, options):
     return sentences
 
 
-def test_shares_that_do_not_split_are_refused_before_anything_is_sent(pool):
-    for trained, evaluated in pool.run(2, shape_refusal, options_of(strategy="pp")):
+@pytest.mark.parametrize("case", [dict(strategy="pp"), dict(strategy="ddp", micro_batch=1)], ids=str)
+def test_shares_that_do_not_split_are_refused_before_anything_is_sent(pool, case):
+    for trained, evaluated in pool.run(2, shape_refusal, options_of(**case)):
         assert trained == evaluated == "6 sequences do not split into 4 micro-batches; use a multiple of 4"
 
 

@@ -321,10 +321,10 @@ defer_signals()
 agreed = PreemptionHandler.agreed
 
 
-def waiting(self, step):
-    while step == 20 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+def waiting(self):
+    while self._turn == 19 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
         time.sleep(0.05)
-    return agreed(self, step)
+    return agreed(self)
 
 
 PreemptionHandler.agreed = waiting

@@ -1,4 +1,8 @@
-"""A whole training run: what one number of ranks and one strategy saved, another continues."""
+"""A whole training run: what one number of ranks and one strategy saved, another continues.
+
+And what published trainers got wrong while "the loss went down" (picotron#39, build-nanogpt#30, torchtitan#766): what
+concerns gradients is held in `test_strategies`.
+"""
 
 import json
 import os
@@ -6,26 +10,29 @@ import runpy
 import shutil
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.config.layout import resolve_layout
+from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
     LogOptions,
     ModelOptions,
     OptimizerOptions,
+    OptionError,
     Options,
     ParallelOptions,
     TrainOptions,
     model_config,
+    read_options,
 )
-from manyhands.data.corpus import Corpus
+from manyhands.data.corpus import Corpus, get_batch
+from manyhands.gpt.model import GPT
 from manyhands.launch.metrics import fingerprint
-from manyhands.train.resume import resume
+from manyhands.train.start import prompt_ids, refuse_text, resume, seed_dropout
 from rank_pool import _server, ranks_of
 
 TEXT = "to be, or not to be: that is the question. " * 40
@@ -138,13 +145,6 @@ def test_a_run_resumed_on_its_own_layout_continues_bit_for_bit_dropout_included(
         assert whole[0]["losses"][step] == continued[0]["losses"][step]
 
 
-def test_a_finished_run_resumes_to_nothing_more(pool, tmp_path):
-    first = train(pool, DDP, tmp_path, folder=tmp_path / "run")
-    again = train(pool, DDP, tmp_path, folder=tmp_path / "run")
-    assert again[0]["first"] == 8
-    assert torch.equal(first[0]["weights"]["head.weight"], again[0]["weights"]["head.weight"])
-
-
 def test_a_run_that_goes_on_with_other_options_says_so_and_counts_its_tokens_on(pool, tmp_path):
     length = {"steps": 4}
     for options in (BASE, replace(BASE, train=replace(BASE.train, global_batch=4, seed=5))):
@@ -188,25 +188,75 @@ def test_a_folder_of_broken_checkpoints_is_refused_rather_than_begun_again(pool,
         train(pool, ONE, tmp_path, short, folder=tmp_path / "run")
 
 
-def test_a_run_that_goes_on_under_another_layout_does_not_repeat_its_first_masks():
-    from manyhands.config.layout import Layout
-    from manyhands.train.resume import seed_dropout
-
-    class Rank0:
-        rank = 0
-
-    drawn = []
-    for step in (0, 4, 4):
-        seed_dropout(1, Layout(), Rank0, step)
-        drawn.append(torch.rand(3).tolist())
-    assert drawn[0] != drawn[1] == drawn[2]
+@dataclass
+class Who:
+    rank: int
 
 
-def test_gradients_that_are_no_numbers_end_the_run_before_they_are_saved(pool, tmp_path):
-    wild = replace(BASE, optimizer=OptimizerOptions(name="sgd", lr=1e30, warmup=0, clip=0))
-    with pytest.raises(AssertionError, match="the gradient norm is nan at step"):
-        train(pool, ONE, tmp_path, wild, folder=tmp_path / "run")
-    assert not list((tmp_path / "run").glob("step-*"))
+def test_no_two_data_ranks_stages_seeds_or_restarts_draw_the_same_dropout():
+    """seed * (rank + 1) * (local_rank + 1) gave ranks 2 and 8 of two nodes of 6 the same numbers."""
+
+    def seeds(layout, seed, step):
+        drawn = {}
+        for rank in range(layout.world_size):
+            seed_dropout(seed, layout, Who(rank), step)
+            place = layout.coordinates(rank)
+            drawn.setdefault((layout.data_rank(rank), place["pipeline"]), set()).add(torch.initial_seed())
+        assert all(len(group) == 1 for group in drawn.values()), "tensor ranks must draw the same"
+        return [group.pop() for group in drawn.values()]
+
+    for layout in (Layout(replicate=96), Layout(shard=12, replicate=8), Layout(pipeline=4, replicate=6, tensor=2)):
+        many = [one for seed in range(3) for step in (0, 4) for one in seeds(layout, seed, step)]
+        assert len(set(many)) == len(many)
+
+
+def test_a_text_without_a_newline_is_sampled_from_its_first_token():
+    text = Corpus.from_text("short", "to be or not " * 100)
+    assert text.decode(prompt_ids(read_options([]), text)) == "t"
+    asked = ["--log.prompt", "x"]
+    with pytest.raises(OptionError, match="log.prompt='x'"):
+        refuse_text(read_options(asked), model_config(read_options(asked), 65), text)
+    asked += ["--log.sample", "0"]
+    refuse_text(read_options(asked), model_config(read_options(asked), 65), text)
+
+
+def overflow(ranks, options, outputs):
+    run, _ = begin(ranks, options, outputs)
+    run.report.start(1)
+    run.scale.scale = 2.0**40  # gradients of a loss of 3 times this are infinite in fp16
+    before = run.parallel.named_full_parameters()
+    run.train_step()
+    after = run.parallel.named_full_parameters()
+    return run.scale.scale, all(torch.equal(before[name], after[name]) for name in before), run.step
+
+
+def test_a_step_whose_fp16_gradients_overflow_is_not_taken_on_any_rank(pool, tmp_path):
+    options = replace(BASE, train=replace(BASE.train, precision="fp16"))
+    assert pool.run(2, overflow, options, tmp_path) == [(2.0**39, True, 1)] * 2
+
+
+def evaluate(ranks, options, outputs):
+    """The shapes and ids that this rank's model saw in an evaluation with a sample, its loss, and that of one model."""
+    run, _ = begin(ranks, options, outputs)
+    run.report.start(1)
+    seen = []
+    run.parallel.modules[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    run.evaluate()
+    model = GPT(run.config).double()
+    model.load_state_dict(run.parallel.named_full_parameters())
+    with torch.no_grad():
+        expected = [model.eval()(*get_batch(run.val_ids, i, 8, 8, 0, 1, 1))[1] for i in range(2)]
+    return seen, run.val_losses[0], torch.stack(expected).mean().item()
+
+
+def test_all_ranks_evaluate_each_its_share(pool, tmp_path):
+    """Rank 0 evaluated and sampled while the others waited; afterwards the others stayed in eval()."""
+    options = replace(BASE, log=replace(BASE.log, eval_batches=2), model=replace(BASE.model, dropout=0.3))
+    found = pool.run(2, evaluate, options, tmp_path)
+    for seen, loss, expected in found:
+        assert [len(ids) for ids in seen] == [4, 4, 1, 1, 1], "two batches and three tokens"
+        assert loss == pytest.approx(expected, abs=1e-9) and loss == found[0][1]
+    assert not any(torch.equal(a, b) for a in found[0][0][:2] for b in found[1][0][:2]), "ranks evaluate the same"
 
 
 RARELY = replace(BASE.log, every=100, eval_every=0)
@@ -215,12 +265,13 @@ RARELY = replace(BASE.log, every=100, eval_every=0)
 @pytest.mark.parametrize(
     ("log", "why"),
     [
+        (BASE.log, "the gradient norm is nan at step"),
         (RARELY, "the gradient norm is nan at step 8"),
         (replace(RARELY, eval_every=5), "the gradient norm is nan at step 5"),
     ],
-    ids=["last step", "evaluation"],
+    ids=["each line", "last step", "evaluation"],
 )
-def test_a_run_that_nobody_looks_at_does_not_save_what_is_no_number(pool, tmp_path, log, why):
+def test_gradients_that_are_no_numbers_end_the_run_before_they_are_saved(pool, tmp_path, log, why):
     wild = replace(
         BASE, log=log, checkpoint=CheckpointOptions(), optimizer=OptimizerOptions(name="sgd", lr=1e30, warmup=0, clip=0)
     )  # fmt: skip

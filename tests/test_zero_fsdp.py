@@ -253,7 +253,7 @@ def shares_of_6_4_2(ranks):
 
 
 def a_step_of_a_spread_model(ranks):
-    from manyhands.train.from_flags import model_from_flags
+    from manyhands.train.dry_run import model_from_flags
 
     flags = "--model.n-layer 2 --train.global-batch 12 --parallel.strategy fsdp --parallel.wrapping block"
     spread = model_from_flags(flags, ranks, vocab_size=65)

@@ -24,8 +24,8 @@ from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.ranks import Agreement
 from manyhands.parallel.strategy import parallelize
-from manyhands.train.preconditions import refuse_size
 from manyhands.train.run import Diverged, Run, carry_out
+from manyhands.train.start import refuse_size
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample

@@ -93,8 +93,8 @@ class Stages:
     ) -> None:  # fmt: skip
         """All ranks call it, with the same weights in `full_model`, which is taken apart.
 
-        `mesh` has an axis pipeline. `prepare(module)` applies tensor parallelism, recomputation and sharding to a
-        stage, in place, and puts it on its device.
+        `mesh` has an axis pipeline. `prepare(module)` applies tensor parallelism, activation checkpointing and sharding
+        to a stage, in place, and puts it on its device.
         """
         self.config, self.layout, self.parallel, self.device = full_model.config, layout, options.parallel, device
         self.group, self.here = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()

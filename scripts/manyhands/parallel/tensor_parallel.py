@@ -36,6 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel import loss_parallel as split_loss
 
+from manyhands.parallel.fsdp import is_tied
+
 
 def apply_tensor_parallel(
     model: Any, tensor_mesh: DeviceMesh, sequence_parallel: bool = False, loss_parallel: bool = False
@@ -46,7 +48,7 @@ def apply_tensor_parallel(
     `sequence_parallel`) block_size must divide by the mesh's size, which `layout` makes sure of; the vocabulary need
     not.
     """
-    tied = _is_tied(model)
+    tied = is_tied(model)
     between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
     plan: dict[str, ParallelStyle] = {}
     if hasattr(model, "tokens"):
@@ -126,10 +128,6 @@ class _OwnPositions(ParallelStyle):
             return positions_T.redistribute(placements=[Shard(0)])
 
         return distribute_module(module, mesh, replicate, own, lambda _, rows, mesh: rows.to_local())
-
-
-def _is_tied(model):
-    return hasattr(model, "tokens") and hasattr(model, "head") and model.head.weight is model.tokens.weight
 
 
 def _pad_positions(model, t):

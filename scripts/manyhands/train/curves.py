@@ -2,32 +2,16 @@
 
     curves.terminal(rows, width)          # text: loss and validation loss, tokens per second
     curves.png(rows, folder / "curves.png")
-    python -m manyhands.train.curves outputs/train/latest      # of a run that is over, or still going on
 
-`rows` are the lines of steps.jsonl as dicts; what is none or not finite is left out.
+`rows` are the lines of steps.jsonl as dicts; None and what is not finite are left out.
 """
 
-import json
 import math
-import sys
-from pathlib import Path
 
-from manyhands.launch.program import step_ticks, text_curves, write
+from manyhands.launch.program import step_ticks, text_curves
 from manyhands.plots.looks import TRAINING, VALIDATION
-from manyhands.train.columns import screen_width
 
 PLOT_WIDTH = 100  # at most, in characters
-
-
-def read_rows(folder):
-    """The rows of a run's folder. Raises FileNotFoundError. A last line that is half written is left out."""
-    rows = []
-    for line in (Path(folder) / "steps.jsonl").read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
 
 
 def series(rows, key):
@@ -45,26 +29,20 @@ def speeds(rows):
 
 def terminal(rows, width):
     """Plots of plain characters, at most `width` wide."""
-    width = max(30, min(width, PLOT_WIDTH))
     steps, speed = speeds(rows)
-    thousands = [value / 1000 for value in speed]
-    plots = [
-        _text_plot(
-            "loss (.) and validation loss (x) over steps",
+    plots = {
+        "loss (.) and validation loss (x) over steps": (
             [(*series(rows, "loss"), "."), (*series(rows, "val_loss"), "x")],
-            width,
             15,
         ),
-        _text_plot("thousand tokens/s over steps", [(steps, thousands, ".")], width, 9),
-    ]
-    return "\n\n".join(plot for plot in plots if plot)
-
-
-def _text_plot(title, curves, width, height):
-    curves = [(x, y, marker) for x, y, marker in curves if x]
-    if not curves:
-        return ""
-    return text_curves(curves, title, width, height, step_ticks([step for x, _, _ in curves for step in x]))
+        "thousand tokens/s over steps": ([(steps, [value / 1000 for value in speed], ".")], 9),
+    }
+    texts = []
+    for title, (curves, height) in plots.items():
+        if drawn := [curve for curve in curves if curve[0]]:
+            ticks = step_ticks([step for steps, *_ in drawn for step in steps])
+            texts.append(text_curves(drawn, title, max(30, min(width, PLOT_WIDTH)), height, ticks))
+    return "\n\n".join(texts)
 
 
 def png(rows, path):
@@ -91,21 +69,3 @@ def png(rows, path):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     return path
-
-
-def main(argv):
-    if len(argv) != 1:
-        sys.exit("name the folder of a run: python -m manyhands.train.curves outputs/train/latest")
-    try:
-        rows = read_rows(argv[0])
-    except OSError as error:
-        sys.exit(f"no run to draw: {error}")
-    if len(rows) < 2:
-        sys.exit(f"{argv[0]}/steps.jsonl has {len(rows)} lines so far; a curve needs two")
-    write(f"{terminal(rows, screen_width())}\n\ncurves: {png(rows, Path(argv[0]) / 'curves.png')}\n")
-
-
-if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("curves", lambda: main(sys.argv[1:]))

@@ -4,26 +4,34 @@
     python scripts/train.py --preset gpt2 --train.steps 9 --dry-run > run.toml    # --config run.toml runs the same
 
 What it prints is a configuration file: the resolved options in TOML, and what follows from them as comments above.
+
+    spread = model_from_flags("--parallel.strategy fsdp", ranks, vocab_size=65)      # a run's model, without the run
+    loss = spread.parallel.forward_backward(ids_bT, targets_bT)
+    spread.optimizer.step()
+    spread.held_by_formula, spread.sent_by_formula
 """
 
 import contextlib
 import json
 import shlex
 import sys
+from dataclasses import dataclass
 
-from manyhands.config.layout import resolve_layout
-from manyhands.config.options import OptionError, model_config, to_dict
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import OptionError, Options, model_config, read_options, to_dict
 from manyhands.data.shakespeare import DataError, from_cache
+from manyhands.gpt.model import GPTConfig
 from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, RanksError
-from manyhands.launch.commands import TRAIN, command_for
 from manyhands.launch.join import end
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.machine import available_memory_bytes
 from manyhands.launch.program import write
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.parallel.strategy import Strategy, full_model, parallelize
+from manyhands.predict import memory, traffic
 from manyhands.predict.activation_memory import sequences_at_once
-from manyhands.predict.memory import AT_REST, bytes_per_rank, checkpoint_bytes
-from manyhands.train.preconditions import corpus_of
+from manyhands.train.start import corpus_of, refuse_text
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
@@ -51,8 +59,6 @@ def describe(options, world_size, per_node=None):
 
     `per_node` of them stand on a node; none: as the nodes here have it, or as is usual.
     """
-    from manyhands.train.preconditions import refuse_text  # late: it brings the whole trainer
-
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
         corpus = _corpus_at_hand(options)
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
@@ -62,7 +68,7 @@ def describe(options, world_size, per_node=None):
         refuse_text(options, config, corpus)
     train, share = options.train, options.train.global_batch // layout.data
     tokens = train.global_batch * config.block_size
-    held = bytes_per_rank(config, layout, options)
+    held = memory.bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
     said = [
         f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
@@ -71,21 +77,19 @@ def describe(options, world_size, per_node=None):
         + (f": {layout}" if world_size > 1 else "")
         + (f" (on nodes of {per_node} ranks)" if several_nodes else ""),
         f"a step: {train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
-        f" {share}"
-        f" sequence{'s' * (share > 1)} in {layout.micro_batches} micro-batch{'es' * (layout.micro_batches > 1)}",
+        f" {share} sequence{'s' * (share > 1)} in {layout.micro_batches}"
+        f" micro-batch{'es' * (layout.micro_batches > 1)}",
         f"the run: {train.steps:,} steps, {train.steps * tokens:,} tokens",
-        f"a checkpoint: {gib(checkpoint_bytes(config, options))}",
-        *(
-            []
-            if corpus
-            else ["not checked: vocabulary and prompt against the corpus, which is not on this machine yet"]
-        ),
-        "",
+        f"a checkpoint: {gib(memory.checkpoint_bytes(config, options))}",
+        "" if corpus else "not checked: vocabulary and prompt against the corpus, which is not on this machine yet",
         *held_lines(held, options, layout, config.dropout > 0),
         fits(held.on_gpu, options.gpu_gib, min(per_node, world_size)),
         "",
-        "start it with",
-        *(f"  {line}" for line in launch_lines(world_size, sys.argv[1:])),
+        "save this as run.toml, and start it with",
+        f"  python scripts/launch.py --nproc {min(per_node, world_size)} -- --config run.toml"
+        if world_size > 1
+        else "  python scripts/train.py --config run.toml",
+        *([f"on {world_size // per_node} nodes, by jobs/train.slurm or jobs/train.pbs"] if several_nodes else []),
     ]
     return "\n".join([f"# {line}".rstrip() for line in said] + ["", to_toml(options)])
 
@@ -102,12 +106,12 @@ def held_lines(held, options, layout, dropout):
     }
     lines = {
         kind: f"  {kind.replace('_', ' '):<22}{gib(size):>14}  {said.get(kind, '')}".rstrip()
-        for kind, size in held.by_kind().items() if size or kind in AT_REST
+        for kind, size in held.by_kind().items() if size or kind in memory.AT_REST
     }  # fmt: skip
-    within = [line for kind, line in lines.items() if kind not in AT_REST]
+    within = [line for kind, line in lines.items() if kind not in memory.AT_REST]
     total = f"  {'total':<22}{gib(held.between_steps):>14}"
     peak = f"  {'at its peak':<22}{gib(held.on_gpu):>14}"
-    between = [lines[kind] for kind in AT_REST]
+    between = [lines[kind] for kind in memory.AT_REST]
     return ["a rank keeps between two steps (the fullest rank):", *between, total, "and within a step", *within, peak]
 
 
@@ -134,10 +138,7 @@ def fits(needed, gpu_gib, on_node):
     elif torch.cuda.is_available():
         room, whose = torch.cuda.get_device_properties(0).total_memory, "of a GPU here"
     else:
-        room, whose = (
-            available_memory_bytes() // on_node,
-            "that a rank finds here; --gpu-gib asks for another machine",
-        )
+        room, whose = available_memory_bytes() // on_node, "that a rank finds here; --gpu-gib asks for another machine"
     verdict = "it fits" if needed <= room else "IT DOES NOT FIT"
     return f"{verdict}: {gib(needed)} at least, into the {gib(room)} {whose}"
 
@@ -149,55 +150,51 @@ def gib(count):
 
 def to_toml(options):
     """The options as a file that `read_options` reads back. None is a comment: TOML has no none."""
-    lines, content = [], to_dict(options)
-    groups = {name: value for name, value in content.items() if isinstance(value, dict)}
-    top = {name: value for name, value in content.items() if name not in groups}
-    for group, values in ({None: top} | groups).items():
-        lines += [f"\n[{group}]"] if group else []
-        for name, value in values.items():
-            if group is None and name in NOT_IN_THE_FILE:
-                continue
-            lines.append(f"# {name}: none" if value is None else f"{name} = {_toml_value(value)}")
+    lines = []
+    for name, value in to_dict(options).items():  # those of no group come first
+        if isinstance(value, dict):
+            lines += [f"\n[{name}]", *(_toml_line(*item) for item in value.items())]
+        elif name not in NOT_IN_THE_FILE:
+            lines.append(_toml_line(name, value))
     return "\n".join(lines)
 
 
-def _toml_value(value):
-    if isinstance(value, float):
-        return repr(value)
-    # JSON spells text, whole numbers and truth as TOML does, but for one character
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _toml_line(name, value):
+    if value is None:
+        return f"# {name}: none"
+    # JSON spells text, numbers and truth as TOML does, but for one character
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
-def launch_lines(world_size, flags):
-    """How to start `flags` on so many ranks, and the command that this is here."""
-    flags = without(flags, {"--dry-run": 0, "--ranks": 1, "--gpu-gib": 1})
-    if world_size == 1:
-        return [shlex.join(["python", "scripts/train.py", *flags])]
-    try:
-        nodes = Allocation.find().num_nodes
-        per_node = world_size // nodes
-        lines = [shlex.join(["python", "scripts/launch.py", "--nproc", str(per_node), "--", *flags])]
-        if world_size % nodes:
-            return [f"{world_size} ranks do not split over the {nodes} nodes here; ask for other nodes"]
-        lines.append(f"which is here: {shlex.join(command_for([str(TRAIN), *flags], nproc=per_node))}")
-    except ValueError as error:  # a starter that is missing here
-        lines = [str(error)]
-    if per_node > USUAL_PER_NODE:
-        lines.append("or, on several nodes, with jobs/train.slurm or jobs/train.pbs: see jobs/README.md")
-    return lines
+@dataclass(frozen=True)
+class ModelFromFlags:
+    """A strategy that holds the model, its optimizer, and what the formulas say of them."""
+
+    parallel: Strategy
+    optimizer: object
+    config: GPTConfig
+    layout: Layout
+    options: Options
+
+    @property
+    def held_by_formula(self) -> memory.RankBytes:
+        """The `RankBytes` of the fullest rank."""
+        return memory.bytes_per_rank(self.config, self.layout, self.options)
+
+    @property
+    def sent_by_formula(self) -> dict[str, traffic.Traffic]:
+        """{collective: Traffic} of a step; ValueError for a strategy without a formula."""
+        return traffic.per_step(self.config, self.layout, self.options)
 
 
-def without(flags, dropped):
-    """`flags` without those of `dropped`, {flag: number of words after it}."""
-    kept, skip = [], 0
-    for word in flags:
-        if skip:
-            skip -= 1
-            continue
-        flag, *value = word.split("=", 1)
-        flag = flag.replace("_", "-")  # both spellings are read
-        if flag not in dropped:
-            kept.append(word)
-        elif not value:
-            skip = dropped[flag]
-    return kept
+def model_from_flags(flags, ranks, vocab_size, start=full_model):
+    """A ModelFromFlags by the trainer's `flags`, a text as on a command line. All ranks must call it.
+
+    `start(config, options)` makes the whole GPT that is spread: see `parallelize`.
+    Raises OptionError as the trainer does.
+    """
+    options = read_options(shlex.split(flags))
+    config = model_config(options, vocab_size)
+    layout = resolve_layout(options, config, ranks.world_size)
+    parallel = parallelize(config, layout, options, ranks, start)
+    return ModelFromFlags(parallel, build_optimizer(parallel, options), config, layout, options)

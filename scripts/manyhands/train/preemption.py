@@ -1,9 +1,10 @@
 """A scheduler says "leave": all ranks save after the same step, and say beside the checkpoint that they were not done.
 
+    act_on_options("train.py", read, act)           # signals wait from here on: importing torch takes seconds
     with PreemptionHandler(ranks) as preemption:
         while step < steps:
             ...
-            if stop := preemption.agreed(step):     # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
+            if stop := preemption.agreed():         # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
                 break
         save()
     if stop and stop != BY_HAND:
@@ -14,27 +15,29 @@ Ctrl-C saves too, but whoever pressed it wants the run to stay stopped, so there
 torchrun turns every exit status of its ranks into 1, so the file says what a status cannot. Signals reach the ranks
 through torchrun (`--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`), srun or mpiexec, not always all ranks,
 and never at the same moment: so the ranks agree. That takes an all-reduce of two numbers about twice a second, not one
-per step.
+per step. Imports no torch before the options are read: a wrong flag is said at once.
 """
 
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.processes import end_with_parent
+from manyhands.launch.program import is_first_rank
 
 # one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 BY_HAND = "SIGINT"  # Ctrl-C
 INTERVAL_S = 0.5  # between two agreements, about
 ECHO_S = 5.0  # one request arrives more than once: from the scheduler itself, and passed on by the launcher
-GROWTH = 4  # the next interval has at most so many times the steps of the last one
+GROWTH = 4  # the next interval has at most so many times the turns of the last one
 REQUEUE = "requeue.json"
 
 _held = []  # signals that came before there was anything to stop
@@ -52,6 +55,31 @@ def defer_signals():
             end_with_parent()
 
 
+def act_on_options(prog, read, act):
+    """What train.py and align.py do: the status of `act(options)` for the options of the command line.
+
+    `read(words)` may raise OptionError: that ends the program with status 2, and one rank says why.
+    """
+    defer_signals()  # a scheduler's SIGUSR1 may come while torch is still being imported
+    from manyhands.config.options import OptionError
+
+    try:
+        with open(os.devnull, "w") as nowhere, ExitStack() as quiet:
+            if not is_first_rank():  # all ranks read the same flags: one says what is wrong with them
+                quiet.enter_context(redirect_stdout(nowhere))
+                quiet.enter_context(redirect_stderr(nowhere))
+            options = read(sys.argv[1:])
+    except OptionError as error:
+        status, why = 2, f"{prog}: {error}"
+    except SystemExit as ended:  # tyro has printed its help, or what it did not understand
+        status, why = ended.code or 0, ""
+    else:
+        return act(options)
+    from manyhands.launch.join import end
+
+    end(why, status)
+
+
 class PreemptionHandler:
     """Waits for SIGTERM, SIGHUP, SIGINT and SIGUSR1 from `with` on. Only the main thread hears signals; elsewhere it
     only agrees.
@@ -64,7 +92,8 @@ class PreemptionHandler:
     def __init__(self, ranks):
         self.ranks = ranks
         self._heard, self._heard_at = 0, None  # the signal's number, from 1; when the first one came
-        self._answer, self._next, self._width, self._since = None, 0, 1, time.monotonic()
+        self._turn = self._next = 0  # how often ranks could have agreed, and when they do so again
+        self._answer, self._width, self._since = None, 1, time.monotonic()
         self._before = {}
 
     def __enter__(self):
@@ -80,26 +109,27 @@ class PreemptionHandler:
         if self._heard_at is None:
             self._restore()
 
-    def agreed(self, step):
-        """The signal by which all ranks stop after this step, or None. All ranks call it, steps rising."""
+    def agreed(self):
+        """The signal by which all ranks stop, or None. All ranks call it as often: after steps, between batches."""
         import torch  # late, so that `defer_signals` costs nothing
         import torch.distributed as dist
 
-        if self._answer is None and step >= self._next:
-            mine = [self._heard, self._step_of_next(step) if self.ranks.rank == 0 else 0]
+        self._turn += 1
+        if self._answer is None and self._turn >= self._next:
+            mine = [self._heard, self._turn_of_next() if self.ranks.rank == 0 else 0]
             agreed = torch.tensor(mine)  # on the CPU: a GPU is not waited for
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
             number, self._next = agreed.tolist()
             self._answer = SIGNALS[number - 1].name if number else None
         return self._answer
 
-    def _step_of_next(self, step):
-        """Rank 0 says for all at which step they ask each other again: clocks of several ranks would not agree."""
+    def _turn_of_next(self):
+        """Rank 0 says for all when they ask each other again: clocks of several ranks would not agree."""
         now = time.monotonic()
-        one_step_s = max(now - self._since, 1e-6) / self._width  # of the steps since the last time
+        one_turn_s = max(now - self._since, 1e-6) / self._width  # of those since the last time
         self._since = now
-        self._width = max(1, min(int(INTERVAL_S / one_step_s), GROWTH * self._width))
-        return step + self._width
+        self._width = max(1, min(int(INTERVAL_S / one_turn_s), GROWTH * self._width))
+        return self._turn + self._width
 
     def _hear(self, number, frame):
         now = time.monotonic()

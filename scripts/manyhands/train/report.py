@@ -1,7 +1,6 @@
 """What people see of a training run: a legend once, then a line per interval; and the same as JSON, always.
 
-    report = Report(ranks, options, layout, config, corpus, folder)         # all ranks
-    report.mean_loss = parallel.mean_loss                                   # collective: the mean over the global batch
+    report = Report(ranks, options, layout, config, corpus, folder, mean_loss)      # all ranks
     report.start(num_params)                                                # who and what runs, and the legend
     report.timer.step_start() ... report.timer.step_done()                  # around each step, its batch included
     report.step(step, loss, grad_norm, lr)                                  # all ranks, every step; steps count from 1
@@ -10,14 +9,19 @@
 
 `step` reads no number and sends no message, except in an interval's last step: then two collectives, the mean loss and
 one all-reduce of a few numbers per rank. Only rank 0 shows and writes. A line waits for the evaluation of its step.
-Numbers count the whole world: samples/s is the global batch over the time of the slowest rank.
+Numbers count the whole world: samples/s is the global batch over the time of the slowest rank. A row is one line's
+numbers: {key of KEYS: number or None}.
 """
 
 import math
+import shutil
 import statistics
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 
 import psutil
 import torch
@@ -28,63 +32,53 @@ from manyhands.launch.program import write
 from manyhands.measure.timing import peak_memory_gib
 from manyhands.predict.machines import dense_peak, device_name
 from manyhands.predict.models import flops_per_token
-from manyhands.train import columns
-from manyhands.train.columns import screen_width
-from manyhands.train.step_timer import StepTimer
+from manyhands.train.timing import StepTimer
 from manyhands.train.trackers import Trackers
 
 HEADER_EVERY = 30  # lines between headers
-SOON_S = 10.0  # of steps are enough to tell when the run will be over; fewer until the second line is there
 WORTH_S = 60.0  # a run that is over by then needs no announcement
-REFRESH_S = 0.25  # of the bar: drawing costs the training time
+LOG_WIDTH = 160  # where there is no terminal: every column
 KEYS = (
     "step", "tokens", "loss", "val_loss", "dt_s", "dt_min_s", "dt_mean_s", "slowest_rank", "dtf_s", "dtb_s",
     "samples_per_s", "samples_per_s_per_rank", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "grad_norm", "lr",
     "memory_gib", "memory_min_gib", "memory_mean_gib", "elapsed_s", "start_up_s",
 )  # fmt: skip
+OVER_RANKS = {  # keys of what compares ranks: one rank alone has none of it
+    "dt_min_s", "dt_mean_s", "samples_per_s_per_rank", "tokens_per_s_per_rank", "memory_min_gib", "memory_mean_gib",
+}  # fmt: skip
+PHASES = {"dtf_s", "dtb_s"}  # which a pipeline has not: its forwards and backwards alternate
 
 
 class Report:
-    """See the module. `clock` (of the timer), `now` (seconds) and `terminal` are for tests.
-
-    `peak`, FLOP/s of one rank, may be set before `start`, with `peak_name`: a measured one, on a CPU.
-    """
+    """See the module. `mean_loss(loss)` is its mean over the global batch, collective; `now` gives seconds."""
 
     def __init__(
-        self, ranks, options, layout, config, corpus, folder, *, clock=None, now=time.perf_counter, terminal=None
-    ):
+        self, ranks, options, layout, config, corpus, folder, mean_loss=lambda loss: loss, *, now=time.perf_counter,
+        terminal=None,
+    ):  # fmt: skip
         self.ranks, self.options, self.layout = ranks, options, layout
         self.config, self.corpus, self.folder = config, corpus, folder
-        self.now, self.mean_loss = now, None
+        self.mean_loss, self.now = mean_loss, now
         self.resumed = (0, 0)  # the step at which a resumed run goes on, and the tokens seen until then
-        self.timer = StepTimer(ranks.device, clock)
-        self.flops_per_token = flops_per_token(config)
-        self.peak = dense_peak(ranks.device, options.train.precision)
-        self.peak_name = f"{device_name(ranks.device)} in {options.train.precision}"
-        if self.peak:
-            self.peak_name = f"{self.peak / 1e12:,.1f} TFLOP/s, the dense peak of {self.peak_name}"
-        self.began = now()
-        self.rows, self.pending, self.closed, self.in_steps_s = [], None, False, 0.0
+        self.timer = StepTimer(ranks.device, now)
+        self.peak = dense_peak(ranks.device, options.train.precision)  # FLOP/s of one rank, or None
+        self.began, self.in_steps_s = now(), 0.0
+        self.rows, self.pending, self.closed = [], None, False
         self.first, self.start_up_said = True, False  # no step reported yet
-        self.measured_from, self.end_said = None, False  # (step, seconds) after the first step
         self.shows = ranks.rank == 0
-        self.bar = self.log = self.trackers = None
+        self.log = self.trackers = None
         if self.shows:
-            self.terminal = sys.stdout.isatty() if terminal is None else terminal
-            self.bar = Bar(options.train.steps, self.terminal and options.log.progress)
+            terminal = sys.stdout.isatty() if terminal is None else terminal
+            self.bar = Bar(options.train.steps, terminal and options.log.progress)
 
     def start(self, num_params):
         """Show who and what runs and the legend."""
         if not self.shows:
             return
-        everything = columns.all_columns(
-            self.options, self.config, self.ranks.device, self.ranks.world_size, self.layout.pipeline,
-            self.peak and self.peak_name,
-        )  # fmt: skip
-        self.columns = columns.fitting(everything, screen_width())
+        everything = all_columns(self.options, self.config, self.layout, self.ranks.device, self.peak)
+        self.columns = fitting(everything, screen_width())
         about = run_header(self.ranks, self.options, self.layout, self.config, self.corpus, self.folder, num_params)
-        legend = columns.legend(everything, self.columns, screen_width(), self.terminal)
-        self.bar.write(f"{about}\n\n{legend}\n")
+        self.bar.write(f"{about}\n\n{legend(everything, self.columns, screen_width())}\n")
         self.log = self._guarded(lambda: StepLog(self.ranks, str(self.folder.absolute() / "steps.jsonl")))
         self.trackers = Trackers(self.options, self.folder, self.ranks.world_size, self.note)
         self.bar.start()
@@ -93,89 +87,71 @@ class Report:
         """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim
         tensors).
         """
-        due = self._due(step)
-        expected = self._expected_end(step, due) if self.shows else None
-        if not due:
+        line = self.first or step % self.options.log.every == 0 or self._evaluated(step)
+        self.first = False
+        if not line:
             if self.shows:
                 self.bar.advance(step)
-            if expected:
-                self.note(expected)
             return
         self._flush()
         timing = self.timer.take()
-        mean = self.mean_loss(loss) if self.mean_loss else loss
+        mean = self.mean_loss(loss)
         mine = (timing.step_s, timing.forward_s, timing.backward_s, peak_memory_gib(self.ranks))
-        dt_n, dtf_n, dtb_n, memory_n = self._over_ranks(mine)
+        over_ranks = self._over_ranks(mine)
         if not self.shows:
             return
-        row = self._row(step, loss=float(mean), grad_norm=float(grad_norm), lr=float(lr))
+        self.pending = self._row(step, loss=float(mean), grad_norm=float(grad_norm), lr=float(lr))
+        self._add_measured(timing.steps, *over_ranks)
+        self.bar.advance(step, self.pending)
+        # the first line's steps warm up and may compile: the second one's say how long the run will take
+        timed = sum(row["dt_s"] is not None for row in self.rows)
+        end = self._expected_end(step, self.pending["dt_s"] or 0.0) if timed == 1 else ""
+        if not self._evaluated(step):
+            self._flush()
+        if end:
+            self.bar.write(end)
+
+    def _add_measured(self, steps, dt_n, dtf_n, dtb_n, memory_n):
+        """The values of all ranks go into the row that waits."""
+        row, size = self.pending, self.ranks.world_size
         row |= {
             "dtf_s": _mean(dtf_n), "dtb_s": _mean(dtb_n),
             "memory_gib": max(memory_n), "memory_min_gib": min(memory_n), "memory_mean_gib": _mean(memory_n),
         }  # fmt: skip
-        if dt_n and max(dt_n) > 0:
-            self.in_steps_s += max(dt_n) * timing.steps
-            row |= self._rates(dt_n)
-        self.pending = row
-        if not self._evaluated(step):
-            self._flush()
-        self.bar.advance(step, row)
-        if expected:
-            self.bar.write(expected)
+        if not dt_n or (dt := max(dt_n)) <= 0:
+            return
+        self.in_steps_s += dt * steps
+        samples_per_s = self.options.train.global_batch / dt
+        tokens_per_s = samples_per_s * self.config.block_size
+        done = flops_per_token(self.config) * tokens_per_s / size
+        row |= {
+            "dt_s": dt, "dt_min_s": min(dt_n), "dt_mean_s": _mean(dt_n), "slowest_rank": dt_n.index(dt),
+            "samples_per_s": samples_per_s, "samples_per_s_per_rank": samples_per_s / size,
+            "tokens_per_s": tokens_per_s, "tokens_per_s_per_rank": tokens_per_s / size,
+            "mfu": done / self.peak if self.peak else None,
+        }  # fmt: skip
 
-    def _expected_end(self, step, line):
-        """A sentence, once, as soon as the steps have shown how fast they are, else None. Reads the clock, no more.
-
-        `line`: whether a line ends with this step. The first step, which warms up and may compile, does not count.
-        """
-        now = self.now()
-        if self.measured_from is None:
-            self.measured_from = (step, now)
-            return None
-        first, began = self.measured_from
-        if self.end_said or (not line and now - began < SOON_S):
-            return None
-        self.end_said, left = True, self.options.train.steps - step
-        step_s = (now - began) / (step - first)
+    def _expected_end(self, step, step_s):
+        """When the run will be over, if that is worth a line."""
+        left = self.options.train.steps - step
         if left * step_s < WORTH_S:
-            return None
+            return ""
         end = time.strftime("%a %d %b, %H:%M", time.localtime(time.time() + left * step_s))
-        return (
-            f"{left:,} steps are left at about {columns.seconds(step_s)} each: {duration(left * step_s)}, until {end}"
-        )
-
-    def _due(self, step):
-        """Does a line end with this step? The same answer on all ranks."""
-        log, first = self.options.log, self.first
-        self.first = False
-        return first or step % log.every == 0 or self._evaluated(step)
+        left_s = timedelta(minutes=round(left * step_s / 60))
+        return f"{left:,} steps are left at about {seconds(step_s)} each: {left_s}, until {end}"
 
     def _evaluated(self, step):
         every = self.options.log.eval_every
         return step == self.options.train.steps or (every > 0 and step % every == 0)
 
     def _over_ranks(self, mine):
-        """For each number its values over all ranks, in rank order; an empty list if it is none. One all-reduce."""
-        size = self.ranks.world_size
-        device = "cpu" if "gloo" in self.ranks.backend else self.ranks.device
-        table_nk = torch.zeros(size, len(mine), dtype=torch.float64)
+        """For each number its values over all ranks, in rank order; an empty list if it is None. One all-reduce."""
+        table_nk = torch.zeros(self.ranks.world_size, len(mine), dtype=torch.float64)
         table_nk[self.ranks.rank] = torch.tensor([math.nan if value is None else value for value in mine])
         if dist.is_initialized():
-            table_nk = table_nk.to(device)
+            table_nk = table_nk.to("cpu" if "gloo" in self.ranks.backend else self.ranks.device)
             dist.all_reduce(table_nk)  # each rank adds zeros to the others' rows
         return [[v for v in values if not math.isnan(v)] for values in table_nk.t().tolist()]
-
-    def _rates(self, dt_n):
-        dt, size = max(dt_n), self.ranks.world_size
-        samples_per_s = self.options.train.global_batch / dt
-        tokens_per_s = samples_per_s * self.config.block_size
-        done = self.flops_per_token * tokens_per_s / size
-        return {
-            "dt_s": dt, "dt_min_s": min(dt_n), "dt_mean_s": _mean(dt_n), "slowest_rank": dt_n.index(dt),
-            "samples_per_s": samples_per_s, "samples_per_s_per_rank": samples_per_s / size,
-            "tokens_per_s": tokens_per_s, "tokens_per_s_per_rank": tokens_per_s / size,
-            "mfu": done / self.peak if self.peak else None,
-        }  # fmt: skip
 
     def tokens(self, step):
         """What the model has seen after `step` steps, those of a run before this one included."""
@@ -184,8 +160,7 @@ class Report:
 
     def _row(self, step, **values):
         elapsed = self.now() - self.began
-        known = {"step": step, "tokens": self.tokens(step), "elapsed_s": elapsed}
-        return dict.fromkeys(KEYS) | known | values
+        return dict.fromkeys(KEYS) | {"step": step, "tokens": self.tokens(step), "elapsed_s": elapsed} | values
 
     def _flush(self):
         """Show and write the line that waits, if one does."""
@@ -196,11 +171,10 @@ class Report:
             row["start_up_s"] = max(0.0, self.timer.first_start_s - launch_time(self.ranks.launcher))
             self.start_up_said = True
             self.bar.write(f"start-up: {row['start_up_s']:.1f} s from launch to the first step")
-        text = columns.line(self.columns, row)
         if len(self.rows) % HEADER_EVERY == 0:
-            text = f"{columns.header(self.columns)}\n{text}"
+            self.bar.write(header(self.columns))
         self.rows.append(row)
-        self.bar.write(text)
+        self.bar.write(" ".join(column.cell(row[column.key]) for column in self.columns))
         if self.log and not self._guarded(lambda: self.log.write(**row) or True):
             self.log = None  # said once
         self.trackers.log(row)
@@ -246,15 +220,14 @@ class Report:
 
     def _summary(self, reason):
         elapsed = self.now() - self.began
-        share = columns.share(self.in_steps_s / elapsed) if elapsed else "-"
-        lines = [f"{reason}: {elapsed:.1f} s, {share} of them in steps"]
+        lines = [f"{reason}: {elapsed:.1f} s, {share(self.in_steps_s / elapsed) if elapsed else '-'} of them in steps"]
         measured = [row for row in self.rows if math.isfinite(row["val_loss"] or math.nan)]
         if measured:
             best = min(measured, key=lambda row: row["val_loss"])
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
         speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # the first one warms up
         if speeds:
-            lines.append(f"  median {columns.rate(statistics.median(speeds))} tokens/s")
+            lines.append(f"  median {rate(statistics.median(speeds))} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])
 
     def _draw(self):
@@ -277,45 +250,157 @@ class Bar:
     """
 
     def __init__(self, steps, active):
-        self.progress, self.drawn = None, 0.0
-        if active:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.progress = Progress(
-                MofNCompleteColumn(), TextColumn("steps"), BarColumn(), TextColumn("{task.fields[loss]}"),
-                TextColumn("left:"), TimeRemainingColumn(), console=Console(force_terminal=True), auto_refresh=False,
-                transient=True, redirect_stdout=False, redirect_stderr=False,
-            )  # fmt: skip
-            self.task = self.progress.add_task("", total=steps, loss="")
+        self.progress = Progress(
+            MofNCompleteColumn(), TextColumn("steps"), BarColumn(), TextColumn("{task.fields[loss]}"),
+            TextColumn("left:"), TimeRemainingColumn(), console=Console(force_terminal=active), disable=not active,
+            refresh_per_second=4, transient=True, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self.task = self.progress.add_task("", total=steps, loss="")
+        self.stop = self.progress.stop
 
     def start(self):
-        if self.progress:
-            self.progress.start()
-            self.progress.console.show_cursor(True)  # rich hides it, and a run that is killed cannot bring it back
+        self.progress.start()
+        if self.progress.live.is_started:  # rich hides the cursor, and a run that is killed cannot bring it back
+            self.progress.console.show_cursor(True)
 
     def advance(self, step, row=None):
         """`step` steps are done; `row`: a line's numbers, if there are new ones."""
-        if not self.progress:
-            return
-        self.progress.update(self.task, completed=step)
-        if row:
-            self.progress.update(self.task, loss=f"loss {row['loss']:.4f}")
-        if row or time.perf_counter() - self.drawn > REFRESH_S:
-            self.drawn = time.perf_counter()
-            self.progress.refresh()
+        self.progress.update(self.task, completed=step, **({"loss": f"loss {row['loss']:.4f}"} if row else {}))
 
     def write(self, text):
-        if self.progress and self.progress.live.is_started:
+        if self.progress.live.is_started:
             from rich.text import Text
 
             self.progress.console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
         else:
             write(f"{text}\n")
 
-    def stop(self):
-        if self.progress:
-            self.progress.stop()
+
+# --- the columns of a line: what each is called, means, and looks like
+
+
+@dataclass(frozen=True)
+class Column:
+    """`meaning` is its row in the legend; of columns that do not fit, the one with the highest `spare` goes first.
+
+    A value has the same width in every line, so that lines align.
+    """
+
+    key: str
+    name: str
+    width: int
+    form: Callable[[float], str]
+    spare: int
+    meaning: str
+
+    def cell(self, value):
+        if value is None:
+            text = "-"
+        elif isinstance(value, float) and not math.isfinite(value):
+            text = str(value)  # nan, inf
+        else:
+            text = self.form(value)
+        return text.rjust(self.width)
+
+
+def seconds(value):
+    """Seven characters at most: 45.1ms, 12.35s."""
+    if value < 0.9999:
+        return f"{value * 1000:.1f}ms" if value >= 0.001 else f"{value * 1000:.3f}ms"
+    return f"{value:.2f}s" if value < 999 else f"{value:.0f}s"
+
+
+def gib(value):
+    return f"{value:.2f}GiB" if value < 9.995 else f"{value:.1f}GiB" if value < 99.95 else f"{value:.0f}GiB"
+
+
+def loss(value):
+    digits = 4 if abs(value) < 9.99995 else 3 if abs(value) < 99.9995 else 1
+    return f"{value:.{digits}f}" if abs(value) < 9999 else f"{value:.0e}"
+
+
+def rate(value):
+    for unit, size in (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if value < 99999.5 * size or unit == "G":
+            shown = value / size
+            return f"{shown:.1f}{unit}" if shown < 999.95 else f"{shown:.0f}{unit}"
+
+
+def share(value):
+    return f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
+
+
+def screen_width():
+    """Characters per line: of the terminal, or what COLUMNS says; a log file takes all columns."""
+    return shutil.get_terminal_size((LOG_WIDTH, 24)).columns
+
+
+def all_columns(options, config, layout, device, peak):
+    """Every column of a run, in order, with its numbers in the meanings. `peak`: FLOP/s of a rank, or None."""
+    unit, batch, clip = "rank" if device.type == "cpu" else "GPU", options.train.global_batch, options.optimizer.clip
+    held = "of the process" if device.type == "cpu" else "of tensors on its GPU"
+    mfu = "unknown device: no vendor's dense peak is listed for it, so no share of it can be given"
+    if peak:
+        mfu = (
+            f"{flops_per_token(config) / 1e6:,.1f} MFLOP per token x tokens/s/{unit}, as a share of"
+            f" {peak / 1e12:,.1f} TFLOP/s, the dense peak of {device_name(device)} in {options.train.precision}"
+        )
+    rows = [
+        ("step", "step", max(4, len(str(options.train.steps))), str, 0, "optimizer steps done"),
+        ("loss", "loss", 6, loss, 0, "cross-entropy in nats per token: the mean over the global batch of this step"),
+        ("val_loss", "val_loss", 8, loss, 0, "the same on text that is never trained on; - where it was not measured"),
+        ("dt_s", "dt", 7, seconds, 0, "time of one step, on the slowest rank: mean of the steps since the line above"),
+        ("dt_min_s", "dt_min", 7, seconds, 5, "dt of the fastest rank"),
+        ("dt_mean_s", "dt_mean", 7, seconds, 5, "dt, mean over ranks"),
+        ("dtf_s", "dtf", 7, seconds, 2, "the part of dt in the forward pass (mean over ranks)"),
+        ("dtb_s", "dtb", 7, seconds, 2,
+         "the part of dt in the backward pass; what is left is the batch, clipping and the optimizer"),
+        ("samples_per_s", "samples/s", 9, rate, 1,
+         f"sequences per second of all ranks together: the global batch of {batch} / dt"),
+        ("samples_per_s_per_rank", f"samples/s/{unit}", 10 + len(unit), rate, 4,
+         f"samples/s divided by the number of {unit}s"),
+        ("tokens_per_s", "tokens/s", 8, rate, 0, f"samples/s x {config.block_size} tokens"),
+        ("tokens_per_s_per_rank", f"tokens/s/{unit}", 9 + len(unit), rate, 3,
+         f"tokens/s divided by the number of {unit}s"),
+        ("mfu", "MFU", 5, share, 1, f"model FLOPs utilisation: {mfu}"),
+        ("grad_norm", "grad_norm", 9, "{:.4g}".format, 0, "length of the gradient of the whole model, "
+         + (f"before it is clipped to {clip:g}" if clip else "(it is not clipped)")),
+        ("lr", "lr", 8, "{:.2e}".format, 0, "learning rate of this step"),
+        ("memory_gib", "memory", 7, gib, 0, f"the most memory {held} that any rank has held so far"),
+        ("memory_min_gib", "mem_min", 7, gib, 6, "memory of the rank with the least"),
+        ("memory_mean_gib", "mem_mean", 8, gib, 6, "memory, mean over ranks"),
+    ]  # fmt: skip
+    absent = (OVER_RANKS if layout.world_size == 1 else set()) | (PHASES if layout.pipeline > 1 else set())
+    return [Column(*row) for row in rows if row[0] not in absent]
+
+
+def fitting(columns, width):
+    """The columns that fit into `width` characters, most spare ones left out first."""
+    columns = list(columns)
+    while len(header(columns)) > width and any(column.spare for column in columns):
+        most = max(column.spare for column in columns)
+        columns = [column for column in columns if column.spare != most]
+    return columns
+
+
+def header(columns):
+    return " ".join(column.name.rjust(column.width) for column in columns)
+
+
+def legend(everything, shown, width):
+    """A row per column of `shown`, and the names of the others of `everything`."""
+    wide = max(len(column.name) for column in shown)
+    rows = [("column", "what it says"), *((column.name, column.meaning) for column in shown)]
+    lines = [
+        textwrap.fill(f" {name:<{wide}}  {says}", width, subsequent_indent=" " * (wide + 3)) for name, says in rows
+    ]
+    missing = ", ".join(column.name for column in everything if column not in shown)
+    if missing:
+        lines.append(textwrap.fill(f" {width} characters have no room for {missing}: see steps.jsonl", width))
+    return "\n".join(lines)
 
 
 def run_header(ranks, options, layout, config, corpus, folder, num_params):
@@ -357,18 +442,6 @@ def launch_time(launcher):
     if launcher in ("torchrun", "mpich"):
         process = process.parent() or process
     return process.create_time()
-
-
-def duration(value):
-    """Seconds for people, in two units at most: 4 min, 3 h 20 min, 2 days 3 h."""
-    minutes = round(value / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(round(value / 3600), 24)
-    return f"{days} day{'s' * (days > 1)}" + (f" {hours} h" if hours else "")
 
 
 def _mean(values):

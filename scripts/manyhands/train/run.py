@@ -1,10 +1,12 @@
 """A training run, whatever the strategy: `scripts/train.py` calls `train(options)`.
 
-`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What differs
-between strategies is in `parallel`, what people see in `report`, what survives in `resume` and `checkpoints`. Step k
-means: after k optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data is the step.
+`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What comes
+before is in `start`, what differs between strategies in `parallel`, what people see in `report`, what survives in
+`checkpoints`. Step k means: after k optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data
+is the step.
 """
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -20,16 +22,16 @@ from manyhands.gpt.sampling import generate
 from manyhands.launch.join import end, join, leave, refuse
 from manyhands.launch.metrics import Metrics
 from manyhands.launch.program import DIVERGED, INTERRUPTED, say_status
+from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.strategy import parallelize
-from manyhands.train.preconditions import corpus_of, prompt_ids, refuse_size, refuse_text
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
-from manyhands.train.profiling import Profile
 from manyhands.train.report import Report
-from manyhands.train.resume import metadata_of, random_state, resume, seed_dropout
 from manyhands.train.stalls import StallWatch
+from manyhands.train.start import corpus_of, prompt_ids, random_state, refuse_size, refuse_text, resume, seed_dropout
+from manyhands.train.timing import profiled
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
 VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
@@ -51,7 +53,7 @@ class Run:
     def __init__(self, options, config, layout, corpus, ranks):
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
-        self.folder = _agreed_folder(ranks)
+        self.folder = Path(Agreement(ranks, None, OptionError).on_rank_0(lambda: _new_folder(ranks)))
         self.train_ids = corpus.train_ids.to(ranks.device)
         self.val_ids = corpus.val_ids.to(ranks.device)
         self.parallel = self.spread()
@@ -59,7 +61,7 @@ class Run:
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
         self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
-        self.turns, self.preemption = 0, None  # how often ranks could have agreed on a signal, and who hears them
+        self.preemption = PreemptionHandler(ranks)
         seed_dropout(options.train.seed, layout, ranks)
         wanted = options.checkpoint
         self.checkpoint_folder = Path(wanted.folder) if wanted.folder else self.folder / "checkpoints"
@@ -67,8 +69,7 @@ class Run:
             self.checkpoint_folder, ranks, keep=wanted.keep, asynchronous=wanted.asynchronous
         )
         self.saved = None  # the last step that was saved
-        self.report = Report(ranks, options, layout, config, corpus, self.folder)
-        self.report.mean_loss = self.parallel.mean_loss
+        self.report = Report(ranks, options, layout, config, corpus, self.folder, self.parallel.mean_loss)
 
     def spread(self):
         """The model over the ranks: a `Strategy`. All ranks call it."""
@@ -84,12 +85,12 @@ class Run:
         left = options.train.steps - self.step
         try:
             with (
-                PreemptionHandler(self.ranks) as self.preemption,
+                self.preemption,
                 StallWatch(self.ranks, options.train.stall_s) as watch,
-                Profile(self.ranks, options, self.folder, report.note, left) as profile,
+                profiled(self.ranks, options, self.folder, report.note, left) as step_done,
             ):
                 self.parallel.moved = watch.moved
-                stop = self.loop(watch, profile)
+                stop = self.loop(watch, step_done)
         except BaseException as error:
             report.close(f"ended at step {self.step} by {type(error).__name__}")
             raise
@@ -101,11 +102,11 @@ class Run:
             else f"stopped by {stop} and saved at step {self.step}" if saved
             else f"stopped by {stop} at step {self.step}, and not saved: name a --checkpoint.folder to go on from"
         )  # fmt: skip
-        _write_metrics(self)
+        self.write_metrics()
         self.checkpoints.close()
         return 0 if saved else INTERRUPTED
 
-    def loop(self, watch, profile):
+    def loop(self, watch, step_done):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, None
         if self.eval_pending and self.due(every.eval_every):
@@ -117,7 +118,7 @@ class Run:
             compiles = self.step == first and options.train.compile
             watch.at(self.step, "training", SLOW_S if compiles else None)
             norm = self.train_step()
-            profile.step()
+            step_done()
             if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
                 self.abort_on_nan(norm)  # the numbers are read now anyway: a GPU is waited for once
             if self.due(every.eval_every):
@@ -126,7 +127,7 @@ class Run:
             if self.due(options.checkpoint.every):
                 watch.at(self.step, "checkpoint", SLOW_S)
                 self.save()  # each rank writes its own shards; no weight is gathered
-            stop = stop or self.agreed()
+            stop = stop or self.preemption.agreed()
         if self.step > first:
             self.abort_on_nan(norm)
         watch.at(self.step, "evaluation")
@@ -178,7 +179,7 @@ class Run:
         log, losses = self.options.log, []
         for i in range(log.eval_batches):
             # a scheduler waits for half a minute or so, an evaluation may take longer
-            if i and (stop := self.agreed()):
+            if i and (stop := self.preemption.agreed()):
                 return stop
             self.parallel.moved()
             losses.append(self.parallel.evaluate(*self.batch(self.val_ids, i, VALIDATION_SEED)))
@@ -211,18 +212,21 @@ class Run:
         """Whether what happens each `every` steps (0: never) happens now; the end has its own turn."""
         return every and self.step % every == 0 and self.step < self.options.train.steps
 
-    def agreed(self):
-        """The signal by which all ranks leave, or None. All ranks call it as often: after steps, between validation
-        batches.
-        """
-        self.turns += 1
-        return self.preemption and self.preemption.agreed(self.turns)
-
     # --- what survives it
 
     def metadata(self):
-        """What stands beside the tensors of a checkpoint."""
-        return metadata_of(self)
+        """What stands beside the tensors of a checkpoint, as JSON holds it."""
+        return {
+            "step": self.step,
+            "options": to_dict(self.options),
+            "config": dataclasses.asdict(self.config),
+            "corpus": self.corpus.metadata() | self.corpus.vocabulary(),
+            "layout": str(self.layout),
+            "world_size": self.ranks.world_size,
+            "val_loss": self.val_losses.get(self.step),
+            "tokens": self.report.tokens(self.step),
+            "loss_scale": self.scale and self.scale.state(),
+        }
 
     def tensors(self):
         """All that training changes, under names that no strategy changes."""
@@ -245,7 +249,7 @@ class Run:
     # --- abort on NaN or Inf before saving
 
     def abort_on_nan(self, norm):
-        """Raises Diverged where the global gradient norm, a 0-dim tensor, is no number: on all ranks, which have the
+        """Raises Diverged where the global gradient norm, a 0-dim tensor, is NaN or Inf: on all ranks, which have the
         same.
         """
         if self.scale is None and not math.isfinite(norm.item()):  # fp16 leaves such steps out, and goes on
@@ -263,6 +267,21 @@ class Run:
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)  # a shard is one rank's alone: one tells all
         if broken:
             raise Diverged(self, "a weight is no finite number")
+
+    def write_metrics(self):
+        """metrics.json of a run that has ended; where there is no room for it, a sentence."""
+        options = to_dict(self.options) | {"config": None}
+        for group in ("data", "checkpoint"):  # without the names of folders: two runs of one configuration are compared
+            options[group] = options[group] | {"folder": None}
+        metrics = Metrics(self.ranks, self.corpus, {"options": options})
+        losses = {str(step): loss for step, loss in self.val_losses.items()}
+        metrics.exact(val_losses=losses)
+        metrics.close(val_losses=losses)
+        try:
+            metrics.write()
+        except OSError as error:
+            # the training is over and saved: it has not failed, and starting it again would not help
+            self.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
 
     def close(self):
         """Before a run that was refused ends."""
@@ -308,34 +327,8 @@ def carry_out(run, prog, look=lambda run: None):
     return status
 
 
-def _agreed_folder(ranks):
-    """Rank 0's run folder, on all ranks. Raises OptionError on all where it cannot be made."""
-    found = [None, None]
-    if ranks.rank == 0:
-        try:
-            found[0] = str(run_folder(ranks, latest=False))
-        except (OSError, ValueError) as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1]:
-        raise OptionError(found[1])
-    return Path(found[0])
-
-
-def _write_metrics(run):
-    """metrics.json of a run that has ended; where there is no room for it, a sentence."""
-    metrics = Metrics(run.ranks, run.corpus, {"options": _without_places(to_dict(run.options))})
-    losses = {str(step): loss for step, loss in run.val_losses.items()}
-    metrics.exact(val_losses=losses)
-    metrics.close(val_losses=losses)
+def _new_folder(ranks):
     try:
-        metrics.write()
-    except OSError as error:
-        # the training is over and saved: it has not failed, and starting it again would not help
-        run.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
-
-
-def _without_places(options):
-    """Options without the names of folders: two runs of one configuration are compared."""
-    without = {group: {**options[group], "folder": None} for group in ("data", "checkpoint")}
-    return {**options, "config": None, **without}
+        return str(run_folder(ranks, latest=False))
+    except (OSError, ValueError) as error:
+        raise OptionError(str(error)) from None

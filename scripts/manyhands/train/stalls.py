@@ -40,7 +40,6 @@ from manyhands.launch.ranks import name_ranks
 
 SHOW = signal.SIGURG  # makes a rank print its stack and go on; a program that knows nothing of it ignores it
 FORWARD_S = 2  # for its launcher to hand that on: once a rank has ended, it throws the rest away
-ABORT_S = 20  # for the end of a process on a busy node
 TORCH = str(Path(torch.__file__).parent) + os.sep
 # inside these files of torch a rank waits for the others, or for a GPU that does
 WAITING_FILES = ("distributed" + os.sep, os.path.join("nn", "parallel", "distributed.py"), "autograd" + os.sep)
@@ -126,12 +125,12 @@ class StallWatch:
         with suppress(RuntimeError):  # the store has ended: `_guard` notices, if the run has not
             while self._sleep():
                 self._heartbeats.tell(self._here())
-                verdict = self._heartbeats.verdict()
+                sentence, silent = self._heartbeats.verdict()
                 self._answered = time.monotonic()
-                if verdict:
-                    if "sentence" in verdict:
-                        _print(verdict["sentence"])
-                    self._end(verdict["silent"], self._heartbeats)
+                if sentence is not None:
+                    if sentence:
+                        _print(sentence)
+                    self._end(silent, self._heartbeats)
             self._heartbeats.tell(self._here(left=True))
 
     def _guard(self):
@@ -180,9 +179,12 @@ class StallWatch:
             # a launcher ends all ranks with the first one, and rank 0 may serve the store: first everybody prints
             _bounded(lambda: store.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
         here = [one for one in silent if one.host == self.ranks.host]
-        for action, then_s in ((_show, FORWARD_S), (_abort, 0)):
+        for action, then_s in ((_show, FORWARD_S), (psutil.Process.kill, 0)):
             for one in here:
-                _with_process(one, action)
+                with suppress(psutil.Error, OSError):
+                    process = psutil.Process(one.pid)
+                    if process.create_time() == one.born:  # else the number is another's by now
+                        action(process)
             time.sleep(then_s if here else 0)
         _bounded(sys.stdout.flush)
         os._exit(1)
@@ -196,9 +198,8 @@ class HeartbeatStore:
 
     def __init__(self, ranks, stall_s, beat_s):
         self.ranks, self.stall_s, self.beat_s = ranks, stall_s, beat_s
-        shared = dist.distributed_c10d._get_default_store()
-        if hasattr(shared, "clone"):  # else the main thread's calls and ours take turns on one connection
-            shared = shared.clone()
+        # a connection of its own: the main thread's calls wait on the other
+        shared = dist.distributed_c10d._get_default_store().clone()
         self._store = dist.PrefixStore(f"stalls{next(_watches)}", shared)
         self._beats = 0
         self.first_rank = None  # what rank 0 last said
@@ -216,34 +217,31 @@ class HeartbeatStore:
         self._store.set(f"rank{here.rank}", json.dumps(vars(here)))
 
     def verdict(self):
-        """None while all is well, else {"silent": [Heartbeat]}, and for the one rank that says it also {"sentence":
-        ...}.
+        """(None, []) while all is well, else (a sentence, "" for all ranks but the one that says it; the silent ranks).
 
         Rank 0 judges. If it is silent itself, or has left, the next ranks do, each a little later than the one before.
         """
-        if self._store.check(["verdict"]):
-            return _read(self._store.get("verdict"))
-        if self.ranks.rank:
-            (self.first_rank,) = self._listen([0])
-            if self.first_rank.silent_s < self.stall_s + 2 * self.beat_s * self.ranks.rank:
-                return None
-        sentence, silent = judged(self._listen(range(self.ranks.world_size)), self.stall_s)
-        if sentence is None:
-            return None
-        own = json.dumps([vars(one) for one in silent] + [self.ranks.rank])
-        first = self._store.compare_set("verdict", "", own).decode()  # of two that judge at once one is heard
-        return _read(first) | ({"sentence": sentence} if first == own else {})
+        sentence, own = "", b""
+        if not self._store.check(["verdict"]):
+            if self.ranks.rank:
+                (self.first_rank,) = self._listen([0])
+                if self.first_rank.silent_s < self.stall_s + 2 * self.beat_s * self.ranks.rank:
+                    return None, []
+            sentence, silent = judged(self._listen(range(self.ranks.world_size)), self.stall_s)
+            if sentence is None:
+                return None, []
+            own = json.dumps([self.ranks.rank, *map(vars, silent)]).encode()
+            self._store.compare_set("verdict", "", own.decode())  # of two that judge at once one is heard
+        heard = self._store.get("verdict")
+        return sentence if heard == own else "", [Heartbeat(**one) for one in json.loads(heard)[1:]]
 
     def _listen(self, ranks):
         """[Heartbeat] of these ranks, with the seconds since each said something new."""
-        keys = [f"rank{rank}" for rank in ranks]
-        if self._store.check(keys):
-            answers = self._store.multi_get(keys)
-        else:
-            answers = [self._store.get(key) if self._store.check([key]) else None for key in keys]
         heard, now = [], time.monotonic()
-        for rank, answer in zip(ranks, answers, strict=True):
-            said = Heartbeat(**json.loads(answer)) if answer else Heartbeat(rank, patience_s=self.stall_s)
+        for rank in ranks:
+            said = Heartbeat(rank, patience_s=self.stall_s)
+            if self._store.check([f"rank{rank}"]):
+                said = Heartbeat(**json.loads(self._store.get(f"rank{rank}")))
             if self._seen.get(rank, (0, 0))[0] != said.beats:
                 self._seen[rank] = (said.beats, now)
             said.silent_s = now - self._seen.get(rank, (0, self._since))[1]
@@ -256,10 +254,6 @@ class HeartbeatStore:
         while self._store.add("printed", 0) < self.ranks.world_size - num_silent:
             time.sleep(0.05)
         time.sleep(0.2)  # others still ask this
-
-
-def _read(verdict):
-    return {"silent": [Heartbeat(**one) for one in json.loads(verdict)[:-1]]}
 
 
 # --- who stopped, and who only waits: rules over the last heartbeats
@@ -327,27 +321,10 @@ def place_of(frame):
 # --- at the end of a run that stalled
 
 
-def _with_process(one, action):
-    """Do it to the process of a rank of this node, if it still lives."""
-    with suppress(psutil.Error, OSError):
-        process = psutil.Process(one.pid)
-        if process.create_time() == one.born:  # else the number is another's by now
-            action(process)
-
-
 def _show(process):
     """Continue a process that was stopped; the first thing that it does is to print its stack."""
     process.send_signal(SHOW)
     process.resume()
-
-
-def _abort(process):
-    if hasattr(process, "rlimit"):
-        process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # no core file
-    process.send_signal(signal.SIGABRT)
-    _, alive = psutil.wait_procs([process], timeout=ABORT_S)
-    for one in alive:
-        one.kill()
 
 
 def _print(text):

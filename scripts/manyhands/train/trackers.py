@@ -28,21 +28,20 @@ class Trackers:
             self._try("W&B", lambda: _WandB(options.log.wandb, folder, about, say))
 
     def log(self, row):
-        """The numbers of a line, as `report` makes it: those that are none are left out."""
+        """The numbers of a line, as `report` makes it: None is left out."""
         numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float))}
-        self._each(lambda tracker: tracker.log(row["step"], numbers))
+        self._each("log", row["step"], numbers)
 
     def text(self, step, text):
         """A sample after `step`."""
-        self._each(lambda tracker: tracker.text(step, text))
+        self._each("text", step, text)
 
     def close(self):
-        self._each(lambda tracker: tracker.close())
-        self.open.clear()
+        self._each("close")
 
-    def _each(self, call):
+    def _each(self, method, *args):
         for name, tracker in list(self.open.items()):
-            self._try(name, lambda tracker=tracker: call(tracker) or tracker)
+            self._try(name, lambda tracker=tracker: getattr(tracker, method)(*args) or tracker)
 
     def _try(self, name, call):
         """Keep the tracker that `call()` returns. A failure is said, and ends its use."""
@@ -86,10 +85,8 @@ class _WandB:
                 raise wandb.Error("nobody is logged in")
             self.run = wandb.init(**wanted)
         except wandb.Error as error:  # a compute node without a network, too
-            say(
-                f"W&B works offline: {str(error).splitlines()[0]}. Upload later: wandb sync"
-                f" {folder / 'wandb' / 'offline-run-*'}"
-            )
+            why, offline = str(error).splitlines()[0], folder / "wandb" / "offline-run-*"
+            say(f"W&B works offline: {why}. Upload later: wandb sync {offline}")
             self.run = wandb.init(**wanted, mode="offline")
 
     def log(self, step, numbers):
@@ -99,19 +96,9 @@ class _WandB:
         self.run.log({"sample": text}, step=step)
 
     def close(self):
-        """An upload that is retried for ever is left behind. Raises what `finish` raises."""
-        raised = []
-
-        def finish():
-            try:
-                self.run.finish()
-            except Exception as error:  # noqa: BLE001 - the thread's, which would show a traceback
-                raised.append(error)
-
-        ending = threading.Thread(target=finish, daemon=True)
+        """Ends the run; an upload that is retried for ever is left behind."""
+        ending = threading.Thread(target=self.run.finish, daemon=True)
         ending.start()
         ending.join(FINISH_S)
         if ending.is_alive():
             raise TimeoutError(f"its uploads did not end within {FINISH_S:g} s")
-        if raised:
-            raise raised[0]

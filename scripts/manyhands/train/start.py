@@ -1,29 +1,81 @@
-"""What a checkpoint keeps of a run beside its tensors, and how a run goes on from one, on its own layout or another."""
+"""What comes before the first step of a run: a text, a prompt, room for the model; a checkpoint to go on from, on its
+own layout or another; and what each rank draws its dropout from.
+
+    corpus = corpus_of(options, ranks)
+    resume(run)
+"""
 
 import dataclasses
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
-from manyhands.config.options import to_dict
+from manyhands.config.options import LogOptions, OptionError, to_dict
+from manyhands.data.corpus import load_corpus, open_text
+from manyhands.data.shakespeare import DataError
+from manyhands.launch.machine import available_memory_bytes
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
 
-def metadata_of(run):
-    """What stands beside the tensors of a checkpoint, as JSON holds it."""
-    return {
-        "step": run.step,
-        "options": to_dict(run.options),
-        "config": dataclasses.asdict(run.config),
-        "corpus": run.corpus.metadata() | run.corpus.vocabulary(),
-        "layout": str(run.layout),
-        "world_size": run.ranks.world_size,
-        "val_loss": run.val_losses.get(run.step),
-        "tokens": run.report.tokens(run.step),
-        "loss_scale": run.scale and run.scale.state(),
-    }
+def corpus_of(options, ranks=None):
+    """The corpus that `options.data` names, the same on all ranks. All ranks must call it.
+
+    Raises OptionError, on all of them, for a folder that is no prepared text.
+    """
+    if options.data.folder is None:
+        return load_corpus(ranks)
+    try:
+        return open_text(options.data.folder, ranks)
+    except DataError as error:
+        raise OptionError(f"data.folder: {error}") from None
+
+
+def refuse_text(options, config, corpus):
+    """Raises OptionError where the corpus has no window of block_size, or not what a sample begins with."""
+    least = min(len(corpus.train_ids), len(corpus.val_ids))
+    if least <= config.block_size:
+        raise OptionError(
+            f"model.block_size={config.block_size} needs {config.block_size + 1} tokens and the corpus's smaller part"
+            f" has {least}; use a smaller block_size"
+        )
+    if options.log.sample:
+        prompt_ids(options, corpus)
+
+
+def prompt_ids(options, corpus):
+    """The ids that a sample goes on from: of `log.prompt`, or the text's first token where that is its default and
+    unknown.
+
+    Raises OptionError.
+    """
+    try:
+        return corpus.encode(options.log.prompt)
+    except ValueError as error:
+        if options.log.prompt == LogOptions().prompt:  # a text without a newline
+            return corpus.train_ids[:1].long()
+        raise OptionError(f"log.prompt={options.log.prompt!r}: {error}") from None
+
+
+def refuse_size(config, ranks):
+    """Raises OptionError on all ranks, which call it, where a node has no room for what its ranks hold as they start.
+
+    Each makes all weights in float32 before it keeps its share (`full_model`); what training adds is not counted.
+    """
+    room = torch.tensor(available_memory_bytes() / ranks.local_world_size, dtype=torch.float64)
+    dist.all_reduce(room, dist.ReduceOp.MIN)
+    needed = 4 * config.num_params()
+    if needed > room:
+        raise OptionError(
+            f"the model's {config.num_params():,} parameters take {needed / 2**30:,.1f} GiB on each rank while it"
+            f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
+            " (--dry-run computes what training adds)"
+        )
+
+
+# --- a checkpoint to go on from
 
 
 def resume(run):
@@ -40,8 +92,8 @@ def resume(run):
         return
     if wanted == "never":
         raise CheckpointError(
-            f"{run.checkpoint_folder} holds {newest.name} already; name another folder, or resume from it "
-            "(--checkpoint.resume auto)"
+            f"{run.checkpoint_folder} holds {newest.name} already; name another folder, or resume from it"
+            " (--checkpoint.resume auto)"
         )
     _refuse_foreign(run, newest)
     rank_state = random_state(run.ranks.device)
