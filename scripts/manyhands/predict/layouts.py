@@ -18,10 +18,11 @@ replicate, pipeline.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from itertools import islice, product
 from typing import Any, NamedTuple
 
-from manyhands.config.layout import SPLIT_BACKWARD, Layout, LayoutError, resolve_layout
+from manyhands.config.layout import Layout, LayoutError, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, Options, ParallelOptions, from_preset
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.machines import Machine
@@ -180,48 +181,24 @@ def name_of(sharing: str, layout: Layout) -> str:
     return f"{name}, experts over {layout.expert}" if layout.expert > 1 else name
 
 
-class Axes(NamedTuple):
-    """A product of axes and a way to share, before a batch is cut."""
-
-    context: int
-    tensor: int
-    pipeline: int
-    group: int  # ranks that see different tokens: data ranks, times context
-    sharing: str
-    expert: int
-
-    @property
-    def data(self) -> int:
-        return self.group // self.context
-
-    def shard(self, per_node: int) -> int:
-        """Of `data` the ranks that share weights."""
-        if SHARINGS[self.sharing].hybrid:
-            return per_node // self.tensor // self.context
-        return self.data if SHARINGS[self.sharing].axis == "shard" else 1
-
-    def with_own(self, layout: Layout) -> Layout:
-        """A Layout of the trainer, which knows no context ranks and no experts, with them."""
-        if self.context == self.expert == 1:
-            return layout
-        axis, sizes = SHARINGS[self.sharing].axis, asdict(layout)
-        return PlannedLayout(**sizes | {axis: sizes[axis] * self.context}, context=self.context, expert=self.expert)
-
-
-def all_axes(question: Question, base: Options) -> Iterator[Axes]:
-    """Every Axes of a question that the strategies do not refuse."""
+def splits(question: Question, base: Options) -> Iterator[tuple[str, Layout]]:
+    """Every (way to share, Layout of one micro-batch) of a question that the strategies do not refuse."""
     per_node = question.per_node
     for context in question.contexts():
         for tensor in divisors(question.gpus // context):
-            if tensor > per_node or per_node % tensor:
+            # a ring between nodes is for those who ask for it
+            if per_node % tensor or (question.context is None and context > 1 and context * tensor > per_node):
                 continue
-            if question.context is None and context > 1 and context * tensor > per_node:
-                continue  # a ring between nodes is for those who ask for it
             for pipeline in divisors(question.gpus // context // tensor):
-                group = question.gpus // tensor // pipeline
+                group = question.gpus // tensor // pipeline  # data ranks, times context
                 for sharing in _sharings(question, base, context, tensor, pipeline, group):
-                    for expert in _experts(question.model, sharing, tensor, group, per_node):
-                        yield Axes(context, tensor, pipeline, group, sharing, expert)
+                    how = SHARINGS[sharing]
+                    shard = per_node // tensor if how.hybrid else group if how.axis == "shard" else 1
+                    degrees = pipeline, group // shard, shard, tensor
+                    for expert in _experts(question.model, how, tensor, group, per_node):
+                        own = {"context": context, "expert": expert}
+                        planned = context > 1 or expert > 1
+                        yield sharing, PlannedLayout(*degrees, **own) if planned else Layout(*degrees)
 
 
 def divisors(n: int) -> list[int]:
@@ -240,9 +217,8 @@ def _sharings(question, base, context, tensor, pipeline, group):
             yield name
 
 
-def _experts(model, sharing, tensor, group, per_node):
+def _experts(model, how, tensor, group, per_node):
     """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
-    how = SHARINGS[sharing]
     if how.hybrid or STRATEGIES[how.strategy].dp_mode not in ("replicas", "fsdp"):
         return [1]
     degrees = [degree for degree in divisors(model.n_expert) if group % degree == 0]
@@ -254,8 +230,8 @@ def families(
 ) -> Iterator[Family]:
     """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
     base = base_options(question.model)
-    for axes in all_axes(question, base):
-        yield _family(question, base, axes, checkpointing, most_micro_batch)
+    for sharing, split in splits(question, base):
+        yield _family(question, base, sharing, split, checkpointing, most_micro_batch)
 
 
 def base_options(model: PlannedModel) -> Options:
@@ -266,60 +242,49 @@ def base_options(model: PlannedModel) -> Options:
     return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
 
 
-def _family(question, base, axes, checkpointing, most_micro_batch):
-    model, tensor, pipeline = question.model, axes.tensor, axes.pipeline
-    shard = axes.shard(question.per_node)
-    name = name_of(axes.sharing, axes.with_own(Layout(pipeline, axes.data // shard, shard, tensor)))
-    if model.n_kv_head != model.n_head and model.n_kv_head % tensor:
-        sentence = f"{model.n_kv_head} key-value heads do not split over {tensor} tensor ranks"
+def _family(question, base, sharing, split, checkpointing, most_micro_batch):
+    model, name = question.model, name_of(sharing, split)
+    if model.n_kv_head != model.n_head and model.n_kv_head % split.tensor:
+        sentence = f"{model.n_kv_head} key-value heads do not split over {split.tensor} tensor ranks"
         return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
-    schedules = tuple(SCHEDULES) if pipeline > 1 else ("1F1B",)
-    if pipeline > 1 and question.schedule is not None:
-        schedules = (question.schedule,)
-    variants, refused, share = [], "", share_of(model, axes.context)
-    most = max(1, min(most_micro_batch, MOST_TOKENS // share.block_size))
-    if pipeline > model.n_layer:  # refused anyway: once is enough
-        schedules, most = schedules[:1], 1
-    for micro_batch in micro_batches(question.global_batch, axes.data, most):
-        for schedule in schedules:
-            options = _options(base, question, axes, shard, micro_batch, schedule)
-            try:
-                layout = resolve_layout(options, share, question.gpus // axes.context)
-            except LayoutError as error:
-                refused = refused or str(error)
-                continue
-            layout = axes.with_own(layout)
-            for kind in checkpointing:
-                if kind == "selective" and pipeline > 1 and schedule in SPLIT_BACKWARD:
-                    continue  # the trainer refuses it
-                changed = options
-                if kind != "none":
-                    changed = replace(options, parallel=replace(options.parallel, activation_checkpointing=kind))
-                variants.append(Candidate(axes.sharing, layout, changed))
+    schedules = ("1F1B",)
+    if split.pipeline > 1:
+        schedules = SCHEDULES if question.schedule is None else (question.schedule,)
+    variants, refused, share = [], "", share_of(model, split.context)
+    batches = micro_batches(question.global_batch, split.data, min(most_micro_batch, MOST_TOKENS // share.block_size))
+    ways = product(batches, schedules, checkpointing)
+    # more stages than layers are refused in any way
+    for micro_batch, schedule, kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
+        options = _options(base, question, SHARINGS[sharing], split, micro_batch, schedule, kind)
+        try:
+            layout = resolve_layout(options, share, question.gpus // split.context)
+        except LayoutError as error:
+            refused = refused or str(error)
+            continue
+        filled = {"micro_batches": layout.micro_batches, "stages_per_rank": layout.stages_per_rank}
+        variants.append(Candidate(sharing, replace(split, **filled), options))
     return Family(name, tuple(variants), "" if variants else refused)
 
 
 def micro_batches(global_batch: int, data: int, most: int) -> list[int]:
-    """Powers of two up to `most` that divide a data rank's share, the smallest first; [1] where that is no whole
-    number."""
-    share = global_batch // data
+    """Powers of two up to `most` that divide a data rank's share; [1] where that is no whole number."""
     if global_batch % data:
         return [1]
-    return [b for b in (2**i for i in range(most.bit_length())) if b <= most and share % b == 0]
+    return [2**i for i in range(max(1, most.bit_length())) if global_batch // data % 2**i == 0]
 
 
-def _options(base, question, axes, shard, micro_batch, schedule):
-    sharing, tensor, pipeline = SHARINGS[axes.sharing], axes.tensor, axes.pipeline
-    positions = question.model.block_size // axes.context
+def _options(base, question, how, split, micro_batch, schedule, checkpointing):
+    positions, tensor = question.model.block_size // split.context, split.tensor
     parallel = ParallelOptions(
-        strategy=sharing.strategy,
+        strategy=how.strategy,
         tensor=tensor if tensor > 1 else None,
-        pipeline=pipeline if pipeline > 1 else None,
-        shard=shard if sharing.hybrid else None,
+        pipeline=split.pipeline if split.pipeline > 1 else None,
+        shard=split.shard // split.context if how.hybrid else None,
         sequence_parallel=tensor > 1 and positions % tensor == 0,
-        loss_parallel=tensor > 1 and pipeline == 1,
+        loss_parallel=tensor > 1 and split.pipeline == 1,
         schedule=schedule,
-        **sharing.options,
+        activation_checkpointing=checkpointing,
+        **how.options,
     )
     batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
     train = replace(base.train, **batch, precision="bf16", compile=False)

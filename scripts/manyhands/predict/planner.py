@@ -163,23 +163,18 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
     """
     per_node = int(question.machine.gpus_per_node)
     most = min(MOST_NODES, question.global_batch * question.model.n_layer)
-    for gpus in (*divisors(per_node), *(nodes * per_node for nodes in range(2, most + 1))):
-        if gpus >= start and _something_fits(replace(question, gpus=gpus)):
-            return gpus
-    return None
-
-
-def _something_fits(question):
-    """Whether any layout fits: with micro-batches of one sequence and the most checkpointing, which need the least."""
     model, room = question.model, question.machine.memory_bytes
-    for family in families(question, checkpointing=("block", "none"), most_micro_batch=1):
-        for candidate in family.variants:
-            options = candidate.options
-            if not options.parallel.offload and sum(state_of_rank(model, candidate.layout, options)) > room:
-                continue
-            if bytes_per_rank(model, candidate.layout, options).on_gpu <= room:
-                return True
-    return False
+    for gpus in (*divisors(per_node), *(nodes * per_node for nodes in range(2, most + 1))):
+        if gpus < start:
+            continue
+        # micro-batches of one sequence and the most checkpointing need the least
+        for family in families(replace(question, gpus=gpus), ("block", "none"), most_micro_batch=1):
+            for layout, options in ((one.layout, one.options) for one in family.variants):
+                if not options.parallel.offload and sum(state_of_rank(model, layout, options)) > room:
+                    continue  # most fail here, and soon
+                if bytes_per_rank(model, layout, options).on_gpu <= room:
+                    return gpus
+    return None
 
 
 def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:

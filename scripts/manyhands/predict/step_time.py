@@ -150,8 +150,8 @@ class StepTime:
     optimizer_s: float
     host_s: float  # what offload copies
     launch_s: float  # idle until the CPU has started the next kernel: micro-batches that are too small
-    context_s: float = 0.0  # keys and values on their way around the ring, where attention does not hide them
-    experts_s: float = 0.0  # tokens on their way to experts and back
+    context_s: float  # keys and values on their way around the ring, where attention does not hide them
+    experts_s: float  # tokens on their way to experts and back
     messages: tuple[Message, ...] = field(default=(), compare=False)
 
     @cached_property
@@ -175,9 +175,8 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     a, m = assumed or Assumptions(), work.micro_batches
     flop_s = 1 / (machine.peak_flops * a.matmul_share)
     byte_s = a.memory_passes / machine.memory_bytes_per_s
-    more = (
-        a.routing - 1
-    )  # of experts that are spread over ranks: a rank with all experts has all tokens, whoever gets them
+    # of experts that are spread over ranks: a rank with all experts has all tokens, whoever gets them
+    more = a.routing - 1
     forward = work.layers_flops + more * work.expert_flops + work.head_flops
     kept_bytes = work.layers_bytes + more * work.expert_bytes + work.around_bytes
     forward_s = forward * flop_s + kept_bytes * byte_s
@@ -198,16 +197,12 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     return StepTime(
         compute_s=m * (3 * forward + work.again_flops) * flop_s,
         memory_s=m * ((3 * kept_bytes + work.again_bytes) * byte_s + cast_s),
-        tensor_s=waits_s["tensor"],
-        pipeline_s=waits_s["pipeline"],
         bubble_s=idle * (forward_s + backward_s - around_s + late_s + waited_s),
-        data_s=waits_s["data"],
         optimizer_s=optimizer_s,
         host_s=host_s,
         launch_s=m * late_s,
-        context_s=waits_s["context"],
-        experts_s=waits_s["experts"],
         messages=tuple(sent),
+        **{f"{axis}_s": waits_s[axis] for axis in ("tensor", "pipeline", "data", "context", "experts")},
     )
 
 
