@@ -184,14 +184,17 @@ def _show_machines():
 
 
 def _show_published(args):
-    from manyhands.predict.published_runs import FITTED_ON, RUNS, predicted_tflops, published_text
+    from manyhands.predict.published_runs import FITTED_ON, NARAYANAN, RUNS, predicted_tflops, published_text
 
     print(published_text())
     if args.plot:
-        from manyhands.plots.plans import published
+        from manyhands.plots.plans import table_and_others
 
-        rows = [(r.source.split(",")[0], r.published, predicted_tflops(r), r.name in FITTED_ON) for r in RUNS]
-        published(rows).savefig(args.plot)
+        table, others = [], []
+        for run in RUNS:
+            rows, label = (table, run.name) if run.source == NARAYANAN else (others, run.source.split(",")[0])
+            rows.append((label, run.published, predicted_tflops(run), run.name in FITTED_ON))
+        table_and_others(table, others, NARAYANAN.split(",")[0]).savefig(args.plot)
     return 0
 
 

@@ -95,7 +95,7 @@ def test_where_nothing_fits_the_status_is_1_and_the_smallest_number_is_named(run
 def test_pictures_are_written(run, tmp_path):
     assert run(f"--preset gpt2 --gpus 8 --plot {tmp_path}/plan.svg")[0] == 0
     assert run(f"--published --plot {tmp_path}/published.svg")[0] == 0
-    for name, words in (("plan", "replicas 8"), ("published", "Published runs, predicted")):
+    for name, words in (("plan", "replicas 8"), ("published", "Narayanan et al. 2021 (thin lines: 5 % off)")):
         assert "<svg" in (text := (tmp_path / f"{name}.svg").read_text()) and words in text
 
 

@@ -1,12 +1,10 @@
-"""A heat map: one number for each rank and step (or other rows and columns), darker where it is larger.
+"""A heat map: one number for each rank and step, darker where it is larger.
 
     show(heat_map(steps["waiting"], "who waits", "s", virtual=True), "waiting", alt="...")
 
 The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darker and have no red in them, so that they
 read in black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.
 """
-
-import math
 
 from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure
 
@@ -16,46 +14,45 @@ MOST_LINES = 40  # between columns, or rows
 PREFIXES = {"s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")), "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))}
 
 
-def heat_map(values_RS, title, unit, rows="rank", columns="step", virtual=False, limits=None):
-    """A matplotlib Figure of `values_RS` (R rows of S numbers, as lists, an array or a tensor), row 0 at the top.
+def heat_map(values_RS, title, unit, virtual=False):
+    """A matplotlib Figure of `values_RS` (R ranks of S steps, as lists, an array or a tensor), rank 0 at the top.
 
     `unit` is that of the numbers; "s" and "bytes" are shown in ms, MB, ... as fits. One scale for all cells: from 0
-    where no number is negative, so that a difference looks as large as it is; `limits` = (lowest, highest) makes two
-    maps alike. NaN is an empty cell with a cross. With virtual=True the title says that the time is virtual.
-    Raises ValueError where rows differ in length or there are no numbers.
+    where no number is negative, so that a difference looks as large as it is. NaN is an empty cell with a cross. With
+    virtual=True the title says that the time is virtual.
+    Raises ValueError where ranks differ in length or there are no numbers.
     """
-    return heat_maps({title: values_RS}, unit, rows, columns, virtual, limits)
+    return heat_maps({title: values_RS}, unit, virtual)
 
 
-def heat_maps(maps, unit, rows="rank", columns="step", virtual=False, limits=None):
+def heat_maps(maps, unit, virtual=False):
     """A Figure of several maps {title: values_RS}, one above the other, on one scale; for the rest see `heat_map`."""
     import numpy as np
 
-    all_values = {title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()}
-    for values in all_values.values():
+    rows = {title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()}
+    for values in rows.values():
         lengths = sorted({len(row) for row in values})
         if len(lengths) != 1 or lengths[0] == 0:
-            raise ValueError(f"a heat map needs {rows}s of one length, not of {lengths or 'none'}")
-    known = [value for values in all_values.values() for row in values for value in row if math.isfinite(value)]
-    lowest, highest = limits or (min([0.0, *known]), max(known, default=0.0))
+            raise ValueError(f"a heat map needs ranks of one length, not of {lengths or 'none'}")
+    arrays = {title: np.array(values) for title, values in rows.items()}
+    known = np.concatenate([values_RS[np.isfinite(values_RS)] for values_RS in arrays.values()])
+    lowest, highest = known.min(initial=0.0), known.max(initial=-np.inf) if known.size else 0.0
     scale, unit = _prefix(unit, max(abs(lowest), abs(highest)))
-    lowest, highest = lowest / scale, highest / scale
-    span = (lowest, highest if highest > lowest else lowest + 1)
+    span = (lowest / scale, highest / scale if highest > lowest else lowest / scale + 1)
 
-    R, S = (max(sizes) for sizes in zip(*((len(v), len(v[0])) for v in all_values.values()), strict=True))
-    wide = min(10.0, max(4.5, 2.0 + 0.62 * S))
-    tall = min(8.0, len(maps) * (0.7 + 0.42 * R) + 0.7)
+    R, S = np.max([values_RS.shape for values_RS in arrays.values()], axis=0)
+    wide, tall = min(10.0, max(4.5, 2.0 + 0.62 * S)), min(8.0, len(maps) * (0.7 + 0.42 * R) + 0.7)
     figure, panels = new_figure(wide, tall, len(maps), 1, squeeze=False)
     panels = panels[:, 0]
-    for axes, (title, values) in zip(panels, all_values.items(), strict=True):
+    for axes, (title, values_RS) in zip(panels, arrays.items(), strict=True):
         title = f"{title} (virtual)" if virtual and "virtual" not in title else title
-        image = _draw(axes, np.array(values) / scale, title, rows, span)
-    panels[-1].set_xlabel(columns)
+        image = _draw(axes, values_RS / scale, title, span)
+    panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label=f"virtual time, {unit}" if virtual and unit.endswith("s") else unit)
     return figure
 
 
-def _draw(axes, values_RS, title, rows, span):
+def _draw(axes, values_RS, title, span):
     """One map on its axes; returns the image, which the colour bar is made of."""
     import numpy as np
 
@@ -66,7 +63,7 @@ def _draw(axes, values_RS, title, rows, span):
         axes.text(s, r, "×", ha="center", va="center", color=QUIET)
     if R * S <= MOST_NUMBERS:
         _write_numbers(axes, values_RS, image)
-    axes.set_yticks(*_ticks(R, lambda r: f"{rows} {r}"))
+    axes.set_yticks(*_ticks(R, lambda r: f"rank {r}"))
     axes.set_xticks(*_ticks(S, str))
     axes.set_title(title)
     return image
@@ -95,18 +92,14 @@ def _write_numbers(axes, values_RS, image):
     import numpy as np
 
     finite = values_RS[np.isfinite(values_RS)]
-    largest = float(abs(finite).max()) if finite.size else 0.0
-    whole = bool(np.all(finite == finite.round()))
-    decimals = 0 if whole or largest >= 100 else 1 if largest >= 10 else 2
+    largest = abs(finite).max(initial=0.0)
+    decimals = 0 if (finite == finite.round()).all() or largest >= 100 else 1 if largest >= 10 else 2
     size = min(10.0, 90 / max(1, values_RS.shape[1]) + 3.0)
     for (r, s), value in np.ndenumerate(values_RS):
         if np.isfinite(value):
-            red, green, blue, _ = image.cmap(image.norm(value))
-            dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
-            colour = "white" if dark else "black"
-            axes.text(
-                s, r, f"{value:,.{decimals}f}" if value else "0", ha="center", va="center", color=colour, fontsize=size
-            )
+            dark = np.dot((0.2126, 0.7152, 0.0722), image.cmap(image.norm(value))[:3]) < 0.5
+            style = {"ha": "center", "va": "center", "fontsize": size, "color": "white" if dark else "black"}
+            axes.text(s, r, f"{value:,.{decimals}f}" if value else "0", **style)
 
 
 def _ticks(n, name):

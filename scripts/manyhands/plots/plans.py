@@ -1,7 +1,7 @@
 """Plots of the planner: what its plans hold and take, and its predictions beside published runs.
 
 plans(rows, memory_bytes, title).savefig("plan.png")
-published(rows).savefig("published.png")
+table_and_others(table, others, "table 1").savefig("published.png")
 """
 
 from manyhands.plots.looks import ALTERNATIVES, BYTES, EDGE, GREY, HATCH, INK, LIMIT, PREDICTED, new_figure, tint
@@ -55,38 +55,6 @@ def _look_of_time(part):
         shades = (EDGE, tint(EDGE, 0.8), tint(INK, 0.35), GREY, tint(EDGE, 0.2), tint(EDGE, 0.6))
         return shades[MESSAGES.index(part)], HATCH
     return (tint(INK, STRENGTH[part]), "") if part in COMPUTE else (tint(GREY, 0.4), "")
-
-
-def published(rows):
-    """Predicted against published TFLOP/s per GPU, one marker per source, with the line of a right prediction.
-
-    rows: [(source, published, predicted, whether it was fitted)].
-    """
-    figure, axes = new_figure(6.5, 5.6)
-    least, most = (bound(min(one[1:3]) if bound is min else max(one[1:3]) for one in rows) for bound in (min, max))
-    ends = [least * 0.85, most * 1.12]
-    axes.plot(ends, ends, **PREDICTED)
-    for off in (0.9, 1.1):
-        axes.plot(ends, [end * off for end in ends], color=GREY, lw=1)
-    axes.annotate("10 % more", (ends[0] * 1.02, ends[0] * 1.14), rotation=45, fontsize=9)
-    axes.annotate("10 % less", (ends[0] * 1.1, ends[0] * 0.93), rotation=45, fontsize=9)
-    for i, source in enumerate(dict.fromkeys(one[0] for one in rows)):
-        look = ALTERNATIVES[i % len(ALTERNATIVES)] | {"ls": "none"}
-        for fitted in (False, True):
-            points = [(one[1], one[2]) for one in rows if one[0] == source and one[3] == fitted]
-            if points:
-                label = f"{source}{', fitted' * fitted}"
-                style = look | {"ms": 6 if i < 4 else 9, "fillstyle": "none" if fitted else "full"}
-                axes.plot(*zip(*points, strict=True), **style, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="published TFLOP/s per GPU", ylabel="predicted TFLOP/s per GPU")
-    axes.set(xlim=ends, ylim=(ends[0] * 0.9, ends[1] * 1.15), title="Published runs, predicted")
-    ticks = [tick for tick in (100, 150, 200, 300, 400, 500) if ends[0] <= tick <= ends[1]]
-    axes.set_xticks(ticks, ticks, minor=False)
-    axes.set_yticks(ticks, ticks, minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_yticks([], minor=True)
-    axes.legend(frameon=False, loc="upper left", fontsize=8)
-    return figure
 
 
 OFF = 0.05  # the thin lines of the left panel: 5 % to either side
