@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 from manyhands.course import handouts, pairs
 from manyhands.course.catch_up import SOLUTIONS
 from manyhands.course.lessons import Lesson, find_lessons
-from manyhands.course.stale_script import stale_script
+from manyhands.course.pairs import stale_script
 
 SCRIPT = """\
 # ---
@@ -139,19 +138,10 @@ def test_a_script_older_than_another_notebook_says_which_cell_and_the_cure(lesso
     assert stale_script(lesson.script) == ""
     edit(lesson.notebook, "answer = 42", "answer = 43", at=2_000_000)
     said = stale_script(lesson.script)
-    assert "05_tiny.py runs as it was before 05_tiny.ipynb was saved" in said and "from cell 8 on" in said
+    assert "05_tiny.py runs as it was before 05_tiny.ipynb was saved" in said and "(cell 8 of 05_tiny differs: " in said
     assert "`make sync LESSON=05`" in said and "\n" not in said
     saved(lesson.script, 3_000_000)  # a script that was edited last runs as it was meant
     assert stale_script(lesson.script) == ""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "cell"),
-    [("wörd", "word", 1), ("%%ranks --timeout 5", "%%ranks --timeout 6", 5), ("# processes", "# ranks", 3)],
-)
-def test_text_magics_and_comments_count_in_a_stale_script(lesson, old, new, cell):
-    edit(lesson.notebook, old, new)
-    assert f"from cell {cell} on" in stale_script(lesson.script)
 
 
 def test_a_script_without_a_notebook_or_with_half_of_one_is_not_stale(lesson):
@@ -161,17 +151,6 @@ def test_a_script_without_a_notebook_or_with_half_of_one_is_not_stale(lesson):
     assert stale_script(lesson.script) == ""
     lesson.notebook.unlink()
     assert stale_script(lesson.script) == ""
-
-
-def test_no_lesson_of_the_course_is_taken_for_stale_whichever_of_its_files_is_newer(root, tmp_path):
-    """The quick comparison of every start agrees with jupytext's."""
-    shutil.copytree(root / "notebooks", tmp_path / "notebooks")
-    (tmp_path / "scripts").mkdir()
-    lessons = [Lesson(lesson.name, tmp_path) for lesson in find_lessons(root)]
-    for lesson in lessons:
-        shutil.copy(root / "scripts" / lesson.script.name, lesson.script)
-        saved(lesson.script, 1)
-    assert [said for lesson in lessons if (said := stale_script(lesson.script))] == []
 
 
 def test_a_missing_form_is_a_difference(lesson):

@@ -12,12 +12,12 @@ yet.
 
 import argparse
 import ast
-import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,23 +39,15 @@ def reset(lesson):
     Raises PairError, and touches nothing, where there is no original.
     """
     originals = {path: _original(path, lesson.root) for path in (lesson.notebook, lesson.script)}
-    kept = _new_folder(lesson.root / "outputs" / "kept", f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    parent = lesson.root / "outputs" / "kept"
+    parent.mkdir(parents=True, exist_ok=True)
+    kept = Path(tempfile.mkdtemp(prefix=f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}-", dir=parent))
     for path, text in originals.items():
         if path.exists():
             shutil.copy2(path, kept)
         path.parent.mkdir(exist_ok=True)
         write_whole(path, text)
     return kept
-
-
-def _new_folder(parent, name):
-    for attempt in itertools.count(1):
-        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # a second reset within the same second
-            continue
 
 
 def _original(path, root):
@@ -127,27 +119,23 @@ def _for_attendees(cells):
     """The cells without notes; in a solution's place stands a folded cell that goes on with what the attendee wrote."""
     handed_out = []
     for i, cell in enumerate(cells):
-        tags = cell.metadata.get("tags", [])
-        if "notes" in tags:
-            continue
-        names = _functions(cell.source) if "solution" in tags else []
-        if "solution" in tags and not names:
+        names = _functions(cell.source) if _is_solution(cell) else []
+        if "notes" in cell.metadata.get("tags", []) or (_is_solution(cell) and not names):
             continue
         if names:
-            later = [
-                c.source
-                for c in cells[i + 1 :]
-                if c.cell_type == "code" and "solution" not in c.metadata.get("tags", [])
-            ]
+            later = [c.source for c in cells[i + 1 :] if c.cell_type == "code" and not _is_solution(c)]
             used = [name for name in names if any(re.search(rf"\b{name}\b", source) for source in later)]
             calls = ", ".join(["globals()", *(f'"{name}"' for name in used)])
             cell.source = GO_ON.format(
-                ranks="%%ranks\n" if re.match(r"%%ranks", cell.source) else "",
-                name=names[0],
+                ranks="%%ranks\n" if cell.source.startswith("%%ranks") else "", name=names[0],
                 go_on=f"\ncatch_up({calls})  # yours, or where it is not written yet the course's" if used else "",
-            )
+            )  # fmt: skip
         handed_out.append(cell)
     return handed_out
+
+
+def _is_solution(cell):
+    return "solution" in cell.metadata.get("tags", [])
 
 
 def _functions(source):

@@ -24,7 +24,9 @@ from pathlib import Path
 
 LAUNCHERS_OWN = "n_ranks"  # how many processes: in a script that is the launcher's decision
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text"}
+NUMBER = r"-?\d[\d.]*(?:e-?\d+)?"
+LIMITS = re.compile(rf"(?:^|[,;]\s*|\s)((?:[<>]=?|at least)\s*{NUMBER}|{NUMBER} to {NUMBER}|one of .+)$")
 
 
 class ParameterError(ValueError):
@@ -36,13 +38,38 @@ class Parameter:
     """One line of the cell. `limits` is its range, "" where anything of the type is allowed."""
 
     name: str
-    default: int | float | str | bool | None
+    default: int | float | str
     help: str
     limits: str = ""
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def takes(self) -> str:
+        """ "a whole number >= 1", "one of ring, tree"."""
+        kind = "" if self.limits.startswith("one of") else TYPE_NAMES.get(type(self.default), "a whole number")
+        return f"{kind} {self.limits}".strip()
+
+    def admits(self, value) -> bool:
+        """Whether `value`, of whatever type, is one that the cell may hold."""
+        if self.name == LAUNCHERS_OWN:  # None: all slots of the allocation
+            return value is None or (type(value) is int and value >= 1)
+        if type(value) is not type(self.default):
+            return False
+        if self.limits.startswith("one of "):
+            return str(value) in re.split(r",\s*", self.limits.removeprefix("one of "))
+        if isinstance(value, str):
+            return True
+        bounds = [float(bound) for bound in re.findall(NUMBER, self.limits)]
+        if " to " in self.limits:
+            return bounds[0] <= value <= bounds[1]
+        sign, *_ = self.limits.split(" ")
+        return math.isfinite(value) and (not bounds or COMPARE[sign](value, bounds[0]))
+
+    def refused(self, shown: str) -> ParameterError:
+        return ParameterError(f"{shown} is not accepted: it takes {self.takes}")
 
 
 def read(script: str | Path) -> list[Parameter]:
@@ -57,7 +84,7 @@ def cell_of(script_text: str) -> str:
 
 
 def read_cell(source: str) -> list[Parameter]:
-    """The parameters in a cell's source. Raises ValueError for a line that is no `name = literal`."""
+    """The parameters in a cell's source. Raises ValueError for a line that is no `name = number or text`."""
     comments = {
         token.start[0]: token.string.lstrip("# ").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -65,14 +92,18 @@ def read_cell(source: str) -> list[Parameter]:
     }
     found = []
     for node in ast.parse(source).body:
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
-            raise ValueError(f"line {node.lineno} of the parameters cell is no `name = literal`")
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=literal):
+                default = ast.literal_eval(literal)
+            case _:
+                raise ValueError(f"line {node.lineno} of the parameters cell is no `name = literal`")
+        if type(default) not in TYPE_NAMES and name != LAUNCHERS_OWN:
+            raise ValueError(f"{name} of the parameters cell is neither a number nor a text")
         comment = comments.get(node.end_lineno, "")
-        limits = re.search(r"(?:^|[,;]\s*|\s)((?:>=|<=|>|<|at least)\s*\S+|\S+ to \S+|one of .+)$", comment)
-        limits = limits[1] if limits and _is_range(limits[1]) else ""
-        text = comment[: len(comment) - len(limits)].rstrip(" ,;")
-        limits = limits.replace("at least ", ">= ")
-        found.append(Parameter(node.targets[0].id, ast.literal_eval(node.value), text, limits))
+        limits = LIMITS.search(comment)
+        text = comment[: limits.start(1)].rstrip(" ,;") if limits else comment
+        spelled = re.sub(r"^at least\s*|^([<>]=?)\s*", lambda m: f"{m[1] or '>='} ", limits[1]) if limits else ""
+        found.append(Parameter(name, default, text, spelled))
     return found
 
 
@@ -90,124 +121,47 @@ def parse(parameters: Sequence[Parameter], argv: Sequence[str]) -> dict:
                 " `python -m torch.distributed.run --standalone --nproc-per-node 4` or `mpiexec -n 4`"
             )
         if flag not in known:
-            raise ParameterError(_unknown(word, flag, known))
+            raise _unknown(word, flag, known)
+        parameter = known[flag]
         if not equals:
             if not words or words[0].startswith("--"):
-                raise ParameterError(f"{flag} needs a value: {_wanted(known[flag])}")
+                raise ParameterError(f"{flag} needs a value: {parameter.takes}")
             text = words.pop(0)
-        if known[flag].name in values:
-            raise ParameterError(f"{flag} is given twice; keep one")
-        values[known[flag].name] = _from_text(known[flag], text)
+        try:
+            value = type(parameter.default)(text)
+        except ValueError:
+            raise parameter.refused(f"{flag} {text}") from None
+        if not parameter.admits(value):
+            raise parameter.refused(f"{flag} {text}")
+        values[parameter.name] = value
     return values
 
 
 def validate(parameters: Sequence[Parameter], values: Mapping) -> dict:
     """These values, checked for name, type and range (as papermill injects them). Raises ParameterError."""
-    known = {p.name: p for p in parameters}
-    checked = {}
+    known, checked = {p.name: p for p in parameters}, {}
     for name, value in values.items():
         if name not in known:
-            raise ParameterError(_unknown(name, name, known))
-        checked[name] = _in_range(known[name], _of_type(known[name], value), name)
+            raise _unknown(name, name, known)
+        whole_for_float = type(known[name].default) is float and type(value) is int
+        checked[name] = float(value) if whole_for_float else value
+        if not known[name].admits(checked[name]):
+            raise known[name].refused(f"{name} = {value!r}")
     return checked
 
 
 def help_text(parameters: Sequence[Parameter], program: str) -> str:
     """What `--help` prints."""
-    rows = [(p.flag, p) for p in parameters if p.name != LAUNCHERS_OWN]
-    width = max((len(flag) for flag, _ in rows), default=0)
-    lines = [f"{flag:<{width}}  {p.help}{'; ' * bool(p.help)}{_wanted(p)} (now {p.default})" for flag, p in rows]
+    rows = [p for p in parameters if p.name != LAUNCHERS_OWN]
+    width = max((len(p.flag) for p in rows), default=0)
+    lines = [f"{p.flag:<{width}}  {p.help}{'; ' * bool(p.help)}{p.takes} (now {p.default})" for p in rows]
     usage = f"python {program}" + " [--flag value ...]" * bool(rows)
     return "\n".join([usage, *(f"  {line}" for line in lines or ["takes no flags"])])
 
 
 def _unknown(word, flag, known):
     if not known:
-        return f"{word} is no flag: this script takes none"
+        return ParameterError(f"{word} is no flag: this script takes none")
     close = difflib.get_close_matches(flag, known, 1, 0.6)
-    return f"{word} is unknown{f'; did you mean {close[0]}?' if close else ';'} valid here: {', '.join(known)}"
-
-
-def _kind(parameter):
-    return type(parameter.default)
-
-
-def _wanted(parameter):
-    if parameter.limits.startswith("one of"):
-        return parameter.limits
-    name = TYPE_NAMES.get(_kind(parameter), "a number, a text or none")
-    return f"{name} {parameter.limits}".strip()
-
-
-def _refuse(parameter, label, shown):
-    return ParameterError(f"{label} {shown} is not accepted: it takes {_wanted(parameter)}")
-
-
-def _from_text(parameter, text):
-    """`text` of the command line as the type that the cell's literal has."""
-    kind, flag = _kind(parameter), parameter.flag
-    try:
-        if kind is bool:
-            value = {"true": True, "false": False}[text.lower()]
-        elif kind in (int, float):
-            value = kind(text)
-        elif kind is str:
-            value = text
-        else:
-            value = _any(text)
-    except (KeyError, ValueError):
-        raise _refuse(parameter, flag, text) from None
-    return _in_range(parameter, value, flag)
-
-
-def _any(text):
-    if text.lower() == "none":
-        return None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
-
-
-def _of_type(parameter, value):
-    kind = _kind(parameter)
-    if kind is float and type(value) is int:
-        return float(value)
-    if parameter.name == LAUNCHERS_OWN and value is None:
-        return value  # None: all slots of the allocation
-    if parameter.default is not None and type(value) is not kind:
-        raise _refuse(parameter, parameter.name, f"= {value!r}")
-    return value
-
-
-def _is_range(limits):
-    return limits.startswith("one of ") or bool(_bounds(limits))
-
-
-def _bounds(limits):
-    """The comparisons that `>= 1`, `> 0` or `1 to 256` stand for; [] if it is ordinary prose."""
-    try:
-        if between := re.fullmatch(r"(\S+) to (\S+)", limits):
-            return [(">=", float(between[1])), ("<=", float(between[2]))]
-        if one := re.fullmatch(r"(>=|<=|>|<)\s*(\S+)", limits.replace("at least ", ">= ")):
-            return [(one[1], float(one[2]))]
-    except ValueError:
-        pass
-    return []
-
-
-def _in_range(parameter, value, label):
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and not math.isfinite(value):
-        raise _refuse(parameter, label, value)
-    if parameter.name == LAUNCHERS_OWN and number and value < 1:
-        raise _refuse(parameter, label, f"= {value}")
-    if parameter.limits.startswith("one of "):
-        allowed = [word.strip() for word in parameter.limits.removeprefix("one of ").split(",")]
-        if str(value) not in allowed:
-            raise _refuse(parameter, label, value)
-    elif number and not all(COMPARE[sign](value, bound) for sign, bound in _bounds(parameter.limits)):
-        raise _refuse(parameter, label, value)
-    return value
+    meant = f"; did you mean {close[0]}?" if close else ";"
+    return ParameterError(f"{word} is unknown{meant} valid here: {', '.join(known)}")

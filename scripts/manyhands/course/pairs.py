@@ -14,13 +14,11 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
-import jupytext
-import nbformat
-
 from manyhands.course.folders import write_whole
-from manyhands.course.lessons import course_here, find_lessons
+from manyhands.course.lessons import Lesson, course_here, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec")
 # on a web page IPython's lexer leaves a cell grey that begins with a magic of ours; Python's colours all but that line
@@ -35,6 +33,8 @@ class PairError(RuntimeError):
 
 def read(path):
     """The notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
+    import jupytext  # takes a second, and every script that starts asks for `stale_script`
+
     try:
         return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
     except ValueError as error:  # half a JSON, a header that is no YAML, bytes that are no text
@@ -84,6 +84,22 @@ def check(lesson):
         )
 
 
+def stale_script(script: str | Path) -> str:
+    """One line if the notebook beside `script` was saved after it and holds other cells, else "".
+
+    Under a launcher the script's old lines would run without a word. What cannot be read is no news.
+    """
+    script = Path(script).absolute()
+    lesson = Lesson(script.stem, script.parents[1])
+    if not lesson.notebook.exists() or lesson.notebook.stat().st_mtime <= script.stat().st_mtime:
+        return ""
+    with suppress(PairError):
+        if found := difference(lesson):
+            was = f"{script.name} runs as it was before {lesson.notebook.name} was saved"
+            return f"{was} ({found}). `make sync LESSON={lesson.number}` writes the notebook into the script"
+    return ""
+
+
 def identical(lesson):
     """Whether the notebook, written as a script, is the script, to the last blank line.
 
@@ -125,6 +141,8 @@ def sync(lesson):
 
 def as_script(notebook):
     """The text of `notebook` as a script; what the browser and papermill note in cells stays out."""
+    import jupytext
+
     for cell in notebook.cells:
         cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
     return jupytext.writes(notebook, fmt="py:percent")
@@ -132,6 +150,8 @@ def as_script(notebook):
 
 def as_notebook(notebook):
     """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names."""
+    import nbformat
+
     notebook.metadata = {**_only(notebook.metadata, KEPT_METADATA), "language_info": LANGUAGE}
     seen = {}
     for cell in notebook.cells:
@@ -173,6 +193,7 @@ def _write_from_script(lesson):
 
 def store_outputs(lesson, timeout_s=600):
     """Run the lesson's notebook (made from the script) with papermill and store its outputs in it."""
+    import nbformat
     import papermill
 
     _write_from_script(lesson)

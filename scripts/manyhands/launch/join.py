@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.course import lesson_parameters
-from manyhands.course.stale_script import stale_script
+from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo
 from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
