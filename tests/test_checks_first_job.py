@@ -1,134 +1,29 @@
 """The checks of lesson 04 accept its solutions and reject each usual mistake with the sentence that names it."""
 
-import jupytext
 import numpy as np
 import pytest
-import torch
-from exercises import Answers, FromLesson
+from exercises import Answers
 from manyhands.checks import CORRECT, NOT_ATTEMPTED, first_job
 from manyhands.course.catch_up import taken_from
 from manyhands.launch import recorded_runs
 
 LESSON = "04_first_job"
-ours = FromLesson(LESSON, "stale")
-
-
-def by_counting(need, free_at, previous):
-    """A minute after the other: the first at which enough nodes are free."""
-    return next(m for m in sorted([*free_at, previous]) if m >= previous and sum(at <= m for at in free_at) >= need)
-
-
-def sorts_what_it_was_given(need, free_at, previous):
-    free_at.sort()
-    return np.maximum(free_at[need - 1], previous)
-
-
-def uses_up_what_it_was_given(need, free_at, previous):
-    for _ in range(need):
-        soonest = min(free_at)
-        free_at.remove(soonest)
-    return torch.tensor(max(soonest, previous))
-
-
-def shares(per_rank, rank_of=lambda node, local, per_node: node * per_node + local, refuse=True, too_few=False):
-    """An answer to build B with `per_rank(global_batch, n)` sequences for each rank."""
-
-    def answer(global_batch, nodes, ranks_per_node, node, local_rank):
-        n = nodes * ranks_per_node
-        if refuse and global_batch % n or too_few and global_batch < n:
-            raise ValueError(f"{global_batch} sequences do not split over {n} ranks")
-        share, rank = per_rank(global_batch, n), rank_of(node, local_rank, ranks_per_node)
-        return range(rank * share, (rank + 1) * share)
-
-    return answer
-
-
-def evenly(global_batch, n):
-    return global_batch // n
-
-
-def last_takes_the_rest(global_batch, nodes, ranks_per_node, node, local_rank):
-    n, rank = nodes * ranks_per_node, node * ranks_per_node + local_rank
-    if global_batch % n:
-        raise ValueError(f"{global_batch} does not split over {n}")
-    begin = rank * (global_batch // n - (n > 4))
-    return range(begin, global_batch if rank == n - 1 else begin + global_batch // n - (n > 4))
-
-
-right = shares(evenly)
-
-
-def only_rank_0_refuses(global_batch, nodes, ranks_per_node, node, local_rank):
-    place = (node, local_rank) == (0, 0)
-    return (right if place else shares(evenly, refuse=False))(global_batch, nodes, ranks_per_node, node, local_rank)
-
-
-def last_rank_refuses_not(global_batch, nodes, ranks_per_node, node, local_rank):
-    last = (node, local_rank) == (nodes - 1, ranks_per_node - 1)
-    return shares(evenly, refuse=not last)(global_batch, nodes, ranks_per_node, node, local_rank)
-
-
-def in_reverse(global_batch, nodes, ranks_per_node, node, local_rank):
-    right(global_batch, nodes, ranks_per_node, node, local_rank)
-    return right(global_batch, nodes, ranks_per_node, nodes - 1 - node, ranks_per_node - 1 - local_rank)
-
-
-def local_ranks_first(global_batch, nodes, ranks_per_node, node, local_rank):
-    share = right(global_batch, nodes, ranks_per_node, node, local_rank)
-    rank = local_rank * nodes + node
-    return range(rank * len(share), (rank + 1) * len(share))
-
-
-def like_cards(global_batch, nodes, ranks_per_node, node, local_rank):
-    right(global_batch, nodes, ranks_per_node, node, local_rank)
-    return range(node * ranks_per_node + local_rank, global_batch, nodes * ranks_per_node)
-
-
-def backwards(*given):
-    return right(*given)[::-1]
-
-
-def asserts(global_batch, nodes, ranks_per_node, node, local_rank):
-    assert global_batch % (nodes * ranks_per_node) == 0
-    return right(global_batch, nodes, ranks_per_node, node, local_rank)
-
-
-def refusing(wording):
-    """An answer that refuses with these words."""
-
-    def answer(global_batch, nodes, ranks_per_node, node, local_rank):
-        if global_batch % (n := nodes * ranks_per_node):
-            raise ValueError(wording.format(batch=global_batch, n=n))
-        return right(global_batch, nodes, ranks_per_node, node, local_rank)
-
-    return answer
-
-
-WORDINGS = (
-    "batch={batch} ranks={n}", "{batch}/{n} is no whole number", "{batch}%{n}!=0", "a batch of {batch}, and {n}-fold p",
-    "[{batch}] on <{n}>", "'{batch}' over \"{n}\"", "{n}ranks, {batch}sequences",
-)  # fmt: skip
-
-
-RIGHT = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
+ACTS = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("answer", "sentence"),
     [
-        ({4705: "wait"}, "the job that it waits for has failed, so it would wait forever"),
-        ({4706: "wait"}, "scontrol release 4706"),
-        ({4708: "wait"}, "asks for a day, and this queue gives an hour"),
-        ({4703: "cancel"}, "jobs with a higher priority come first"),
-        ({4702: "shout"}, "'shout' for job 4702 is none of wait, release, ask for less, cancel"),
+        (ACTS | {4705: "wait"}, "the job that it waits for has failed, so it would wait forever"),
+        (ACTS | {4706: "wait"}, "scontrol release 4706"),
+        (ACTS | {4708: "wait"}, "asks for a day, and this queue gives an hour"),
+        (ACTS | {4703: "cancel"}, "jobs with a higher priority come first"),
+        (ACTS | {4702: "shout"}, "'shout' for job 4702 is none of wait, release, ask for less, cancel"),
+        ({job: act for job, act in ACTS.items() if job != 4708}, "ob 4708 is missing"),
     ],
 )
-def test_why_it_waits_rejects(change, sentence):
-    assert sentence in first_job.why_it_waits(RIGHT | change)
-
-
-def test_why_it_waits_wants_every_job():
-    assert "ob 4708 is missing" in first_job.why_it_waits({job: act for job, act in RIGHT.items() if job != 4708})
+def test_why_it_waits_rejects(answer, sentence):
+    assert sentence in first_job.why_it_waits(answer)
 
 
 @pytest.mark.parametrize(
@@ -140,133 +35,61 @@ def test_why_it_waits_wants_every_job():
         ((1, "IndexError"), "1 is its local rank"),
         ((2, "IndexError"), "ank 2 did not raise the IndexError"),
         ((3, "KeyError"), "o rank failed with 'KeyError' first"),
-        (("3", "IndexError"), "A rank is a number, and '3' is text"),
-        ((3, "RuntimeError"), "A RuntimeError in this log is an echo"),
     ],
 )
 def test_first_error_rejects(answer, sentence):
     assert sentence in first_job.first_error(answer)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [(np.int64(3), "IndexError"), (torch.tensor(3), " IndexError:"), (3, IndexError), [3, "IndexError: index 3"]],
-)
+@pytest.mark.parametrize("answer", [(np.int64(3), " IndexError:"), (3, IndexError), [3, "IndexError: index 3"]])
 def test_first_error_takes_other_ways_to_say_it(answer):
     assert first_job.first_error(answer) == CORRECT
 
 
-@pytest.mark.parametrize(
-    ("answer", "sentence"),
-    [
-        (["wait"] * 6, "give a dict such as"),
-        ("wait", "give a dict such as"),
-        ({str(job): act for job, act in RIGHT.items()}, "A job is a number: write 4702, not '4702'"),
-        (RIGHT | {4702: ["wait"]}, "['wait'] for job 4702 is none of"),
-        (RIGHT | {4702: np.zeros(3)}, "for job 4702 is none of"),
-    ],
-)
-def test_why_it_waits_says_what_is_no_answer(answer, sentence):
-    assert sentence.lower() in first_job.why_it_waits(answer).lower()
-
-
-def compares_files(notebook, script):
-    return notebook.read_text() != script.read_text()
-
-
-def compares_numbers_of_cells(notebook, script):
-    return len(jupytext.read(notebook).cells) != len(jupytext.read(script).cells)
-
-
-def compares_outputs_too(notebook, script):
-    def whole(path):
-        return [(cell.source, str(cell.get("outputs"))) for cell in jupytext.read(path).cells]
-
-    return whole(notebook) != whole(script)
-
-
-def looks_at_common_cells_only(notebook, script):
-    pairs = zip(jupytext.read(notebook).cells, jupytext.read(script).cells, strict=False)
-    return any(ours.source != theirs.source for ours, theirs in pairs)
-
-
-def compares(what):
-    """An answer that compares `what(list of sources)` of both files."""
-
-    def answer(notebook, script):
-        ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
-        return what(ours) != what(theirs)
-
-    return answer
-
-
-def has_new_cells(notebook, script):
-    ours, theirs = ({cell.source for cell in jupytext.read(path).cells} for path in (notebook, script))
-    return not ours <= theirs
-
-
+EARLIEST = "sorted(free_at)[need - 1]"
+RANK = "node * ranks_per_node + local_rank"
+REFUSES = "if global_batch % n:"
+WORDS = "{global_batch} sequences do not split over {n} ranks; use a multiple of {n}"
+CELLS = "ours != theirs"
 REJECTED = {
     "start_of": [
-        (lambda need, free_at, previous: max(min(free_at), previous),
-         "or start_of(2, [3, 2], 0) you say minute 2, when it needs 2 nodes and 1 of 2 is free"),
-        (lambda need, free_at, previous: max(*free_at, previous), "you say minute 3, and it could start at 2: then 1"),
-        (lambda need, free_at, previous: sorted(free_at)[need - 1],
+        (EARLIEST, "min(free_at)", "start_of(2, [3, 2], 0) you say minute 2, when it needs 2 nodes and 1 of 2 is free"),
+        (EARLIEST, "max(free_at)", "you say minute 3, and it could start at 2: then 1"),
+        ("max(enough_are_free, previous)", "enough_are_free",
          "start_of(1, [0, 0], 4) you say minute 0: that overtakes the job ahead, which started at 4"),
-        (lambda need, free_at, previous: max(free_at[need - 1], previous), "start_of(1, [3, 2], 0) you say minute 3,"),
-        (lambda need, free_at, previous: previous + sorted(free_at)[need - 1], "start_of(2, [5, 1, 4], 3) you say min"),
-        (lambda need, free_at, previous: max(sorted(free_at)[need % len(free_at)], previous), "you say minute 3"),
-        (lambda need, free_at, previous: max(sorted(free_at, reverse=True)[need - 1], previous), "you say minute 3"),
-        (lambda need, free_at, previous: max(sorted(free_at)[need], previous), "you say minute 3"),
-        (lambda need, free_at, previous: free_at[need], "IndexError"),
+        ("sorted(free_at)", "free_at", "start_of(1, [3, 2], 0) you say minute 3,"),
+        ("max(enough_are_free, previous)", "enough_are_free + previous", "start_of(2, [5, 1, 4], 3) you say minute 7"),
+        ("[need - 1]", "[need]", "you say minute 3"),
     ],
     "my_sequences": [
-        (shares(evenly, rank_of=lambda node, local, _: local), "that is by its local rank; a rank is node * ranks_per"),
-        (shares(evenly, rank_of=lambda node, local, _: node), "that is by its node; a rank is node * ranks_per_node"),
-        (shares(evenly, rank_of=lambda node, local, _: 2 * node + local), "rank 4 of 8, should be range(12, 15), not"),
-        (shares(evenly, refuse=False), "do not split evenly, and every rank must refuse them"),
-        (shares(lambda batch, n: batch // n - 1), "should be range(0, 12), not range(0, 11)"),
-        (shares(lambda batch, n: batch // 2), "rank 0 of 4, should be range(0, 6), not range(0, 12)"),
-        (last_takes_the_rest, "rank 0 of 8, should be range(0, 3), not range(0, 2)"),
-        (lambda batch, nodes, per_node, node, local: list(shares(evenly)(batch, nodes, per_node, node, local)),
-         "eturn a range such as range(3, 6), not the list"),
-        (lambda *_: (_ for _ in ()).throw(ValueError("no")), "split evenly, 12 each, and you refused them"),
-        (lambda *_: (_ for _ in ()).throw(ValueError), "and you refused them: ValueError."),
-        (only_rank_0_refuses, "every rank must refuse them; local rank 1 of node 0: raise a ValueError"),
-        (last_rank_refuses_not, "every rank must refuse them; local rank 1 of node 3: raise a ValueError"),
-        (shares(evenly, rank_of=lambda node, local, per_node: -1 - node * per_node - local), "not range(-12, 0)"),
-        (in_reverse, "should be range(0, 12), not range(12, 24)"),
-        (like_cards, "not range(0, 24, 2): like cards, and a rank takes"),
-        (local_ranks_first, "should be range(6, 12), not range(12, 18): ranks are counted through node by node"),
-        (backwards, "should be range(0, 12), not range(11, -1, -1)"),
-        (asserts, "raise a ValueError that names 12 and 8; yours was AssertionError"),
-        (shares(evenly, refuse=False, too_few=True), "12 sequences on 4 nodes with 2 ranks each do not split evenly"),
-        (refusing("does not split"), "names 12 and 8; yours says does not split"),
-        (refusing("128 does not split"), "names 12 and 8; yours says 128 does not split"),
+        (RANK, "local_rank", "that is by its local rank; a rank is node * ranks_per_node"),
+        (RANK, "node", "that is by its node; a rank is node * ranks_per_node"),
+        (RANK, "2 * node + local_rank", "rank 4 of 8, should be range(12, 15), not"),
+        (RANK, "local_rank * nodes + node",
+         "should be range(6, 12), not range(12, 18): ranks are counted through node by node"),
+        ("range(rank * share, (rank + 1) * share)", "range(rank, global_batch, n)",
+         "not range(0, 24, 2): like cards, and a rank takes"),
+        ("global_batch // n", "global_batch // 2", "rank 0 of 4, should be range(0, 6), not range(0, 12)"),
+        (REFUSES, "if False:", "do not split evenly, and every rank must refuse them"),
+        (REFUSES, "if global_batch % n and node + local_rank == 0:",
+         "every rank must refuse them; local rank 1 of node 0: raise a ValueError"),
+        (REFUSES, "if global_batch < n:", "12 sequences on 4 nodes with 2 ranks each do not split evenly"),
+        (REFUSES, "if True:", "split evenly, 12 each, and you refused them"),
+        ("raise ValueError(", "raise AssertionError(", "that names 12 and 8; yours was AssertionError"),
+        (WORDS, "does not split", "names 12 and 8; yours says does not split"),
+        (WORDS, "128 does not split", "names 12 and 8; yours says 128 does not split"),
     ],
     "yesterdays_code": [
-        (compares(set), "a cell less than the script"),
-        (compares(lambda cells: (set(cells), len(cells))), "in another order"),
-        (compares(sorted), "in another order"),
-        (compares(lambda cells: (cells[0], set(cells))), "a cell less than the script"),
-        (compares(lambda cells: (list(dict.fromkeys(cells)), len(cells))), "comes twice in the notebook"),
-        (compares(lambda cells: (cells[0], len(cells))), "in another order"),
-        (compares(lambda cells: (cells[0], cells[-1], len(cells))), "in another order"),
-        (compares(lambda cells: (cells[:-1], len(cells))), "nly the last of four cells differs"),
-        (compares(lambda cells: [cell.split() for cell in cells]), "indented otherwise"),
-        (compares(lambda cells: [cell.split("\n")[0] for cell in cells]), "indented otherwise"),
-        (has_new_cells, "a cell less than the script"),
-        (lambda notebook, script: notebook.stat().st_mtime > script.stat().st_mtime, "Times do not tell"),
-        (compares_files, "their cells are the same: nothing is stale"),
-        (compares_numbers_of_cells, "a job would run 10, and you call it fresh"),
-        (compares_outputs_too, "no job runs outputs"),
-        (looks_at_common_cells_only, "a cell more than the script"),
-        (lambda notebook, script: False, "a job would run 10"),
-        (
-            lambda notebook, script: (
-                ours.stale(notebook, script) and notebook.stat().st_mtime > script.stat().st_mtime
-            ),
-            "as in a fresh clone",
-        ),
+        (CELLS, "set(ours) != set(theirs)", "a cell less than the script"),
+        (CELLS, "sorted(ours) != sorted(theirs)", "in another order"),
+        (CELLS, "[c.split() for c in ours] != [c.split() for c in theirs]", "indented otherwise"),
+        (CELLS, "not set(ours) <= set(theirs)", "a cell less than the script"),
+        (CELLS, "len(ours) != len(theirs)", "a job would run 10, and you call it fresh"),
+        (CELLS, "any(a != b for a, b in zip(ours, theirs))", "a cell more than the script"),
+        (CELLS, "notebook.stat().st_mtime > script.stat().st_mtime", "Times do not tell"),
+        (CELLS, "ours != theirs and notebook.stat().st_mtime > script.stat().st_mtime", "as in a fresh clone"),
+        (CELLS, "notebook.read_text() != script.read_text()", "their cells are the same: nothing is stale"),
+        ("cell.source for", '(cell.source, str(cell.get("outputs"))) for', "no job runs outputs"),
     ],
 }  # fmt: skip
 
@@ -276,18 +99,20 @@ class TestAnswers(Answers):
     rejected, solutions = REJECTED, {"yesterdays_code": "stale"}
     elsewhere = ("why_it_waits", "first_error")
     right = {
-        "start_of": [by_counting, sorts_what_it_was_given, uses_up_what_it_was_given],
-        "my_sequences": [right, *map(refusing, WORDINGS)],
-        "yesterdays_code": [
-            lambda *pair, of=of: of(ours.stale(*pair)) for of in (np.bool_, int, lambda differ: ["steps = 20"] * differ)
+        "start_of": [("enough_are_free =", "free_at.sort()\n    enough_are_free =")],
+        "my_sequences": [
+            ("return range", "return list(range", "+ 1) * share)", "+ 1) * share))"),
+            (WORDS, "{global_batch}%{n}!=0"),
+            (WORDS, "{n}ranks, {global_batch}sequences"),
         ],
+        "yesterdays_code": [(CELLS, "int(ours != theirs)"), (CELLS, "not ours == theirs")],
     }
 
 
 def test_the_answers_that_are_no_functions_are_correct_or_not_attempted():
-    assert first_job.why_it_waits(RIGHT, solution=True) == CORRECT
+    assert first_job.why_it_waits(ACTS, solution=True) == CORRECT
     assert first_job.first_error((3, "IndexError"), solution=True) == CORRECT
-    assert first_job.why_it_waits({**RIGHT, 4705: ...}) == NOT_ATTEMPTED
+    assert first_job.why_it_waits({**ACTS, 4705: ...}) == NOT_ATTEMPTED
     assert first_job.first_error((..., ...)) == NOT_ATTEMPTED
 
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.expect import count, expect_equal, expect_refusal, number, shown, truth
+from manyhands.checks.expect import count, expect_equal, expect_refusal, number, truth
 from manyhands.checks.witness import said
 
 # What the recorded queue (assets/recorded/04_pending.out) asks for: job -> (what helps, why)
@@ -28,16 +28,9 @@ REPORTS = ("ChildFailedError", "SignalException")
 ECHOES = ("RuntimeError", "DistBackendError", "ConnectionError", "DistNetworkError")
 
 
-QUEUES = (
-    # nodes needed, from when each node is free, when the job ahead started
-    (1, [3, 2], 0),
-    (2, [3, 2], 0),
-    (1, [0, 0], 4),
-    (2, [5, 1, 4], 3),
-    (2, [7, 7, 2, 9], 7),
-    (3, [6, 1, 6], 8),
-    (1, [2.5], 0),
-)
+QUEUES = (  # nodes needed, from when each node is free, when the job ahead started
+    (1, [3, 2], 0), (2, [3, 2], 0), (1, [0, 0], 4), (2, [5, 1, 4], 3), (2, [7, 7, 2, 9], 7), (3, [6, 1, 6], 8),
+)  # fmt: skip
 
 
 @exercise("A", "when a job starts")
@@ -69,28 +62,25 @@ def _free(free_at, minute):
 @exercise("B", "twice the nodes")
 def my_sequences(answer, ranks=None):
     """`answer(global_batch, nodes, ranks_per_node, node, local_rank)`: the range of sequences of this one rank."""
-    for nodes, per_node in ((1, 2), (2, 2), (4, 2), (2, 4), (3, 1), (5, 2)):
-        for global_batch in (24, 8, 12):
-            for node, local in itertools.product(range(nodes), range(per_node)):
-                _judge_share(answer, global_batch, nodes, per_node, node, local)
+    for (nodes, per_node), global_batch in itertools.product(
+        ((1, 2), (2, 2), (4, 2), (2, 4), (3, 1), (5, 2)), (24, 8, 12)
+    ):
+        for node, local in itertools.product(range(nodes), range(per_node)):
+            _judge_share(answer, global_batch, nodes, per_node, node, local)
 
 
 def _judge_share(answer, global_batch, nodes, per_node, node, local):
     n, rank, each = nodes * per_node, node * per_node + local, global_batch // (nodes * per_node)
-    where = f"on {count(nodes, 'node')} with {count(per_node, 'rank')} each"
+    case = f"{global_batch} sequences on {count(nodes, 'node')} with {count(per_node, 'rank')} each"
     place = f"local rank {local} of node {node}"
     if global_batch % n:
-        case = f"{global_batch} sequences {where} do not split evenly, and every rank must refuse them; {place}"
+        case += f" do not split evenly, and every rank must refuse them; {place}"
         expect_refusal(lambda: answer(global_batch, nodes, per_node, node, local), case, global_batch, n)
         return
     try:
         share = answer(global_batch, nodes, per_node, node, local)
     except ValueError as error:
-        raise Wrong(
-            f"{global_batch} sequences {where} split evenly, {each} each, and you refused them: {said(error)}"
-        ) from None
-    if not isinstance(share, range):
-        raise Wrong(f"return a range such as range(3, 6), not {shown(share)}")
+        raise Wrong(f"{case} split evenly, {each} each, and you refused them: {said(error)}") from None
     begins = {
         "that is by its local rank; a rank is node * ranks_per_node + local_rank": local,
         "that is by its node; a rank is node * ranks_per_node + local_rank": node,
@@ -98,27 +88,22 @@ def _judge_share(answer, global_batch, nodes, per_node, node, local):
     }
     slips = {why: range(begin * each, (begin + 1) * each) for why, begin in begins.items()}
     slips["like cards, and a rank takes sequences that follow each other"] = range(rank, global_batch, n)
-    what = f"of {global_batch} sequences {where} what {place} takes, rank {rank} of {n},"
+    what = f"of {case} what {place} takes, rank {rank} of {n},"
     expect_equal(share, range(rank * each, (rank + 1) * each), what, slips)
 
 
 @exercise(1, "what helps")
 def why_it_waits(answer, ranks=None):
     """`answer` is {job: act} for the jobs in PENDING, each act one of ACTS."""
-    if not isinstance(answer, dict):
-        raise Wrong(f"give a dict such as {{4702: 'wait'}}, not {answer!r}")
     if any(act is None or act is ... for act in answer.values()):
         raise NotImplementedError
     for job, (act, why) in PENDING.items():
-        given = answer.get(job)
-        if given is None and str(job) in answer:
-            raise Wrong(f"a job is a number: write {job}, not {str(job)!r}")
-        if given is None:
+        if job not in answer:
             raise Wrong(f"job {job} is missing: say what helps it")
-        if not isinstance(given, str) or given not in ACTS:
-            raise Wrong(f"{given!r} for job {job} is none of {', '.join(ACTS)}")
-        if given != act:
-            raise Wrong(f"{job}: {given!r} does not help. {why}")
+        if answer[job] not in ACTS:
+            raise Wrong(f"{answer[job]!r} for job {job} is none of {', '.join(ACTS)}")
+        if answer[job] != act:
+            raise Wrong(f"{job}: {answer[job]!r} does not help. {why}")
 
 
 @exercise(2, "the first error")
@@ -142,8 +127,6 @@ def first_error(answer, ranks=None):
         raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
     if rank == FAILED_LOCAL_RANK:
         raise Wrong(f"{rank} is its local rank, which counts on its own node; the rank counts over all nodes")
-    if isinstance(rank, str):
-        raise Wrong(f"a rank is a number, and {rank!r} is text")
     if rank != FAILED_RANK:
         raise Wrong(f"rank {rank} did not raise the {FAILED_ERROR}: look at the label in front of that line")
 
@@ -172,14 +155,9 @@ _PAIRS = [
      "only stored outputs differ, and no job runs outputs: compare the sources of the cells"),
     ([*_SCRIPT, "print('new')"], "script", False, True,
      "the notebook has a cell more than the script, and you call it fresh"),
-    (_SCRIPT[:-1], "script", False, True,
-     "the notebook has a cell less than the script, and you call it fresh"),
+    (_SCRIPT[:-1], "script", False, True, "the notebook has a cell less than the script, and you call it fresh"),
     ([_FIRST, _LOOP, _LAST, _LAST], "notebook", False, True,
      "both have the same cells, but in another order, and a job runs them in order: you call it fresh"),
-    ([*_SCRIPT[:-1], "print(steps + 1)"], "notebook", False, True,
-     "only the last of four cells differs, and you call it fresh"),
-    ([_FIRST, _LAST, _LOOP, _LOOP], "notebook", False, True,
-     "one cell comes twice in the notebook and once in the script, as many cells in both, and you call it fresh"),
     ([_FIRST, _LAST, _LOOP.replace("    print", "print"), _LAST], "notebook", False, True,
      "one line of the third cell is indented otherwise, so the loop prints less often, and you call it fresh"),
 ]  # fmt: skip

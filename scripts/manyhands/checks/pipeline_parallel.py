@@ -4,7 +4,7 @@ Orders are judged by simulation (`predict.pipeline_schedules`): every action onc
 micro-batches in flight and no more idle time than is needed. Any order that keeps these is right, however it was made.
 """
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -109,40 +109,26 @@ def _judge_first(answer):
 def needs(answer, ranks=None):
     """`answer(action, p)` lists what must be done before the action begins."""
     for p in (3, 1, 4):
-        for s in range(p):
-            for kind in "FB":
-                for i in (0, 2):
-                    _judge_needs(answer((kind, s, i), p), (kind, s, i), p)
+        for s, kind, i in product(range(p), "FB", (0, 2)):
+            _judge_needs(answer((kind, s, i), p), (kind, s, i), p)
 
 
 def _judge_needs(given, action, p):
     case = f"before {named(action)} of {p}"
-    found = _actions(given, case)
-    wanted = [tuple(one) for one in needs_of(action, p)]
+    found, wanted = _actions(given, case), needs_of(action, p)
     for one in found:
         if not 0 <= one[1] < p:
             raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
-        if one == action:
-            raise Wrong(f"{case}: an action cannot wait for itself")
         if one not in wanted:
             raise Wrong(f"{case}: it does not wait for {named(one)}{_why_not(one, action)}")
     for one in wanted:
         if one not in found:
-            why = (
-                "which sends the gradient of its output"
-                if one[0] == "B"
-                else "which has made the activations that it uses"
-            )
-            raise Wrong(f"{case}: it needs {named(one)}, {'whose output is its input' if action[0] == 'F' else why}")
-    if len(found) > len(wanted):
-        raise Wrong(f"{case}: {named(found[-1])} is there twice")
-
-
-WHY = {
-    "FF": "whose output is its input",
-    "BF": "which has made the activations that it uses",
-    "BB": "which sends the gradient of its output",
-}
+            why = {
+                "FF": "whose output is its input",
+                "BF": "which has made the activations that it uses",
+                "BB": "which sends the gradient of its output",
+            }[action[0] + one[0]]
+            raise Wrong(f"{case}: it needs {named(one)}, {why}")
 
 
 def _why_not(one, action):
@@ -157,17 +143,11 @@ def _why_not(one, action):
 
 def _actions(given, case):
     """An answer's actions as a list of (kind, stage, micro-batch)."""
-    found = plain(sorted(given) if isinstance(given, (set, frozenset)) else given)
-    if not isinstance(found, list):
-        raise Wrong(f"{case}: return a list of actions, not {shown(given)}")
+    found = [tuple(entry) for entry in plain(sorted(given) if isinstance(given, set) else given)]
     for entry in found:
-        if not (isinstance(entry, list) and len(entry) == 3 and entry[0] in ("F", "B") and _are_whole(entry[1:])):
+        if len(entry) != 3 or entry[0] not in ("F", "B"):
             raise Wrong(f'{case}: an action is ("F" or "B", stage, micro-batch), not {entry}')
-    return [tuple(entry) for entry in found]
-
-
-def _are_whole(values):
-    return all(isinstance(value, int) for value in values)
+    return found
 
 
 # ---- build C ----
@@ -246,12 +226,8 @@ def one_f_one_b(answer, ranks=None):
                 if micros != sorted(micros):
                     raise Wrong(f"{case}: stage {s} does {kind} of micro-batches {micros}; they go in order")
             held, limit = in_flight(order), min(m, p - s)
-            first = next(k for k, action in enumerate(order) if action[0] == "B")
             if held > limit:
-                raise Wrong(
-                    f"{case}: stage {s} begins with {first} forwards and holds {held} micro-batches at most, where "
-                    f"{limit} are enough"
-                )
+                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, where {limit} are enough")
         _judge_bubble(orders, bubble_formula("1F1B", p, m), case)
 
 
@@ -260,15 +236,13 @@ def fitting(answer, ranks=None):
     """`answer(p, m, room)` is the orders of all stages: at most `room` in flight, idle as little as that allows."""
     for p, m, room in ((4, 8, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (4, 6, 3), (2, 5, 8)):
         case = f"with p = {p}, m = {m} and room for {room}"
-        given = plain(answer(p, m, room))
-        if not isinstance(given, list) or len(given) != p:
+        given = answer(p, m, room)
+        if len(given) != p:
             raise Wrong(f"{case}: return a list of {p} orders, one for each stage, not {shown(given)}")
         orders = [_read_order(order, s, m, case) for s, order in enumerate(given)]
-        for s, order in enumerate(orders):
-            if in_flight(order) > room:
-                raise Wrong(
-                    f"{case}: stage {s} holds {in_flight(order)} micro-batches at most, and there is room for {room}"
-                )
+        for s, held in enumerate(map(in_flight, orders)):
+            if held > room:
+                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, and there is room for {room}")
         best = simulate([_capped(s, p, m, room) for s in range(p)]).bubble
         _judge_bubble(orders, best, case)
 
@@ -362,22 +336,19 @@ def _judge_shares(found, wanted, all_targets):
 
 # ---- exercise 3 ----
 
+COSTS = (
+    ([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([3, 1, 1, 1, 1, 1], 3),
+    ([1, 1, 5, 1, 1, 1, 1], 3), ([2, 2, 2, 2], 4), ([1, 2, 3], 1),
+    ([1, 2, 2, 5, 1], 3), ([1, 5, 2, 2, 1], 3),  # neither the least variance nor the largest minimum is best here
+)  # fmt: skip
+
 
 @exercise(3, "balance uneven layers")
 def balance(answer, ranks=None):
     """`answer(costs, p)` says how many consecutive layers each stage gets; the slowest is as fast as can be."""
-    for costs, p in (
-        ([0.5, 1, 1, 1, 1, 2], 2),
-        ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4),
-        ([3, 1, 1, 1, 1, 1], 3),
-        ([1, 1, 5, 1, 1, 1, 1], 3),
-        ([1, 2, 2, 5, 1], 3),  # neither the least variance nor the largest minimum is best here
-        ([1, 5, 2, 2, 1], 3),
-        ([2, 2, 2, 2], 4),
-        ([1, 2, 3], 1),
-    ):
+    for costs, p in COSTS:
         counts, case = plain(answer(list(costs), p)), f"costs {costs} on {p} stages"
-        if not (isinstance(counts, list) and len(counts) == p and _are_whole(counts)):
+        if len(counts) != p:
             raise Wrong(f"{case}: return a list of {p} numbers of layers, not {counts}")
         expect_equal(sum(counts), len(costs), f"{case}: the sum of {counts}, all layers,")
         if min(counts) < 1:

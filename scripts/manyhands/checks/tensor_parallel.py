@@ -4,6 +4,8 @@ All is in float64 and in the CPU's memory, where the trial group can send. What 
 that say the rank, so that every rank knows the right answer without communicating. Answers get the trial's group.
 """
 
+from unittest.mock import Mock
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,17 +46,6 @@ def summed(x):
     return total
 
 
-class Calls:
-    """A function that counts how often it is called."""
-
-    def __init__(self, function):
-        self.function, self.calls = function, 0
-
-    def __call__(self, x):
-        self.calls += 1
-        return self.function(x)
-
-
 class Pass:
     """`function` forward on x and backward from v: what came back of x and of `others`, and which calls it took.
 
@@ -81,14 +72,15 @@ class Pass:
 
     def expect_forward(self, wanted, it_is, slips=None, volume=0):
         """volume: bytes of the one call that it may make, twice if that is an all-reduce; 0 for none."""
-        what = f"forward, what {self.name} returns"
-        expect_tensor(self.result, wanted, what, slips, it_is)
-        expect_traffic(self.there, f"{what} is right", calls=int(volume > 0), volume=volume)
+        self._expect(self.result, wanted, it_is, slips, volume, self.there, f"forward, what {self.name} returns")
 
     def expect_backward(self, wanted, it_is, slips=None, volume=0):
         what = f"backward, the gradient that {self.name} passes on"
-        expect_tensor(self.gradient, wanted, what, slips, it_is)
-        expect_traffic(self.back, f"{what} is right", calls=int(volume > 0), volume=volume)
+        self._expect(self.gradient, wanted, it_is, slips, volume, self.back, what)
+
+    def _expect(self, found, wanted, it_is, slips, volume, seen, what):
+        expect_tensor(found, wanted, what, slips, it_is)
+        expect_traffic(seen, f"{what} is right", calls=int(volume > 0), volume=volume)
 
 
 @exercise("A", "f and g")
@@ -133,28 +125,24 @@ def _judge_column(column, x, w, b, n, rank):
     case = "column_linear" if b is not None else "column_linear without a bias"
     w_share, b_share = w.chunk(n)[rank], None if b is None else b.chunk(n)[rank]
     uses = [normal(100 + r, 2, 3, len(w) // n) for r in range(n)]
-    enter = Calls(lambda x: Move.apply(x, None, summed))
+    enter = Mock(side_effect=lambda x: Move.apply(x, None, summed))
     seen = Pass(case, lambda x: column(x, w_share.clone(), b_share, enter), x, uses[rank])
     slips = {"that is without the bias": None if b is None else F.linear(x, w_share)}
     seen.expect_forward(F.linear(x, w_share, b_share), "this rank's outputs [B, T, m]", slips)
-    if enter.calls != 1:
+    if enter.call_count != 1:
         raise Wrong(
-            f"{case}: outputs are right, but `enter` was called {count(enter.calls, 'time')} where x enters once: "
+            f"{case}: outputs are right, but `enter` was called {count(enter.call_count, 'time')} where x enters once: "
             "without it the gradient of x is this rank's partial sum only"
         )
-    total = sum(F.linear(use, part.T) for use, part in zip(uses, w.chunk(n), strict=True))
-    slips = {
-        "that is this rank's partial sum: let x pass through `enter` before the product": F.linear(
-            uses[rank], w_share.T
-        )
-    }
-    seen.expect_backward(total, "the sum over the ranks", slips, volume=2 * x.nbytes)
+    partial = [F.linear(use, part.T) for use, part in zip(uses, w.chunk(n), strict=True)]
+    slips = {"that is this rank's partial sum: let x pass through `enter` before the product": partial[rank]}
+    seen.expect_backward(sum(partial), "the sum over the ranks", slips, volume=2 * x.nbytes)
 
 
 def _judge_row(row, w, b, n, rank):
     hidden = [normal(110 + r, 2, 3, w.shape[1] // n) for r in range(n)]
     w_share, use, bias = w.chunk(n, 1)[rank].contiguous(), normal(8, 2, 3, 5), b.clone().requires_grad_()
-    leave = Calls(lambda x: Move.apply(x, summed, None))
+    leave = Mock(side_effect=lambda x: Move.apply(x, summed, None))
     seen = Pass("row_linear", lambda x: row(x, w_share.clone(), bias, leave), hidden[rank], use, bias)
     product = F.linear(torch.cat(hidden, -1), w)
     slips = {
@@ -163,14 +151,12 @@ def _judge_row(row, w, b, n, rank):
         "that is this rank's partial sum: let the product pass through `leave`": F.linear(hidden[rank], w_share) + b,
     }
     seen.expect_forward(product + b, "all outputs [B, T, D]", slips, volume=2 * use.nbytes)
-    if leave.calls != 1:
-        raise Wrong(f"row_linear: `leave` was called {count(leave.calls, 'time')}; the partial sums leave once")
+    if leave.call_count != 1:
+        raise Wrong(f"row_linear: `leave` was called {count(leave.call_count, 'time')}; the partial sums leave once")
     seen.expect_backward(F.linear(use, w_share.T), "this rank's part")
-    what, slips = (
-        "backward, row_linear, the gradient of the bias",
-        {"the bias was divided by n; add it once, whole": use.sum((0, 1)) / n},
-    )
-    expect_tensor(seen.others[0], use.sum((0, 1)), what, slips, "the sum over tokens")
+    total, slip = use.sum((0, 1)), "the bias was divided by n; add it once, whole"
+    what = "backward, row_linear, the gradient of the bias"
+    expect_tensor(seen.others[0], total, what, {slip: total / n}, "the sum over tokens")
 
 
 @exercise("C", "into the columns, and out of the rows")
@@ -187,24 +173,20 @@ def gathered_and_scattered(answers, ranks):
     slips = {
         "that is what this rank alone found for its positions; the others have used them as well": uses[rank][:, mine],
         "that is the mean of the partial sums; they are added up": sum(uses)[:, mine] / n,
-    }  # fmt: skip
+    }
     seen.expect_backward(sum(uses)[:, mine], "the sum over the ranks", slips, volume)
 
     parts, uses = [normal(50 + r, 2, 3 * n, 4) for r in range(n)], [normal(60 + r, 2, 3, 4) for r in range(n)]
     seen = Pass("scattered", lambda x: scattered(x, group), parts[rank], uses[rank])
+    own, total = parts[rank][:, mine], sum(parts)[:, mine]
     slips = {
-        "those are its positions of this rank's own partial sum; the other ranks' belong to the sum": parts[rank][
-            :, mine
-        ],
-        "that is the mean of the partial sums; they are added up": sum(parts)[:, mine] / n,
+        "those are its positions of this rank's own partial sum; the other ranks' belong to the sum": own,
+        "that is the mean of the partial sums; they are added up": total / n,
     }
-    seen.expect_forward(sum(parts)[:, mine], "this rank's positions of the sum", slips, volume)
+    seen.expect_forward(total, "this rank's positions of the sum", slips, volume)
     alone = torch.zeros_like(parts[0])
     alone[:, mine] = uses[rank]
-    slips = {
-        "that is zero at the other ranks' positions; every partial sum counts at all positions, so each rank needs all "
-        "gradients": alone
-    }
+    slips = {"that is zero at the other ranks' positions; each rank needs the gradients of all": alone}
     seen.expect_backward(torch.cat(uses, dim=1), "that of all positions", slips, volume)
 
 
