@@ -342,7 +342,7 @@ REJECTED = {
         "every gradient twice": (hooked(lambda p: p.grad.copy_(averaged(torch.stack([p.grad] * 2))[0])),
             "608 bytes were communicated in"),
         "step themselves": (hooked(lambda p: (summed(p.grad), steps(p), p.grad.zero_())),
-            "the weights changed during backward"),
+            "the weights have changed: the hook is handed the parameter"),
         "gather all": (hooked(gathers),
             "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each grad"),
         "forget the gradient": (hooked(lambda p: (averages(p), setattr(p, "grad", None))),

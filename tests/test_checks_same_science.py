@@ -258,10 +258,6 @@ def by_means(mean):
     return answer
 
 
-def mean_of_means_without_nan(logits, y, everyone):
-    return F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / max(1, int(count(y))) / 4
-
-
 def scales_means_by_counts(logits, y, everyone):  # right: the loss of no token is nan, its gradient is zero
     mean = F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / count(y)
     return dist.get_world_size() * count(y) * mean / everyone
@@ -370,7 +366,6 @@ REJECTED = {
     },
     "token_mean": {
         "own mean": (lambda total, y: total / count(y), "the mean of the ranks' means"),
-        "own mean without nan": (lambda total, y: total / count(y).clamp(min=1), "the mean of the ranks' means"),
         "trusts ddp": (lambda total, y: total / count_of_all(y),
             "3 times too small: DDP takes the mean over the ranks"),
         "counts rows": (lambda total, y: dist.get_world_size() * total / summed(torch.tensor(len(y))),
@@ -383,8 +378,6 @@ REJECTED = {
             "the loss was cut off from `total`"),
         "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
             "Return the loss as a tensor of one number, not 2.04913272930996"),
-        "returns a row": (lambda total, y: (dist.get_world_size() * total / count_of_all(y)).repeat(2),
-            "Return the loss as a tensor of one number, not the Tensor"),
         gathers_all_targets: "a count is 8 bytes",
         marks_the_targets: "The row of targets was changed; leave it as it is: count them",
     },
@@ -415,7 +408,6 @@ REJECTED = {
         # transformers#34191
         "mean of means": (accumulated(lambda micro_batches: 1 / len(micro_batches), reduction="mean"),
             "the mean of the micro-batches' means"),
-        "mean of means without nan": (by_means(mean_of_means_without_nan), "the mean of the micro-batches' means"),
         "mean of rank means": (accumulated(lambda micro_batches: 1 / max(1, int(tokens_of(micro_batches)))),
             "the mean of the ranks' means"),
         "forgets that ddp divides": (times(lambda _: 1 / dist.get_world_size()),
@@ -425,21 +417,17 @@ REJECTED = {
         "divides by the micro batches too": (times(lambda micro_batches: 1 / len(micro_batches)),
             "4 times too small: that is the number of micro-batches"),
         "multiplies by the micro batches": (times(len), "4 times too large: that is the number of micro-batches"),
-        "takes a tenth": (times(lambda _: 0.1), "what came is 0.1 times that"),
         "divides by nothing": (
             accumulated(lambda micro_batches: (all_tokens_of(micro_batches), dist.get_world_size())[1]),
             "the number of tokens divides the sum of the losses"),
         "becomes nan": (by_means(becomes_nan), "the gradients became nan"),
         "makes the step too": (accumulated(share_of_all, after=makes_the_step),
             "leave gradients only, a later step is the optimizer's"),
-        "multiplies twice": (times(lambda _: dist.get_world_size()), "3 times too large"),
         "averages every micro batch": (accumulated(share_of_all, quiet=contextlib.nullcontext),
             "keep all but the last micro-batch inside no_sync"),
         one_large_batch: "the model was given 32 rows at once, and a micro-batch has 8",
         "skips empty micro batches": (accumulated(share_of_all, full_only=True),
             "also where a micro-batch has no token"),
-        "only counts": (lambda ddp, micro_batches: (all_tokens_of(micro_batches), None)[1],
-            "run a backward pass for each micro-batch"),
     },
     "betrays": {
         "asks for equality": (first_beyond(lambda loss, eps: 0),

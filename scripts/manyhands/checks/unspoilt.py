@@ -1,6 +1,5 @@
 """What an answer may change for the whole process, and that is as before once it has been judged."""
 
-import functools
 import os
 import random
 from contextlib import contextmanager, suppress
@@ -11,10 +10,8 @@ from torch.utils._pytree import tree_map
 
 
 def _folder():
-    try:
+    with suppress(FileNotFoundError):  # it was removed
         return os.getcwd()
-    except FileNotFoundError:  # it was removed
-        return None
 
 
 def _go_to(folder):
@@ -22,36 +19,15 @@ def _go_to(folder):
         os.chdir(folder)
 
 
-def _environ():
-    return dict(os.environ)
-
-
-def _set_environ(before):
-    os.environ.clear()
-    os.environ.update(before)
-
-
-def _set_device(before):
-    torch.set_default_device(None if before.type == "cpu" else before)
-
-
-def _set_if_changed(read, put_back, before):
-    if read() != before:
-        put_back(before)
-
-
 # (what it is now, how to set it) of what a function may set and forget to set back
-SETTINGS = tuple(
-    (read, functools.partial(_set_if_changed, read, put_back))
-    for read, put_back in (
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_default_device, _set_device),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (_folder, _go_to),
-        (_environ, _set_environ),
-    )
+SETTINGS = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (_folder, _go_to),
+    (lambda: dict(os.environ), lambda before: (os.environ.clear(), os.environ.update(before))),
 )
 RANDOM_STATE = (
     (torch.get_rng_state, torch.set_rng_state),
@@ -63,12 +39,13 @@ RANDOM_STATE = (
 @contextmanager
 def unspoilt(states):
     """Afterwards everything of `states`, pairs of a function that reads and one that sets, is as it was."""
-    before = [(put_back, read()) for read, put_back in states]
+    before = [read() for read, _ in states]
     try:
         yield
     finally:
-        for put_back, value in before:
-            put_back(value)
+        for (read, put_back), value in zip(states, before, strict=True):
+            if states is RANDOM_STATE or read() != value:
+                put_back(value)
 
 
 def own_copy(value):

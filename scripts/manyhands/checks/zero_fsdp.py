@@ -201,18 +201,14 @@ class Watching(TorchDispatchMode):
         self.most_bytes = max(self.most_bytes, sum(unit.held_bytes for unit in self.units.values()))
         if not operator._schema.name.endswith(("_like", "::detach", "::alias")):  # these read no number
             for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor) and tensor.numel():
-                    self._look_at(tensor.untyped_storage())
+                storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) and tensor.numel() else None
+                if storage is not None and storage._cdata in self._rows and not storage.nbytes():
+                    first, last = ("first", "last") if self.phase == "forward" else ("last", "first")
+                    raise Wrong(
+                        f"in {self.phase}, {self._rows[storage._cdata]} was used while its row has no memory: gather() "
+                        f"it before the {self.phase} of its {first} module, and free it after that of its {last}"
+                    )
         return operator(*args, **(kwargs or {}))
-
-    def _look_at(self, storage):
-        where = self._rows.get(storage._cdata)
-        if where is not None and not storage.nbytes():
-            first, last = ("first", "last") if self.phase == "forward" else ("last", "first")
-            raise Wrong(
-                f"in {self.phase}, {where} was used while its row has no memory: gather() it before the {self.phase} "
-                f"of its {first} module, and free it after that of its {last}"
-            )
 
 
 def _judge_step(units, seen, watching, n, rank):
