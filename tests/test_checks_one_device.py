@@ -291,7 +291,7 @@ REJECTED = {
     "accumulation": {
         "sum of means": (lambda m, x, y, k: _in_pieces(m, x, y, k, 1), "3 times too large; that is the sum of 3 means"),
         "divided twice": (lambda m, x, y, k: _in_pieces(m, x, y, k, 1 / k**2), "3 times too small"),
-        "at once": (lambda m, x, y, k: m(x, y)[1].backward(), "the model was given 6 sequences at once"),
+        "at once": (lambda m, x, y, k: m(x, y)[1].backward(), "the model was given 6 rows at once"),
         "one backward": (stacks_the_losses, "the activations of 3 micro-batches were in memory at once"),
         "zeroed between": (zeroes_the_gradients_between, "the gradients should be those of the whole batch: element ["),
         "never backward": (lambda m, x, y, k: m(x, y), "run a backward pass for each micro-batch"),
@@ -329,7 +329,7 @@ REJECTED = {
             "the mean of the micro-batches' means"),
         "divides twice": (weighted(lambda _, of_all, counted: 1 / counted.double() / len(of_all)),
             "3 times too small; they were divided once too often"),
-        "whole batch at once": (whole_batch_at_once, "the model was given 6 sequences at once"),
+        "whole batch at once": (whole_batch_at_once, "the model was given 6 rows at once"),
         "one backward at the end": (one_backward_at_the_end, "the activations of 3 micro-batches were in memory at on"),
         "graphs retained": (backward_that_keeps_the_graphs, "the activations of 3 micro-batches were in memory at onc"),
         "a step": (takes_the_step_too, "the weights have changed"),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import LiveGraphs, flat, gradients, normal, seeded
+from manyhands.checks.drawn import Watched, flat, gradients, normal, seeded
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, number, shown
 from manyhands.checks.trial import Waits
 from manyhands.measure import wire
@@ -169,7 +169,7 @@ def untidy(answer, ranks):
 @exercise(2, "accumulation with no_sync")
 def accumulation(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the mean over all micro-batches and ranks, averaged by one set of calls."""
-    model = _WatchedMlp()
+    model = Watched(_mlp())
     ddp, weights = DistributedDataParallel(model), flat(model.parameters())
     for _ in range(2):  # DDP arranges its buckets anew after its first backward, and sends a few bytes for that
         _loss(ddp, ranks.rank, 0).backward()
@@ -178,18 +178,11 @@ def accumulation(answer, ranks):
         steps, first = range(first, first + num), first + num
         micro_batches = [_rows(ranks.rank, step) for step in steps]
         ddp.zero_grad()
-        model.live, model.largest = LiveGraphs(), 0
+        model.begin()
         with wire.watch() as seen:
             answer(ddp, [(x.clone(), y.clone()) for x, y in micro_batches])
         _weights_stay(model, weights)
-        found, rows = _all_gradients(model, "run a backward pass for each micro-batch"), len(micro_batches[0][0])
-        if model.largest > rows:
-            raise Wrong(f"the model was given {model.largest} rows at once, and a micro-batch has {rows}")
-        if model.live.most > 1:
-            raise Wrong(
-                f"the activations of {model.live.most} micro-batches were in memory at once; call backward before the "
-                "next forward, and let it free the graph"
-            )
+        found = _all_gradients(model, "run a backward pass for each micro-batch")
         if not seen.payload_bytes():
             raise Wrong("nothing was averaged: the last micro-batch belongs outside no_sync")
         own = [_gradients(ranks.rank, step) / num for step in steps]
@@ -206,6 +199,7 @@ def accumulation(answer, ranks):
         }
         what = f"with {num} micro-batch{'es' * (num > 1)} the gradients"
         expect_tensor(found, sum(means), what, slips, "the mean over all micro-batches and ranks")
+        model.expect_one_at_a_time(len(micro_batches[0][0]), "the gradients are right")
         cure = (
             "all but the last micro-batch belong inside no_sync, their forward pass too, because that is where DDP "
             "looks; it averages in the last backward"
@@ -271,18 +265,6 @@ def _bucket(rank, step):
     for p, view in zip(parameters, flat_P.split([p.numel() for p in parameters]), strict=True):
         p.grad = view.view_as(p)
     return SimpleNamespace(parameters=parameters, flat_P=flat_P, work=None)
-
-
-class _WatchedMlp(nn.Sequential):
-    """The same, which watches what it is given and keeps."""
-
-    def __init__(self):
-        super().__init__(*_mlp())
-        self.live, self.largest = LiveGraphs(), 0
-
-    def forward(self, x):
-        self.largest = max(self.largest, len(x))
-        return self.live.run(super().forward, x)
 
 
 class _Untidy(nn.Module):

@@ -1,11 +1,14 @@
 """Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer.
 
-And how many of a model's graphs an answer keeps in memory (LiveGraphs).
+And a model that sees how an answer calls it (Watched).
 """
 
 import weakref
 
 import torch
+from torch import nn
+
+from manyhands.checks import Wrong
 
 
 def normal(seed, *shape, dtype=torch.float64):
@@ -31,28 +34,41 @@ def gradients(model):
     return None if any(gradient is None for gradient in found) else flat(found)
 
 
-class LiveGraphs:
-    """Counts forward passes whose activations are in memory at the same time.
+class Watched(nn.Module):
+    """Calls `model`, and counts its forward passes and those whose activations are in memory at the same time.
 
-    live = LiveGraphs()
-    logits = live.run(module, ids)     # module(ids)
-    live.most                          # the most graphs that were alive at once, this one included
-
-    A graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
+    forwards: passes with a graph; largest: the most rows in one of them; graphs: those alive; most: as many at once. A
+    graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
     """
 
-    def __init__(self):
-        self.alive, self.most = weakref.WeakSet(), 0
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.begin()
 
-    def run(self, forward, *inputs):
-        """forward(*inputs), one tensor, with its graph counted."""
+    def begin(self):
+        """Count anew."""
+        self.graphs, self.most, self.forwards, self.largest = weakref.WeakSet(), 0, 0, 0
+
+    def forward(self, x):
         graph = _Graph()
-        self.alive.add(graph)
+        self.graphs.add(graph)
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: (graph, saved), lambda kept: kept[1]):
-            outputs = forward(*inputs)
+            outputs = self.model(x)
         if outputs.requires_grad:  # else nothing keeps it
-            self.most = max(self.most, len(self.alive))
+            self.forwards += 1
+            self.most, self.largest = max(self.most, len(self.graphs)), max(self.largest, len(x))
         return outputs
+
+    def expect_one_at_a_time(self, rows, done):
+        """Raise Wrong where more than the rows of a micro-batch were in memory at once, {done}: "it is right"."""
+        if self.largest > rows:
+            raise Wrong(f"{done}, but the model was given {self.largest} rows at once, and a micro-batch has {rows}")
+        if self.most > 1:
+            raise Wrong(
+                f"{done}, but the activations of {self.most} micro-batches were in memory at once; call backward "
+                "before the next forward, and let it free the graph"
+            )
 
 
 class _Graph:

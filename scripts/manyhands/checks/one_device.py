@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import LiveGraphs, gradients, normal, seeded
+from manyhands.checks.drawn import Watched, gradients, normal, seeded
 from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number, shown
 from manyhands.gpt.model import GPTConfig
 
@@ -111,14 +111,14 @@ def does_it_fit(answer, ranks=None):
 @exercise("C", "the backward that recomputes")
 def recompute(answer, ranks=None):
     """`answer(block, x, dy)`, where autograd is off, -> x's gradient; it adds to those of the block's parameters."""
-    block, plain = _WatchedBlock(), _WatchedBlock()
+    block, plain = _Block(), _Block()
     for turn in range(2):  # the second one adds to the first
         rows, dy = _rows(10 + turn), _rows(20 + turn)
         x, expected, of_sum = (rows.clone().requires_grad_() for _ in range(3))
         old = gradients(plain)
         plain(expected).backward(dy)
-        _WatchedBlock()(of_sum).sum().backward()
-        block.forwards = 0
+        _Block()(of_sum).sum().backward()
+        block.begin()
         with torch.no_grad():  # as in a backward
             found = answer(block, x, dy.clone())
         if not block.forwards:
@@ -140,7 +140,7 @@ def recompute(answer, ranks=None):
         expect_tensor(mine, right, what, slips, it_is, CLOSE)
         if block.forwards > 1:
             raise Wrong(f"right, but the block was run {block.forwards} times, and once is enough")
-        if block.live.alive:
+        if block.graphs:
             raise Wrong("right, but what the block kept is still in memory: let backward free the graph")
 
 
@@ -148,21 +148,19 @@ def _rows(seed):
     return normal(seed, 2, 3, WIDTH)
 
 
-class _WatchedBlock(nn.Module):
-    """A block of width 4, in float64, that counts its forward passes and the graphs that live."""
+class _Block(Watched):
+    """A block of width 4, in float64."""
 
     def __init__(self):
-        super().__init__()
-        self.up, self.down = seeded(lambda: (nn.Linear(WIDTH, 8).double(), nn.Linear(8, WIDTH).double()), 5)
-        self.live, self.forwards = LiveGraphs(), 0
+        layers = seeded(lambda: (nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)), 5)
+        super().__init__(nn.Sequential(*layers).double())
 
     def forward(self, x):
-        self.forwards += 1
         if not torch.is_grad_enabled():
             raise Wrong(
                 "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
             )
-        return self.live.run(lambda x: x + self.down(torch.tanh(self.up(x))), x)
+        return x + super().forward(x)
 
 
 # ---- build D ----
@@ -174,7 +172,7 @@ def accumulation(answer, ranks=None):
     for pieces in (3, 1, 2):
         micro_batches = _micro_batches([10] * pieces)
         ids, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
-        model = _Watched(pairs=True)
+        model = _Model(pairs=True)
         answer(model, ids.clone(), targets.clone(), pieces)
         _judge_gradients(f"{pieces} micro-batch{'es' * (pieces > 1)}", model, micro_batches)
 
@@ -286,14 +284,14 @@ def uneven_accumulation(answer, ranks=None):
         "one micro-batch": (4,),
     }.items():  # fmt: skip
         micro_batches = _micro_batches(counts)
-        model = _Watched()
+        model = _Model()
         answer(model, [(ids.clone(), targets.clone()) for ids, targets in micro_batches])
         _judge_gradients(what, model, micro_batches)
 
 
 def _judge_gradients(what, model, micro_batches):
     """Raise Wrong unless `model` has the gradient of the mean over all counted tokens, made one piece at a time."""
-    expected, fresh = _full_batch(micro_batches), _Watched()
+    expected, fresh = _full_batch(micro_batches), _Model()
     if not all(map(torch.equal, model.parameters(), fresh.parameters())):
         raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
     given = gradients(model)
@@ -315,17 +313,7 @@ def _judge_gradients(what, model, micro_batches):
         ),
     }
     expect_tensor(given, expected, f"{what}: the gradients", slips, "those of the whole batch", CLOSE)
-    most = max(len(ids) for ids, _ in micro_batches)
-    if model.largest > most:
-        raise Wrong(
-            f"{what}: right, but the model was given {model.largest} sequences at once, and a micro-batch has at most "
-            f"{most}: that is the memory of the whole batch"
-        )
-    if model.live.most > 1:
-        raise Wrong(
-            f"{what}: right, but the activations of {model.live.most} micro-batches were in memory at once; call "
-            "backward before the next forward, and let it free the graph"
-        )
+    model.expect_one_at_a_time(len(micro_batches[0][0]), f"{what}: the gradients are right")
     if model.forwards > len(micro_batches):
         raise Wrong(
             f"{what}: right, but {model.forwards} forward passes for {len(micro_batches)} micro-batches; count the "
@@ -344,23 +332,18 @@ def _micro_batches(counts):
     return made
 
 
-class _Watched(nn.Module):
-    """A model with a vocabulary of 7, in float64, that watches what it is given and what it keeps for backward.
+class _Model(Watched):
+    """A model with a vocabulary of 7, in float64.
 
     With `pairs`, model(ids, targets) returns (logits, mean loss) as the lesson's GPT does; else model(ids) the logits.
     """
 
     def __init__(self, pairs=False):
-        super().__init__()
+        super().__init__(seeded(lambda: nn.Sequential(nn.Embedding(7, 6), nn.Tanh(), nn.Linear(6, 7)).double(), 3))
         self.pairs = pairs
-        self.tokens, self.head = seeded(lambda: (nn.Embedding(7, 6).double(), nn.Linear(6, 7).double()), 3)
-        self.live, self.forwards, self.largest = LiveGraphs(), 0, 0
 
     def forward(self, ids, targets=None):
-        logits = self.live.run(lambda ids: self.head(torch.tanh(self.tokens(ids))), ids)
-        if logits.requires_grad:
-            self.forwards += 1
-            self.largest = max(self.largest, len(ids))
+        logits = super().forward(ids)
         if not self.pairs:
             return logits
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -375,7 +358,7 @@ def _mean_of_means(micro_batches):
     """The gradient of the widespread mistake; None where a mean does not exist."""
     if any((targets == IGNORED).all() for _, targets in micro_batches):
         return None
-    model = _Watched()
+    model = _Model()
     for ids, targets in micro_batches:
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         (loss / len(micro_batches)).backward()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import flat, gradients, seeded
+from manyhands.checks.drawn import Watched, flat, gradients, seeded
 from manyhands.checks.expect import (
     count,
     expect_equal,
@@ -249,9 +249,8 @@ def token_weighted(answer, ranks):
         empty = n - 1 if step == 2 and n > 1 else None
         # one micro-batch more than ranks: a factor that is wrong says which of the two it comes from
         batches = [_micro_batches(r, step, fewest, empty == r, number=n + 1) for r in range(n)]
-        ddp = DistributedDataParallel(_classifier())
-        mine, rows = batches[ranks.rank], []
-        ddp.module.register_forward_hook(lambda module, given, made, rows=rows: rows.append(len(given[0])))
+        model, mine = Watched(_classifier()), batches[ranks.rank]
+        ddp = DistributedDataParallel(model)
         with wire.watch() as seen:
             answer(ddp, [(x.clone(), y.clone()) for x, y in mine])
         found = gradients(ddp)
@@ -263,9 +262,7 @@ def token_weighted(answer, ranks):
         cure = ": leave gradients only, a later step is the optimizer's"
         expect_unchanged(flat(ddp.parameters()), flat(_classifier().parameters()), "a weight", cure)
         _judge_gradient(found, batches, n)
-        largest = max(len(x) for x, _ in mine)
-        if max(rows, default=0) > largest:
-            raise Wrong(f"right, but the model was given {max(rows)} rows at once, and a micro-batch has {largest}")
+        model.expect_one_at_a_time(len(mine[0][0]), "the gradients are right")
         # a count may travel as it likes, it is far smaller
         cure = "keep all but the last micro-batch inside no_sync"
         expect_traffic(seen, "the gradients are right", cure, payload=2 * found.nbytes - 1)
