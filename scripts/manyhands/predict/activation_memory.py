@@ -161,15 +161,10 @@ def _kept(config, layout, options, a_layer):
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
     kept = tokens * config.n_embd * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave
-        inside, outside = _products(config)
-        share = inside / layout.tensor + outside
-        kept += tokens * share * PRECISION_BYTES[options.train.precision]
+        D, routed = config.n_embd, config.routed
+        up = config.n_hidden * (2 if config.style == "llama" else 1)
+        split = 2 * D + 2 * config.kv_width + up * routed  # over tensor ranks
+        # whole on each: with experts also what came to them, so that no token is sent again
+        whole = D + routed * D * (2 if config.n_expert > 1 else 1)
+        kept += tokens * (split / layout.tensor + whole) * PRECISION_BYTES[options.train.precision]
     return kept, a_layer
-
-
-def _products(config):
-    """Numbers per token that a layer's products and attention give: (split over tensor ranks, whole)."""
-    D, routed = config.n_embd, config.routed
-    up = config.n_hidden * (2 if config.style == "llama" else 1)
-    # with experts also what came to them, so that no token is sent again
-    return 2 * D + 2 * config.kv_width + up * routed, D + routed * D * (2 if config.n_expert > 1 else 1)

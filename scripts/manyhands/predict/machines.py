@@ -95,9 +95,6 @@ class Sent:
     def __add__(self, other):
         return Sent(self.inside + other.inside, self.between + other.between, self.host + other.host)
 
-    def __mul__(self, count):
-        return Sent(self.inside * count, self.between * count, self.host * count)
-
 
 @dataclass(frozen=True)
 class Group:

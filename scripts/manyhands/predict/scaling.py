@@ -10,7 +10,10 @@ such as `train.isoflop` makes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -25,7 +28,7 @@ class Optimum:
     loss: float
     coefficients: tuple
 
-    def curve(self, params):
+    def curve(self, params: float) -> float:
         """The fitted loss at these numbers of parameters."""
         return np.polyval(self.coefficients, np.log(params))
 
@@ -40,21 +43,18 @@ class PowerLaw:
     loss_scale: float
     loss_exponent: float
 
-    def at(self, budget_flops):
+    def at(self, budget_flops: float) -> tuple[float, float]:
         """(params, loss) of the best model for this budget."""
         return (self.scale * budget_flops**self.exponent, self.loss_scale * budget_flops**self.loss_exponent)
 
 
-def by_budget(points):
+def by_budget(points: Sequence[dict]) -> dict[float, list[dict]]:
     """{budget: its points, by size}, budgets in order."""
-    budgets = sorted({point["budget_flops"] for point in points})
-    return {
-        budget: sorted((p for p in points if p["budget_flops"] == budget), key=lambda point: point["params"])
-        for budget in budgets
-    }
+    ordered = sorted(points, key=itemgetter("budget_flops", "params"))
+    return {budget: list(rows) for budget, rows in groupby(ordered, key=itemgetter("budget_flops"))}
 
 
-def parabola(points):
+def parabola(points: Sequence[dict]) -> Optimum:
     """The `Optimum` of one budget's points. Raises ValueError for fewer than three sizes, or where the curve has no
     bottom."""
     sizes = {point["params"] for point in points}
@@ -68,15 +68,11 @@ def parabola(points):
             f"the losses of {points[0]['budget_flops']:.0e} FLOPs have no lowest point; try smaller and larger models"
         )
     best = -slope / (2 * bend)
-    return Optimum(
-        points[0]["budget_flops"],
-        math.exp(best),
-        float(np.polyval(coefficients, best)),
-        tuple(map(float, coefficients)),
-    )
+    lowest = float(np.polyval(coefficients, best))
+    return Optimum(points[0]["budget_flops"], math.exp(best), lowest, tuple(map(float, coefficients)))
 
 
-def power_law(optima):
+def power_law(optima: Sequence[Optimum]) -> PowerLaw:
     """The straight lines through the logarithms of the optima. Raises ValueError for fewer than two."""
     if len(optima) < 2:
         raise ValueError(f"{len(optima)} budget makes no line; use at least 2")
@@ -86,7 +82,7 @@ def power_law(optima):
     return PowerLaw(math.exp(scale), float(exponent), math.exp(loss_scale), float(loss_exponent))
 
 
-def residuals(points):
+def residuals(points: Sequence[dict]) -> tuple[float, list[float]]:
     """(their standard deviation over all budgets, with three parameters taken by each parabola; the residuals)."""
     found, fitted = [], by_budget(points)
     for rows in fitted.values():
@@ -98,7 +94,9 @@ def residuals(points):
     return math.sqrt(sum(r * r for r in found) / free), found
 
 
-def spread(points, draws=1000, share=0.9, seed=0, ahead=10.0):
+def spread(
+    points: Sequence[dict], draws: int = 1000, share: float = 0.9, seed: int = 0, ahead: float = 10.0
+) -> dict[str, tuple[float, float]]:
     """Ranges that hold `share` of the fits to `draws` grids: the fitted parabolas plus noise as large as the residuals.
 
     {"exponent": (low, high), "params": ..., "loss": ...}: the last two at `ahead` times the largest budget. A draw

@@ -155,16 +155,16 @@ class StepTime:
     messages: tuple[Message, ...] = field(default=(), compare=False)
 
     @cached_property
-    def total_s(self):
+    def total_s(self) -> float:
         return sum(self.by_part().values())
 
-    def by_part(self):
+    def by_part(self) -> dict[str, float]:
         """{part: seconds}."""
         return {name: getattr(self, f"{name}_s") for name in PARTS}
 
-    def sent(self, axis=None):
-        """The Sent of a step: of one axis, or of all."""
-        return sum((m.sent for m in self.messages if axis in (None, m.axis)), Sent())
+    def sent(self) -> Sent:
+        """By a GPU in a step."""
+        return sum((message.sent for message in self.messages), Sent())
 
 
 PARTS = tuple(f.name.removesuffix("_s") for f in fields(StepTime) if f.name != "messages")
