@@ -19,6 +19,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from manyhands.config.options import OptionError
+from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import PRECISION_BYTES, activation_bytes, sequences_at_once, weight_bytes
 from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
@@ -114,7 +115,8 @@ class Storage(NamedTuple):
 def storage_of(layout, options) -> Storage:
     """The Storage of the trainer's options under a layout."""
     parallel = options.parallel
-    keeps = parallel.strategy != "fsdp" or parallel.sharding in ("grad_op", "none")
+    # replicas of tensor shares are FSDP's, too, and it keeps them
+    keeps = STRATEGIES[parallel.strategy].dp_mode != "fsdp" or parallel.sharding in ("grad_op", "none")
     return Storage(
         layout.dp_mode(options), keeps, parallel.wrapping, parallel.zero_stage, parallel.schedule,
         weight_bytes(options), PRECISION_BYTES[options.train.precision], MOMENTS[options.optimizer.name],
