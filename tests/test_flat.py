@@ -87,14 +87,3 @@ def test_moments_are_found_by_the_names_of_their_parameters():
     named = run_on_ranks(2, flat_steps, 1)[0][3]
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(named[name], optimizer.state[parameter]["exp_avg"], rtol=0, atol=1e-12)
-
-
-def mixed(ranks):
-    two_kinds = model()
-    two_kinds.head.to(torch.float32)
-    with pytest.raises(ValueError, match="one dtype on one device"):
-        FlatReplicas(two_kinds)
-
-
-def test_a_mixture_of_dtypes_is_refused():
-    run_on_ranks(1, mixed)

@@ -34,23 +34,6 @@ def test_the_formula_counts_every_parameter(V, T, N, H, D, tie, qkv_bias):
         assert config.num_params() == N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
 
 
-@pytest.mark.parametrize(
-    "config, num_params",
-    [
-        (GPTConfig(65), 816_705),  # ShakespeareGPT
-        (GPTConfig(32100, 2048, n_layer=16, n_head=16, n_embd=2048), 941_346_148),  # OLMo-1B: 0.941 B
-        (GPTConfig(32768, 2048, n_layer=16, n_head=16, n_embd=2048), 944_082_944),  # the 0.944 B in circulation
-        (GPTConfig(50280, 4096, n_layer=80, n_head=64, n_embd=8192), 65_288_471_656),  # 70B-class
-        # GPT-2: 124 M, as published weights have it
-        (GPTConfig(50257, 1024, n_layer=12, n_head=12, n_embd=768, tie=True, qkv_bias=True), 124_439_808),
-    ],
-)
-def test_published_sizes_come_out_to_the_last_parameter(config, num_params):
-    with torch.device("meta"):
-        model = GPT(config)
-    assert config.num_params() == sum(p.numel() for p in model.parameters()) == num_params
-
-
 def test_the_first_loss_is_close_to_ln_65():
     config = GPTConfig(65)
     ids_BT = ids_of((24, 65), config)

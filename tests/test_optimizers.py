@@ -61,32 +61,6 @@ def test_only_matrices_decay():
         torch.testing.assert_close(parameter.detach(), shrunk)
 
 
-def test_state_loaded_before_the_first_step_continues_as_if_it_had_not_stopped():
-    one, other = OneProcess(), OneProcess()
-    first, second = (build_optimizer(parallel, options(10)) for parallel in (one, other))
-
-    def step(parallel, optimizer, seed):
-        torch.manual_seed(seed)
-        for parameter in parallel.named_parameters().values():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-
-    step(one, first, seed=1)
-    names = other.optimizer_state(second)
-    saved = one.optimizer_state(first)
-    assert names.keys() == saved.keys()
-    assert {name.rsplit(".", 1)[1] for name in names} == {"step", "exp_avg", "exp_avg_sq"}
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            names[name].copy_(tensor)
-        for name, tensor in one.named_parameters().items():
-            other.named_parameters()[name].copy_(tensor)
-    step(one, first, seed=2)
-    step(other, second, seed=2)
-    for name, tensor in one.named_parameters().items():
-        assert torch.equal(tensor, other.named_parameters()[name])
-
-
 def test_the_loss_scale_halves_when_gradients_overflow_and_grows_after_good_steps():
     scale = LossScale(scale=1024.0, patience=3)
     assert not scale.take(math.inf) and scale.scale == 512

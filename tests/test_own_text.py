@@ -80,11 +80,6 @@ def test_without_a_separator_the_model_is_the_one_it_was(gpt):
     assert seen[0] == {"allowed_B1TT": None}  # causal attention, by whichever kernel is best at that
 
 
-def test_a_separator_that_is_no_token_is_refused():
-    with pytest.raises(ValueError, match="separator=13 is none of 13 tokens"):
-        replace(CONFIG, separator=13)
-
-
 # --- strategies
 
 

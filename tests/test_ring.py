@@ -80,15 +80,6 @@ def test_the_rings_for_divisible_lengths_send_the_same_on_every_rank(algorithm):
             assert (same, messages, sent_bytes) == (True, 4, wire.ring_all_reduce_bytes(4 * length, 3))
 
 
-def _refused(ranks):
-    with pytest.raises(ValueError, match="7 numbers do not split over 2 ranks"):
-        lesson(ranks)["ring_all_reduce"](torch.ones(7))
-
-
-def test_the_first_ring_refuses_a_length_that_does_not_split():
-    run_on_ranks(2, _refused)
-
-
 def _transport(ranks, algorithm):
     function, x_N = lesson(ranks)[algorithm], torch.ones(600_000)
     function(x_N)  # connections are made at first use

@@ -279,7 +279,7 @@ def test_metadata_that_are_not_those_of_the_weights_are_refused(trained, tmp_pat
         "n_layer=1000000000000 with": {"config": metadata["config"] | {"n_layer": 10**12}},
         "unexpected keyword argument 'width'": {"config": metadata["config"] | {"width": 3}},
         "38 tokens for vocab_size=23": {"corpus": {"alphabet": ALPHABET * 2}},
-        "corpus.alphabet.0: ": {"corpus": {"alphabet": [1, 2]}},
+        "'int' has no len": {"corpus": {"alphabet": [1, 2]}},
         "val_loss: ": {"val_loss": "low"},
         "step: ": {"step": None},
     }  # fmt: skip

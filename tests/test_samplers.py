@@ -200,10 +200,6 @@ def test_no_two_seeds_epochs_or_ranks_draw_alike(keys):
     assert len(set(values)) == len(values)  # 16 draws of 2^62 each: not one in common
 
 
-def test_a_rank_draws_the_same_in_any_world():
-    assert draws(5, 3, 1, n=2) == draws(5, 3, 1, n=2000)
-
-
 @given(st.integers(1, 1000), st.integers(0, 50), epochs, st.data())
 def test_draws_resume_bit_for_bit(length, num_samples, epoch, data):
     position = data.draw(st.integers(0, num_samples))

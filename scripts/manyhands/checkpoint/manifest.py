@@ -47,16 +47,10 @@ class File(Schema):
     sha256: Sha256
 
 
-class Text(Schema):
-    """What a model was trained on: an `alphabet`, or a `vocabulary` (see `data.tokenizer`)."""
+class RunText(Schema):
+    """What a run was trained on: it goes on with no other."""
 
     model_config = ConfigDict(extra="allow")
-    alphabet: list[str] = []
-
-
-class RunText(Text):
-    """That of a run, which goes on with no other."""
-
     name: str
     sha256: str
 
@@ -67,7 +61,7 @@ class ModelMetadata(Schema):
     model_config = ConfigDict(extra="allow")
     step: NonNegativeInt
     config: dict[str, int | float | bool | None]  # of the GPT
-    corpus: Text
+    corpus: dict[str, Any]  # with an `alphabet` or a `vocabulary`: see `data.tokenizer`
     val_loss: FiniteFloat | None = None
     tokens: NonNegativeInt | None = None
     options: dict[str, dict[str, Any] | bool | int | float | str | None] = {}

@@ -22,19 +22,9 @@ import torch
 import torch.distributed as dist
 
 from manyhands.course.folders import write_whole
+from manyhands.data import documents
 from manyhands.data.corpus import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
-from manyhands.data.documents import (
-    ORDERS,
-    REASONS,
-    Quality,
-    content_hash,
-    copies_among,
-    find_files,
-    minhash,
-    normalised,
-    raw_documents,
-    text_of,
-)
+from manyhands.data.documents import REASONS, Quality, copies_among
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import write_tokens
 from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
@@ -60,9 +50,9 @@ class PrepareConfig:
     shard_bytes: int = 8 * 2**20  # of text: enough shards for many ranks, and few files
     sample_bytes: int = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
 
-    def documents(self, paths):
-        """Those of `paths` in order: see `raw_documents`."""
-        return raw_documents(paths, self.blank_lines, self.text_field)
+    def cut(self, paths):
+        """The documents of `paths` in order: see `raw_documents`."""
+        return documents.raw_documents(paths, self.blank_lines, self.text_field)
 
 
 class Seen(NamedTuple):
@@ -99,7 +89,7 @@ def prepare_text(names, folder, config, ranks, replace=False, tell=print):
 
 def _begin(names, folder, replace):
     """The files, and an empty folder."""
-    paths = find_files(names)
+    paths = documents.find_files(names)
     there = list(folder.iterdir()) if folder.is_dir() else []
     ours = [path for path in there if re.fullmatch(OURS, path.name)]
     if there and not (replace and ours):
@@ -108,25 +98,22 @@ def _begin(names, folder, replace):
     # the manifest first: from there on it is no prepared text
     for path in sorted(ours, key=lambda path: path.name != MANIFEST):
         path.unlink()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be made ({error.strerror}); name another one with --to") from None
+    folder.mkdir(parents=True, exist_ok=True)
     return paths
 
 
 def _look(paths, config, ranks):
     """Judge this rank's documents: [Seen]."""
     seen = []
-    for raw in config.documents(paths):
+    for raw in config.cut(paths):
         if raw.number % ranks.world_size != ranks.rank:
             continue
-        text = text_of(raw)
+        text = documents.text_of(raw)
         verdict = config.quality.why_dropped(text)
-        clean = normalised(text) if verdict is None else ""
+        clean = documents.normalised(text) if verdict is None else ""
         compared = verdict is None and config.near <= 1
-        signature = minhash(clean) if compared else np.zeros(ORDERS, np.uint32)
-        seen.append(Seen(raw.number, len(text.encode()), len(text), verdict, content_hash(clean), signature))
+        signature = documents.minhash(clean) if compared else np.zeros(documents.ORDERS, np.uint32)
+        seen.append(Seen(raw.number, len(text.encode()), len(text), verdict, documents.content_hash(clean), signature))
     return seen
 
 
@@ -214,12 +201,12 @@ def _learn(paths, config, kept, shown):
         wanted.add(one.number)
 
     def texts():
-        for raw in config.documents(paths):
+        for raw in config.cut(paths):
             if raw.number in shown:
-                begins = " ".join(text_of(raw)[: 4 * EXCERPT].split())[:EXCERPT]
+                begins = " ".join(documents.text_of(raw)[: 4 * EXCERPT].split())[:EXCERPT]
                 found[raw.number] = {"file": raw.path.name, "line": raw.line, "begins": begins}
             if raw.number in wanted:
-                yield text_of(raw)
+                yield documents.text_of(raw)
 
     if config.tokenizer == "char":
         return found, characters_of(texts()).content
@@ -235,17 +222,14 @@ def _write_shards(paths, folder, config, plan, content, ranks):
     mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
     last = {where: n for n, where in plan.items() if where in mine}
     held, written, separator = {where: [] for where in mine}, [], torch.tensor([tokenizer.separator])
-    for raw in config.documents(paths) if mine else ():
+    for raw in config.cut(paths) if mine else ():
         if (where := plan.get(raw.number)) not in mine:
             continue
-        held[where] += [separator, tokenizer.encode(text_of(raw))]
+        held[where] += [separator, tokenizer.encode(documents.text_of(raw))]
         if raw.number == last[where]:
             split, shard = where
             name = f"{split}-{shard:05d}.bin"
-            try:
-                tokens = write_tokens(folder / name, torch.cat(held.pop(where)))
-            except OSError as error:
-                raise DataError(f"{folder / name} cannot be written ({error.strerror}); make room") from None
+            tokens = write_tokens(folder / name, torch.cat(held.pop(where)))
             about = {"file": name, "tokens": tokens.count, "dtype": tokens.dtype, "sha256": tokens.sha256}
             written.append((split, about))
     return written
@@ -273,13 +257,10 @@ def _finish(folder, shards, report, content):
     report["tokenizer"] = described.model_dump()
     figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
     FigureCanvasAgg(figure)
-    try:
-        write_whole(folder / TOKENIZER, text)
-        write_whole(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-        figure.savefig(folder / "report.png", dpi=120)
-        write_whole(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
-    except OSError as error:
-        raise DataError(f"{folder} cannot be written ({error.strerror}); make room, or name another") from None
+    write_whole(folder / TOKENIZER, text)
+    write_whole(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    figure.savefig(folder / "report.png", dpi=120)
+    write_whole(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
     return report
 
 
