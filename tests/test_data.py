@@ -246,7 +246,7 @@ def test_one_rank_downloads_for_all(web, elsewhere, real_file):
     assert web.requests == 1
 
 
-def test_a_web_that_failed_is_asked_once_per_process_group(web, elsewhere):
+def test_a_web_that_failed_is_asked_once_per_process(web, elsewhere):
     web.status = 500
     environ = {"MANYHANDS_DATA": str(elsewhere), "MANYHANDS_SHAKESPEARE_URL": web.url, "MANYHANDS_SHAKESPEARE": ""}
     facts = run_on_ranks(2, _metadata_of_two_loads, environ=environ)

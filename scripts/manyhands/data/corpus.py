@@ -24,7 +24,6 @@ Shapes: T positions, B sequences in the global batch, b this rank's.
 import hashlib
 import json
 import os
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -44,7 +43,6 @@ from manyhands.launch.ranks import Agreement
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a text of one's own
 SPLITS = ("train", "validation")
-_silent_web = weakref.WeakKeyDictionary()  # process group -> why the web did not answer: it is asked once per group
 
 
 @dataclass(frozen=True)
@@ -141,12 +139,9 @@ def load_corpus(ranks=None):
 
 def _find():
     """(name, text, what people should know) of the first source that has a text. Raises DataError."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    content, why_not = (None, _silent_web[group]) if group in _silent_web else shakespeare.find()
+    content, why_not = shakespeare.find()
     if content is not None:
         return "shakespeare", content.decode(), None
-    if group is not None:
-        _silent_web[group] = why_not
     return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not)
 
 

@@ -6,6 +6,7 @@ into the cache. Its sha256 is checked wherever it comes from. MANYHANDS_SHAKESPE
 never ask the web.
 """
 
+import functools
 import hashlib
 import sys
 import threading
@@ -102,6 +103,7 @@ def store(content):
     )
 
 
+@functools.cache  # a process asks once: without network, each loading would wait
 def download(url):
     """(content, None), or (None, why the web did not answer) after CONNECT_S + 2 s without a connection.
 
