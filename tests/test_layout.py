@@ -175,7 +175,6 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.tensor 3 --model.n-head 3 --model.n-embd 129", 4, ("4 ranks", "tensor=3", "multiple of 3")),
         ("--parallel.tensor 2 --parallel.pipeline 2", 2, ("2 ranks", "pipeline=2, tensor=2", "multiple of 4")),
         ("--parallel.replicate 2 --parallel.tensor 2", 8, ("replicate 2 x tensor 2 = 4 ranks", "8 were started")),
-        ("--parallel.tensor 0", 2, ("parallel.tensor=0", "at least 1")),
         ("--parallel.strategy tp --parallel.tensor 2", 4, ("tensor 2 = 2 ranks", "4 were started", "parallel.tensor")),
         # sizes
         ("--parallel.strategy tp", 3, ("model.n_head=4", "3 tensor ranks")),

@@ -188,7 +188,7 @@ def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_pat
         ("--train.stall-s inf", ("invalid train.stall_s=inf; use more than 0 seconds, and at most 1e",)),
         ("--train.seed -1", ("train.seed=-1",)),
         ("--train.seed 9223372036854775808", ("train.seed=9223372036854775808 is too large; use at most 92",)),
-        ("--parallel.stages-per-rank 0", ("parallel.stages_per_rank=0", "at least 1")),
+        ("--parallel.tensor 0", ("parallel.tensor=0", "at least 1")),
         ("--dry-run --ranks 0", ("ranks=0", "at least 1")),
         ("--ranks 8", ("ranks=8", "--dry-run")),
         ("--log.prompt=", ("log.prompt is empty", "log.sample=0")),

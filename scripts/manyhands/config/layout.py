@@ -94,9 +94,6 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
 
 def _degrees(parallel, world_size, ranks_per_node):
     asked = {axis: getattr(parallel, axis) for axis in AXES}
-    for axis, degree in asked.items():
-        if degree is not None and degree < 1:
-            raise LayoutError(f"parallel.{axis}={degree} is too small; use at least 1")
     hybrid = parallel.strategy == "fsdp" and parallel.sharding == "hybrid"
     unsharded = parallel.strategy == "fsdp" and parallel.sharding == "none"  # NO_SHARD: every rank holds all
     # under hybrid sharding: replicas of what `shard` ranks share

@@ -35,7 +35,7 @@ Schedule = Literal[
 PRESETS = tomllib.loads(files("manyhands.config").joinpath("presets.toml").read_text("utf-8"))
 AT_LEAST = {
     1: "train.steps train.global_batch train.micro_batch log.every log.eval_batches checkpoint.keep model.vocab_size"
-    " parallel.stages_per_rank ranks",
+    " parallel.stages_per_rank parallel.replicate parallel.shard parallel.tensor parallel.pipeline ranks",
     0: "train.seed log.eval_every log.sample checkpoint.every optimizer.warmup optimizer.weight_decay optimizer.clip"
     " optimizer.lr optimizer.min_lr",
 }
