@@ -55,18 +55,6 @@ def test_the_order_of_all_ranks_together_does_not_depend_on_their_number(length,
     assert dealt(samplers(length, other_n, epoch, seed=seed)) == order
 
 
-@given(lengths, st.sampled_from([1, 2, 3, 4, 6, 12]), epochs)
-def test_the_same_global_batch_trains_on_the_same_items_on_any_number_of_ranks(length, n, epoch):
-    loaders = [
-        DataLoader(range(length), 12 // n, sampler=sampler, collate_fn=list) for sampler in samplers(length, n, epoch)
-    ]
-    batches = [list(loader) for loader in loaders]
-    order = samplers(length, 1, epoch)[0].order().tolist()
-    for step in range(len(batches[0])):
-        trained = [index for batch in batches for share in batch[step : step + 1] for index in share]
-        assert sorted(trained) == sorted(order[12 * step : 12 * step + 12])
-
-
 @given(lengths, sizes, epochs, st.data())
 def test_without_the_last_items_all_ranks_have_equally_many_at_any_place(length, n, epoch, data):
     start = data.draw(st.integers(0, length))

@@ -91,9 +91,11 @@ def raw_documents(paths: Iterable[Path], blank_lines: int = 2, text_field: str =
     number = 0
     for path in paths:
         before, records = number, _kind(path) in (*RECORDS, ".json")
+        # what lies between two documents; a file that is one has no such gap
         gap = b"\n" if records else rb"\n(?:[ \t\r\f\v]*\n){%d,}" % (blank_lines or 10**9)
         content, line = _content(path), 1
         begin = len(UTF_8_MARK) if content[:3] == UTF_8_MARK else 0  # Windows puts it in front
+        # by a regular expression over the whole file: line by line, Python would take longer than all that comes after it
         for end, after in chain((found.span() for found in re.finditer(gap, content)), [(len(content),) * 2]):
             piece = content[begin:end]
             if piece.strip():
@@ -113,7 +115,7 @@ def _kind(path):
 
 
 def _content(path):
-    """What is in a file, unpacked. What is not packed stays on the disk until it is looked at."""
+    """What is in a file, unpacked. What is not packed is read where it is looked at, once for all ranks of a node."""
     try:
         if path.suffix == ".gz":
             return gzip.decompress(path.read_bytes())
