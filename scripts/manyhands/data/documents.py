@@ -95,7 +95,7 @@ def raw_documents(paths: Iterable[Path], blank_lines: int = 2, text_field: str =
         gap = b"\n" if records else rb"\n(?:[ \t\r\f\v]*\n){%d,}" % (blank_lines or 10**9)
         content, line = _content(path), 1
         begin = len(UTF_8_MARK) if content[:3] == UTF_8_MARK else 0  # Windows puts it in front
-        # by a regular expression over the whole file: line by line, Python would take longer than all that comes after it
+        # the whole file at once: line by line, Python would take longer than for all that comes after it
         for end, after in chain((found.span() for found in re.finditer(gap, content)), [(len(content),) * 2]):
             piece = content[begin:end]
             if piece.strip():
