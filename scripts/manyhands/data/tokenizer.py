@@ -67,21 +67,20 @@ class CharTokenizer:
     def __init__(self, vocab):
         self.vocab = list(vocab)
         self.separator = 0 if self.vocab[:1] == [SEPARATOR] else None
-        known = sorted((ord(token), i) for i, token in enumerate(self.vocab) if len(token) == 1)
-        self._points, self._ids = np.array(known or [(-1, 0)], np.int64).T  # no text has code point -1
+        self._id = {token: i for i, token in enumerate(self.vocab) if len(token) == 1}
 
     @property
     def content(self):
         return {"format": CHARACTERS, "symbols": self.vocab}
 
     def encode(self, text):
-        # as code points, numpy looks a million of them up at once
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        places = np.searchsorted(self._points, points).clip(max=len(self._points) - 1)
-        foreign = points[self._points[places] != points]
-        if len(foreign):
-            raise ValueError(f"{chr(foreign[0])!r} is none of the vocabulary's {len(self.vocab)} tokens; leave it out")
-        return torch.from_numpy(self._ids[places])
+        try:
+            return torch.from_numpy(np.fromiter(map(self._id.__getitem__, text), np.int64, len(text)))
+        except KeyError as error:
+            foreign = error.args[0]
+            raise ValueError(
+                f"{foreign!r} is none of the vocabulary's {len(self.vocab)} tokens; leave it out"
+            ) from None
 
     def decode(self, ids):
         return "".join(map(self.vocab.__getitem__, _list(ids)))
