@@ -54,47 +54,43 @@ print(json.dumps({
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, required=True)
-    parser.add_argument("--site-python", help="a Python that has torch and mpi4py; neither is installed then")
-    parser.add_argument("--copy", action="store_true", help="copy the package into the environment: for a class")
-    parser.add_argument(
-        "--rebuild", action="store_true", help="remove the environment first, if this course built it here"
-    )
-    parser.add_argument(
-        "--use", action="store_true", help="build nothing: say whether this environment serves the course"
-    )
+    add = parser.add_argument
+    add("--venv", type=Path, required=True)
+    add("--site-python", help="a Python that has torch and mpi4py; neither is installed then")
+    add("--copy", action="store_true", help="copy the package into the environment: for a class")
+    add("--rebuild", action="store_true", help="remove the environment first, if this course built it here")
+    add("--use", action="store_true", help="build nothing: say whether this environment serves the course")
     options = parser.parse_args()
-    venv = options.venv
-    built = read_stamp(venv)
-    if options.use or (is_shared(built) and not options.copy):
-        use(venv, built)
-        return
-    named = options.site_python
+    venv, named, built = options.venv, options.site_python, read_stamp(options.venv)
+    shared = bool(built) and built["course"] is None
+    if options.use or (shared and not options.copy):
+        return use(venv, built)
     site_python = shutil.which(named) or named if named else built.get("site_python")
-    wanted = {
-        "site_python": site_python,
-        "course": None if options.copy else str(ROOT),
-        "from": what_it_is_built_from(options.copy),
-    }
+    course = None if options.copy else str(ROOT)
+    wanted = {"site_python": site_python, "course": course, "from": what_it_is_built_from(options.copy)}
     if built == wanted and not options.rebuild and runs(venv):
-        return
+        return None
     refuse_others(venv, built, options.copy)
     why = why_anew(venv, built, wanted)
-    if why and is_shared(built):
+    if why and shared:
         stop(f"{venv} {why}; a class may be using it: remove it yourself, then this builds it anew")
     if why and not options.rebuild:
         stop(f"{venv} {why}; the same command with REBUILD=yes removes it and builds it anew")
-    if site_python is None:
-        check_python(sys.version_info[:3], "PYTHON")
-    site = ask_site(site_python) if site_python else None
+    site = ask_site(site_python) if site_python else check_python(sys.version_info[:3], "PYTHON")
     print(f"building the environment in {venv}; this takes minutes, once", flush=True)
-    make_venv(venv, site_python or sys.executable, dict(wanted, **{"from": None}), bool(built) and options.rebuild)
+    unfinished = dict(wanted, **{"from": None})  # marked as ours from the start: an interrupted build can be taken up
+    venv.mkdir(parents=True, exist_ok=True)
+    write_stamp(venv, unfinished)
+    clear = ["--clear"] if built and options.rebuild else []
+    run(site_python or sys.executable, "-m", "venv", "--without-pip", *clear, venv)
+    write_stamp(venv, unfinished)
     if site is None:
-        install(venv, requirements(), compiled=options.copy)
+        install(venv, requirements(), options.copy)
     else:
-        install_beside(venv, site, compiled=options.copy)
+        install_beside(venv, site, options.copy)
     install_course(venv, options.copy)
     write_stamp(venv, wanted)
+    return None
 
 
 # ------------------------------------------------------------------ what is there already
@@ -110,10 +106,6 @@ def read_stamp(venv):
 
 def write_stamp(venv, built):
     (venv / STAMP).write_text(json.dumps(built))
-
-
-def is_shared(built):
-    return bool(built) and built.get("course") is None
 
 
 def runs(venv, code=""):
@@ -134,7 +126,7 @@ def use(venv, built):
             f"{venv} is no environment of the course, or was not completed; `make shared PREFIX={venv}` builds one, "
             f"`make kernel ENV=/path` names another, and without {REMEMBERED} this folder has its own"
         )
-    if is_shared(built) and built["from"] != what_it_is_built_from(copy=True):
+    if built and built["course"] is None and built["from"] != what_it_is_built_from(copy=True):
         print(
             f"note: {venv} holds the package of another version of the course than this folder; "
             f"`make shared PREFIX={venv}` from here would bring it along",
@@ -145,12 +137,7 @@ def use(venv, built):
 def refuse_others(venv, built, copy):
     """Ends with a sentence before anything is written into what this course did not build here."""
     if not built and venv.exists() and (not venv.is_dir() or any(venv.iterdir())):
-        if not (venv / "pyvenv.cfg").exists():
-            stop(f"{venv} exists and is no environment; name a folder that does not exist or is empty")
-        stop(
-            f"{venv} is an environment that this course did not build, and stays as it is; name another folder, or "
-            "remove it yourself"
-        )
+        stop(f"{venv} exists, this course did not build it, and it stays as it is; name another folder, or remove it")
     owner = built.get("course")
     if owner and (copy or (owner != str(ROOT) and ROOT not in venv.resolve().parents)):
         stop(
@@ -161,14 +148,11 @@ def refuse_others(venv, built, copy):
 
 def why_anew(venv, built, wanted):
     """Why this environment cannot be brought up to date in place: what follows its name in a sentence, or ""."""
-    if not built:
-        return ""
-    if built.get("course") != wanted["course"]:
+    if built and built["course"] != wanted["course"]:
         return f"was built for the course in {built['course']}, before it was moved or copied to here"
-    if built.get("site_python") != wanted["site_python"]:
-        before = built.get("site_python")
-        return f"was built on {before}" if before else "was built with a torch and an MPI of its own"
-    if built["from"] and not runs(venv):
+    if built and built["site_python"] != wanted["site_python"]:
+        return f"was built on {built['site_python'] or 'a torch and an MPI of its own'}"
+    if built and built["from"] and not runs(venv):
         return "starts a Python that is gone"
     return ""
 
@@ -251,19 +235,12 @@ def install_beside(venv, site, compiled):
 
 
 def try_imports(venv):
-    """Ends with a sentence if torch is not visible; warns if mpi4py finds no MPI library. MPI is not started."""
-    tried = "import importlib.util as u, mpi4py; assert u.find_spec('torch')"
-    loaded = "mpi4py.rc.initialize = False; from mpi4py import MPI"
-    status = [
-        subprocess.run([str(venv / "bin" / "python"), "-c", code], stderr=subprocess.DEVNULL).returncode
-        for code in (tried, f"{tried}; {loaded}")
-    ]
-    if status[0]:
-        stop(f"torch and mpi4py of the site are not visible from {venv}; name the Python itself")
-    if status[1]:
+    """Warns if the site's torch is not visible, or its mpi4py finds no MPI library. MPI is not started."""
+    code = "import importlib.util as u, mpi4py; assert u.find_spec('torch')"
+    if not runs(venv, f"{code}; mpi4py.rc.initialize = False; from mpi4py import MPI"):
         print(
-            "warning: the site's mpi4py finds no MPI library; load the site's MPI module and run this again, else "
-            "ranks start without MPI (MANYHANDS_MPI=off)"
+            "warning: the site's torch is not to be seen, or its mpi4py finds no MPI library; load the site's MPI "
+            "module and run this again, else ranks start without MPI (MANYHANDS_MPI=off)"
         )
 
 
@@ -276,49 +253,55 @@ def check_python(version, variable):
         stop(f"Many Hands needs Python {oldest} or newer, not {here}; name one: make lab {variable}=/path/to/python3")
 
 
-def make_venv(venv, python, unfinished, clear):
-    """A virtual environment, marked as ours from the start: a build that is interrupted can be taken up again."""
-    venv.mkdir(parents=True, exist_ok=True)
-    write_stamp(venv, unfinished)
-    run(python, "-m", "venv", *(["--clear"] if clear else []), venv)
-    write_stamp(venv, unfinished)
-
-
 def install(venv, pins, compiled):
-    """Install these lines of requirements.txt; `compiled`: with bytecode, for those who may not write there."""
+    """Install these lines of requirements.txt, and pip. `compiled`: with bytecode, which users may not write."""
+    python, uv = venv / "bin" / "python", shutil.which("uv")
+    pip, wheel = pip_of(python)
     with tempfile.TemporaryDirectory() as folder:
-        words, environ = installer(venv, Path(folder))
-        left_out = "uv" if words[1] == "-m" else None  # there is none for pip to install
-        rest = Path(folder) / "requirements.txt"
-        rest.write_text("".join(block for name, block in locked().items() if name in pins and name != left_out))
-        words += ["--compile-bytecode"] * (compiled and words[1] == "pip")  # pip does so anyway
+        listed = Path(folder) / "requirements.txt"
+
+        def install_locked(words, names, **how):
+            listed.write_text("".join(block for name, block in locked().items() if name in names))
+            return run(*words, "--no-deps", "--require-hashes", "-r", listed, **how)
+
+        words, environ = [*pip, "install", "-q", "--disable-pip-version-check"], {}
+        if uv is None and install_locked([*words, "--only-binary=:all:"], {"uv"}, may_fail=True) == 0:
+            uv = venv / "bin" / "uv"
+        if uv is None:
+            print("  uv is not to be had, so pip installs, which takes minutes more", flush=True)
+        else:
+            words = [uv, "pip", "install", "-q", "--python", python] + ["--compile-bytecode"] * compiled
+            environ = as_pip_was_told(pip)
         print(f"  {len(pins)} packages", flush=True)
         # the pins are complete, so nobody else chooses a version; torch comes last and finds all that it asks for
-        run(*words, "--no-deps", "--require-hashes", "-r", rest, environ=environ)
+        install_locked(words, set(pins) if uv else set(pins) - {"uv"}, environ=environ)
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
             run(*words, *(["--index-url", index] if index else []), pins["torch"], environ=environ)
+        if wheel:  # people who add a package expect it
+            run(*words, wheel, environ=environ)
 
 
-def installer(venv, folder):
-    """(words that install into this environment, the variables that go with them): uv's, else pip's."""
-    python = venv / "bin" / "python"
-    pip, uv = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"], shutil.which("uv")
-    if uv is None:
-        wheel = folder / "uv.txt"
-        wheel.write_text(locked()["uv"])
-        if run(*pip, "--only-binary=:all:", "--no-deps", "--require-hashes", "-r", wheel, may_fail=True):
-            print("  uv is not to be had, so pip installs, which takes minutes more", flush=True)
-            return pip, {}
-        uv = venv / "bin" / "uv"
-    # where pip was told to look for packages, uv looks too, and takes the best of all indexes, as pip does
-    told = re.findall(r"^\S+\.([\w-]+)=('.*')$", pip_config(python), re.MULTILINE)
+def pip_of(python):
+    """(words that run pip in this environment, the wheel that it runs from).
+
+    A wheel of pip comes with Python, and is a program itself: to install it first, as ensurepip does, takes 10 s.
+    """
+    code = "import ensurepip; print(ensurepip.__path__[0])"
+    own = subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE).stdout.decode().strip()
+    for folder in (Path(own or "/nowhere", "_bundled"), Path("/usr/share/python-wheels")):  # Debian has its own place
+        for wheel in folder.glob("pip-*.whl"):
+            return [python, wheel / "pip"], wheel
+    run(python, "-m", "ensurepip")
+    return [python, "-m", "pip"], None
+
+
+def as_pip_was_told(pip):
+    """The variables by which uv looks for packages where pip was told to; it takes the best of all indexes, as pip."""
+    said = subprocess.run([str(word) for word in pip] + ["config", "list"], stdout=subprocess.PIPE).stdout.decode()
+    told = re.findall(r"^\S+\.([\w-]+)=('.*')$", said, re.MULTILINE)
     environ = {UV_HAS[name]: " ".join(ast.literal_eval(text).split()) for name, text in told if name in UV_HAS}
-    return [uv, "pip", "install", "-q", "--python", python], dict(environ, UV_INDEX_STRATEGY="unsafe-best-match")
-
-
-def pip_config(python):
-    return subprocess.run([str(python), "-m", "pip", "config", "list"], stdout=subprocess.PIPE).stdout.decode()
+    return dict(environ, UV_INDEX_STRATEGY="unsafe-best-match")
 
 
 def install_course(venv, copy):

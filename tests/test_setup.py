@@ -50,15 +50,15 @@ def course(tmp_path, monkeypatch):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """The installs: words, or the pins of a file with hashes. Environments are real, without pip; there is no uv."""
+    """The installs: words, or the pins of a file with hashes. Environments are real, pip is not; there is no uv."""
     given, run = [], setup_environment.run
 
     def record(*command, may_fail=False, environ=()):
         words = [str(word) for word in command]
         if words[1:3] == ["-m", "venv"]:
-            return run(*words[:3], "--without-pip", *words[3:])
-        assert words[1:5] == ["-m", "pip", "install", "-q"]
-        words = [word for word in words[5:] if word not in ("--disable-pip-version-check", "--only-binary=:all:")]
+            return run(*words)
+        assert words[:3] == ["pip", "install", "-q"]
+        words = [word for word in words[3:] if word not in ("--disable-pip-version-check", "--only-binary=:all:")]
         if words[:3] == ["--no-deps", "--require-hashes", "-r"]:
             lines = Path(words[3]).read_text().splitlines()
             words = [line.split(" ")[0] for line in lines[::2]]
@@ -67,6 +67,7 @@ def commands(monkeypatch):
         return int(may_fail)
 
     monkeypatch.setattr(setup_environment, "run", record)
+    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], "pip.whl"))
     monkeypatch.setenv(
         "PATH", os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "uv").exists())
     )
@@ -118,7 +119,7 @@ def site_with(folder, *packages):
 def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(course, commands, venv, monkeypatch):
     build(monkeypatch, venv)
     pins = ["jupyterlab==4.6.6", "mpi4py==4.1.2", "mpich==5.0.2", "not_at_the_site==1.0", "numpy==2.4.6"]
-    assert commands == [["uv==0.13.9"], pins, ["torch==2.13.0"]]
+    assert commands == [["uv==0.13.9"], pins, ["torch==2.13.0"], ["pip.whl"]]
     assert ask(venv, "__import__('manyhands').WHERE") == str(course / "scripts" / "manyhands" / "__init__.py")
 
 
@@ -141,7 +142,7 @@ def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypat
     record = setup_environment.run
 
     def fail(*command, **how):
-        if "pip" in command and not how.get("may_fail"):
+        if command[0] == "pip" and not how.get("may_fail"):
             setup_environment.stop("pip failed")
         return record(*command, **how)
 
@@ -150,13 +151,13 @@ def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypat
     monkeypatch.setattr(setup_environment, "run", record)
     commands.clear()
     build(monkeypatch, venv)
-    assert len(commands) == 3
+    assert len(commands) == 4
 
 
 def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, commands, venv, monkeypatch):
     monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
     build(monkeypatch, venv)
-    assert commands[-1] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
+    assert commands[-2] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
     assert "--index-url" not in commands[1]
 
 
@@ -172,11 +173,13 @@ def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(c
 
     monkeypatch.setattr(setup_environment, "run", record)
     said = "global.find-links='/wheels'\nglobal.extra-index-url='https://a.example\\nhttps://b.example'\n:env:.timeout='9'\n"
-    monkeypatch.setattr(setup_environment, "pip_config", lambda python: said)
+    pip_itself = [sys.executable, "-c", f"print({said!r})"]
+    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (pip_itself, "pip.whl"))
     build(monkeypatch, venv, "--copy")
-    (words, environ), (torch, _) = uv
+    (words, environ), (torch, _), (pip_too, _) = uv
     assert words[:5] == ["pip", "install", "-q", "--python", str(venv / "bin" / "python")]
     assert "--compile-bytecode" in words and "--require-hashes" in words and torch[-1] == "torch==2.13.0"
+    assert pip_too[-1] == "pip.whl"
     assert environ == {
         "UV_FIND_LINKS": "/wheels", "UV_INDEX": "https://a.example https://b.example",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
@@ -195,7 +198,7 @@ def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_cours
 def test_a_folder_that_holds_other_things_is_refused_and_kept(course, commands, venv, monkeypatch, capsys):
     venv.mkdir()
     (venv / "thesis.tex").touch()
-    assert "exists and is no environment" in refusal(monkeypatch, capsys, venv)
+    assert "this course did not build it, and it stays as it is" in refusal(monkeypatch, capsys, venv)
     assert os.listdir(venv) == ["thesis.tex"]
 
 
@@ -274,7 +277,7 @@ def test_a_shared_environment_is_not_cleared_even_by_the_word(course, commands, 
 def test_an_environment_that_no_course_built_is_refused_and_kept(course, commands, venv, monkeypatch, capsys, flags):
     site_with(venv, ("thesis", "1.0"))
     before = contents(venv)
-    assert "that this course did not build" in refusal(monkeypatch, capsys, venv, *flags)
+    assert "this course did not build it, and it stays as it is" in refusal(monkeypatch, capsys, venv, *flags)
     assert commands == [] and contents(venv) == before
 
 
@@ -324,10 +327,19 @@ def test_every_pin_accepts_the_oldest_python_that_is_accepted():
 # ------------------------------------------------------------------ on a site's Python
 
 
+def test_pip_runs_out_of_the_wheel_that_comes_with_python(tmp_path):
+    """ensurepip, which would install it first, takes ten seconds."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    words, wheel = setup_environment.pip_of(python)
+    done = subprocess.run([*words, "list", "--format=freeze"], capture_output=True, text=True, check=True)
+    assert Path(wheel).suffix == ".whl" and done.stdout == ""  # of this environment, in which there is nothing
+
+
 def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(course, commands, venv, monkeypatch):
     """JupyterLab is installed although the site has it: else this environment's would lack its pages, and jupytext."""
     build(monkeypatch, venv, "--site-python", sys.executable)
-    assert commands[1:] == [["jupyterlab==4.6.6", "not_at_the_site==1.0"]]
+    assert commands[1:-1] == [["jupyterlab==4.6.6", "not_at_the_site==1.0"]]
     for name in ("torch", "mpi4py", "numpy"):
         here = importlib.util.find_spec(name).origin
         assert ask(venv, f"u.find_spec('{name}').origin") == here
@@ -339,7 +351,7 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(cou
 def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(course, commands, venv, tmp_path, monkeypatch):
     site = site_with(tmp_path / "site", ("torch", "2.9.1+cu128"), ("mpi4py", "4.1.0"))
     build(monkeypatch, venv, "--site-python", site)
-    assert commands[1:] == [["jupyterlab==4.6.6", "not_at_the_site==1.0", "numpy==2.4.6"]]
+    assert commands[1:-1] == [["jupyterlab==4.6.6", "not_at_the_site==1.0", "numpy==2.4.6"]]
 
 
 def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_built(
@@ -363,13 +375,13 @@ def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_
 def test_an_mpi4py_without_its_library_is_a_warning(course, commands, venv, monkeypatch, capsys):
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
     build(monkeypatch, venv, "--site-python", sys.executable)
-    assert "warning: the site's mpi4py finds no MPI library; load" in capsys.readouterr().out
+    assert "its mpi4py finds no MPI library; load" in capsys.readouterr().out
 
 
 def test_a_package_of_the_site_that_is_too_old_is_installed_anew(course, commands, venv, monkeypatch):
     (course / "pyproject.toml").write_text(RANGES.replace("numpy>=1.26", "numpy>=99.0"))
     build(monkeypatch, venv, "--site-python", sys.executable)
-    assert "numpy==2.4.6" in commands[-1]
+    assert "numpy==2.4.6" in commands[1]
 
 
 def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew_by_that_word_alone(
@@ -380,7 +392,7 @@ def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew_
     rest.mkdir()
     commands.clear()
     sentence = refusal(monkeypatch, capsys, venv, "--site-python", sys.executable)
-    assert "with a torch and an MPI of its own; the same command with REBUILD=yes" in sentence
+    assert "was built on a torch and an MPI of its own; the same command with REBUILD=yes" in sentence
     assert rest.exists() and commands == []
     build(monkeypatch, venv, "--site-python", sys.executable, "--rebuild")
     assert not rest.exists(), "the course's own torch would hide the site's"
