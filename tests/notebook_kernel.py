@@ -9,7 +9,7 @@ import time
 import psutil
 from jupyter_client.manager import start_new_kernel
 from manyhands.launch.processes import Family
-from manyhands.notebook.watchdog import MARK
+from manyhands.notebook.engine_processes import MARK
 
 START = """
 import sys; sys.path.insert(0, {scripts!r})

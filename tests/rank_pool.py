@@ -14,7 +14,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import queue
 import tempfile
 import time
 import traceback
@@ -61,66 +60,10 @@ def _enter(rank, world_size, store_path, timeout_s):
     return ranks_of(rank, world_size)
 
 
-def _one_rank(rank, world_size, store_path, function, args, results, timeout_s, extra_environ):
-    os.environ.update(extra_environ)
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        ranks = _enter(rank, world_size, store_path, timeout_s)
-        answer = function(ranks, *args)
-        # as bytes: a queue would hand over tensors by shared memory, which ends with this process
-        results.put((rank, None, pickle.dumps(answer)))
-        dist.barrier()  # nobody leaves while another still reads from it
-        dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-
-
 def run_on_ranks(n, function, *args, timeout_s=TIMEOUT_S, environ=None):
-    """What `function(ranks, *args)` returned on each of n ranks, in rank order.
-
-    Raises RankFailed with the first traceback, or with the ranks that died or were silent for `timeout_s` seconds.
-    """
-    environ = {"GLOO_SOCKET_IFNAME": "lo", **(environ or {})}
-    with tempfile.TemporaryDirectory() as folder:
-        results = _server.Queue()
-        processes = [
-            _server.Process(
-                target=_one_rank,
-                args=(rank, n, os.path.join(folder, "store"), function, args, results, timeout_s, environ),
-                daemon=True,
-            )
-            for rank in range(n)
-        ]
-        for process in processes:
-            process.start()
-        answers, deadline = {}, time.monotonic() + timeout_s
-        try:
-            while len(answers) < n:
-                try:
-                    rank, error, answer = results.get(timeout=0.2)
-                except queue.Empty:
-                    silent = [r for r in range(n) if r not in answers]
-                    dead = [r for r in silent if processes[r].exitcode not in (None, 0)]
-                    if not results.empty():  # it came while we looked, and its rank may have ended since
-                        continue
-                    if dead or time.monotonic() > deadline:
-                        state = f"died: {dead}" if dead else f"silent for {timeout_s} s: {silent}"
-                        raise RankFailed(f"ranks that {state}") from None
-                    continue
-                if error is not None:
-                    raise RankFailed(f"rank {rank} of {n}:\n{error}")
-                answers[rank] = pickle.loads(answer)
-            for process in processes:
-                process.join(5)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-    return [answers[rank] for rank in range(n)]
+    """`RankPool.run` on n fresh ranks, which end afterwards."""
+    with RankPool(n) as pool:
+        return pool.run(n, function, *args, timeout_s=timeout_s, environ=environ)
 
 
 class RankPool:

@@ -9,7 +9,7 @@ import pytest
 from course_copy import LEFT_OUT
 from manyhands.course import handouts, minutes, pairs
 from manyhands.course.lessons import find_lessons
-from manyhands.jobs import directives, sites, stamp
+from manyhands.jobs import directives, stamp
 from manyhands.tools import preflight
 
 HEADER = """\
@@ -139,10 +139,10 @@ site_setup = "module load torch"
 def test_a_site_is_one_file(course, monkeypatch):
     (course / "jobs" / "sites" / "ours.toml").write_text(SITE)
     monkeypatch.chdir(course)
-    assert "ours" in sites.sites()
+    assert "ours" in stamp.sites()
     written, *_ = stamp.stamp("ours", account="Hands", queue="short", folder=course / "jobs", walltime="00:20:00")
     text = written.read_text()
     assert "#SBATCH --gpus-per-node=2" in text and "module load torch" in text
-    assert list(directives.complaints(text, "slurm", sites.site_named("ours"))) == []
-    with pytest.raises(sites.JobError, match="queue short of Our cluster takes at most 00:30:00"):
+    assert list(directives.complaints(text, "slurm", stamp.site_named("ours"))) == []
+    with pytest.raises(stamp.JobError, match="queue short of Our cluster takes at most 00:30:00"):
         stamp.stamp("ours", account="Hands", queue="short", folder=course / "jobs", walltime="01:00:00")

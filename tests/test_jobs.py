@@ -13,13 +13,13 @@ import psutil
 import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
-from manyhands.jobs import directives, sites, stamp, submit
+from manyhands.jobs import directives, stamp, submit
 
 pytestmark = pytest.mark.ranks
 
-SITES = sorted(sites.sites())
+SITES = sorted(stamp.sites())
 FILES = ["ddp_shakespeare.pbs", "ddp_shakespeare.slurm"]
-LESSON = "03_data_parallel"
+ALL_FILES = [*FILES, "train.pbs", "train.slurm", "sweep.pbs", "sweep.slurm"]
 
 
 @pytest.fixture
@@ -27,18 +27,19 @@ def folder(tmp_path, root):
     """A copy of the job files that a test may write."""
     copy = tmp_path / "jobs"
     copy.mkdir()
-    for name in FILES:
+    for name in [*ALL_FILES, "sweep.tsv"]:
         shutil.copy(root / "jobs" / name, copy)
     return copy
 
 
 def account_of(site):
-    return "Hands" if "account" in sites.site_named(site).needs else None
+    return "Hands" if "account" in stamp.site_named(site).needs else None
 
 
 def in_order(path, site):
     scheduler = directives.SCHEDULERS[path.suffix]
-    return list(directives.complaints(path.read_text(), scheduler, sites.site_named(site)))
+    complaints = directives.complaints(path.read_text(), scheduler, stamp.site_named(site))
+    return [*complaints, *stamp.table_complaints(path, scheduler)]
 
 
 def test_sites_that_the_course_promises_are_there():
@@ -47,13 +48,13 @@ def test_sites_that_the_course_promises_are_there():
 
 @pytest.mark.parametrize("site", SITES)
 def test_each_site_says_when_and_where_it_was_read_and_what_was_not_verified(site):
-    known = sites.site_named(site)
+    known = stamp.site_named(site)
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", known.checked)
     assert all(source.startswith("https://") for source in known.sources) and known.sources
     assert "ubmitted" in known.verified  # whether a job of ours ever ran there
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_job_files_as_committed_suit_a_generic_site(root, name):
     path = root / "jobs" / name
     assert stamp.stamped_site(path.read_text()) == "generic"
@@ -61,64 +62,65 @@ def test_job_files_as_committed_suit_a_generic_site(root, name):
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_stamped_files_are_in_order_for_their_site(folder, site):
+def test_the_files_that_a_site_reads_are_in_order_for_it_and_generic_brings_the_committed_ones_back(folder, root, site):
+    committed = {path.name: path.read_text() for path in folder.iterdir()}
     written = stamp.stamp(site, account=account_of(site), folder=folder)
-    assert written
+    schedulers = {suffix for suffix, name in directives.SCHEDULERS.items() if getattr(stamp.site_named(site), name)}
+    assert {path.name for path in written} == {name for name in ALL_FILES if "." + name.split(".")[1] in schedulers}
+    once = {path: path.read_text() for path in folder.iterdir()}
+    assert {path.name for path, text in once.items() if text != committed[path.name]} <= {p.name for p in written}
     for path in written:
         assert in_order(path, site) == []
         assert stamp.stamped_site(path.read_text()) == site
         subprocess.run(["bash", "-n", path], check=True)
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_stamping_twice_changes_nothing_and_generic_brings_the_committed_file_back(folder, root, site):
-    written = stamp.stamp(site, account=account_of(site), folder=folder)
-    once = {path: path.read_text() for path in written}
     stamp.stamp(site, account=account_of(site), folder=folder)
-    assert {path: path.read_text() for path in written} == once
+    assert {path: path.read_text() for path in folder.iterdir()} == once, "stamping twice changes nothing"
     stamp.stamp("generic", folder=folder)
-    for path in written:
-        assert path.read_text() == (root / "jobs" / path.name).read_text()
+    assert {path.name: path.read_text() for path in folder.iterdir()} == committed
 
 
-def test_only_the_file_that_the_site_reads_is_written(folder, root):
-    assert [path.name for path in stamp.stamp("polaris", account="Hands", folder=folder)] == [FILES[0]]
-    assert (folder / FILES[1]).read_text() == (root / "jobs" / FILES[1]).read_text()
+MUST_HAVE = [
+    ("polaris", FILES[0], {"account": "Hands", "queue": "debug-scaling", "walltime": "00:20:00", "nodes": 4},
+     ["#PBS -A Hands", "#PBS -q debug-scaling", "#PBS -l select=4:system=polaris", "#PBS -l place=scatter",
+      "#PBS -l filesystems=home:eagle", "#PBS -l walltime=00:20:00",
+      "NPROC_PER_NODE=${NPROC_PER_NODE:-4} ", "${MPIEXEC_FLAGS:---cpu-bind none}"]),
+    ("perlmutter", FILES[1], {"account": "m1234_g", "queue": "regular", "reservation": "class"},
+     ["#SBATCH --account=m1234_g", "#SBATCH --constraint=gpu", "#SBATCH --gpus-per-node=4", "#SBATCH --qos=regular",
+      "#SBATCH --reservation=class"]),
+    ("aurora", FILES[0], {"account": "Hands", "reservation": "R123456"}, ["#PBS -q R123456\n"]),  # it is a queue there
+]  # fmt: skip
 
 
-def test_what_polaris_must_have_stands_in_its_file(folder):
-    stamp.stamp("polaris", account="Hands", queue="debug-scaling", walltime="00:20:00", nodes=4, folder=folder)
-    text = (folder / FILES[0]).read_text()
-    for line in (
-        "#PBS -A Hands", "#PBS -q debug-scaling", "#PBS -l select=4:system=polaris", "#PBS -l place=scatter",
-        "#PBS -l filesystems=home:eagle", "#PBS -l walltime=00:20:00",
-    ):  # fmt: skip
-        assert line in text.splitlines()
-    assert "NPROC_PER_NODE=${NPROC_PER_NODE:-4} " in text and "${MPIEXEC_FLAGS:---cpu-bind none}" in text
+@pytest.mark.parametrize(("site", "name", "wishes", "lines"), MUST_HAVE, ids=[row[0] for row in MUST_HAVE])
+def test_what_a_site_must_have_and_one_wishes_stands_in_its_file(folder, site, name, wishes, lines):
+    stamp.stamp(site, **wishes, folder=folder)
+    text = (folder / name).read_text()
+    assert [line for line in lines if line not in text] == []
 
 
-def test_what_perlmutter_must_have_stands_in_its_file(folder):
-    stamp.stamp("perlmutter", account="m1234_g", queue="regular", reservation="class", folder=folder)
-    lines = (folder / FILES[1]).read_text().splitlines()
-    for line in (
-        "--account=m1234_g", "--constraint=gpu", "--gpus-per-node=4", "--qos=regular", "--reservation=class",
-    ):  # fmt: skip
-        assert f"#SBATCH {line}" in lines
+def test_a_job_that_is_to_survive_says_so_in_its_directives(root):
+    keys = {name: {d.key: d.value for d in directives.read((root / "jobs" / name).read_text(), name.split(".")[1])}
+            for name in ALL_FILES}  # fmt: skip
+    for name in ("train.slurm", "sweep.slurm"):
+        assert keys[name]["--signal"] == "B:USR1@120" and "--requeue" in keys[name]
+        assert keys[name]["--open-mode"] == "append"  # the second start must not wipe out what the first one said
+    assert keys["train.pbs"]["-r"] == keys["sweep.pbs"]["-r"] == "y"
 
 
 def test_each_site_with_gpus_names_its_device_so_that_no_job_trains_on_its_cpus(folder):
     """As a class finds out after an hour, where PyPI's torch lies on a machine of AMD's or Intel's."""
-    devices = {site: sites.site_named(site).settings.get("MANYHANDS_DEVICE") for site in SITES if site != "generic"}
+    devices = {site: stamp.site_named(site).settings.get("MANYHANDS_DEVICE") for site in SITES if site != "generic"}
     assert set(devices.values()) == {"cuda", "xpu"} and devices["aurora"] == "xpu"
     for site, device in devices.items():
         for path in stamp.stamp(site, account="Hands", folder=folder):
-            assert f"MANYHANDS_DEVICE=${{MANYHANDS_DEVICE:-{device}}}" in path.read_text()
-            assert re.search("^export .*MANYHANDS_DEVICE", path.read_text(), re.MULTILINE)
+            if not path.name.startswith("sweep"):  # which runs train.*
+                assert f"MANYHANDS_DEVICE=${{MANYHANDS_DEVICE:-{device}}}" in path.read_text()
+                assert re.search("^export .*MANYHANDS_DEVICE", path.read_text(), re.MULTILINE)
 
 
 def test_where_crays_plugin_is_srun_starts_without_it():
     for site in ("perlmutter", "frontier"):
-        assert "--mpi=none" in sites.site_named(site).settings["SRUN_FLAGS"].split()
+        assert "--mpi=none" in stamp.site_named(site).settings["SRUN_FLAGS"].split()
 
 
 def test_gpus_are_asked_for_on_wish_with_a_rank_for_each_and_left_out_again(folder, root):
@@ -165,15 +167,10 @@ def test_an_old_python_without_pips_parser_is_told_to_be_newer(root, tmp_path):
 
 
 def test_away_from_the_course_a_shared_environment_says_where_to_go(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sites, "ROOT", tmp_path)
+    monkeypatch.setattr(stamp, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert stamp.main(["check"]) == 2
     assert capsys.readouterr().err.startswith("error: there are no job files here: go to the course's folder")
-
-
-def test_a_reservation_is_a_queue_under_pbs(folder):
-    stamp.stamp("aurora", account="Hands", reservation="R123456", folder=folder)
-    assert "#PBS -q R123456" in (folder / FILES[0]).read_text().splitlines()
 
 
 def test_stamping_again_keeps_what_the_user_wrote(folder):
@@ -212,7 +209,7 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
 )
 def test_a_wrong_wish_is_refused_with_its_cure_and_nothing_is_written(folder, wish, sentence):
     before = {path: path.read_text() for path in folder.iterdir()}
-    with pytest.raises(sites.JobError, match=re.escape(sentence)):
+    with pytest.raises(stamp.JobError, match=re.escape(sentence)):
         stamp.stamp(**wish, folder=folder)
     assert {path: path.read_text() for path in folder.iterdir()} == before
 
@@ -297,11 +294,8 @@ def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tm
     assert metrics["parameters"]["steps"] == find_lessons(only=["03"])[0].short["steps"]
 
 
-SAYS_ITS_WORDS = '#!/bin/sh\n[ "$2" = manyhands.course.pairs ] || echo "$@"\n'  # a python: what it was started with
-
-
-@pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
-def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
+@pytest.mark.parametrize("name", ALL_FILES[:4])
+def test_a_job_file_ends_with_the_laptops_own_command(course, name):
     """How ranks are started stands in manyhands.launch, once: no job file names a launcher's flags or a port."""
     text = (course / "jobs" / name).read_text()
     assert "python scripts/launch.py --starter" in text
@@ -310,15 +304,13 @@ def test_a_job_file_ends_with_the_laptops_own_command(course, tmp_path, name):
 
 
 def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
-    (tmp_path / "python").write_text(SAYS_ITS_WORDS)
-    (tmp_path / "python").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = run_job(course, FILES[1], VENV="", PATH=path, NPROC_PER_NODE="", SLURM_GPUS_ON_NODE="3")
-    assert "--nproc 3 " in done.stdout
-    assert "--nproc 2 " in run_job(course, FILES[1], VENV="", PATH=path, NPROC_PER_NODE="").stdout
+    says_its_words = program(tmp_path / "python", '[ "$2" = manyhands.course.pairs ] || echo "$@"')
+    environ = {"VENV": "", "PATH": f"{says_its_words.parent}:{os.environ['PATH']}", "NPROC_PER_NODE": ""}
+    assert "--nproc 3 " in run_job(course, FILES[1], SLURM_GPUS_ON_NODE="3", **environ).stdout
+    assert "--nproc 2 " in run_job(course, FILES[1], **environ).stdout
 
 
-@pytest.mark.parametrize("name", [*FILES, "train.pbs", "train.slurm"])
+@pytest.mark.parametrize("name", ALL_FILES[:4])
 def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(course, tmp_path, name):
     for place in ("remembered", "named"):
         (tmp_path / place / "bin").mkdir(parents=True)
@@ -331,7 +323,7 @@ def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one
         (course / ".manyhands-env").unlink()
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES[:4])
 def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
     done = run_job(course, name, cwd=tmp_path)
     assert done.returncode == 2
@@ -357,10 +349,8 @@ def test_a_job_refuses_to_run_yesterdays_code(course, name):
     notebook = course / "notebooks" / "03_data_parallel.ipynb"
     saved = notebook.read_text()
     notebook.write_text(saved.replace("steps = 300", "steps = 7"))
-    try:
-        done = run_job(course, name)
-    finally:
-        notebook.write_text(saved)
+    done = run_job(course, name)
+    notebook.write_text(saved)
     assert done.returncode == 2 and done.stdout == ""
     assert "03_data_parallel" in done.stderr and "make sync" in done.stderr
 
@@ -387,10 +377,8 @@ def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(in_th
 
 
 def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(in_the_course, monkeypatch, capsys):
-    notebook, script = (
-        in_the_course / "notebooks" / "03_data_parallel.ipynb",
-        in_the_course / "scripts" / "03_data_parallel.py",
-    )
+    notebook, script = (in_the_course / part for part in ("notebooks/03_data_parallel.ipynb",
+                                                          "scripts/03_data_parallel.py"))  # fmt: skip
     before = notebook.read_text(), script.read_text()
     edited = before[0].replace("global_batch = 0", "global_batch = 24", 1)
     assert edited != before[0]
@@ -436,11 +424,7 @@ def test_a_failed_job_says_so(in_the_course, capsys):
 
 
 def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(in_the_course, monkeypatch, tmp_path):
-    fake = tmp_path / "bin" / "sbatch"
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    answers(monkeypatch, tmp_path, sbatch="echo 'sbatch: error: Invalid account' >&2; exit 1")
     with pytest.raises(submit.SubmitError, match=r"Invalid account\n.*make jobs SITE="):
         submit.submit("ddp_shakespeare", via="slurm")
 
@@ -552,8 +536,7 @@ def test_what_starts_the_ranks_of_a_site_is_passed_on_to_a_job_of_pbs(in_the_cou
     monkeypatch.setenv("MPIEXEC", "/site/bin/mpiexec")
     monkeypatch.setenv("MPIEXEC_FLAGS", "--cpu-bind none")
     pbs_job(monkeypatch, tmp_path)
-    said = capsys.readouterr().out
-    assert "MPIEXEC=/site/bin/mpiexec,MPIEXEC_FLAGS=--cpu-bind none" in said
+    assert "MPIEXEC=/site/bin/mpiexec,MPIEXEC_FLAGS=--cpu-bind none" in capsys.readouterr().out
 
 
 GONE = ("", "slurm_load_jobs error: Invalid job id specified", 1)

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from manyhands.notebook import magic, watchdog
+from manyhands.notebook import engine_processes, magic
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -40,8 +40,9 @@ def test_a_watchdog_that_is_asked_to_end_takes_its_ranks_and_their_folder_along(
     before = signal.signal(signal.SIGTERM, unheard)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(watchdog.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
-            watchdog.main(os.getpid(), mark, str(folder))
+            patch.setattr(engine_processes.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+            with pytest.raises(SystemExit):
+                engine_processes.watch(os.getpid(), mark, str(folder))
         assert rank.poll() is not None and not folder.exists()
     finally:
         signal.signal(signal.SIGTERM, before)

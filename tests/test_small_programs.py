@@ -1,5 +1,7 @@
 """A program of a few lines runs beside a notebook under each launcher; what goes wrong is a line, not a traceback."""
 
+import platform
+
 import pytest
 from manyhands.notebook import small_programs
 from manyhands.notebook.small_programs import run_under
@@ -17,12 +19,29 @@ def test_a_launchers_letter_reaches_the_program_and_that_of_another_one_does_not
 
 
 @pytest.mark.ranks
-def test_torchrun_and_mpiexec_start_as_many_as_they_are_told_and_lines_come_in_order(monkeypatch):
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+def test_torchrun_starts_as_many_as_it_is_told_and_lines_come_in_order(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a print is then two writes
     assert run_under("torchrun", WHO, 2) == ["RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2"]
-    if small_programs.mpi_launcher(2):
-        assert run_under("mpiexec", WHO, 2) == ["PMI_RANK=0 PMI_SIZE=2", "PMI_RANK=1 PMI_SIZE=2"]
+
+
+IN_A_JOB = {
+    "local": {},
+    "slurm": {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "nowhere[1-2]"},
+    "pbs": {"PBS_JOBID": "7", "PBS_NODEFILE": "{folder}/nodes"},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("job", IN_A_JOB)
+def test_mpiexec_starts_all_beside_the_notebook_also_inside_a_job_of_two_nodes(monkeypatch, tmp_path, job):
+    """The other node does not have the program's file."""
+    (tmp_path / "nodes").write_text(f"{platform.node()}\nnowhere\n")
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    for name, value in IN_A_JOB[job].items():
+        monkeypatch.setenv(name, value.format(folder=tmp_path))
+    if small_programs.mpi_launcher(2, environ={}) is None:
+        pytest.skip("no MPI here")
+    assert run_under("mpiexec", WHO, 2) == ["PMI_RANK=0 PMI_SIZE=2", "PMI_RANK=1 PMI_SIZE=2"]
 
 
 def test_a_program_that_fails_shows_the_end_of_what_it_said():

@@ -1,4 +1,4 @@
-"""jobs/train.*: written for a site, run on this machine without a scheduler, and on a real Slurm of two nodes.
+"""jobs/train.*: run on this machine without a scheduler, and on a real Slurm of two nodes.
 
 There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the numbers of
 a run that nobody disturbed. `fake_train.py` stands in for the trainer where its numbers do not matter (see there).
@@ -15,57 +15,14 @@ import time
 import psutil
 import pytest
 from course_copy import copy_course
-from manyhands.jobs import directives, sites, stamp
 from manyhands.launch.processes import MARK, Family
 from slurm_nodes import SlurmNodes, missing, processes_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 PATIENCE_S = 280  # a busy machine takes minutes for what takes seconds otherwise
 LINGER = "--linger=20"  # fake_train waits there to be told to leave, however late that is
-FILES = ["train.pbs", "train.slurm", "sweep.pbs", "sweep.slurm"]
-SITES = sorted(sites.sites())
+FILES = ["train.pbs", "train.slurm"]
 ALL = 3 * 40 * 41 // 2  # what 40 steps of two ranks of fake_train add up to
-
-
-@pytest.fixture
-def folder(tmp_path, root):
-    copy = tmp_path / "jobs"
-    copy.mkdir()
-    for name in [*FILES, "sweep.tsv"]:
-        shutil.copy(root / "jobs" / name, copy)
-    return copy
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_job_files_as_committed_suit_a_generic_site(root, name):
-    path, scheduler = root / "jobs" / name, directives.SCHEDULERS["." + name.split(".")[1]]
-    text = path.read_text()
-    assert stamp.stamped_site(text) == "generic"
-    assert list(directives.complaints(text, scheduler, sites.site_named("generic"))) == []
-    assert stamp.table_complaints(path, scheduler) == []
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_make_jobs_writes_them_too_and_generic_brings_the_committed_files_back(folder, root, site):
-    account = "Hands" if "account" in sites.site_named(site).needs else None
-    written = stamp.stamp(site, account=account, folder=folder)
-    schedulers = {"pbs", "slurm"} if site == "generic" else {path.suffix[1:] for path in written}
-    assert {path.name for path in written} == {name for name in FILES if name.split(".")[1] in schedulers}
-    for path in written:
-        found = list(directives.complaints(path.read_text(), path.suffix[1:], sites.site_named(site)))
-        assert found == [] and stamp.table_complaints(path, path.suffix[1:]) == []
-        subprocess.run(["bash", "-n", path], check=True)
-    stamp.stamp("generic", folder=folder)
-    assert all(path.read_text() == (root / "jobs" / path.name).read_text() for path in written)
-
-
-def test_a_job_that_is_to_survive_says_so_in_its_directives(root):
-    read = {name: directives.read((root / "jobs" / name).read_text(), name.split(".")[1]) for name in FILES}
-    keys = {name: {d.key: d.value for d in found} for name, found in read.items()}
-    for name in ("train.slurm", "sweep.slurm"):
-        assert keys[name]["--signal"] == "B:USR1@120" and "--requeue" in keys[name]
-        assert keys[name]["--open-mode"] == "append"  # the second start must not wipe out what the first one said
-    assert keys["train.pbs"]["-r"] == keys["sweep.pbs"]["-r"] == "y"
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +52,7 @@ def until(run, text):
     raise AssertionError(f"it ended without {text!r}")
 
 
-@pytest.mark.parametrize("name", FILES[:2])
+@pytest.mark.parametrize("name", FILES)
 def test_without_a_scheduler_a_signal_to_the_job_saves_and_the_same_folder_goes_on(course, tmp_path, name):
     family, run_folder = Family(f"job-{tmp_path.name}-{name}"), tmp_path / "run"
     run = start_job(course, name, LINGER, RUN=run_folder, **{MARK: family.mark})
@@ -120,6 +77,15 @@ def test_a_failing_run_fails_the_job_and_asks_for_nothing_even_beside_an_old_req
     assert not (tmp_path / "requeue.json").exists()
 
 
+def under_pbs(course, folder, programs, **environ):
+    """train.pbs as a job of a PBS whose programs are written down: {name: lines of shell}."""
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return start_job(course, FILES[0], VENV="", PATH=path, RUN=folder / "run", PBS_JOBID="123.server", **environ)
+
+
 @pytest.mark.parametrize(
     ("allowed", "sentence"),
     [(True, "job 123.server goes back into the queue"), (False, "qsub -v RUN={run} jobs/train.pbs goes on from there")],
@@ -135,38 +101,20 @@ def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(course
         f"> {tmp_path}/hears\n"
         "for i in {1..2000}; do sleep 0.1; done",
     }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    run = start_job(
-        course, "train.pbs", VENV="", PATH=f"{tmp_path}:{os.environ['PATH']}", RUN=tmp_path / "run",
-        PBS_JOBID="123.server", LEAVE_S=600 - 2,
-    )  # fmt: skip
+    run = under_pbs(course, tmp_path, programs, LEAVE_S=600 - 2)
     said = run.communicate(timeout=PATIENCE_S)[0]
     assert run.returncode == 0 and "qrerun 123.server: " in said
     assert f"saved in {tmp_path}/run: " + sentence.format(run=tmp_path / "run") in said
 
 
 def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
-    (tmp_path / "qstat").write_text('#!/bin/bash\necho "    Resource_List.walltime = 10:00:00"\n')
-    (tmp_path / "python").write_text("#!/bin/bash\nexit 5\n")
-    for name in ("qstat", "python"):
-        (tmp_path / name).chmod(0o755)
+    programs = {"qstat": 'echo "    Resource_List.walltime = 10:00:00"', "python": "exit 5"}
     family = Family(f"clock-{tmp_path.name}")
-    run = start_job(
-        course, "train.pbs", VENV="", PATH=f"{tmp_path}:{os.environ['PATH']}", RUN=tmp_path / "run",
-        PBS_JOBID="123.server", **{MARK: family.mark},
-    )  # fmt: skip
+    run = under_pbs(course, tmp_path, programs, **{MARK: family.mark})
     run.communicate(timeout=100)  # a forgotten `sleep` would hold its output open for ten hours
     assert run.returncode == 5
     psutil.wait_procs(family.members(), timeout=60)
     assert family.members() == []
-
-
-@pytest.mark.parametrize("name", FILES[:2])
-def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
-    done = subprocess.run(["bash", course / "jobs" / name], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "is not the course's folder" in done.stderr
 
 
 # --- on two nodes

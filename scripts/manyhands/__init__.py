@@ -7,7 +7,7 @@
     say(f"rank {ranks.rank} of {ranks.world_size}")
     leave()
 
-These names load on first use: `manyhands.notebook.watchdog` and the doctor run without torch, which takes seconds to
+These names load on first use: a notebook's watchdog and the doctor run without torch, which takes seconds to
 import.
 """
 

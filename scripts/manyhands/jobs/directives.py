@@ -101,7 +101,7 @@ def replace(text, scheduler, owned, wanted):
 
 
 def complaints(text, scheduler, site):
-    """What is wrong with a job file's directives for `site` (a jobs.sites.Site): sentences, none if all is well."""
+    """What is wrong with a job file's directives for `site` (a jobs.stamp.Site): sentences, none if all is well."""
     found = read(text, scheduler)
     values = {directive.key: directive.value for directive in found}
     say = list(_ignored_lines(text, scheduler))
@@ -134,10 +134,6 @@ def _ignored_lines(text, scheduler):
             yield f"line {number}: {start!r} is a comment, which {PROGRAM[scheduler]} ignores: write {prefix!r}"
         elif line.startswith(prefix) and number > _first_command(lines):
             yield f"line {number}: stands below the first command, where {PROGRAM[scheduler]} no longer reads"
-
-
-def _repeated(found, keys):
-    return [key for key in keys if sum(directive.key == key for directive in found) > 1]
 
 
 def _pbs(found, values, site):
@@ -179,8 +175,9 @@ def _slurm(found, values, site):
     for directive in found:
         if directive.key not in known:
             yield f"line {directive.line}: sbatch option {directive.key} is unknown to this check"
-    for key in _repeated(found, ["--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"]):
-        yield f"{key} stands there twice: Slurm takes the last"
+    for key in ("--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"):
+        if sum(directive.key == key for directive in found) > 1:
+            yield f"{key} stands there twice: Slurm takes the last"
     if not values.get("--nodes"):
         yield "no --nodes: Slurm may put all tasks on one node"
     for key in site.slurm.get("required", []):

@@ -10,23 +10,104 @@ which in its line "# site: ...". Stamping again changes what it is told to and k
 the number of nodes, every other line; for the same site also what an earlier stamp, or you, wrote there.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from manyhands.course.folders import write_whole
+from manyhands.course.folders import ROOT, write_whole
 from manyhands.jobs import directives
-from manyhands.jobs.sites import JobError, jobs_folder, site_named, sites
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # before Python 3.11: pip brings one
+    try:
+        from pip._vendor import tomli as tomllib
+    except ImportError:
+        sys.exit(f"error: {sys.executable} is older than Python 3.11: make jobs PYTHON=/path/to/a/newer/python3 ...")
 
 SETTINGS = {
-    "NPROC_PER_NODE": "2",
-    "MPIEXEC_FLAGS": "",
-    "STARTER": "torchrun",
-    "SRUN_FLAGS": "",
-    "MANYHANDS_DEVICE": "",
+    "NPROC_PER_NODE": "2", "MPIEXEC_FLAGS": "", "STARTER": "torchrun", "SRUN_FLAGS": "", "MANYHANDS_DEVICE": "",
     "site_setup": ":",
-}
+}  # fmt: skip
+WISHES = ("account", "queue", "reservation", "walltime", "nodes", "gpus")
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
+
+
+class JobError(ValueError):
+    """A site, an account, a walltime or a file that cannot be used; the message holds the cure."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One machine: what its scheduler wants, when that was read, and where. `pbs`, `slurm`: None where it has none."""
+
+    name: str
+    title: str
+    checked: str  # date
+    sources: list
+    verified: str  # what was compared with the sources, and what was not
+    walltime: str
+    needs: list = field(default_factory=list)
+    queue: str | None = None
+    pbs: dict | None = None
+    slurm: dict | None = None
+    queues: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+
+    @property
+    def filesystems(self):
+        return self.pbs.get("filesystems", [])
+
+    @property
+    def queue_option(self):
+        """What QUEUE means in Slurm here: --partition, or --qos."""
+        return self.slurm.get("queue_option", "--partition")
+
+    def fixed(self, scheduler):
+        """{key: value} of the directives that each job on this machine gets; none where it has no such scheduler."""
+        lines = (getattr(self, scheduler) or {}).get("directives", [])
+        text = "".join(f"{directives.PREFIX[scheduler]} {line}\n" for line in lines)
+        return {directive.key: directive.value for directive in directives.read(text, scheduler)}
+
+    def over_limits(self, queue, nodes, walltime_s):
+        """Sentences on what `queue` does not allow; none for a queue whose limits are not known."""
+        if queue not in self.queues:
+            return
+        (least, most), longest = self.queues[queue]["nodes"], self.queues[queue]["walltime"]
+        if nodes is not None and not least <= nodes <= most:
+            yield f"queue {queue} of {self.title} takes {least} to {most} nodes, not {nodes}"
+        if walltime_s > directives.duration_s(longest):
+            yield f"queue {queue} of {self.title} takes at most {longest}, not {walltime_s / 60:.0f} minutes"
+
+
+def jobs_folder():
+    """The folder of the job files: of the course in which we are, else of that around the package. Raises JobError."""
+    for course in (Path.cwd(), Path.cwd().parent, ROOT):
+        if (course / "jobs" / "sites").is_dir():
+            return course / "jobs"
+    raise JobError("there are no job files here: go to the course's folder, the one that holds jobs/ and scripts/")
+
+
+def sites():
+    """{name: Site} of every file in jobs/sites, by name."""
+    return {
+        path.stem: Site(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+        for path in sorted((jobs_folder() / "sites").glob("*.toml"))
+    }
+
+
+def site_named(name):
+    """Raises JobError with the list of sites if there is none of that name."""
+    known = sites()
+    if name not in known:
+        raise JobError(
+            f"no site {name!r}: take SITE={', '.join(known)}, or copy jobs/sites/generic.toml to a file for yours"
+        )
+    return known[name]
 
 
 def job_files(folder=None):
@@ -45,7 +126,6 @@ def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes
     """Write `site`'s directives into each job file that its scheduler reads; the paths of these files.
 
     `gpus`: per node, with a rank for each; 0 asks for none, None leaves them as they stand.
-
     Nothing is written unless all of it can be. Raises JobError: unknown site, missing account, a walltime or a name
     that is none, more than the queue allows, files that cannot be written.
     """
@@ -66,9 +146,8 @@ def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes
         try:
             write_whole(path, text)
         except OSError as error:
-            raise JobError(
-                f"{path} cannot be written ({error.strerror}): work in a copy of the course that is yours"
-            ) from None
+            cure = "work in a copy of the course that is yours"
+            raise JobError(f"{path} cannot be written ({error.strerror}): {cure}") from None
     return list(new)
 
 
@@ -108,18 +187,14 @@ def _pbs(site, wishes, nodes, kept):
     }
 
 
-def _gpus_per_node(site, gpus, kept):
-    key = "--gpus-per-node"
-    asked = (str(gpus) if gpus else None) if gpus is not None else kept.get(key)
-    return {} if asked is None and key in site.fixed("slurm") else {key: asked}
-
-
 def _slurm(site, wishes, nodes, kept):
+    fixed = {key: kept.get(key) or value for key, value in site.fixed("slurm").items()}
+    gpus = kept.get("--gpus-per-node") if wishes["gpus"] is None else wishes["gpus"]
     return {
         "--account": wishes["account"] or kept.get("--account"),
         "--nodes": str(nodes),
-        **{key: kept.get(key) or value for key, value in site.fixed("slurm").items()},
-        **_gpus_per_node(site, wishes["gpus"], kept),
+        **fixed,
+        "--gpus-per-node": str(gpus) if gpus else fixed.get("--gpus-per-node"),
         site.queue_option: wishes["queue"] or kept.get(site.queue_option) or site.queue,
         "--reservation": wishes["reservation"] or kept.get("--reservation"),
         "--time": wishes["walltime"] or kept.get("--time") or site.walltime,
@@ -156,7 +231,7 @@ def main(argv=None):
     commands.add_parser("check", help="what is wrong with the directives as they stand").set_defaults(run=_print_check)
     write = commands.add_parser("stamp", help="write a site's directives into the job files")
     write.set_defaults(run=_print_stamp)
-    for name in ("site", "account", "queue", "reservation", "walltime", "nodes", "gpus"):
+    for name in ("site", *WISHES):
         write.add_argument(f"--{name}", default="", help="empty: as it stands, or the site's usual one")
     args = parser.parse_args(argv)
     try:
@@ -173,14 +248,12 @@ def _print_sites(args):
 
 
 def _print_stamp(args):
-    if args.nodes and not args.nodes.isdecimal():
-        raise JobError(f"NODES={args.nodes!r} is no number of nodes; write NODES=2")
-    if args.gpus and not args.gpus.isdecimal():
-        raise JobError(f"GPUS={args.gpus!r} is no number of GPUs per node; write GPUS=4")
-    wishes = {name: getattr(args, name) or None for name in ("account", "queue", "reservation", "walltime")}
-    site = site_named(args.site)
-    counts = {name: int(getattr(args, name)) if getattr(args, name) else None for name in ("nodes", "gpus")}
-    for path in stamp(site.name, **counts, **wishes):
+    site, wishes = site_named(args.site), {name: getattr(args, name) or None for name in WISHES}
+    for name, example in (("nodes", 2), ("gpus", 4)):
+        if wishes[name] and not wishes[name].isdecimal():
+            raise JobError(f"invalid {name.upper()}={wishes[name]!r}; write {name.upper()}={example}")
+        wishes[name] = int(wishes[name]) if wishes[name] else None
+    for path in stamp(site.name, **wishes):
         program = "qsub" if path.suffix == ".pbs" else "sbatch"
         print(f"written for {site.title}; submit with: {program} jobs/{path.name}")
     print(f"Read {site.checked} from {site.sources[0]}. {' '.join(site.verified.split())}")

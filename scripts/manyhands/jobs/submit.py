@@ -31,8 +31,7 @@ PASSED_ON = (
     "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",
     "MPIEXEC", "MPIEXEC_FLAGS",
 )  # fmt: skip
-
-
+OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
 ENDED = ("completed", "failed", "cancelled", "ended")
 
 
@@ -68,6 +67,11 @@ class Job:
         self._seen = "unknown"  # its last state of which the scheduler spoke
         self._cancelled = False  # by us
         self._outputs = outputs_folder()
+        # the Python environment of this kernel is the job's, too
+        self._environ = {"VENV": sys.prefix} | os.environ | {"MANYHANDS_OUTPUTS": str(self._outputs)}
+        if not (Path(sys.prefix) / "bin" / "activate").is_file():  # conda: the first python in PATH
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            self._environ |= {"VENV": os.environ.get("VENV", ""), "PATH": path}
         self.number, self.output = self._start(flags)
 
     def __repr__(self):
@@ -94,37 +98,29 @@ class Job:
 
         The remark: why it waits, where it runs, how it ended. A silent scheduler leaves the last state as it was.
         """
-        found = self._look()
+        found = self._look()  # None where the scheduler does not answer
         if found is None:
             return self._seen, "the scheduler does not answer"
         self._seen = found[0]
         return found
 
-    def _look(self):
-        """(state, remark) as far as the scheduler knows it, or None where it does not answer."""
-        raise NotImplementedError
-
     def _forgotten(self):
         """The state of a job that the scheduler no longer knows: what its own file says, if it came to writing one."""
-        try:
-            status = self._status_file().read_text().strip()
-        except OSError:
-            status = ""
+        own = self._outputs / "jobs" / f"{self.name}.{self.number}.status"  # the job file writes its exit status there
+        status = own.read_text().strip() if own.exists() else ""
         if status:
             return ("completed", "") if status == "0" else ("failed", f"exit {status}")
         if self._cancelled:
             return "cancelled", ""
         return "ended", "how, the scheduler has forgotten: read its output, job.tail(20)"
 
-    def _environment(self):
-        return _environment() | {"MANYHANDS_OUTPUTS": str(self._outputs)}
-
-    def _status_file(self):
-        """Where the job file writes its exit status, whatever the scheduler remembers."""
-        return self._outputs / "jobs" / f"{self.name}.{self.number}.status"
-
     def ended(self):
         return self.state()[0] in ENDED
+
+    def cancel(self):
+        self._cancelled = True
+        _show([self.canceller, self.number])
+        _ask(self.canceller, self.number)
 
     def watch(self, seconds):
         """Print a line per change of state until the job ends or `seconds` are over; the last state."""
@@ -172,8 +168,10 @@ class Job:
 
 
 class SlurmJob(Job):
+    canceller = "scancel"
+
     def _start(self, flags):
-        number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=self._environment())
+        number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=self._environ)
         return number, self.course / f"{self.name}.o{number}"
 
     def _look(self):
@@ -195,24 +193,16 @@ class SlurmJob(Job):
             return "completed", ""
         if state == "TIMEOUT":
             return "failed", "over time"
-        return (
-            ("cancelled", "")
-            if state.startswith("CANCELLED")
-            else ("failed", f"{state}, exit {fields.get('ExitCode')}")
-        )
-
-    def cancel(self):
-        self._cancelled = True
-        _show(["scancel", self.number])
-        _ask("scancel", self.number)
-
-
-OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
+        if state.startswith("CANCELLED"):
+            return "cancelled", ""
+        return "failed", f"{state}, exit {fields.get('ExitCode')}"
 
 
 class PbsJob(Job):
+    canceller = "qdel"
+
     def _start(self, flags):
-        known = self._environment()
+        known = self._environ
         text = (self.course / "jobs" / f"{self.name}.pbs").read_text("utf-8")
         arguments = "LESSON_ARGS" if "LESSON_ARGS" in text else "TRAIN_ARGS"
         values = {name: known[name] for name in PASSED_ON if known.get(name)} | {arguments: " ".join(flags)}
@@ -226,9 +216,8 @@ class PbsJob(Job):
 
     def _look(self):
         said, complaint = _asked("qstat", "-f", self.number)
-        if (
-            "job_state" not in said
-        ):  # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
+        if "job_state" not in said:
+            # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
             past, more = _asked("qstat", "-x", "-f", self.number)
             said, complaint = past, complaint + more
         fields = dict(re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE))  # it wraps at 80 columns
@@ -246,11 +235,6 @@ class PbsJob(Job):
             return "cancelled", ""
         return "failed", "over time" if status == OVER_TIME else f"exit {status}"
 
-    def cancel(self):
-        self._cancelled = True
-        _show(["qdel", self.number])
-        _ask("qdel", self.number)
-
 
 class LocalJob(Job):
     """No scheduler: the same file under bash, at once and on this machine. It ends with the notebook's kernel."""
@@ -258,7 +242,7 @@ class LocalJob(Job):
     def _start(self, flags):
         folder = self._outputs / "jobs"
         folder.mkdir(parents=True, exist_ok=True)
-        environ = without_launchers(self._environment(), "SLURM_", "PBS_", "MANYHANDS_MPI")  # no job, no rank of one
+        environ = without_launchers(self._environ, "SLURM_", "PBS_", "MANYHANDS_MPI")  # no job, no rank of one
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"
@@ -303,17 +287,6 @@ def _sync(course, name):
     for lesson in find_lessons(course, lessons):
         if pairs.difference(lesson):
             print(pairs.sync(lesson))
-
-
-def _environment():
-    """This kernel's environment, with the Python environment that it runs in as the job's."""
-    environ = dict(os.environ)
-    if (Path(sys.prefix) / "bin" / "activate").is_file():
-        environ.setdefault("VENV", sys.prefix)
-    else:  # conda: the job takes the python that is first in PATH
-        environ.setdefault("VENV", "")
-        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
-    return environ
 
 
 def _show(command, first=""):

@@ -165,12 +165,13 @@ def is_open_mpi(mpiexec: Sequence[str]) -> bool:
     return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
 
 
-def mpi_launcher(n_ranks: int, folder=None) -> list[str] | None:
+def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = None) -> list[str] | None:
     """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
 
     None where there is no MPI.
     """
-    if "SLURM_STEP_ID" in environment() and shutil.which("srun"):  # Hydra dies inside a job step
+    environ = environment() if environ is None else environ
+    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
         out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
         return Allocation.find().srun(n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
     mpiexec = find_mpiexec()

@@ -3,6 +3,11 @@
 On one node everything listens on 127.0.0.1. In an allocation of several nodes the controller listens on this
 node's address; its messages are signed with a key that only the user can read. Engines start under MPI (mpiexec, or
 srun from inside a Slurm job step, where mpiexec dies), or one by one where MPI is missing or forbidden.
+
+Every process of a cluster, and every process that those start, carries MANYHANDS_CLUSTER=MARK in its environment. The
+watchdog ends them when the notebook's kernel is gone, however it went:
+
+    python -m manyhands.notebook.engine_processes PARENT_PID MARK FOLDER
 """
 
 import contextlib
@@ -12,6 +17,7 @@ import random
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,8 +31,8 @@ from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
 from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
 from manyhands.launch.processes import Family
-from manyhands.notebook.watchdog import MARK
 
+MARK = "MANYHANDS_CLUSTER"
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 LAST_LINES = 10  # of what a process printed, in an error
@@ -83,7 +89,7 @@ class Processes:
         }  # fmt: skip
         environ = unmarked | {MARK: self.mark}
         self._spawn(
-            "watchdog", ["manyhands.notebook.watchdog", str(os.getpid()), self.mark, str(self.folder)], unmarked
+            "watchdog", ["manyhands.notebook.engine_processes", str(os.getpid()), self.mark, str(self.folder)], unmarked
         )
         for part in ("security", "log", "pid", "startup", "db"):
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
@@ -204,3 +210,31 @@ def _mapped():
         with contextlib.suppress(OSError):
             maps.append(process.read_text())
     return "".join(maps)
+
+
+# ------------------------------------------------------------------ the watchdog
+
+
+def watch(parent_pid: int, mark: str, folder: str) -> None:
+    """Once the process `parent_pid` is gone, or SIGTERM has come, kill what carries the mark, and remove `folder`.
+
+    This runs in a session of its own, so that what kills the kernel does not reach it. SIGTERM comes at the end of a
+    job or of a preflight: then nobody else would do it.
+    """
+
+    def end(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Family(mark, MARK).kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SystemExit
+
+    signal.signal(signal.SIGTERM, end)
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(parent_pid)
+        while parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:  # is_running knows reused pids
+            time.sleep(1)
+    end()
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3])

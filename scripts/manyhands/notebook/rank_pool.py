@@ -7,7 +7,7 @@ ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
 """
 
 import atexit
-import os
+import platform
 import threading
 import time
 
@@ -98,8 +98,7 @@ class RankPool:
     def _enter(self):
         """Give every engine its identity, in the order of their MPI ranks."""
         ids = sorted(self.client.ids)
-        hosts = self.client[ids].apply_sync(_host_and_pid)
-        nodes = [host for host, _ in hosts]
+        nodes = self.client[ids].apply_sync(platform.node)
         self.control = ControlLines(self.world_size, self.processes.host)
         store = self.client[ids[0]].apply_sync(rendezvous.listen, len(set(nodes)) == 1)
         pending = []
@@ -113,10 +112,9 @@ class RankPool:
                 "MANYHANDS_MPI": int(self.mpi),
                 "MANYHANDS_LESSON": self.lesson,
             }
-            identity = {name: str(value) for name, value in identity.items()}
-            address = (self.processes.host, self.control.port)
-            view = self.client[engine_id]
-            pending.append(view.apply_async(engine.enter, identity, address, self.control.token, store))
+            identity, address = {k: str(v) for k, v in identity.items()}, (self.processes.host, self.control.port)
+            enter = engine.enter, identity, address, self.control.token, store
+            pending.append(self.client[engine_id].apply_async(*enter))
         for answer in pending:
             answer.get(timeout=30)
         if missing := self.control.wait_for_all(30):
@@ -197,9 +195,3 @@ class RankPool:
         number = self.next_cell()
         answers = [view.apply_async(engine.join_again, number) for view in self.views]
         return any([answer.get(timeout=20) for answer in answers])
-
-
-def _host_and_pid():
-    import socket
-
-    return socket.gethostname(), os.getpid()

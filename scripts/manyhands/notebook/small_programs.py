@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import Allocation, loopback_gloo, loopback_mpi, mpi_launcher
+from manyhands.launch.allocation import loopback_gloo, loopback_mpi, mpi_launcher
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.machine import login_node
 
@@ -20,24 +20,27 @@ LAST_LINES = 3  # of a program that failed
 
 
 def run_under(launcher, program, n_processes=1, timeout_s=60):
-    """The lines that `n_processes` of `program` (its text) print, sorted: which is first is an accident.
+    """The lines that `n_processes` of `program` (its text) print on this node, sorted: which is first is an accident.
 
     launcher: torchrun, mpiexec or python (which starts one process). Where there is no MPI, or the program fails or
     does not end within `timeout_s`, the lines say that. Raises ValueError for another launcher.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"unknown launcher {launcher!r}; use one of {', '.join(LAUNCHERS)}")
+    # without PYTHONUNBUFFERED, by which a print is two writes, and lines of several processes run together; without
+    # what Slurm says of a job, whose other nodes do not have the file
+    kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED", "SLURM_")
+    environ = settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback_gloo(), **kept}, SCRIPTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8")
-        command = _command(launcher, n_processes, folder)
+        command = _command(launcher, n_processes, folder, environ)
         if command is None:
             return ["there is no MPI here, so this start is left out"]
         try:
             done = subprocess.run(
-                [*command, str(path)], env=_environment(), check=False,
-                capture_output=True, text=True, timeout=timeout_s,
-            )  # fmt: skip
+                [*command, str(path)], env=environ, check=False, capture_output=True, text=True, timeout=timeout_s
+            )
         except subprocess.TimeoutExpired:
             return [f"no end within {timeout_s:g} s, so it was stopped"]
         said, complained = done.stdout + _logs(folder, "stdout"), done.stderr + _logs(folder, "stderr")
@@ -46,7 +49,7 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
     return sorted(line for line in said.splitlines() if line.strip())
 
 
-def _command(launcher, n_processes, folder):
+def _command(launcher, n_processes, folder, environ):
     """The command but for the program, or None where there is no MPI."""
     if launcher == "python":
         return [sys.executable]
@@ -54,18 +57,13 @@ def _command(launcher, n_processes, folder):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
         # its own way to start Python is `python -u`, by which a print is two writes, and lines run together
         return [*torchrun, "--no-python", sys.executable]
-    if settings.value("MANYHANDS_MPI") == "off" or (Allocation.find().kind == "local" and login_node()):
+    if settings.value("MANYHANDS_MPI") == "off" or login_node():
         return None
-    mpiexec = mpi_launcher(n_processes, folder)  # a file for each process, or their lines run together
+    mpiexec = mpi_launcher(n_processes, folder, environ)  # a file for each process, or their lines run together
+    if mpiexec and "PBS_NODEFILE" in environ and "--tag-output" not in mpiexec:  # all on this node; not Open MPI's word
+        mpiexec += ["-ppn", str(n_processes)]
     return mpiexec and [*mpiexec, sys.executable]
 
 
 def _logs(folder, stream):
     return "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{stream}.log")))
-
-
-def _environment():
-    """This process's, without what a launcher has set in it: one thread for each process, all on loopback."""
-    # without PYTHONUNBUFFERED, by which a print is two writes, and lines of several processes run together
-    kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED")
-    return settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback_gloo(), **kept}, SCRIPTS)
