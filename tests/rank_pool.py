@@ -185,7 +185,8 @@ def _one_call(rank, pipe, world_size, store_path, function, args, timeout_s, env
     try:
         ranks = _enter(rank, world_size, store_path, timeout_s)
         answer = pickle.dumps(function(ranks, *args))
-        dist.barrier()  # nobody leaves while another still reads from it
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while another still reads from it
     except BaseException:
         answer = None
         pipe.send((time.monotonic(), traceback.format_exc()))

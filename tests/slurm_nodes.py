@@ -235,15 +235,32 @@ class SlurmNodes:
         self.folder, self._daemons = None, {}
 
 
-def processes_of(folder):
-    """The ids of all processes that carry this Slurm's folder in their environment: jobs and daemons."""
+def processes_of(folder, word=b""):
+    """The ids of all processes that carry this Slurm's folder in their environment, jobs and daemons; with `word`: of
+    those whose command holds it."""
     mine, found = f"SLURM_CONF={folder}/".encode(), []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(entry.parent.name)
-        with suppress(OSError):
-            if pid != os.getpid() and mine in entry.read_bytes():
-                found.append(pid)
-    return found
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            if mine in (entry / "environ").read_bytes() and word in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def wait_until_gone(folder, word, patience_s=120):
+    """Wait until no process of this Slurm has `word` in its command."""
+    deadline = time.monotonic() + patience_s
+    while left := processes_of(folder, word):
+        assert time.monotonic() < deadline, f"these processes stay: {left}"
+        time.sleep(0.3)
+
+
+def slurm_of_this_machine(**options):
+    """SlurmNodes, or a skipped test where there cannot be any; in the project's CI, which has it, that is a failure."""
+    import pytest
+
+    if why := missing():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+    return SlurmNodes(**options)
 
 
 def clean_up(folder):

@@ -89,7 +89,7 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
     given = []
 
     class Started(Pool):
-        def run(self, source, timeout_s, **_):
+        def run(self, source, timeout_s, *_):
             given.append(timeout_s)
             raise KeyboardInterrupt
 

@@ -1,8 +1,12 @@
-"""Where the ranks of a notebook start, and who may talk to them."""
+"""Where the ranks of a notebook start, who may talk to them, and what killed ones leave on a node."""
 
 import json
+import mmap
+import os
 import socket
+import subprocess
 import sys
+import time
 
 import pytest
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
@@ -134,3 +138,29 @@ def test_a_rank_that_does_not_answer_is_silent_and_one_that_hangs_up_is_dead():
     assert lines.where([0], timeout_s=60) == {0: "silent"}
     assert lines.dead == {0}
     lines.close()
+
+
+def test_folders_of_kernels_that_are_gone_are_removed_and_no_others(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (
+        f"{engine_processes.OURS}{ended.pid}-ab",
+        f"{engine_processes.OURS}{os.getpid()}-ab",
+        "manyhands-elsewhere-1-ab",
+    ):
+        (tmp_path / name / "profile").mkdir(parents=True)
+    (tmp_path / f"{engine_processes.OURS}x").mkdir()
+    assert engine_processes.sweep_folders(tmp_path) == [tmp_path / f"{engine_processes.OURS}{ended.pid}-ab"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_segments_of_mpi_go_when_they_are_old_and_nobody_maps_them(tmp_path):
+    long_ago = time.time() - 2 * engine_processes.OLD_S
+    for name in ("mpich_shm_1_0", "mpich_shm_2_0", "mpich_shm_3_0", "torch_1"):
+        (tmp_path / name).write_bytes(b"x" * 8192)
+        if name != "mpich_shm_3_0":  # a young one: its ranks may be starting
+            os.utime(tmp_path / name, (long_ago, long_ago))
+    with open(tmp_path / "mpich_shm_2_0", "r+b") as file, mmap.mmap(file.fileno(), 0):
+        os.utime(tmp_path / "mpich_shm_2_0", (long_ago, long_ago))
+        assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_1_0"]
+    assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_2_0"]

@@ -41,24 +41,41 @@ def nodefile(tmp_path):
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "nid[01-02]", "SLURM_JOB_NUM_NODES": "2"}
 
 
-def test_on_one_machine_it_is_torchrun_which_passes_signals_on():
+def started(words):
+    """The command that ends in `words` and the program."""
+    return [*words.split(), sys.executable, *PROGRAM]
+
+
+PBS = {"PBS_JOBID": "77.server", "MPIEXEC": "mpiexec", "MPIEXEC_FLAGS": "--cpu-bind none"}
+
+
+def test_on_one_machine_it_is_torchrun_which_passes_signals_on(nodefile):
     command = command_for(PROGRAM, {}, nproc=4)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert "--nproc-per-node=4" in command and command[-4:] == ["--standalone", *PROGRAM]
     assert any(re.match("--signals-to-handle=.*SIGUSR1", word) for word in command)
+    nodefile.write_text("x1\nx1\n")
+    command = command_for(PROGRAM, PBS | {"PBS_NODEFILE": str(nodefile)})
+    assert "--standalone" in command and "--nproc-per-node=2" in command, "a job of one node is one machine"
 
 
-def test_in_a_pbs_job_of_several_nodes_it_is_mpiexec_with_the_sites_flags(nodefile):
-    environ = {
-        "PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "MPIEXEC": "mpiexec",
-        "MPIEXEC_FLAGS": "--cpu-bind none",
-    }  # fmt: skip
-    assert command_for(PROGRAM, environ) == [
-        "mpiexec", "-n", "8", "-ppn", "4", "--cpu-bind", "none", sys.executable, *PROGRAM
-    ]  # fmt: skip
-    one_per_node = command_for(PROGRAM, environ, nproc=2, starter="torchrun")
-    assert one_per_node[:5] == ["mpiexec", "-n", "2", "-ppn", "1"] and "--nproc-per-node=2" in one_per_node
-    assert "--nnodes=2" in one_per_node and "--rdzv-endpoint=x1:20077" in one_per_node
+def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(nodefile):
+    pbs, slurm = PBS | {"PBS_NODEFILE": str(nodefile)}, SLURM | {"SRUN_FLAGS": "--gpus-per-task=1"}
+    assert command_for(PROGRAM, pbs) == started("mpiexec -n 8 -ppn 4 --cpu-bind none")
+    assert command_for(PROGRAM, slurm, nproc=4) == started(
+        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --gpus-per-task=1"
+    )
+    assert "--overlap" in command_for(PROGRAM, {**SLURM, "SLURM_STEP_ID": "0"}, nproc=4)
+
+
+def test_torchrun_starts_once_on_each_node_of_a_job_and_meets_on_the_first(nodefile):
+    for environ, start, place in (
+        (PBS | {"PBS_NODEFILE": str(nodefile)}, "mpiexec -n 2 -ppn 1", "x1:20077"),
+        (SLURM, "srun --nodes=2 --ntasks=2 --ntasks-per-node=1", "nid01:20123"),
+    ):
+        command = command_for(PROGRAM, environ, nproc=3, starter="torchrun")
+        assert " ".join(command).startswith(start)
+        assert {"--nnodes=2", "--nproc-per-node=3", f"--rdzv-endpoint={place}"} < set(command)
 
 
 def program_in(folder, name, text="#!/bin/sh\n"):
@@ -134,24 +151,6 @@ def test_a_port_that_is_taken_is_left_to_whoever_has_it():
         stranger.listen()
         assert first < commands._port(here) < first + 100
     assert commands._port(Allocation("slurm", ("other", platform.node()), job=4321)) == 24321
-
-
-def test_in_a_pbs_job_of_one_node_it_is_torchrun(nodefile):
-    nodefile.write_text("x1\nx1\n")
-    command = command_for(PROGRAM, {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server"})
-    assert "--standalone" in command and "--nproc-per-node=2" in command
-
-
-def test_in_a_slurm_job_it_is_srun():
-    command = command_for(PROGRAM, {**SLURM, "SRUN_FLAGS": "--gpus-per-task=1"}, nproc=4)
-    assert command == [
-        "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", "--gpus-per-task=1",
-        sys.executable, *PROGRAM,
-    ]  # fmt: skip
-    assert "--overlap" in command_for(PROGRAM, {**SLURM, "SLURM_STEP_ID": "0"}, nproc=4)
-    one_per_node = command_for(PROGRAM, SLURM, nproc=4, starter="torchrun")
-    assert one_per_node[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
-    assert "--rdzv-endpoint=nid01:20123" in one_per_node
 
 
 @pytest.mark.parametrize(
@@ -421,11 +420,6 @@ def statuses_on_the_way(ranks, folder):
 def test_a_program_that_leaves_has_status_0_until_it_joins_again_and_a_refused_corpus_has_2(tmp_path):
     seen, said = run_on_ranks(1, statuses_on_the_way, str(tmp_path))[0]
     assert seen == [0, None, 2] and "none.txt cannot be read" in said
-
-
-def test_help_shows_what_the_top_of_the_program_says(root):
-    status, said = ended(launch(root, "--help"))
-    assert status == 0 and "mpiexec in a PBS job" in said and "scripts/02_collectives.py -- --repeats 3" in said
 
 
 def until(run, text):

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import jupytext
@@ -19,7 +18,7 @@ from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import compare
-from slurm_nodes import ENDED, SlurmNodes, missing, processes_of
+from slurm_nodes import ENDED, slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
@@ -29,9 +28,7 @@ RANKS, NODES = 4, 2
 
 @pytest.fixture(scope="session")
 def slurm():
-    if why := missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
-    with SlurmNodes() as nodes:
+    with slurm_of_this_machine() as nodes:
         yield nodes
         left = nodes.folder
     assert not left.exists()
@@ -271,13 +268,4 @@ def test_a_notebook_inside_a_job_step_starts_its_ranks_on_all_nodes_of_the_job(s
     said = (tmp_path / "notebooks" / "out.ipynb").read_text()
     for rank in range(RANKS):
         assert f"rank {rank} of 4 on node{rank // 2 + 1}, MPI 4, sum 6" in said
-    deadline = time.monotonic() + 120
-    while any(b"ipyparallel" in command_of(pid) for pid in processes_of(slurm.folder)):
-        assert time.monotonic() < deadline, "engines outlived their notebook"
-        time.sleep(0.5)
-
-
-def command_of(pid):
-    with suppress(OSError):  # it has just ended
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+    wait_until_gone(slurm.folder, b"ipyparallel")  # engines do not outlive their notebook

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from course_copy import copy_course
 from manyhands.launch.processes import MARK, Family
-from slurm_nodes import SlurmNodes, missing, processes_of
+from slurm_nodes import slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 PATIENCE_S = 280  # a busy machine takes minutes for what takes seconds otherwise
@@ -122,9 +122,9 @@ def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
 
 @pytest.fixture(scope="module")
 def slurm():
-    if why := missing():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
-    with SlurmNodes(settings={"KillWait": "120"}) as nodes:  # from SIGTERM to SIGKILL: all that a job has to save
+    with slurm_of_this_machine(
+        settings={"KillWait": "120"}
+    ) as nodes:  # from SIGTERM to SIGKILL: all that a job has to save
         yield nodes
 
 
@@ -229,18 +229,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm, course, environ):
     assert os.path.exists(job.requeue_file())  # RUN=... goes on from here, if you want
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", job.number).stdout
     assert "goes back into the queue" not in job.output
-    deadline = time.monotonic() + 60
-    while left := [pid for pid in processes_of(slurm.folder) if b"train.py" in _command_line(pid)]:
-        assert time.monotonic() < deadline, f"these processes stay: {left}"
-        time.sleep(0.2)
-
-
-def _command_line(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+    wait_until_gone(slurm.folder, b"train.py")
 
 
 @pytest.mark.slurm

@@ -25,16 +25,7 @@ from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, fi
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
-from manyhands.launch.program import (
-    DIVERGED,
-    INTERRUPTED,
-    MEMORY,
-    REFUSED,
-    STATUS_FILE,
-    read_status,
-    run_program,
-    write,
-)
+from manyhands.launch.program import INTERRUPTED, MEMORY, NOT_AGAIN, STATUS_FILE, read_status, run_program, write
 
 TRAIN = SCRIPTS / "train.py"
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun passes them on instead of dying of them
@@ -42,7 +33,6 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun pass
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
 QUIET_TORCHRUN = "manyhands.launch.commands"
-NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end as it ended now
 PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
 

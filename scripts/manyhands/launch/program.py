@@ -30,6 +30,7 @@ STATUS_FILE = "MANYHANDS_STATUS_FILE"
 FRAME = 4  # rows of a text plot that show no values: title, frame, and the words below it
 REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
+NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end again as it ended
 INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C ended
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"

@@ -9,7 +9,6 @@ import json
 import secrets
 import socket
 import threading
-import time
 
 
 class ControlLines:
@@ -81,11 +80,9 @@ class ControlLines:
         for rank in ranks:
             with contextlib.suppress(OSError, KeyError):
                 self._lines[rank].sendall(json.dumps({"do": "where", "id": question}).encode() + b"\n")
-        deadline = time.monotonic() + timeout_s
         with self._changed:
             self._changed.wait_for(
-                lambda: all((question, r) in self._replies or r in self.dead for r in ranks),
-                max(0, deadline - time.monotonic()),
+                lambda: all((question, r) in self._replies or r in self.dead for r in ranks), timeout_s
             )
             return {r: self._replies.pop((question, r), "silent") for r in ranks}
 

@@ -48,12 +48,8 @@ def ranks(line, cell):
     pool = current_ranks()
     timeout_s = _timeout(line, CELL_S if pool.joined else START_CELL_S)
     live = _Live() if settings.live() else None
-    result = pool.run(
-        "#\n" + cell,  # so that line numbers are the cell's, %%ranks being line 1
-        timeout_s,
-        on_wait=live.update if live else None,
-        on_output=live.add if live else None,
-    )
+    source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
+    result = pool.run(source, timeout_s, live and live.update, live and live.add)
     shown = sections(result)
     if live:
         live.close(followed=bool(shown))
@@ -84,13 +80,10 @@ def groups(result):
     found = []
     for rank in range(result.world_size):
         items = result.items(rank)
-        if not items:
-            continue
-        for group, same in found:
-            if same == items:
-                group.append(rank)
-                break
-        else:
+        same = next((group for group, known in found if known == items), None)
+        if same:
+            same.append(rank)
+        elif items:
             found.append(([rank], items))
     return found
 
