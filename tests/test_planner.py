@@ -355,7 +355,7 @@ def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
 
 
 def test_every_machine_names_sources_and_a_site_that_there_is():
-    from manyhands.jobs.sites import sites
+    from manyhands.jobs.stamp import sites
 
     for machine in MACHINES.values():
         assert machine.sources and all(source.startswith("https://") for source in machine.sources)
