@@ -119,21 +119,21 @@ def test_the_machines_are_shown_with_their_sources(run):
 )  # fmt: skip
 def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine, schedule):
     found = answer(preset, gpus, machine=machine, batch=512 if gpus != 24 else 480, schedule=schedule)
-    pipelines = [one for one in found.ranked if one.candidate.layout.pipeline > 1]
+    pipelines = [one for one in found.ranked if one.layout.pipeline > 1]
     chosen = pipelines if schedule else found.ranked[:30]
     assert len(chosen) >= (3 if schedule else 1)
     for one in chosen:
-        options = read_options(train_flags(found.question, one.candidate))
+        options = read_options(train_flags(found.question, one))
         layout = resolve_layout(options, model_config(options, 65), gpus, found.question.machine.gpus_per_node)
-        assert layout == one.candidate.layout
-        assert options.parallel == one.candidate.options.parallel and options.train == one.candidate.options.train
+        assert layout == one.layout
+        assert options.parallel == one.options.parallel and options.train == one.options.train
         assert not schedule or options.parallel.schedule == schedule
 
 
 def test_sizes_of_your_own_become_flags():
     model = PlannedModel("your model", 50257, 1024, 24, 16, 2048, tie=True)
     found = plan(Question(model, machine_named("h100"), 8, 64))
-    options = read_options(train_flags(found.question, found.best.candidate))
+    options = read_options(train_flags(found.question, found.best))
     assert model_config(options, 65).num_params() == model.num_params()
 
 
@@ -141,7 +141,7 @@ def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypa
     from manyhands.jobs import stamp
 
     found = answer("olmo-7b", 64)
-    lines = dict(start_lines(found.question, found.best.candidate))
+    lines = dict(start_lines(found.question, found.best))
     shutil.copytree(root / "jobs", tmp_path / "jobs")
     words = shlex.split(lines["a job, once"])
     assert words[:4] == ["python", "-m", "manyhands.jobs.stamp", "stamp"]
@@ -152,7 +152,7 @@ def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypa
         assert tmp_path / "jobs" / name in written
         assert directive in (tmp_path / "jobs" / name).read_text()
     flags = shlex.split(lines["Slurm"])[2:]
-    assert flags == train_flags(found.question, found.best.candidate)
+    assert flags == train_flags(found.question, found.best)
     assert shlex.split(shlex.split(lines["PBS"])[2].removeprefix("TRAIN_ARGS=")) == flags
 
 

@@ -64,17 +64,17 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
     assert len(names) == len(set(names)), "a name says which way to split it is"
     assert sorted(names) == sorted([one.name for one in answer.ranked] + [name for name, _ in answer.refused])
     for one in answer.ranked:
-        layout, held = one.candidate.layout, one.held
-        assert one.name == name_of(one.candidate.sharing, layout) and layout.world_size == question.gpus
+        layout, held = one.layout, one.held
+        assert one.name == name_of(one.sharing, layout) and layout.world_size == question.gpus
         assert layout.replicate * layout.shard % layout.expert == 0 == question.model.n_expert % layout.expert
         assert held.on_gpu <= question.machine.memory_bytes
-        assert held == bytes_per_rank(question.model, layout, one.candidate.options), "as the dry run counts"
+        assert held == bytes_per_rank(question.model, layout, one.options), "as the dry run counts"
         if question.model.style == "gpt":
-            trained = resolve_layout(one.candidate.options, question.model, question.gpus, 8)
+            trained = resolve_layout(one.options, question.model, question.gpus, 8)
             assert trained == layout, "the trainer takes it"
         assert sum(held.by_kind().values()) == held.on_gpu + held.on_host and min(held.by_kind().values()) >= 0
         assert layout.pipeline * layout.data * layout.context * layout.tensor == question.gpus
-        assert layout.data * layout.micro_batches * one.candidate.micro_batch == question.global_batch
+        assert layout.data * layout.micro_batches * one.micro_batch == question.global_batch
         assert sum(one.time.by_part().values()) == pytest.approx(one.step_s)
         assert min(one.time.by_part().values()) >= 0 and 0 < one.mfu < 1
     for _, sentence in answer.refused:

@@ -100,7 +100,7 @@ def test_a_batch_smaller_than_the_gpus_is_possible_with_context_ranks():
 def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_named():
     gpt = PlannedModel("your model", 32000, 32768, 16, 16, 2048)
     answer = plan(Question(gpt, H100, 8, 2))
-    assert answer.best.candidate.layout.context > 1 and answer.best_trained.candidate.layout.context == 1
+    assert answer.best.layout.context > 1 and answer.best_trained.layout.context == 1
     text = as_text(answer)
     place = answer.ranked.index(answer.best_trained) + 1
     assert "train.py has no context axis: there is no command for this layout" in text
@@ -182,12 +182,12 @@ def test_an_all_to_all_crosses_nodes_with_all_that_is_for_them_where_a_ring_cros
 def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     """Mixtral's sizes as published, Jiang et al. 2024, section 1: 47 B parameters, of which a token uses 13 B."""
     question = Question(MOE, H100, 16, 64)
-    one = next(p for p in plan(question).ranked if p.candidate.layout.expert == 8)
+    one = next(p for p in plan(question).ranked if p.layout.expert == 8)
     assert unbalanced_s(question, one) > 1.1 * one.step_s
     wide = dataclasses.replace(question, model=dataclasses.replace(MOE, n_hidden=32768))
-    spread = next(p for p in plan(wide).ranked if p.candidate.layout.expert == 8)
+    spread = next(p for p in plan(wide).ranked if p.layout.expert == 8)
     assert "tokens spread evenly over the experts" in weakest_assumption(wide, spread)[0]
-    alone = next(p for p in plan(question).ranked if p.candidate.layout.expert == 1)
+    alone = next(p for p in plan(question).ranked if p.layout.expert == 1)
     assert unbalanced_s(question, alone) == alone.step_s
     text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 64, 64)))
     assert "46,702,792,704 parameters (12,879,925,248 active: 2 of 8 experts)" in text

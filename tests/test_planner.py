@@ -16,7 +16,7 @@ from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.layouts import SCHEDULES, Question, families
 from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, listed_peak, machine_from_file, machine_named
 from manyhands.predict.memory import bytes_per_rank
-from manyhands.predict.models import PlannedModel, flops_per_token, preset_model
+from manyhands.predict.models import OTHERS, PlannedModel, flops_per_token, preset_model
 from manyhands.predict.pipeline_schedules import (
     bubble_formula,
     held_at_once,
@@ -253,7 +253,7 @@ def test_layers_in_flight_are_those_of_the_simulated_schedule(schedule, v, n_lay
 def test_the_fastest_plan_of_each_schedule_is_told_of_the_first_pipeline():
     assert plan(Question(preset_model("gpt2-xl"), H100, 4, 64)).schedules == (), "a tied head has no pipeline"
     model = preset_model("olmo-1b")
-    told = {one.candidate.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules}
+    told = {one.options.parallel.schedule: one for one in plan(Question(model, H100, 4, 64)).schedules}
     assert set(told) == set(SCHEDULES) and len({one.name for one in told.values()}) == 1
     with pytest.raises(ValueError, match="schedule='ZBV' is not planned; use one of 1F1B, GPipe"):
         Question(model, H100, 4, 64, schedule="ZBV")
@@ -318,7 +318,7 @@ def olmo():
 
 def test_slow_links_between_nodes_move_the_plan_to_less_traffic_between_nodes(olmo):
     question, before = olmo
-    assert before.best.candidate.sharing in ("zero2", "zero3") and before.best.candidate.layout.tensor == 1
+    assert before.best.sharing in ("zero2", "zero3") and before.best.layout.tensor == 1
     after = plan(dataclasses.replace(question, machine=dataclasses.replace(H100, between_bytes_per_s=0.2e9)))
     unchanged = next(p for p in after.ranked if p.name == before.best.name)
     assert after.best.time.sent().between < unchanged.time.sent().between
@@ -352,6 +352,11 @@ def test_the_weakest_assumption_is_the_one_that_costs_most(olmo):
 def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(ODD, **changes)
+
+
+def test_models_of_the_table_have_the_parameters_that_their_authors_state():
+    billions = {"llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70}
+    assert {name: round(model.num_params() / 1e9, 2) for name, model in OTHERS.items()} == billions
 
 
 def test_every_machine_names_sources_and_a_site_that_there_is():

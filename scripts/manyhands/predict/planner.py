@@ -22,10 +22,9 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Candidate):
     """A layout that fits, and what it is predicted to take."""
 
-    candidate: Candidate
     held: RankBytes
     time: StepTime
     mfu: float  # model FLOPs per second over the peak of all GPUs
@@ -33,7 +32,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        return str(self.candidate)
+        return str(self)
 
     @property
     def step_s(self) -> float:
@@ -47,21 +46,21 @@ class Plan:
     @property
     def micro(self) -> str:
         """Micro-batches and their sequences, "8x4"."""
-        return f"{self.candidate.layout.micro_batches}x{self.candidate.micro_batch}"
+        return f"{self.layout.micro_batches}x{self.micro_batch}"
 
     @property
     def schedule(self) -> str:
-        return self.candidate.options.parallel.schedule
+        return self.options.parallel.schedule
 
     @property
     def checkpointing(self) -> str:
-        return self.candidate.options.parallel.activation_checkpointing
+        return self.options.parallel.activation_checkpointing
 
     def complexity(self) -> tuple:
         """For `sorted`: the simplest plan first."""
-        layout = self.candidate.layout
+        layout = self.layout
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
-        kind = list(SHARINGS).index(self.candidate.sharing)
+        kind = list(SHARINGS).index(self.sharing)
         again, schedule = CHECKPOINTING.index(self.checkpointing), list(SCHEDULES).index(self.schedule)
         # a context axis comes last: train.py has none
         return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
@@ -86,7 +85,7 @@ class Answer:
     @property
     def best_trained(self) -> Plan | None:
         """The first of `ranked` that train.py can run, or None."""
-        return next((one for one in self.ranked if not not_trained(self.question, one.candidate)), None)
+        return next((one for one in self.ranked if not not_trained(self.question, one)), None)
 
 
 def not_trained(question: Question, candidate: Candidate) -> str:
@@ -121,7 +120,7 @@ def plan(question: Question, assumed: Assumptions | None = None) -> Answer:
 
 def _by_schedule(ranked, plans):
     """The fastest plan per schedule of the first way to split that has a pipeline."""
-    first = next((one for one in ranked if one.candidate.layout.pipeline > 1), None)
+    first = next((one for one in ranked if one.layout.pipeline > 1), None)
     if first is None:
         return ()
     fastest = {first.schedule: first}
@@ -136,7 +135,8 @@ def _timed(question, candidate, held, assumed=None):
     time = step_time(work, machine, assumed)
     tokens = question.global_batch * model.block_size
     flops_per_s = model.flops_per_token() * tokens / time.total_s
-    return Plan(candidate, held, time, flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s)
+    rates = flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s
+    return Plan(candidate.sharing, candidate.layout, candidate.options, held, time, *rates)
 
 
 def _simplest(plans):
@@ -179,7 +179,7 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
 
 def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
     """(sentence, seconds of a step if it is wrong): the assumption on which the recommended plan hangs most."""
-    a, layout = Assumptions(), best.candidate.layout
+    a, layout = Assumptions(), best.layout
     hidden = f"messages of data {'and context ' * (layout.context > 1)}parallelism"
     doubts = {
         f"matrix products attain {a.matmul_share:.0%} of the peak, as fitted on A100 with Megatron-LM; at"
@@ -198,8 +198,7 @@ def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
         said = "tokens spread evenly over the experts; if the busiest rank's experts get twice as many"
         doubts[said] = {"routing": 2.0}
     seconds = {
-        said: _timed(question, best.candidate, best.held, replace(a, **changed)).step_s
-        for said, changed in doubts.items()
+        said: _timed(question, best, best.held, replace(a, **changed)).step_s for said, changed in doubts.items()
     }
     worst = max(seconds, key=seconds.get)
     return f"{worst}, a step takes {seconds[worst]:.2f} s instead of {best.step_s:.2f} s", seconds[worst]
@@ -207,4 +206,4 @@ def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
 
 def unbalanced_s(question: Question, best: Plan) -> float:
     """Seconds of a step if the busiest rank's experts get twice the mean of tokens."""
-    return _timed(question, best.candidate, best.held, Assumptions(routing=2.0)).step_s
+    return _timed(question, best, best.held, Assumptions(routing=2.0)).step_s

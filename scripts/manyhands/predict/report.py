@@ -63,7 +63,7 @@ def _nothing_fits(answer):
 def _plans(answer, top, show_all):
     rows = answer.ranked if show_all else answer.ranked[:top]
     # of a pipeline a name leaves out the schedule, where it is not 1F1B
-    names = [p.name + (IN_A_NAME.get(p.schedule, "") if p.candidate.layout.pipeline > 1 else "") for p in rows]
+    names = [p.name + (IN_A_NAME.get(p.schedule, "") if p.layout.pipeline > 1 else "") for p in rows]
     wide = max(len(name) for name in names) + 1
     head = f"{'':4}{'layout':{wide}}{'micro':>7}{'checkpointing':>15}" + "".join(f"{name:>8}" for name in COLUMNS)
     lines = [
@@ -123,13 +123,13 @@ def _best(answer):
         lines.append(f"not checked: no published run on {question.machine.name} was predicted")
     if question.model.n_expert > 1:
         lines.append(f"assumed of the experts: {_routing(question, best)}")
-    if why := not_trained(question, best.candidate):
+    if why := not_trained(question, best):
         lines.append(why)
     if runs := answer.best_trained:
         if runs is not best:
             place = answer.ranked.index(runs) + 1
             lines.append(f"the first that it runs is {place}. {runs.name}, with {runs.step_s:.3g} s per step:")
-        lines += [f"{what}: {line}" for what, line in start_lines(question, runs.candidate)]
+        lines += [f"{what}: {line}" for what, line in start_lines(question, runs)]
     rate = f"{best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / question.gpus:,.0f} per GPU"
     return [f"1. {best.name}: {rate}", *(f"   {line}" for line in lines)]
 
@@ -147,7 +147,7 @@ def _messages(time):
 
 def _routing(question, best):
     """What is assumed of experts, with what it costs where it is wrong."""
-    if best.candidate.layout.expert == 1:
+    if best.layout.expert == 1:
         return "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
     if (capacity := question.model.capacity) is not None:
         return f"balanced routing; what exceeds {capacity:g} times an expert's mean share is dropped"
@@ -194,20 +194,20 @@ def as_dict(answer: Answer) -> dict:
         "not_planned": NOT_PLANNED,
         "weakest_assumption": weakest_assumption(question, answer.best)[0] if answer.best else None,
         "start_layout": runs.name if runs else None,
-        "start": [line for _, line in start_lines(question, runs.candidate)] if runs else [],
+        "start": [line for _, line in start_lines(question, runs)] if runs else [],
         "smallest_fit": question.gpus if answer.best else smallest_fit(question),
     }
 
 
 def _plan_dict(question, one):
-    layout = one.candidate.layout
+    layout = one.layout
     return {
         "layout": one.name,
         "axes": {axis: getattr(layout, axis) for axis in AXES},
-        "sharing": one.candidate.sharing,
+        "sharing": one.sharing,
         "schedule": one.schedule if layout.pipeline > 1 else None,
         "micro_batches": layout.micro_batches,
-        "micro_batch": one.candidate.micro_batch,
+        "micro_batch": one.micro_batch,
         "activation_checkpointing": one.checkpointing,
         "bytes": one.held.by_kind() | {"on_gpu": one.held.on_gpu, "on_host": one.held.on_host},
         "seconds": one.time.by_part() | {"total": one.step_s},
@@ -219,7 +219,7 @@ def _plan_dict(question, one):
         "bubble": one.bubble,
         "mfu": one.mfu,
         "tokens_per_s": one.tokens_per_s,
-        "train_flags": train_flags(question, one.candidate),
+        "train_flags": train_flags(question, one),
     }  # fmt: skip
 
 
