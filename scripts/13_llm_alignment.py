@@ -89,10 +89,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, say, show
-from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
-from manyhands.align.rollouts import complete, own_draws, texts
-from manyhands.align.rollouts import rows
-from manyhands.align.tasks import LetterTask, speech_messages, speeches
+from manyhands.align.chat import (
+    END,
+    MARKERS,
+    LetterTask,
+    answered,
+    encode,
+    render,
+    speech_messages,
+    speeches,
+    with_markers,
+)
+from manyhands.align.stage import complete, own_draws, rows, texts
 from manyhands.checks import llm_alignment as checks
 from manyhands.measure import wire
 

@@ -93,8 +93,7 @@ from manyhands.checks import llm_serving as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.sampling import Sampling, uniforms
-from manyhands.serve.decoder import generate
-from manyhands.serve.engine import Engine
+from manyhands.serve.engine import Engine, generate
 
 # %%
 # %%ranks

@@ -20,7 +20,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import tyro
-from manyhands.align.chat_template import END, encode
+from manyhands.align.chat import END, encode
 from manyhands.checkpoint.manifest import CheckpointError
 
 SMALL = 20e6  # parameters

@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, replace
 
 import torch
-from manyhands.align.chat_template import END, with_markers
+from manyhands.align.chat import END, with_markers
 from manyhands.align.stage import widened
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig

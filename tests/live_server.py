@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import httpx
 import torch
-from manyhands.align.chat_template import with_markers
+from manyhands.align.chat import with_markers
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.sampling import Sampling
-from manyhands.serve.decoder import generate
+from manyhands.serve.engine import generate
 from manyhands.serve.http import Server, address_of, listen, make_app
 from manyhands.serve.schema import Limits
 from manyhands.serve.service import Service

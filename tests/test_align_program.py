@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 from alignment_runs import ALPHABET, base
-from manyhands.align.chat_template import MARKERS
+from manyhands.align.chat import MARKERS
 from manyhands.checkpoint.export import load_model, write_export
 from manyhands.checkpoint.manifest import MANIFEST
 

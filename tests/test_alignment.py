@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from alignment_runs import ALPHABET, BASE, VOCAB, base, begin, carry_out, chatty, first_gradients, wanted_of
-from manyhands.align.chat_template import END, MARKERS, answered, encode, render, with_markers
-from manyhands.align.dpo import dpo_losses, margins, sequence_log_probs
+from manyhands.align.chat import END, MARKERS, LetterTask, answered, encode, is_held_out, render, speeches, with_markers
+from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
 from manyhands.align.options import read_options
-from manyhands.align.rollouts import complete, masked_sum, own_draws, rows, shifted, token_log_probs
-from manyhands.align.stage import start_from, widened
-from manyhands.align.tasks import LetterTask, is_held_out, speeches
+from manyhands.align.stage import complete, rows, shifted, start_from, widened
 from manyhands.checkpoint.export import load_model
 from manyhands.config.options import OptionError, Options, TrainOptions
 from manyhands.gpt.lora import add_lora, folded
@@ -61,10 +59,7 @@ def test_markers_stand_behind_the_alphabet_and_come_once():
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([], "there are no messages"),
-        ([{"role": "user"}], "message 0 .* role and content"),
         ([{"role": "robot", "content": "a"}], "message 0 has the role 'robot'; use one of system, user, assistant"),
-        ([{"role": "user", "content": 3}], "message 0: its content is int"),
         ([{"role": "assistant", "content": "a"}], "message 0 is the assistant's and should be the user's"),
         ([*ASKED, *ASKED], "message 1 is the user's and should be the assistant's"),
         ([*ASKED, {"role": "system", "content": "a"}], "message 1 is the system's; it comes first"),
@@ -146,19 +141,6 @@ def test_position_t_counts_if_the_assistant_wrote_token_t_plus_1():
     assert not mask[1].any(), "a question alone, and padding, teach nothing"
 
 
-def test_what_stands_behind_an_example_changes_nothing_in_it():
-    model = GPT(replace(BASE, vocab_size=len(VOCAB))).double()
-    long = [*ASKED, {"role": "assistant", "content": "abcabcabc"}]
-    alone, padded = rows([encode(TOLD, VOCAB)]), rows([encode(TOLD, VOCAB), encode(long, VOCAB)])
-    sums = []
-    for ids_NT, answer_NT in (alone, padded):
-        inputs, targets, mask = shifted(ids_NT[:1], answer_NT[:1])
-        sums.append(masked_sum(model(inputs)[0], targets, mask))
-    assert torch.allclose(*sums, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="an example has 21 tokens and the model reads 20"):
-        rows([encode(long, VOCAB)], longest=20)
-
-
 # ------------------------------------------------------------------ DPO and GRPO, golden
 
 
@@ -169,17 +151,6 @@ def test_dpo_losses_are_the_formulas():
     # -log(1 / (1 + exp(-0.1 * 2))) and ln 2
     assert dpo_losses(margins_b, 0.1).tolist() == pytest.approx([0.5981388693815918, math.log(2)], abs=1e-7)
     assert dpo_losses(torch.tensor([-3.0]), 0.5).item() == pytest.approx(math.log(1 + math.exp(1.5)), abs=1e-6)
-
-
-def test_the_log_probability_of_an_answer_is_a_sum_over_what_counts():
-    log_p, mask = torch.tensor([[-1.0, -2.0, -4.0]]), torch.tensor([[False, True, True]])
-    assert sequence_log_probs(log_p, mask).tolist() == [-6.0]
-
-
-def test_token_log_probs_are_log_softmax():
-    logits, targets = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[0, 4, 2], [1, 1, 3]])
-    expected = logits.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-    assert torch.allclose(token_log_probs(logits, targets), expected, rtol=0, atol=1e-12)
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_in_standard_deviations():
@@ -251,26 +222,6 @@ def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
     ids, answer = complete(table_model(step), prompts, lengths, 4, end=3)
     assert ids.tolist() == [[0, 1, 2, 3, 0, 0], [3, 1, 2, 3, 0, 0]]
     assert answer.long().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
-
-
-def test_an_answer_is_the_same_whoever_draws_it():
-    model = widened(base(), replace(BASE, vocab_size=len(VOCAB)), 0).double()
-    prompts = [
-        encode([{"role": "user", "content": f"sort {word}"}], VOCAB, reply=True) for word in ("cab", "hedgf", "ba")
-    ]
-    ids, _ = rows(prompts)
-    lengths = torch.tensor([len(prompt) for prompt, _ in prompts])
-
-    def draw(size):
-        parts = []
-        for rank in range(size):
-            mine = [part.tensor_split(size)[rank] for part in (ids, lengths)]
-            drawn, answer = complete(lambda x: model(x)[0], *mine, 5, 0, own_draws(1, 7, 3, 5, rank, size))
-            parts += [row[own].tolist() for row, own in zip(drawn, answer, strict=True)]
-        return parts
-
-    assert draw(1) == draw(2) == draw(3)
-    assert not torch.equal(own_draws(1, 7, 3, 5, 0, 1), own_draws(1, 8, 3, 5, 0, 1))
 
 
 # ------------------------------------------------------------------ where a run starts
@@ -364,13 +315,6 @@ def test_any_number_of_ranks_under_any_strategy_learns_the_same(pool, alone, met
     assert_same_learning(alone(method), pool.run(n, carry_out, wanted, tmp_path))
 
 
-def test_a_group_that_lies_on_four_ranks_has_one_mean(pool, tmp_path):
-    one_group = wanted_of("grpo", {"grpo": {"group": 8}})
-    alone = pool.run(1, carry_out, one_group, tmp_path)[0]
-    assert sum(line.get("groups_that_teach", 0) for line in alone["numbers"]) >= 2
-    assert_same_learning(alone, pool.run(4, carry_out, one_group, tmp_path))
-
-
 def test_the_first_gradients_are_those_of_torch_alone(pool, tmp_path):
     """SFT by hand, on one process: the whole batch's cross-entropy over what the assistant wrote."""
     wanted = wanted_of("sft", {"data": {"speeches": 0.5}})
@@ -388,7 +332,7 @@ def test_the_first_gradients_are_those_of_torch_alone(pool, tmp_path):
 
 def whole_batch(ranks, wanted, outputs):
     run = begin(ranks, wanted, outputs)
-    inputs, targets, mask, _ = run.next_batch()
+    inputs, targets, mask = run.next_batch()
     run.checkpoints.close()
     return {"inputs": inputs, "targets": targets, "mask": mask}
 
@@ -458,18 +402,6 @@ def cut_to(result, step, folder):
     name = f"step-{step:08}"
     shutil.copytree(Path(result["checkpoints"]) / name, folder / name)
     return folder
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_two_sharded_ranks_saved_one_goes_on_with(pool, alone, method, tmp_path):
-    keep = {"checkpoint": {"every": 1, "keep": 9}}
-    saved = pool.run(2, carry_out, wanted_of(method, keep, {"parallel": {"strategy": "fsdp"}}), tmp_path)
-    folder = cut_to(saved[0], 2, tmp_path / "cut")
-    wanted = wanted_of(method, {"checkpoint": {"folder": str(folder)}})
-    continued = pool.run(1, carry_out, wanted, tmp_path)[0]
-    assert continued["first"] == 2
-    for name, weight in alone(method)["weights"].items():
-        assert (continued["weights"][name] - weight).abs().max() <= BUDGET_FP64, name
 
 
 @pytest.mark.parametrize("method", METHODS)

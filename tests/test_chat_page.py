@@ -86,7 +86,7 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     first = page.messages("assistant").first.inner_text()
     ids, _ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
     from manyhands.gpt.sampling import Sampling
-    from manyhands.serve.decoder import generate
+    from manyhands.serve.engine import generate
 
     new = generate(live.model, torch.tensor([ids]), 12, Sampling(0))[0, len(ids) :].tolist()
     expected = "".join(live.service.words.vocab[i] for i in new)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import make_model
 from manyhands.gpt.model import GPTConfig
-from manyhands.gpt.sampling import Sampling, draw, probabilities, uniforms
-from manyhands.parallel.tensor_parallel import apply_tensor_parallel
-from manyhands.serve.decoder import Int8Linear, KVCache, cached_logits, generate, quantize, weight_bytes
-from torch.distributed.device_mesh import init_device_mesh
+from manyhands.gpt.sampling import Sampling, draw, probabilities
+from manyhands.serve.decoder import Int8Linear, quantize, weight_bytes
+from manyhands.serve.engine import generate
 
 CONFIG = GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=2, n_embd=16)
 
@@ -73,14 +72,6 @@ def test_nothing_of_probability_zero_is_drawn(weights, number):
         assert p[0, draw(p, [u])[0]] > 0
 
 
-def test_draws_follow_the_probabilities():
-    p, n = torch.tensor([0.05, 0.0, 0.45, 0.2, 0.3], dtype=torch.float64), 20_000
-    counts = torch.bincount(draw(p.expand(n, -1), uniforms(5, n)), minlength=5)
-    assert counts[1] == 0
-    expected = n * p[[0, 2, 3, 4]]
-    assert ((counts[[0, 2, 3, 4]] - expected) ** 2 / expected).sum() < chi_square_limit(3)
-
-
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
@@ -99,42 +90,11 @@ def test_what_makes_no_sense_is_refused(wrong, sentence):
 # ---------------------------------------------------------------- the cache
 
 
-def test_a_cache_changes_no_logit_however_the_positions_arrive():
-    model = gpt()
-    ids = torch.randint(11, (3, 40))
-    whole = model(ids)[0]
-    for cuts in ([40], [1] * 40, [7, 1, 1, 20, 11]):
-        cache, found = KVCache(40), []
-        for size in cuts:
-            found.append(cached_logits(model, ids[:, cache.length : cache.length + size], cache))
-        assert (torch.cat(found, dim=1) - whole).abs().max() < 1e-10
-    assert torch.equal(cached_logits(model, ids, KVCache(40)), whole), (
-        "a prefill is the model's own forward, to the bit"
-    )
-
-
 def test_generating_with_and_without_a_cache_writes_the_same():
     model, prompt = gpt(), torch.randint(11, (2, 5))
     for how in (Sampling(), Sampling(0), Sampling(0.7, top_k=4, top_p=0.9)):
         texts = [generate(model, prompt, 43, how, seed=3, use_cache=cached) for cached in (True, False)]
         assert torch.equal(*texts) and texts[0].shape == (2, 48)
-
-
-def test_a_cache_takes_the_bytes_of_its_formula():
-    model, cache = gpt(), KVCache(48)
-    ids = torch.randint(11, (3, 20))
-    cached_logits(model, ids, cache)
-    assert cache.num_bytes() == 2 * 2 * 3 * 48 * 16 * 8  # 2 N B T D, 8 bytes each
-
-
-def test_more_positions_than_the_model_has_are_refused_with_the_numbers():
-    model = gpt()
-    with pytest.raises(ValueError, match="40 tokens and 9 more do not fit into block_size=48; ask for at most 8"):
-        generate(model, torch.zeros(1, 40, dtype=torch.long), 9)
-    with pytest.raises(ValueError, match="49 positions do not fit"):
-        cached_logits(model, torch.zeros(1, 49, dtype=torch.long), KVCache(99))
-    with pytest.raises(ValueError, match="9 positions do not fit into a cache of 8"):
-        cached_logits(model, torch.zeros(1, 9, dtype=torch.long), KVCache(8))
 
 
 # ---------------------------------------------------------------- 8 bits
@@ -154,27 +114,3 @@ def test_eight_bit_weights_are_off_by_half_a_step_and_take_an_eighth_of_float64(
     outputs = (3 + 1 + 4 + 1) * 16 * CONFIG.n_layer
     assert weight_bytes(quantize(model)) == before - 7 * linears + 8 * outputs
     assert (model(torch.arange(9)[None])[0] - gpt()(torch.arange(9)[None])[0]).abs().max() < 0.5
-
-
-# ---------------------------------------------------------------- ranks
-
-
-def _split(ranks, prompts, n, how):
-    model = gpt(config=GPTConfig(vocab_size=11, block_size=48, n_layer=2, n_head=4, n_embd=16))
-    alone = [generate(model, torch.tensor([prompt]), n, how, seed=3)[0].tolist() for prompt in prompts]
-    logits = model(torch.tensor([alone[0]]))[0]
-    mesh = init_device_mesh("cpu", (ranks.world_size,))
-    apply_tensor_parallel(model, mesh)
-    cache = KVCache(48)
-    with torch.no_grad():
-        apart = (cached_logits(model, torch.tensor([alone[0]]), cache) - logits).abs().max().item()
-    split = [generate(model, torch.tensor([prompt]), n, how, seed=3)[0].tolist() for prompt in prompts]
-    return alone, split, apart, cache.num_bytes()
-
-
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
-def test_a_model_split_over_ranks_writes_what_one_rank_writes_from_a_part_of_the_cache(pool, n_ranks):
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
-    for alone, split, apart, cache_bytes in pool.run(n_ranks, _split, prompts, 6, Sampling(0.8, top_p=0.9)):
-        assert split == alone and apart < 1e-10
-        assert cache_bytes == 2 * 2 * 1 * 48 * 16 * 8 // n_ranks

@@ -9,10 +9,9 @@ import re
 import pytest
 import torch
 from alignment_runs import TEXT
-from manyhands.align.chat_template import END, encode, with_markers
+from manyhands.align.chat import END, LetterTask, encode, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import grpo_terms
-from manyhands.align.tasks import LetterTask
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from manyhands.course.catch_up import taken_from
 from manyhands.gpt.sampling import Sampling, uniforms
-from manyhands.serve.decoder import generate
+from manyhands.serve.engine import generate
 from test_decoding import chi_square_limit, gpt
 
 LESSON = "14_llm_serving"

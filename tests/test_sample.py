@@ -1,11 +1,9 @@
 """What a run leaves can be exported, read back without it, and made to write."""
 
-import json
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,11 +74,6 @@ def test_one_process_reads_the_best_the_newest_or_a_given_step_whole(wanted, ste
         assert same(model, gpt(step)) and not model.training
         assert (metadata["step"], metadata["val_loss"]) == (step, LOSSES[step])
         assert metadata["source"].endswith(f"step-000000{step}")
-
-
-def test_the_folder_of_one_step_is_read_under_any_name(trained, tmp_path):
-    shutil.copytree(trained / "checkpoints" / "step-00000010", tmp_path / "favourite")
-    assert same(load_model(tmp_path / "favourite")[0], gpt(10))
 
 
 def test_a_damaged_one_is_passed_over_aloud_and_refused_when_asked_for_by_number(trained, tmp_path):
@@ -225,13 +218,6 @@ def test_top_k_draws_among_the_k_likeliest_and_reaches_all_of_them(program):
     assert drawn == set(likeliest)
 
 
-def test_an_export_writes_what_its_checkpoint_does(written, trained, tmp_path):
-    export.main([str(trained), str(tmp_path / "m.safetensors")])
-    flags = ["--length", 50, "--prompt", "A"]
-    written()  # drop what export printed
-    assert written(*flags)[1] == written(*flags, source=tmp_path / "m.safetensors")[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -261,13 +247,6 @@ def test_the_program_runs_by_itself_and_without_an_install(root, trained, tmp_pa
     assert (
         done.stderr == f"sample.py: {tmp_path}/nowhere holds no checkpoint; name the folder in which a run keeps them\n"
     )
-
-
-def test_the_json_beside_an_export_says_what_the_file_is(trained, tmp_path):
-    export.main([str(trained), str(tmp_path / "m.safetensors")])
-    about = json.loads(Path(tmp_path / "m.json").read_text())
-    assert about["config"] == asdict(CONFIG)
-    assert about["file"] == manifest.describe_file(tmp_path / "m.safetensors").model_dump()
 
 
 def test_metadata_that_are_not_those_of_the_weights_are_refused(trained, tmp_path):

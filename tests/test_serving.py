@@ -33,7 +33,7 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate, load_test
 from manyhands.serve.client import Client, ServerSaid
-from manyhands.serve.decoder import generate
+from manyhands.serve.engine import generate
 from manyhands.serve.http import watch
 from manyhands.serve.service import Metrics
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
@@ -95,9 +95,10 @@ def test_the_official_client_gets_the_models_own_text_whole_and_as_a_stream(live
 
 def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client):
     messages = [{"role": "system", "content": "BE BRIEF."}, {"role": "user", "content": "HELLO?"}]
-    asked = {"model": "manyhands", "messages": messages, "seed": 9, "max_tokens": 30}
+    in_parts = [messages[0], {"role": "user", "content": [{"type": "text", "text": t} for t in ("HE", "LLO?")]}]
+    asked = {"model": "manyhands", "seed": 9, "max_tokens": 30}
     asks_for_nothing = {"presence_penalty": 0.0, "n": 1, "user": "me", "tools": [], "logprobs": None}
-    reply = client.chat.completions.create(**asked, **asks_for_nothing)
+    reply = client.chat.completions.create(**asked, **asks_for_nothing, messages=in_parts)
     ids, _ = live.service.words.encode_chat(messages)
     assert [VOCAB[i] for i in ids if len(VOCAB[i]) > 1] == [
         "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
@@ -119,8 +120,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.completions.create(model="gpt-4", prompt="AB")
     with pytest.raises(openai.BadRequestError, match="'z' is none of the vocabulary's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
-    assert [m.id for m in client.models.list()] == ["manyhands"]
-    assert client.models.retrieve("manyhands").context == 96
+    assert [(m.id, m.context) for m in client.models.list()] == [("manyhands", 96)]
 
 
 def test_stop_strings_and_usage_in_a_stream(live, client):
@@ -218,42 +218,21 @@ ONLY_TEXT = "messages.0.content: only text is understood"
     ("path", "body", "status", "words"),
     [
         (TEXT, b"", 400, "Invalid JSON"),
-        (TEXT, b"\xff\xfe\x00", 400, "Invalid JSON"),
         (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "temperature: Input should be a"),
-        (TEXT, b"[" * 20_000, 400, "Invalid JSON"),
-        (TEXT, b'{"seed": ' + b"9" * 5000 + b"}", 400, "Invalid JSON"),
-        (TEXT, b'["HO"]', 400, "Input should be an object"),
         (TEXT, {}, 400, "prompt: Field required"),
-        (TEXT, {"prompt": ""}, 400, "prompt: String should have at least 1 character"),
         (TEXT, {"prompt": ["HO", "HO"]}, 400, "prompt: Input should be a valid string"),
         (TEXT, {"prompt": "HO\ud800"}, 400, "Invalid JSON"),
         (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt and 1 more do not fit"),
-        (TEXT, {"prompt": "A" * 40_000}, 400, "context of 96; shorten the prompt to 95 or fewer"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
         (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        (TEXT, {"prompt": "HO", "max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
         (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        (TEXT, {"prompt": "HO", "temperature": "hot"}, 400, "temperature: Input should be a valid number"),
-        (TEXT, {"prompt": "HO", "top_p": 0}, 400, "top_p: Input should be greater than 0"),
-        (TEXT, {"prompt": "HO", "seed": -1}, 400, "seed: Input should be greater than or equal to 0"),
-        (TEXT, {"prompt": "HO", "n": 2}, 400, "n is not supported with this value; leave it out"),
-        (TEXT, {"prompt": "HO", "stream": 1}, 400, "stream: Input should be a valid boolean"),
-        (TEXT, {"prompt": "HO", "stream_options": 3}, 400, "stream_options: Input should be"),
-        (TEXT, {"prompt": "HO", "stop": ""}, 400, "stop.0: String should have at least 1 character"),
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
         (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is no field of this request; leave it out"),
         (TEXT, {"prompt": "HO", "presence_penalty": 0.5}, 400, "presence_penalty is not supported with this value"),
         (TEXT, {"prompt": "HO", "model": ["x"]}, 404, "there is no such model"),
-        (CHAT, {"messages": []}, 400, "messages: List should have at least 1 item"),
-        (CHAT, {"messages": ["HO"]}, 400, "messages.0: Input should be"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
         (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
-        (CHAT, {"messages": [USER | {"content": [{"type": "text"}]}]}, 400, ONLY_TEXT),
         (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
-        (CHAT, {"messages": [USER] * 257}, 400, "messages: List should have at most 256 items"),
-        (CHAT, {"messages": [USER], "tools": [{}]}, 400, "tools is not supported with this value"),
-        ("/admin/checkpoint", {"step": True}, 400, "step: use newest, best or a number"),
         ("/admin/checkpoint", {"step": "../../etc"}, 400, "step: use newest, best or a number"),
         ("/nowhere", {}, 404, "Not Found"),
     ],
@@ -262,13 +241,6 @@ def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(liv
     found = refused(one(live, path, body))
     assert found[0] == status and words in found[1], found
     assert live.idle()
-
-
-def test_content_may_come_in_parts_of_text(live):
-    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "O"}]
-    asked = {"max_tokens": 9, "seed": 1}
-    answers = [one(live, CHAT, {"messages": [USER | {"content": c}], **asked}) for c in ("HO", parts)]
-    assert text_of(answers[0][1]) == text_of(answers[1][1])
 
 
 def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
@@ -295,7 +267,7 @@ def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/models"), ("GET", "/v1/models/manyhands"), ("GET", "/metrics"),
+        ("GET", "/v1/models"), ("GET", "/metrics"),
         ("POST", TEXT), ("POST", CHAT), ("POST", "/admin/checkpoint"),
     ],
 )  # fmt: skip
@@ -427,44 +399,20 @@ def test_a_full_queue_is_said_with_429_and_the_others_are_served():
 
 
 def test_what_takes_too_long_is_ended_by_a_status_or_an_event_and_frees_its_place():
-    with Live(request_s=1.0, running=2) as live:
-        go = hold_engine(live)
-        for stream in (True, False):
-            found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5, "stream": stream}))
-            assert found[0] == 504 and "not finished within 1 s" in found[1]
+    with Live(quiet(make_model()), request_s=1.0, running=2) as live:
+        go, steps, step = threading.Event(), [], live.service.engine.step
+
+        def stuck_after_three():
+            steps.append(None)
+            return step() if len(steps) <= 3 or go.wait(60) else []
+
+        live.service.engine.step = stuck_after_three
+        status, body = one(live, TEXT, {"prompt": "HO", "max_tokens": 50, "stream": True})
+        assert status == 200 and b'"code": "timeout"' in body and b"[DONE]" not in body
+        found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5}))
+        assert found[0] == 504 and "not finished within 1 s" in found[1]
         go.set()
         live.wait_until(live.idle)
-
-        async def stopped_in_the_middle():
-            seed = seed_of(live.model, "WHO IS", 50)
-            task = asyncio.ensure_future(complete(live, "WHO IS", 80, seed, stream=True))
-            while not any(s.started for s in live.service.engine.scheduler.running):
-                await asyncio.sleep(0)
-            middle = hold_engine(live)
-            answer = await task
-            middle.set()
-            return answer
-
-        status, body = asyncio.run(stopped_in_the_middle())
-        if b"[DONE]" not in body:  # it had not been written to its end before the engine stood still
-            assert status == 200 and b'"code": "timeout"' in body
-        live.wait_until(live.idle)
-
-
-def test_a_slow_reader_holds_nobody_up_and_loses_nothing(live):
-    async def slow_and_fast():
-        reader, writer = await begin(live, TEXT, {"prompt": "WHO IS", "max_tokens": 80, "seed": 5, "stream": True})
-        fast = await asyncio.gather(*(complete(live, "HO", 20, i) for i in range(8)))
-        assert [text_of(body) for _, body in fast] == [written(live.model, "HO", 20, i) for i in range(8)]
-        raw = b""
-        while part := await reader.read(100):
-            raw += part
-            await asyncio.sleep(0.001)
-        writer.close()
-        return raw.partition(b"\r\n\r\n")[2]
-
-    lines = asyncio.run(slow_and_fast()).split(b"\r\n")  # of a chunked body: each size, and its bytes
-    assert text_of(b"".join(lines[1::2])) == written(live.model, "WHO IS", 80, 5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9])  # of one token the first piece is the last
@@ -581,6 +529,10 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         assert json.loads(one(live, "/admin/checkpoint", {"step": 5})[1])["passed"], "the same weights are not worse"
         told = Client(live.address, TOKEN).metrics()
         assert told['manyhands_candidates_total{verdict="refused"}'] == 4
+        live.service.load = None
+        assert refused(one(live, "/admin/checkpoint", {}))[:3] == (
+            409, "this server knows no folder of checkpoints; start scripts/serve.py on one", "no_source",
+        )  # fmt: skip
 
 
 def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(tmp_path, caplog):
@@ -630,18 +582,6 @@ def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
             assert load_test.streamed(client, "A" * 40, 1).reused == reused
         with pytest.raises(ServerSaid, match="status 401"):
             load_test.streamed(Client(live.address, "no"), "A", 1)
-
-
-def test_sequences_that_were_put_back_are_counted():
-    with Live(quiet(make_model()), running=6, blocks=14) as live:
-        asked = [("HO" + "ABCDEF"[i], 60, i) for i in range(6)]
-
-        async def ask_six():
-            return await asyncio.gather(*(complete(live, *request) for request in asked))
-
-        for request, (_, body) in zip(asked, asyncio.run(ask_six()), strict=True):
-            assert text_of(body) == written(live.model, *request)
-        assert Client(live.address, TOKEN).metrics()["manyhands_put_back_total"] > 0
 
 
 def test_prompts_unlike_the_training_text_raise_the_drift_gauge():

@@ -15,18 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from manyhands.align.chat_template import encode
-from manyhands.align.rollouts import own_draws, rows, shifted, token_log_probs
-from manyhands.align.stage import Stage, reference
+from manyhands.align.chat import encode
+from manyhands.align.stage import Stage, own_draws, reference, rows, shifted, token_log_probs
 from manyhands.config.options import OptionError
 
 HELD_OUT = 8  # one pair in so many is not learned from
 TIE = 1e-4  # nats: a margin this small is rounding, as in the first step, where the policy is the reference
-
-
-def sequence_log_probs(log_p_bT, mask_bT):
-    """log p of whole answers [b]: the *sum* over the positions that count, not their mean."""
-    return (log_p_bT * mask_bT).sum(-1)
 
 
 def margins(chosen_b, rejected_b, reference_chosen_b, reference_rejected_b):
@@ -70,8 +64,6 @@ class Preference(Stage):
         questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
         # the reference's ranks are all of them, whatever serves the policy
         rank, size = self.reference.data_rank, self.reference.data_size
-        if questions < size:
-            raise OptionError(f"dpo.questions={questions} leave a rank of {size} without any; use more")
         words = np.array_split(self.task.draw(questions, [seed, 2], held_out=False), size)[rank].tolist()
         uniform_bn = own_draws(seed, 0, questions, self.most, rank, size).to(self.run.ranks.device)
         answers, told = self.answers(self.reference, words, uniform_bn), [None] * size
@@ -85,24 +77,21 @@ class Preference(Stage):
         """(ids_b2T, answer_b2T, the reference's log p of each answer [b, 2])."""
         pair_B = self.draws(step, len(self.learned[0]), self.run.options.train.global_batch)
         ids_b2T, answer_b2T = (self.own(part[pair_B]) for part in self.learned)
+        self.numbers = {"margin": 0.0, "preferred": 0.0}
         return ids_b2T, answer_b2T, self._log_probs(self.reference.logits, ids_b2T, answer_b2T)
 
-    def gradients(self, batch, timer):
-        self.numbers, size = {"margin": 0.0, "preferred": 0.0}, self.run.options.train.global_batch
-
-        def loss_of(model, ids_b2T, answer_b2T, reference_b2):
-            # chosen and rejected in one forward: with FSDP each forward gathers all weights
-            policy_b2 = self._log_probs(lambda ids: model(ids)[0], ids_b2T, answer_b2T)
-            margins_b = self._margins(policy_b2, reference_b2)
-            for name, sum_of in (("margin", margins_b.detach()), ("preferred", (margins_b > TIE).double())):
-                self.numbers[name] += float(sum_of.sum()) * self.parallel.data_size / size
-            return self.share(size) * dpo_losses(margins_b, self.wanted.dpo.beta).sum()
-
-        return self.parallel.forward_backward_by(loss_of, batch, timer)
+    def loss(self, model, ids_b2T, answer_b2T, reference_b2):
+        # chosen and rejected in one forward: with FSDP each forward gathers all weights
+        policy_b2 = self._log_probs(lambda ids: model(ids)[0], ids_b2T, answer_b2T)
+        margins_b, size = self._margins(policy_b2, reference_b2), self.run.options.train.global_batch
+        for name, sum_of in (("margin", margins_b.detach()), ("preferred", (margins_b > TIE).double())):
+            self.numbers[name] += float(sum_of.sum()) * self.parallel.data_size / size
+        return self.share(size) * dpo_losses(margins_b, self.wanted.dpo.beta).sum()
 
     def _log_probs(self, logits, ids_b2T, answer_b2T):
+        """log p of whole answers [b, 2]: the *sum* over the positions that count, not their mean."""
         inputs_rT, targets_rT, mask_rT = shifted(ids_b2T.flatten(0, 1), answer_b2T.flatten(0, 1))
-        return sequence_log_probs(token_log_probs(logits(inputs_rT), targets_rT), mask_rT).view(-1, 2)
+        return (token_log_probs(logits(inputs_rT), targets_rT) * mask_rT).sum(-1).view(-1, 2)
 
     def _margins(self, policy_b2, reference_b2):
         return margins(policy_b2[:, 0], policy_b2[:, 1], reference_b2[:, 0], reference_b2[:, 1])

@@ -18,9 +18,8 @@ are taken. Shapes: B answers of all ranks, b of this one, T targets.
 import torch
 import torch.distributed as dist
 
-from manyhands.align.chat_template import answered
-from manyhands.align.rollouts import own_draws, shifted, texts, token_log_probs
-from manyhands.align.stage import Stage, reference
+from manyhands.align.chat import answered
+from manyhands.align.stage import Stage, own_draws, reference, texts, token_log_probs
 
 TINY = 1e-4  # keeps the advantage finite where a group's rewards are nearly equal
 
@@ -73,7 +72,7 @@ class Reinforcement(Stage):
         self.reward = {"right": self.task.right, "in_order": self.task.in_order}[wanted.reward]
 
     def next_batch(self, step):
-        """([ids_bT, answer_bT, advantages_b, the reference's log p [b, T - 1]], tokens that count on all ranks)."""
+        """[ids_bT, answer_bT, advantages_b, and with `grpo.kl` the reference's log p [b, T - 1]]."""
         wanted, train = self.wanted.grpo, self.run.options.train
         size, seed = train.global_batch, train.seed
         rank, ranks = self.parallel.data_rank, self.parallel.data_size
@@ -88,51 +87,40 @@ class Reinforcement(Stage):
         rewards_b = torch.tensor(judged, dtype=torch.float64)
         rewards_B, tokens_B = self._gathered(rewards_b, answer_bT.sum(1))
         advantages_B = group_advantages(rewards_B, wanted.group, wanted.scale)
-        self._count(rewards_B, tokens_B)
-        batch = [ids_bT, answer_bT, self.own(advantages_B)]
-        if self.reference:
-            batch.append(self._log_probs(self.reference.logits, ids_bT))
-        return batch, int(tokens_B.sum())
-
-    def _gathered(self, rewards_b, tokens_b):
-        """(rewards_B, tokens_B) of all data ranks, by one all-reduce: each rank adds zeros to the others' rows."""
-        size = self.run.options.train.global_batch
-        table_B2 = torch.zeros(size, 2, dtype=torch.float64, device=tokens_b.device)
-        table_B2.tensor_split(self.parallel.data_size)[self.parallel.data_rank].copy_(
-            torch.stack((rewards_b.to(tokens_b.device), tokens_b), dim=1)
-        )
-        dist.all_reduce(table_B2)
-        return (table_B2 / self.run.layout.tensor).unbind(1)  # tensor ranks have the same rows
-
-    def _count(self, rewards_B, tokens_B):
-        rewards_PG = rewards_B.view(-1, self.wanted.grpo.group)
+        rewards_PG = rewards_B.view(-1, wanted.group)
         self.numbers = {
             "reward": float(rewards_B.mean()),
             "length": float(tokens_B.mean()),
             "groups_that_teach": float((rewards_PG != rewards_PG[:, :1]).any(1).double().mean()),
             "kl": 0.0,
         }
+        batch = [ids_bT, answer_bT, self.own(advantages_B)]
+        if self.reference:
+            batch.append(self._log_probs(self.reference.logits, ids_bT))
+        self.num_tokens = int(tokens_B.sum())
+        return batch
+
+    def _gathered(self, rewards_b, tokens_b):
+        """(rewards_B, tokens_B) of all data ranks, by one all-reduce: each rank adds zeros to the others' rows."""
+        table_b2 = torch.stack((rewards_b.to(tokens_b.device), tokens_b), dim=1)
+        table_B2 = table_b2.new_zeros(self.run.options.train.global_batch, 2)
+        table_B2.tensor_split(self.parallel.data_size)[self.parallel.data_rank].copy_(table_b2)
+        dist.all_reduce(table_B2)
+        return (table_B2 / self.run.layout.tensor).unbind(1)  # tensor ranks have the same rows
 
     def _log_probs(self, logits, ids_bT):
         inputs_bT, targets_bT = ids_bT[:, :-1], ids_bT[:, 1:]
         return token_log_probs(logits(inputs_bT), targets_bT)
 
-    def gradients(self, batch, timer):
-        tensors, num_tokens = batch
+    def loss(self, model, ids_bT, answer_bT, advantages_b, reference_bT=None):
         wanted, size = self.wanted.grpo, self.run.options.train.global_batch
-
-        def loss_of(model, ids_bT, answer_bT, advantages_b, reference_bT=None):
-            log_p_bT = self._log_probs(lambda ids: model(ids)[0], ids_bT)
-            mask_bT = shifted(ids_bT, answer_bT)[2]
-            if reference_bT is not None:
-                nats = float((kl_terms(log_p_bT.detach(), reference_bT) * mask_bT).sum())
-                self.numbers["kl"] += nats * self.parallel.data_size / size  # per answer
-            terms_bT = grpo_terms(
-                log_p_bT, log_p_bT.detach(), advantages_b.to(log_p_bT), reference_bT, wanted.kl, wanted.clip
-            )
-            return self.share(num_tokens) * (terms_bT * mask_bT).sum()
-
-        return self.parallel.forward_backward_by(loss_of, tensors, timer)
+        log_p_bT = self._log_probs(lambda ids: model(ids)[0], ids_bT)
+        old_bT, mask_bT = log_p_bT.detach(), answer_bT[:, 1:]
+        if reference_bT is not None:
+            nats = float((kl_terms(old_bT, reference_bT) * mask_bT).sum())
+            self.numbers["kl"] += nats * self.parallel.data_size / size  # per answer
+        terms_bT = grpo_terms(log_p_bT, old_bT, advantages_b.to(log_p_bT), reference_bT, wanted.kl, wanted.clip)
+        return self.share(self.num_tokens) * (terms_bT * mask_bT).sum()
 
     def held_out_loss(self):
         """The share of held-out words that it answers wrong."""

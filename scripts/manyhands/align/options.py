@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from manyhands.align.tasks import LetterTask
+from manyhands.align.chat import LetterTask
 from manyhands.config.options import (
     CheckpointOptions,
     LogOptions,
@@ -32,7 +32,7 @@ from manyhands.config.strategies import STRATEGIES
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The task with a verifier, and lines of the corpus's speakers: see `manyhands.align.tasks`."""
+    """The task with a verifier, and lines of the corpus's speakers: see `manyhands.align.chat`."""
 
     task: Literal["sort", "reverse"] = "sort"  # what to do with the letters of a word
     letters: int = 12  # how many letters of the alphabet the words are made of
@@ -125,46 +125,38 @@ def read_options(argv, prog="align.py", description=None):
 
 def refuse_senseless(wanted):
     """Raises OptionError for values that make no sense, or belong to pre-training."""
+    data, dpo, grpo, parallel = wanted.data, wanted.dpo, wanted.grpo, wanted.parallel
+    partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
+    whole = ", ".join(name for name in STRATEGIES if name not in partial)
     at_least = {
-        "data.demos": (wanted.data.demos, 1), "data.held_out": (wanted.data.held_out, 1),
-        "dpo.questions": (wanted.dpo.questions, 10), "grpo.group": (wanted.grpo.group, 2),
-        "grpo.kl": (wanted.grpo.kl, 0), "grpo.clip": (wanted.grpo.clip, 0), "lora.rank": (wanted.lora.rank, 0),
+        "data.demos": (data.demos, 1), "data.held_out": (data.held_out, 1), "dpo.questions": (dpo.questions, 10),
+        "grpo.group": (grpo.group, 2), "grpo.kl": (grpo.kl, 0), "grpo.clip": (grpo.clip, 0),
+        "lora.rank": (wanted.lora.rank, 0),
     }  # fmt: skip
-    for name, (value, least) in at_least.items():
-        if not value >= least:
-            raise OptionError(f"{name}={value} is too small; use at least {least}")
-    for name, value in (
-        ("dpo.beta", wanted.dpo.beta), ("grpo.temperature", wanted.grpo.temperature), ("lora.alpha", wanted.lora.alpha),
-    ):  # fmt: skip
-        if not 0 < value < 1e6:
-            raise OptionError(f"{name}={value:g} makes no sense; use more than 0")
-    if not 0 <= wanted.data.speeches < 1:
-        raise OptionError(
-            f"data.speeches={wanted.data.speeches:g} is a share of a batch; use 0 or more and less than 1"
-        )
+    positive = {"dpo.beta": dpo.beta, "grpo.temperature": grpo.temperature, "lora.alpha": wanted.lora.alpha}
+    faults = [
+        *((f"{name}={value} is too small; use at least {least}", not value >= least)
+          for name, (value, least) in at_least.items()),
+        *((f"{name}={value:g} makes no sense; use more than 0", not 0 < value < 1e6)
+          for name, value in positive.items()),
+        (f"data.speeches={data.speeches:g} is a share of a batch; use 0 or more and less than 1",
+         not 0 <= data.speeches < 1),
+        (f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={grpo.group}; use a"
+         " multiple of it", wanted.method == "grpo" and wanted.train.global_batch % max(1, grpo.group)),
+        (f"alignment needs whole logits on a rank: not {', '.join(partial)} or parallel.loss_parallel; use {whole}",
+         parallel.strategy in partial or (parallel.pipeline or 1) > 1 or parallel.loss_parallel),
+        (f"lora.rank={wanted.lora.rank}: adapters are not split over tensor ranks here; use ddp, zero1 or fsdp",
+         wanted.lora.rank and (parallel.strategy == "tp" or (parallel.tensor or 1) > 1)),
+        *((f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out",
+           getattr(wanted.log, name) != getattr(LogOptions(), name)) for name in ("prompt", "eval_batches")),
+    ]  # fmt: skip
+    for sentence, wrong in faults:
+        if wrong:
+            raise OptionError(sentence)
     try:
         wanted.letter_task  # noqa: B018 - it refuses what makes no task
     except ValueError as error:
         raise OptionError(f"data: {error}") from None
-    if wanted.method == "grpo" and wanted.train.global_batch % wanted.grpo.group:
-        raise OptionError(
-            f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={wanted.grpo.group};"
-            " use a multiple of it"
-        )
-    parallel, default = wanted.parallel, LogOptions()
-    partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
-    if parallel.strategy in partial or (parallel.pipeline or 1) > 1 or parallel.loss_parallel:
-        raise OptionError(
-            f"alignment needs whole logits on a rank: not {', '.join(partial)} or parallel.loss_parallel;"
-            f" use {', '.join(name for name in STRATEGIES if name not in partial)}"
-        )
-    if wanted.lora.rank and (parallel.strategy == "tp" or (parallel.tensor or 1) > 1):
-        raise OptionError(
-            f"lora.rank={wanted.lora.rank}: adapters are not split over tensor ranks here; use ddp, zero1 or fsdp"
-        )
-    for name in ("prompt", "eval_batches"):
-        if getattr(wanted.log, name) != getattr(default, name):
-            raise OptionError(f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out")
 
 
 def trainer_options(wanted, config):

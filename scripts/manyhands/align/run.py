@@ -8,12 +8,11 @@ rate and the strategies are the trainer's.
 import dataclasses
 import math
 
-from manyhands.align.chat_template import with_markers
+from manyhands.align.chat import with_markers
 from manyhands.align.dpo import Preference
 from manyhands.align.grpo import Reinforcement
 from manyhands.align.options import trainer_options
-from manyhands.align.sft import Imitation
-from manyhands.align.stage import start_from
+from manyhands.align.stage import Imitation, start_from
 from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from manyhands.config.layout import resolve_layout

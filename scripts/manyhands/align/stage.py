@@ -1,32 +1,112 @@
-"""What SFT, DPO and GRPO share as parts of a run: the models, a step's share of a rank, and accuracy on held-out words.
+"""What SFT, DPO and GRPO share: padded rows and their masks, answers drawn from the model, `Stage`; and SFT itself.
+
+    ids_NT, answer_NT = rows([encode(messages, vocab) for messages in examples])
+    inputs_bT, targets_bT, mask_bT = shifted(ids_bT, answer_bT)
+    loss = masked_sum(logits_bTV, targets_bT, mask_bT) / num_tokens      # num_tokens: of all ranks
+
+    uniform_bn = own_draws(seed, step, B, n, data_rank, data_size)
+    ids_bT, answer_bT = complete(parallel.logits, prompt_ids_bP, lengths_b, n, end, uniform_bn)
 
     class MyStage(Stage):
-        def next_batch(self, step): ...            # all that this rank needs of step `step`
-        def gradients(self, batch, timer): ...     # this rank's loss; the numbers of the step go into self.numbers
+        def next_batch(self, step): ...            # the tensors that this rank learns from in step `step`
+        def loss(self, model, *tensors): ...       # of a micro-batch of them; the step's numbers go into self.numbers
+        def held_out_loss(self): ...               # says which checkpoint is the best: less is better
 
     start = start_from(base, LoraOptions(rank=4))                    # the model that learns
     policy = parallelize(config, layout, options, ranks, start)      # by any strategy with whole logits
     frozen = reference(base, config, options, ranks)                 # what it is measured against, sharded over all
-    ranks
 
-All draws come from (seed, step) for the whole global batch, and a data rank keeps its rows: nothing is sent for it, and
-any number of ranks learns from the same. Shapes: B rows of all ranks, b of this data rank, T tokens.
+The mask says of each *target* whether the assistant wrote it. Between ranks the number of such tokens differs, so a
+rank divides by the global number, never by its own (transformers#34191). All draws come from (seed, step) for the whole
+global batch, and a data rank keeps its rows: nothing is sent for it, any number of ranks learns from the same, and
+which rank completes an answer does not change it.
+Shapes: N examples, B rows of all ranks, b of this data rank, P tokens of the longest prompt, n drawn at most,
+T = P + n, V tokens in the vocabulary.
 """
 
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from manyhands.align.chat_template import END, answered, encode
-from manyhands.align.rollouts import complete, rows, texts
+from manyhands.align.chat import END, answered, encode, speech_messages, speeches
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, ParallelOptions
 from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT
+from manyhands.gpt.sampling import Sampling, Sequence, write_next
 from manyhands.parallel.strategy import parallelize
 
 HELD_OUT_SEED = 7  # the same held-out words in every run
+MOST_SPEECHES = 128  # on which the held-out loss is measured
+
+
+def rows(encoded, longest=None, length=None):
+    """[(ids, answer)] of `chat.encode` as (ids_NT, answer_NT): padded behind with id 0, which no mask counts.
+
+    T is `length`, else that of the longest. Attention is causal: what stands behind an example changes nothing in it.
+    Raises ValueError for one that is longer than `longest` (none: any).
+    """
+    T = length or max(len(ids) for ids, _ in encoded)
+    if longest is not None and longest < T:
+        raise ValueError(f"an example has {T} tokens and the model reads {longest}; use shorter ones")
+    ids_NT = torch.tensor([ids + [0] * (T - len(ids)) for ids, _ in encoded])
+    return ids_NT, torch.tensor([answer + [False] * (T - len(answer)) for _, answer in encoded])
+
+
+def shifted(ids_bT, answer_bT):
+    """(inputs, targets, mask), each [b, T - 1]: position t predicts token t + 1, counted if it is the assistant's."""
+    return ids_bT[:, :-1], ids_bT[:, 1:], answer_bT[:, 1:]
+
+
+def token_log_probs(logits_bTV, targets_bT):
+    """log p(target) [b, T] in float32 at least."""
+    if logits_bTV.dtype.itemsize < 4:
+        logits_bTV = logits_bTV.float()
+    return -F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten(), reduction="none").view(targets_bT.shape)
+
+
+def masked_sum(logits_bTV, targets_bT, mask_bT):
+    """The sum, in nats, of the cross-entropy at the positions that the mask counts: a 0-dim tensor."""
+    return -(token_log_probs(logits_bTV, targets_bT) * mask_bT).sum()
+
+
+def own_draws(seed, step, num_rows, n, rank, size):
+    """This rank's rows of [num_rows, n] numbers in [0, 1), float64, drawn from (seed, step)."""
+    draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step, 1)))
+    return torch.from_numpy(np.array_split(draw.random((num_rows, n)), size)[rank])
+
+
+@torch.no_grad()
+def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature=1.0, vocab_size=None):
+    """(ids_bT, answer_bT): the prompts and n tokens behind each, and which the model has written: up to its end marker.
+
+    `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
+    marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time. Ids from
+    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times, whatever has ended, so
+    sharded weights are gathered by all alike.
+    """
+    how = Sampling(temperature if uniform_bn is not None else 0)
+    numbers = [[0.0] * n] * len(prompts_bP) if uniform_bn is None else uniform_bn.tolist()
+    prompts = [ids[:length] for ids, length in zip(prompts_bP.tolist(), lengths_b.tolist(), strict=True)]
+    texts_b = [Sequence(ids, n, how, row, {end}) for ids, row in zip(prompts, numbers, strict=True)]
+    device, P = prompts_bP.device, max(map(len, prompts))
+    for i in range(n):
+        ids_bT, _ = rows([(text.ids, []) for text in texts_b], length=P + i)
+        going = [j for j, text in enumerate(texts_b) if text.finish is None]
+        last = [len(texts_b[j].ids) - 1 for j in going]
+        # what stands behind a row's last token is not seen by it: attention is causal
+        logits_bV = logits(ids_bT.to(device))[going, last, :vocab_size]
+        if going:
+            write_next([texts_b[j] for j in going], logits_bV)
+    written = [(text.ids, [False] * text.prompt_length + [True] * len(text.drawn)) for text in texts_b]
+    return tuple(part.to(device) for part in rows(written, length=prompts_bP.shape[1] + n))
+
+
+def texts(ids_bT, lengths_b, vocab, read):
+    """The answers as texts: `read` (`chat.answered`) of the ids behind each prompt."""
+    return [read(row[length:], vocab) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]
 
 
 class Stage:
@@ -51,13 +131,9 @@ class Stage:
                 f" {run.config.block_size}; use shorter words"
             )
 
-    # --- what a step is made of
-
-    def next_batch(self, step):
-        raise NotImplementedError
-
     def gradients(self, batch, timer):
-        raise NotImplementedError
+        """Forward and backward on this rank's rows. Returns the loss: its mean over data ranks is the batch's."""
+        return self.parallel.forward_backward_by(self.loss, batch, timer)
 
     def draws(self, step, size, n, stream=0):
         """`n` numbers below `size`, the same on all ranks: rows of a step's global batch. Each `stream` differs."""
@@ -76,12 +152,6 @@ class Stage:
         """{name: mean over the data ranks}. One all-reduce."""
         values = torch.tensor([float(value) for value in numbers.values()], dtype=torch.float64)
         return dict(zip(numbers, self.parallel.mean_loss(values).tolist(), strict=True))
-
-    # --- on held-out words
-
-    def held_out_loss(self):
-        """What says which checkpoint is the best: less is better."""
-        raise NotImplementedError
 
     def accuracy(self):
         """(share of held-out words that are answered right by the likeliest tokens, [(word, answer)] of this rank)."""
@@ -117,6 +187,62 @@ class Stage:
             raise OptionError(f"data.task={self.task.name}: {error}") from None
 
 
+class Imitation(Stage):
+    """Imitate demonstrations."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        data = self.wanted.data
+        demos = self.task.draw(data.demos, [run.options.train.seed, 1], held_out=False)
+        learned, held_out = encoded_speeches(run.corpus, run.config.block_size + 1)
+        self.num_speeches = round(data.speeches * run.options.train.global_batch)
+        if self.num_speeches and not (learned and held_out):
+            raise OptionError(
+                f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
+            )
+        self.num_words = data.demos
+        self.ids_NT, self.answer_NT = rows(self.encoded_words(demos) + learned)
+        self.held_out = rows(self.encoded_words(self.words) + held_out[:MOST_SPEECHES] * bool(self.num_speeches))
+
+    def next_batch(self, step):
+        """[inputs_bT, targets_bT, mask_bT]."""
+        size, speeches = self.run.options.train.global_batch, self.num_speeches
+        row_B = self.draws(step, self.num_words, size - speeches)
+        if speeches:
+            speech_B = self.num_words + self.draws(step, len(self.ids_NT) - self.num_words, speeches, 1)
+            row_B = torch.cat((row_B, speech_B))
+        ids_BT, answer_BT = self.ids_NT[row_B], self.answer_NT[row_B]
+        longest = int(answer_BT.any(0).nonzero().max()) + 1  # padding that all rows share is left out
+        self.num_tokens = int(answer_BT[:, 1:].sum())  # all ranks hold the batch's mask: nothing is sent for it
+        return shifted(self.own(ids_BT[:, :longest]), self.own(answer_BT[:, :longest]))
+
+    def loss(self, model, inputs_bT, targets_bT, mask_bT):
+        return self.share(self.num_tokens) * masked_sum(model(inputs_bT)[0], targets_bT, mask_bT)
+
+    @torch.no_grad()
+    def held_out_loss(self):
+        """Nats per token of the assistant, over words and speeches that it has not learned from."""
+        inputs_bT, targets_bT, mask_bT = shifted(*map(self.own, self.held_out))
+        own = masked_sum(self.parallel.logits(inputs_bT), targets_bT, mask_bT)
+        num_tokens = int(self.held_out[1][:, 1:].sum())
+        return self.mean({"loss": own * self.parallel.data_size})["loss"] / num_tokens
+
+
+def encoded_speeches(corpus, longest):
+    """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` tokens.
+
+    Held out are those of the text's last tenth, as in pre-training. Speeches with tokens that the model does not know
+    are left out.
+    """
+    cut, known = len(corpus.train_ids), set(corpus.vocab)
+    both = []
+    for text in (corpus.text[:cut], corpus.text[cut:]):
+        talks = [speech_messages(speaker, line) for speaker, line in speeches(text)]
+        found = [encode(talk, corpus.vocab) for talk in talks if {c for m in talk for c in m["content"]} <= known]
+        both.append([(ids, answer) for ids, answer in found if len(ids) <= longest])
+    return both
+
+
 def start_from(base, lora=None):
     """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters."""
 
@@ -144,11 +270,10 @@ def widened(base, config, seed):
 
 
 def reference(base, config, options, ranks):
-    """The start, frozen: a share of each weight on every rank, gathered block by block when it reads. All ranks call
-    it.
+    """The start, frozen: a share of each weight on every rank, gathered block by block when it reads.
 
-    It has no gradients and no optimizer: 4 P / n bytes per rank for P parameters on n ranks. Its `logits` are called by
-    all ranks equally often, each with rows of its own.
+    All ranks call it. It has no gradients and no optimizer: 4 P / n bytes per rank for P parameters on n ranks. Its
+    `logits` are called by all ranks equally often, each with rows of its own.
     """
     start = start_from(base)
 

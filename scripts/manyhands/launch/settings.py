@@ -11,7 +11,7 @@ People and sites set:
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
     MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
     MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
-    MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.server`); else a new one
+    MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.http`); else a new one
 Programs set for the processes that they start:
     MANYHANDS_NOTEBOOK, MANYHANDS_RANK, MANYHANDS_WORLD_SIZE, MANYHANDS_LOCAL_RANK, MANYHANDS_LOCAL_WORLD_SIZE,
     MANYHANDS_MPI, MANYHANDS_NUM_NODES      a row of `launchers`: who a notebook's rank is

@@ -8,7 +8,6 @@
 With the official client: OpenAI(base_url=address + "/v1", api_key=token).
 """
 
-import contextlib
 import http.client
 import json
 import urllib.error
@@ -47,11 +46,7 @@ class Client:
         with self.open("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.decode().removeprefix("data: ").strip()
-                if data == "[DONE]":
-                    return
-                if not data:
-                    continue
-                event = json.loads(data)
+                event = json.loads(data) if data and data != "[DONE]" else {"choices": []}
                 if "error" in event:
                     raise ServerSaid(None, event["error"]["message"])
                 for choice in event["choices"]:
@@ -74,27 +69,26 @@ class Client:
         import ipywidgets
         from IPython.display import display
 
-        messages, output = [], ipywidgets.Output()
+        messages: list[dict] = []
+        output = ipywidgets.Output()
         field = ipywidgets.Text(description="you", placeholder="a message, then Enter", continuous_update=False)
 
         def send(change):
-            if not change["new"]:
+            if not (text := change["new"]):
                 return
-            messages.append({"role": "user", "content": change["new"]})
-            field.value, said = "", []
+            asked, said = {"role": "user", "content": text}, ""
+            field.value = ""
             with output:
-                print(f"you: {messages[-1]['content']}\nmodel: ", end="")
+                print(f"you: {text}\nmodel: ", end="")
                 try:
-                    for piece in self.chat(messages):
-                        said.append(piece)
+                    for piece in self.chat([*messages, asked]):
+                        said += piece
                         print(piece, end="", flush=True)
                 except (ServerSaid, OSError) as error:
                     print(f"[{error}]", end="")
                 print()
             if said:
-                messages.append({"role": "assistant", "content": "".join(said)})
-            else:
-                messages.pop()
+                messages.extend([asked, {"role": "assistant", "content": said}])
 
         field.observe(send, "value")
         display(ipywidgets.VBox([field, output]))
@@ -107,7 +101,8 @@ class Client:
             request = urllib.request.Request(self.address + path, content, headers)
             return self.opener.open(request, timeout=self.timeout_s)
         except urllib.error.HTTPError as error:
-            sentence = error.reason
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            try:
                 sentence = json.load(error)["error"]["message"]
+            except (ValueError, KeyError, TypeError):  # not by us: a proxy, or uvicorn with no room
+                sentence = error.reason
             raise ServerSaid(error.code, sentence) from None

@@ -1,15 +1,13 @@
 """The GPT of gpt/model.py, position by position: the same weights and the same products, with attention from outside.
 
     logits_BTV = run(model, ids_BT, positions_BT, attend)       # attend(layer, q, k, v) -> y, all [B, H, T, E]
-    logits_BTV = cached_logits(model, ids_BT, KVCache(64))      # the new positions only
-    ids_BT = generate(model, prompt_BT, 40, Sampling(0.8), seed=1)
+    quantize(model)                       # in place: every linear layer of the blocks in 8 bits
+    weight_bytes(model)                   # what decoding reads from memory for each token
 
-`model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. It may be split by
-`parallel.tensor_parallel`: then a rank's layers make its own heads, and its cache holds those. The model's own
-forward has no option for this, so that lessons 01 to 11 read it without a word about caches. What is written is one
-document: attention has no mask between documents here, and a server ends a text at the separator that would begin
-another. Shapes: B sequences, T new positions, S positions in all, D width, V tokens in the vocabulary, H heads (of this
-rank) of size E, N layers.
+`model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. That one has no option for
+this, so that lessons 01 to 11 read it without a word about caches. What is written is one document: attention has no
+mask between documents here, and a server ends a text at the separator that would begin another.
+Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads of size E, O outputs.
 """
 
 import torch
@@ -17,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.gpt.model import GPT
-from manyhands.gpt.sampling import Sampling, draw, extended, probabilities, uniforms
 
 
 def run(model, ids_BT, positions_BT, attend):
@@ -30,82 +27,6 @@ def run(model, ids_BT, positions_BT, attend):
         x_BTD = x_BTD + attention.out(y_BHTE.transpose(1, 2).flatten(2))
         x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
     return model.head(model.norm(x_BTD))
-
-
-class KVCache:
-    """Keys and values of positions that were computed, for a batch of equal lengths: 2 N B S D numbers when full.
-
-    Room for `capacity` positions; `length` of them are filled. Made on first use, as the layers' keys are.
-    `paged_cache` has the one for a server.
-    """
-
-    def __init__(self, capacity):
-        self.capacity, self.length = capacity, 0
-        self.layers = {}  # number -> (keys, values), each [B, H, capacity, E]
-
-    def attend(self, layer, q_BHTE, k_BHTE, v_BHTE):
-        """Store T new positions of a layer; what attention finds among all positions so far: [B, H, T, E].
-
-        Raises ValueError if there is no room.
-        """
-        B, H, T, E = k_BHTE.shape
-        stop = self.length + T
-        if stop > self.capacity:
-            raise ValueError(f"{stop} positions do not fit into a cache of {self.capacity}; use a larger one")
-        if layer not in self.layers:
-            self.layers[layer] = tuple(k_BHTE.new_empty(B, H, self.capacity, E) for _ in range(2))
-        keys, values = self.layers[layer]
-        keys[:, :, self.length : stop], values[:, :, self.length : stop] = k_BHTE, v_BHTE
-        if self.length == 0:  # the same call as without a cache, and so the same bits
-            return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True)
-        mask_TS = None
-        if T > 1:
-            positions_T1 = torch.arange(self.length, stop, device=k_BHTE.device)[:, None]
-            mask_TS = torch.arange(stop, device=k_BHTE.device) <= positions_T1
-        return F.scaled_dot_product_attention(q_BHTE, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask_TS)
-
-    def num_bytes(self):
-        """Bytes of the whole cache."""
-        return sum(part.nbytes for pair in self.layers.values() for part in pair)
-
-
-def cached_logits(model, ids_BT, cache):
-    """Logits [B, T, V] of tokens that follow what the cache holds, and are in it afterwards.
-
-    Raises ValueError if the positions do not fit into the model's block_size.
-    """
-    stop = cache.length + ids_BT.shape[1]
-    if stop > model.config.block_size:
-        raise ValueError(f"{stop} positions do not fit into block_size={model.config.block_size}; ask for fewer tokens")
-    positions_T = torch.arange(cache.length, stop, device=ids_BT.device)
-    logits_BTV = run(model, ids_BT, positions_T, cache.attend)
-    cache.length = stop
-    return logits_BTV
-
-
-@torch.inference_mode()
-def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # noqa: B008 - it is frozen
-    """`ids_BT` and n tokens after it: [B, T + n], all B drawn with numbers of their own from one seed.
-
-    `use_cache=False` computes all positions again for each token, and draws the same.
-    Raises ValueError if T + n is more than block_size: positions are learned, there are no others.
-    """
-    B, T = ids_BT.shape
-    if T + n > model.config.block_size:
-        raise ValueError(
-            f"{T} tokens and {n} more do not fit into block_size={model.config.block_size}; ask for at most "
-            f"{model.config.block_size - T}"
-        )
-    cache = KVCache(T + n)
-    numbers = iter(torch.tensor(uniforms(seed, n * B)).view(n, B))
-
-    def logits(ids_BT):
-        return cached_logits(model, ids_BT[:, cache.length :], cache) if use_cache else model(ids_BT)[0]
-
-    def next_token(logits_BV):
-        return draw(probabilities(logits_BV, [sampling] * B), next(numbers))
-
-    return extended(logits, ids_BT, n, model.config.block_size, next_token)
 
 
 class Int8Linear(nn.Module):

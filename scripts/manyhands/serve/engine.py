@@ -110,3 +110,24 @@ class Engine:
         nats = F.cross_entropy(logits_TV[: stop - work.start].float(), targets_T, reduction="sum")
         self.prompt_nats += nats.item()
         self.prompt_tokens += stop - work.start
+
+
+@torch.inference_mode()
+def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # noqa: B008 - it is frozen
+    """`ids_BT` and n tokens after it: [B, T + n], all B drawn with numbers of their own from one seed.
+
+    `use_cache=False` computes all positions again for each token, by the model's own forward, and draws the same.
+    Raises ValueError if T + n is more than block_size: positions are learned, there are no others.
+    """
+    B, T = ids_BT.shape
+    blocks = B * -(-model.config.block_size // 16)
+    engine = Engine(model, "", blocks, max_running=B, prefill_tokens=B * T)
+    sequences = [engine.add(ids, n, sampling) for ids in ids_BT.tolist()]
+    for b, sequence in enumerate(sequences):
+        sequence.uniforms = uniforms(seed, n * B)[b::B]
+    for _ in range(n):
+        if use_cache:
+            engine.step()
+        else:
+            write_next(sequences, model(torch.tensor([s.ids for s in sequences], device=ids_BT.device))[0][:, -1])
+    return torch.tensor([sequence.ids for sequence in sequences], device=ids_BT.device)

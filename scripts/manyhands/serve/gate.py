@@ -7,7 +7,6 @@
 A lower training loss is no argument here, nor is a later step: a run may have diverged, or seen another text.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +23,11 @@ TOKENS = 8192  # of the held-out text, in windows of the model's context
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a candidate may serve, and why, in one sentence; losses are None where it did not come so far."""
+    """Whether a candidate may serve, and why, in one sentence; its loss, if it came so far."""
 
     passed: bool
     sentence: str
     loss: float | None = None
-    live_loss: float | None = None
 
 
 def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
@@ -39,8 +37,10 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
     """
     if file is not None:
         text = file.read_text(encoding="utf-8")
-    else:
-        text = _corpus()
+    else:  # the course's text if it lies here: a server asks the web for nothing
+        named, cached = settings.path("MANYHANDS_SHAKESPEARE"), shakespeare.from_cache()
+        content = named.read_bytes() if named else cached[1] if cached else None
+        text = content.decode() if content else shakespeare.offline_text()
         text = text[len(text) * 9 // 10 :]
     ids = words.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
     if len(ids) < 256:
@@ -48,14 +48,6 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
             f"{len(ids)} tokens of {file or 'the corpus'} are known to the model; name a text by --gate-text"
         )
     return torch.tensor(ids)
-
-
-def _corpus():
-    """The course's text if it lies here: a server asks the web for nothing."""
-    if settings.path("MANYHANDS_SHAKESPEARE"):
-        return shakespeare.find()[0].decode()
-    cached = shakespeare.from_cache()
-    return cached[1].decode() if cached else shakespeare.offline_text()
 
 
 @torch.inference_mode()
@@ -76,14 +68,11 @@ def judge(
     """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(metadata).content != tokenizer_of(live_metadata).content:
         return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")
-    if candidate.config.block_size != live.config.block_size:
-        return Verdict(
-            False,
-            f"its context of {candidate.config.block_size} is not the {live.config.block_size} that this server "
-            f"was started for; start another",
-        )
+    context, room = candidate.config.block_size, live.config.block_size
+    if context != room:
+        why = f"its context of {context} is not the {room} that this server was started for; start another"
+        return Verdict(False, why)
     loss, live_loss = loss_on(candidate, ids), loss_on(live, ids)
+    passed = loss <= live_loss + tolerance  # a loss of NaN does not
     numbers = f"{loss:.4f} against {live_loss:.4f} nats per token"
-    if not math.isfinite(loss) or loss > live_loss + tolerance:
-        return Verdict(False, f"{numbers}: worse by more than {tolerance}", loss, live_loss)
-    return Verdict(True, f"{numbers}: not worse", loss, live_loss)
+    return Verdict(passed, f"{numbers}: {'not worse' if passed else f'worse by more than {tolerance}'}", loss)

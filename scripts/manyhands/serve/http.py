@@ -44,16 +44,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.serve.schema import (
-    Answer,
-    ChatRequest,
-    CheckpointRequest,
-    CompletionRequest,
-    Limits,
-    Refusal,
-    event,
-    read,
-)
+from manyhands.serve import schema
+from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
 from manyhands.serve.service import Service
 
 PORT = 8000
@@ -107,20 +99,13 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
     async def completions(request: Request):
         return await respond(service, request, CompletionRequest)
 
-    def model():
-        return {
+    @router.get("/v1/models")
+    async def models():
+        model = {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "manyhands",
             "context": service.context, "version": service.live.version,
         }  # fmt: skip
-
-    @router.get("/v1/models")
-    async def models():
-        return {"object": "list", "data": [model()]}
-
-    @router.get("/v1/models/{name}")
-    async def one_model(name: str):
-        refuse_model(name, service.name)
-        return model()
+        return {"object": "list", "data": [model]}
 
     @router.get("/metrics")
     async def metrics():
@@ -128,7 +113,8 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
 
     @router.post("/admin/checkpoint")
     async def checkpoint(request: Request):
-        step = read(await read_body(request, service.limits) or b"{}", CheckpointRequest).step
+        body = await read_body(request, service.limits)
+        step = schema.read(body or b"{}", schema.CheckpointRequest).step
         try:
             verdict = await service.consider(step)
         except CheckpointError as error:
@@ -181,12 +167,6 @@ def authorise(headers: Mapping[str, str], token: str) -> None:
         raise Refusal(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def refuse_model(asked: object, name: str) -> None:
-    """Raises Refusal (404) if a request names another model; none is the one there is."""
-    if asked not in (None, name):
-        raise Refusal(404, f"there is no such model; the one here is {name}", "model_not_found", "model")
-
-
 async def read_body(request: Request, limits: Limits) -> bytes:
     """The body's bytes. Raises Refusal for one that is too large (413), too slow (408), or whose client leaves (499).
 
@@ -212,8 +192,9 @@ async def respond(
     service: Service, http_request: Request, kind: type[CompletionRequest] | type[ChatRequest]
 ) -> Response:
     """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
-    request = read(await read_body(http_request, service.limits), kind)
-    refuse_model(request.model, service.name)
+    request = schema.read(await read_body(http_request, service.limits), kind)
+    if request.model not in (None, service.name):
+        raise Refusal(404, f"there is no such model; the one here is {service.name}", "model_not_found", "model")
     ticket = service.submit(request)
     watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
     pieces = ticket.pieces()
@@ -332,19 +313,15 @@ def listen(host: str, port: int | None = None) -> socket.socket:
     """A bound socket. port=None: PORT, or any free one where that is taken. Raises ValueError if it cannot be had."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    for candidate in (PORT, 0) if port is None else (port,):
         try:
-            bound.bind((host, PORT if port is None else port))
-        except OSError:
-            if port is not None:
-                raise
-            bound.bind((host, 0))
-        bound.listen(1024)
-    except OSError as error:
-        bound.close()
-        sentence = f"{host}:{port or PORT} cannot be listened on ({error.strerror}); name another --port"
-        raise ValueError(sentence) from None
-    return bound
+            bound.bind((host, candidate))
+            bound.listen(1024)
+            return bound
+        except OSError as error:
+            why = error.strerror
+    bound.close()
+    raise ValueError(f"{host}:{port or PORT} cannot be listened on ({why}); name another --port")
 
 
 def address_of(bound: socket.socket) -> str:

@@ -24,11 +24,20 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import tyro
 
+from manyhands.checkpoint.export import write_export
+from manyhands.course.folders import SCRIPTS
+from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.serve.client import Client
+from manyhands.serve.engine import generate
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
+
+
+SAMPLES = 5  # of each measurement
+SIZES: dict = {"block_size": 512, "n_layer": 6, "n_head": 4, "n_embd": 192}  # of the model that is started
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,6 @@ class Options:
     address_file: Path | None = None  # of a running server; none: start one
     clients: int = 16  # at once
     tokens: int = 64  # tokens that each asks for
-    samples: int = 5  # of each measurement
-    n_layer: int = 6  # of the model that is started
-    n_embd: int = 192
-    block_size: int = 512  # its context
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,11 @@ def throughput(client: Client, clients: int, tokens: int) -> tuple[float, list[A
         return sum(a.tokens for a in answers) / (time.perf_counter() - began_s), answers
 
 
-def made_up(length, source):
+def made_up(length: int, source: random.Random) -> str:
     return "".join(source.choice(VOCAB) for _ in range(length))
 
 
-def spread(values, unit, digits=0):
+def spread(values: list[float], unit: str, digits: int = 0) -> str:
     """Median, and in brackets the least and the most."""
     return f"{statistics.median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
@@ -88,78 +93,62 @@ def spread(values, unit, digits=0):
 def compare_clients(client: Client, options: Options) -> None:
     """Tokens per second of one client and of many, in turn; prints both and their ratio."""
     one, many, firsts = [], [], []
-    for _ in range(options.samples):
+    for _ in range(SAMPLES):
         one.append(throughput(client, 1, options.tokens)[0])
         rate, answers = throughput(client, options.clients, options.tokens)
         many.append(rate)
-        firsts += [a.first_s * 1e3 for a in answers]
+        firsts += [answer.first_s * 1e3 for answer in answers]
     print(f"1 client:   {spread(one, 'tokens/s')}")
     print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first token after {spread(firsts, 'ms', 1)}")
     ratio = statistics.median(many) / statistics.median(one)
     print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
 
 
-def compare_prefixes(client: Client, options: Options) -> None:
+def compare_prefixes(client: Client) -> None:
     """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
-    length = options.block_size - 32
+    length, source = SIZES["block_size"] - 32, random.Random()
     new: list[float] = []
     seen: list[float] = []
-    source = random.Random()
-    for _ in range(options.samples):
+    for _ in range(SAMPLES):
         beginning = made_up(length, source)
         for times, least in ((new, 0), (seen, length - 16)):  # the last block is not full
             answer = streamed(client, beginning + made_up(8, source), 1)
             assert answer.reused >= least, "the beginning was not found"
             times.append(answer.first_s * 1e3)
-    unit = "ms", 1
-    print(
-        f"first token after {length + 8} new ones: {spread(new, *unit)}; {length} of them cached: {spread(seen, *unit)}"
-    )
+    old, again = spread(new, "ms", 1), spread(seen, "ms", 1)
+    print(f"first token after {length + 8} new ones: {old}; {length} of them cached: {again}")
     ratio = statistics.median(seen) / statistics.median(new)
     print(f"prefix reuse: the first token comes after {ratio:.2f} of the time", flush=True)
 
 
-def compare_cache(model, samples, n=256):
+def compare_cache(model, n: int = 256) -> None:
     """Seconds to generate n tokens with a KV cache and without, in turn; prints the ratio."""
-    import torch
-
-    from manyhands.serve.decoder import generate
-
-    prompt, times = torch.zeros(1, 1, dtype=torch.long), {True: [], False: []}
-    n = min(n, model.config.block_size - 1)
-    for _ in range(samples):
-        for cached in times:
-            began_s = time.perf_counter()
-            generate(model, prompt, n, use_cache=cached)
-            times[cached].append(time.perf_counter() - began_s)
+    prompt = torch.zeros(1, 1, dtype=torch.long)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for cached in [True, False] * SAMPLES:
+        began_s = time.perf_counter()
+        generate(model, prompt, n, use_cache=cached)
+        times[cached].append(time.perf_counter() - began_s)
     print(f"{n} tokens with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
     ratio = statistics.median(times[False]) / statistics.median(times[True])
     print(f"KV cache: {ratio:.1f} times as fast", flush=True)
 
 
-def random_model(options, folder):
+def random_model(folder: Path) -> tuple[Path, GPT]:
     """An exported GPT with random weights: (the file, the model)."""
-    import torch
-
-    from manyhands.checkpoint.export import write_export
-    from manyhands.gpt.model import GPT, GPTConfig
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(len(VOCAB), options.block_size, options.n_layer, 4, options.n_embd)).eval()
+    model, file = GPT(GPTConfig(vocab_size=len(VOCAB), **SIZES)).eval(), folder / "random.safetensors"
     corpus = {"name": "none", "alphabet": VOCAB}
     metadata = {"config": asdict(model.config), "corpus": corpus, "step": 0, "val_loss": None}
-    write_export(dict(model.named_parameters()), metadata, folder / "random.safetensors")
-    print(f"a model of {options.n_layer} layers of width {options.n_embd}: {model.num_params():,} parameters, context "
-          f"{options.block_size}, one thread")  # fmt: skip
-    return folder / "random.safetensors", model
+    write_export(dict(model.named_parameters()), metadata, file)
+    print(f"a model of {model.num_params():,} parameters, {SIZES}, one thread")
+    return file, model
 
 
 @contextmanager
 def started(source: Path, folder: Path) -> Iterator[Path]:
     """scripts/serve.py on `source`, as a process: the file with its address."""
-    from manyhands.course.folders import SCRIPTS
-
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPTS / "serve.py"), str(source), "--port", "0", "--device", "cpu"]
     with open(folder / "server.log", "wb") as log:
@@ -183,13 +172,13 @@ def main(argv: list[str] | None = None) -> int:
             compare_clients(Client.from_file(options.address_file), options)
             return 0
         with tempfile.TemporaryDirectory() as name:
-            file, model = random_model(options, Path(name))
-            compare_cache(model, options.samples)
+            file, model = random_model(Path(name))
+            compare_cache(model)
             with started(file, Path(name)) as address_file:
                 client = Client.from_file(address_file)
                 throughput(client, 2, 8)  # the first requests warm up
                 compare_clients(client, options)
-                compare_prefixes(client, options)
+                compare_prefixes(client)
     except (RuntimeError, OSError, ValueError) as error:
         print(f"load_test: {error}", file=sys.stderr)
         return 1

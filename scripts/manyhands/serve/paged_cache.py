@@ -21,7 +21,7 @@ H heads of size E.
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 
@@ -50,7 +50,7 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks of {block_size} positions are no cache; use at least 1 of each")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.empty = list(range(num_blocks - 1, -1, -1))  # never filled, or forgotten
-        self.unused = OrderedDict()  # block -> digest, sealed and held by nobody; the first was released first
+        self.unused = {}  # sealed blocks that nobody holds, as keys; the first was released first
         self.found_by = {}  # digest -> block
         self.digest_of = {}  # block -> digest
         self.holders = Counter()  # block -> sequences that hold it
@@ -88,8 +88,8 @@ class BlockPool:
             if self.empty:
                 block = self.empty.pop()
             else:
-                block, digest = self.unused.popitem(last=False)
-                self._forget(block, digest)
+                del self.unused[block := next(iter(self.unused))]
+                del self.found_by[self.digest_of.pop(block)]
             self.holders[block] += 1
             blocks.append(block)
         return blocks
@@ -105,10 +105,9 @@ class BlockPool:
             self.holders[block] -= 1
             if self.holders[block] > 0:
                 continue
-            if self.holders.pop(block) < 0:
-                raise AssertionError(f"block {block} was released more often than it was taken")
+            del self.holders[block]
             if block in self.digest_of:
-                self.unused[block] = self.digest_of[block]
+                self.unused[block] = None
             else:
                 self.empty.append(block)
 
@@ -118,9 +117,6 @@ class BlockPool:
         self.unused.clear()
         self.found_by.clear()
         self.digest_of.clear()
-
-    def _forget(self, block, digest):
-        del self.found_by[digest], self.digest_of[block]
 
 
 class PagedCache:

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
@@ -78,9 +78,6 @@ class Strict(BaseModel):
             for name, value in body.items()
             if not (value is None or name in HARMLESS or value in NEUTRAL.get(name, ()))
         }
-
-
-Kind = TypeVar("Kind", bound=Strict)
 
 
 class StreamOptions(Strict):
@@ -168,7 +165,7 @@ class CheckpointRequest(Strict):
         return str(step)
 
 
-def read(body: bytes, kind: type[Kind]) -> Kind:
+def read(body: bytes, kind):
     """An object of `kind`, one of the models above, out of bytes of JSON. Raises Refusal (400) for its first fault."""
     try:
         return kind.model_validate_json(body)
@@ -202,7 +199,7 @@ class Answer:
 
     def chunk(self, text: str | None = None) -> dict:
         """Of a stream: the next piece of text; the last chunk has none, and says why the text ended."""
-        part = {"text": text or ""}
+        part: dict = {"text": text or ""}
         if self.chat:
             part = {"delta": {} if text is None else self.role | {"content": text}}
             self.role = {}

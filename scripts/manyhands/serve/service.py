@@ -20,14 +20,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate
 from manyhands.serve.engine import Engine
+from manyhands.serve.scheduler import CachedSequence
 from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 
@@ -68,16 +69,16 @@ class Ticket:
         self.news.set()
 
 
-@dataclass
 class Live:
-    """The model that serves new requests."""
+    """The model that serves new requests. Its version names the step, and differs between different weights."""
 
-    model: torch.nn.Module
-    metadata: dict
-    version: str = field(init=False)
-
-    def __post_init__(self):
-        self.version = f"step-{self.metadata['step']}-{weights_digest(self.model)}"
+    def __init__(self, model: GPT, metadata: dict):
+        digest = hashlib.sha256()
+        for name, tensor in model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        self.model, self.metadata = model, metadata
+        self.version = f"step-{metadata['step']}-{digest.hexdigest()[:8]}"
 
 
 class Service:
@@ -88,24 +89,17 @@ class Service:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        metadata: dict,
-        token: str,
-        held_out_ids: torch.Tensor,
-        load: Callable[[str], tuple] | None = None,
-        name: str = "manyhands",
-        limits: Limits = Limits(),  # noqa: B008 - it is frozen
-        tolerance: float = 0.02,
-    ):
+        self, model: GPT, metadata: dict, token: str, held_out_ids: torch.Tensor,
+        load: Callable[[str], tuple] | None = None, name="manyhands", limits=Limits(), tolerance=0.02,  # noqa: B008
+    ):  # fmt: skip
         self.live, self.token, self.name, self.limits = Live(model, metadata), token, name, limits
         self.held_out_ids, self.load, self.tolerance = held_out_ids, load, tolerance
         self.words, self.started = Vocabulary(metadata), int(time.time())
         size, running = limits.block_size, limits.running
         blocks = limits.blocks or running * -(-self.context // size)
         self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
-        self.tickets = {}  # sequence -> ticket, of those that are not over for the engine
-        self.changes = deque()  # what is to happen to the engine's schedule before its next step
+        self.tickets: dict[CachedSequence, Ticket] = {}  # sequence -> ticket, of those that are not over for the engine
+        self.changes: deque[tuple] = deque()  # what is to happen to the engine's schedule before its next step
         self.failed = False  # the last step did
         self.metrics = Metrics(self.engine)
 
@@ -250,15 +244,6 @@ class Service:
         nats = await asyncio.to_thread(gate.loss_on, live.model, self.held_out_ids)
         if live is self.live:
             self.metrics.held_out_nats.set(nats)
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """Eight hexadecimal digits that differ between different weights."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:8]
 
 
 class Metrics:

@@ -8,7 +8,7 @@
 Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
 """
 
-from manyhands.align import chat_template
+from manyhands.align import chat
 from manyhands.checkpoint.export import tokenizer_of
 
 ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
@@ -20,40 +20,40 @@ class Vocabulary:
     They are the chat template's, and the one between documents; to draw one of them ends a text.
     """
 
-    def __init__(self, metadata):
+    def __init__(self, metadata: dict):
         self.tokenizer = tokenizer_of(metadata)
         self.vocab = self.tokenizer.vocab
         self.by_character = self.tokenizer.kind == "char"  # else the tokenizer has ids for every text
-        self.speaks_template = self.by_character and set(chat_template.MARKERS) <= set(self.vocab)
-        self.markers = {self.vocab.index(m) for m in chat_template.MARKERS} if self.speaks_template else set()
+        self.speaks_template = self.by_character and set(chat.MARKERS) <= set(self.vocab)
+        self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
         self.markers |= {self.tokenizer.separator} - {None}
 
     def __len__(self):
         return len(self.vocab)
 
-    def encode(self, text):
+    def encode(self, text: str) -> list[int]:
         """The ids of a text. Raises ValueError for a character that is no token."""
         if not self.by_character:
             text = text.encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
         return self.tokenizer.encode(text).tolist()
 
-    def known(self, text):
+    def known(self, text: str) -> str:
         """The text without the characters that are no tokens."""
         return "".join(filter(set(self.vocab).__contains__, text)) if self.by_character else text
 
-    def encode_chat(self, messages):
+    def encode_chat(self, messages: list[dict]) -> tuple[list[int], set[int]]:
         """(ids, ids that end the reply). Raises ValueError for messages that the template refuses.
 
         A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what they say.
         """
         if self.speaks_template:
-            ids, _ = chat_template.encode(messages, self.vocab, reply=True)
+            ids, _ = chat.encode(messages, self.vocab, reply=True)
             return ids, self.markers
-        chat_template.pieces(messages, reply=True)  # the same order of roles, and the same sentences
+        chat.pieces(messages, reply=True)  # the same order of roles, and the same sentences
         lines = [ROLE_NAMES[m["role"]] + m["content"] for m in messages]
         return self.encode("\n".join([*lines, ROLE_NAMES["assistant"].rstrip()])), self.markers
 
-    def chat_stops(self):
+    def chat_stops(self) -> tuple[str, ...]:
         """Strings that end a reply besides markers: a base model goes on with the user's next line."""
         return () if self.speaks_template else ("\n" + ROLE_NAMES["user"].rstrip(),)
 
@@ -66,31 +66,27 @@ class Vocabulary:
 class TextSoFar:
     """Ids become text; what may turn out to be the beginning of a stop string is held back. `stopped`: one was met."""
 
-    def __init__(self, words, stop_strings=()):
+    def __init__(self, words: Vocabulary, stop_strings=()):
         self.write, self.stops = words.writer(), tuple(stop_strings)
         self.held, self.stopped = "", False
 
-    def add(self, ids):
+    def add(self, ids: list[int]) -> str:
         """The text that can be shown now. What follows a stop string, and the string itself, never is."""
-        return "" if self.stopped else self._show("".join(self.write(i) for i in ids))
+        return self._show("".join(self.write(i) for i in ids))
 
-    def end(self):
+    def end(self) -> str:
         """The rest: nothing more comes."""
-        shown = "" if self.stopped else self._show(self.write(None, True))
-        rest, self.held = ("" if self.stopped else self.held), ""
+        shown = self._show(self.write(None, True))
+        rest, self.held = self.held, ""
         return shown + rest
 
     def _show(self, text):
-        text = self.held + text
+        text = "" if self.stopped else self.held + text
         met = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if met:
             self.stopped, self.held = True, ""
             return text[: min(met)]
-        keep = max((_overlap(text, stop) for stop in self.stops), default=0)
+        # the longest end of the text that begins a stop string
+        keep = max((n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text, stop):
-    """The length of the longest end of `text` that begins `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
