@@ -123,19 +123,15 @@ def described(**change):
     ("name", "damaged", "sentence"),
     [
         ("t.bin", lambda content: content[:-1], r"t\.bin has 199 bytes, but 100 tokens of 2 bytes were written"),
-        ("t.bin", lambda content: content + b"\0\0", r"t\.bin has 202 bytes, but 100 tokens"),
         ("t.bin", None, r"t\.bin cannot be read \(No such file"),
         ("t.bin.json", None, r"t\.bin\.json cannot be read \(No such file"),
         ("t.bin.json", lambda content: b"{", r"t\.bin\.json does not describe .* \(its content: invalid json"),
-        ("t.bin.json", lambda content: b"[1]", r"t\.bin\.json does not describe"),
         (
             "t.bin.json",
             described(dtype="float64"),
             r"does not describe .* \(dtype: 'float64' was found, and 'uint16' or 'uint32' is read",
         ),
         ("t.bin.json", described(count="100"), r"does not describe .* \(count: input should be a valid integer"),
-        ("t.bin.json", described(sha256=None), r"does not describe .* \(sha256"),
-        ("t.bin.json", described(format="another 1"), r"does not describe .* \(format"),
         ("t.bin.json", described(more=1), r"does not describe .* \(more: extra inputs are not permitted"),
         ("t.bin.json", described(count=50), r"t\.bin has 200 bytes, but 50 tokens"),
     ],
@@ -301,8 +297,3 @@ def test_mpi_io_gives_every_rank_its_share_and_every_rank_the_same_error(files, 
 def test_without_an_mpi_world_mpi_io_says_how_to_start_one():
     with pytest.raises(ValueError, match="needs an MPI world; start with mpiexec -n 4"):
         read_mpi_io("t.bin", None)
-
-
-def test_a_description_names_its_bytes_per_token(files):
-    found = describe_tokens(files[7])
-    assert found.itemsize == 2 and found.model_copy(update={"dtype": "uint32"}).itemsize == 4

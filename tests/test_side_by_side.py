@@ -35,19 +35,10 @@ def test_two_torchruns_and_two_mpiexecs_at_once_do_not_collide(tmp_path):
 def test_a_read_only_course_runs_and_its_outputs_go_to_the_users_own_place(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k != "MANYHANDS_OUTPUTS"} | {"HOME": str(tmp_path)}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in START.short.items()]
-    notebook = [
-        "-m",
-        "papermill",
-        str(START.notebook),
-        str(tmp_path / "done.ipynb"),
-        "-k",
-        "manyhands",
-        "--no-progress-bar",
-    ]
+    notebook = ["-m", "papermill", START.notebook, tmp_path / "done.ipynb", "-k", "manyhands", "--no-progress-bar"]
     parameters = [word for name, value in {**START.short, "n_ranks": 2}.items() for word in ("-p", name, str(value))]
-    for number, words in enumerate(
-        ([str(START.script), *flags], [*notebook, "--cwd", str(START.notebook.parent), *parameters]), 1
-    ):
+    ways = [START.script, *flags], [*notebook, "--cwd", START.notebook.parent, *parameters]
+    for number, words in enumerate(ways, 1):
         command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_ONLY, str(ROOT), sys.executable]
         done = subprocess.run(
             [*command, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280, check=False

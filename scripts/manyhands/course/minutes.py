@@ -16,11 +16,6 @@ from manyhands.course.pairs import PairError, read
 
 WORDS, LINES = 200, 12  # per minute
 PREDICTION, BUILD, EXERCISE, WAIT = 0.75, 4, 5, 2  # minutes each
-BUDGETS = {
-    "00": 25, "01": 40, "02": 50, "03": 55, "04": 30, "05": 45, "06": 50, "07": 45, "08": 50,
-    "09": 100,  # two halves, at home
-    "10": 45, "11": 45, "12": 50, "13": 50, "14": 45,
-}  # fmt: skip
 
 
 @dataclass
