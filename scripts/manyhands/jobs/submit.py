@@ -13,18 +13,16 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 from manyhands.launch.launchers import without_launchers
-from manyhands.launch.processes import with_us
+from manyhands.launch.processes import Supervised
 from manyhands.launch.run_folder import outputs_folder
 
 PASSED_ON = (
@@ -247,16 +245,13 @@ class LocalJob(Job):
         _show(command)
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"
         with open(unnamed, "wb") as output:
-            self._process = subprocess.Popen(
-                with_us() + command, cwd=self.course, env=environ, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, start_new_session=True,
-            )  # fmt: skip
-        number = str(self._process.pid)
+            self._run = Supervised(command, output, environ, self.course, grace_s=15)
+        number = str(self._run.process.pid)
         print(f"{number}: no scheduler here, so it starts at once, and its number is that of its process")
         return number, unnamed.rename(folder / f"{self.name}.o{number}")
 
     def _look(self):
-        status = self._process.poll()
+        status = self._run.process.poll()
         if status is None:
             return "running", "this machine"
         if self._cancelled:
@@ -265,12 +260,8 @@ class LocalJob(Job):
 
     def cancel(self):
         _show(["kill", self.number])
-        self._cancelled = self._process.poll() is None
-        for how in (signal.SIGTERM, signal.SIGKILL):  # torchrun passes SIGTERM on to its ranks
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, how)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(15)
+        self._cancelled = self._run.process.poll() is None
+        self._run.end()
 
 
 def _course(name):

@@ -54,7 +54,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)
 
 
-def with_us() -> list[str]:
+def _with_us() -> list[str]:
     """A prefix by which a command is asked to end when the thread that starts it is gone, even without its process."""
     return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
@@ -146,17 +146,21 @@ class Supervised:
         self.family = Family(self.mark)
         self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
         self.process = subprocess.Popen(
-            [*with_us(), *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
+            [*_with_us(), *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+
+    def end(self) -> None:
+        """End what is left of it."""
+        self.family.end(self.grace_s)
+        self.process.wait()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.family.end(self.grace_s)
-        self.process.wait()
+        self.end()
 
 
 # ------------------------------------------------------------------ under a time-out
