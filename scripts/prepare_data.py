@@ -65,14 +65,16 @@ def wrong_value(given):
         f"--vocab-size is for bpe; {char}": given.vocab_size is not None and given.tokenizer == "char",
         f"--vocab-size {size} has no room for 256 bytes and the separator; use {least} or more": size < least,
         f"--vocab-size {size} is too large; use at most {most}": size > most,
-        f"--validation {given.validation} is no share; use more than 0 and less than 1": not 0 < given.validation < 1,
+        f"--validation {given.validation} is not a share; use more than 0 and less than 1": not 0
+        < given.validation
+        < 1,
         f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000": not 0 <= given.blank_lines <= 1000,
         f"--near {given.near} finds everything alike; use 0.5 or more": not given.near >= 0.5,
         f"--min-characters {given.min_characters} is negative; use 0 or more": given.min_characters < 0,
     }
     for name in ("min_letters", "max_repeated", "max_runs"):
         value = getattr(given, name)
-        faults[f"--{name.replace('_', '-')} {value} is no share; use 0 to 1"] = not 0 <= value <= 1
+        faults[f"--{name.replace('_', '-')} {value} is not a share; use 0 to 1"] = not 0 <= value <= 1
     return next((sentence for sentence, wrong in faults.items() if wrong), None)
 
 

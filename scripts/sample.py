@@ -65,7 +65,7 @@ def refuse_senseless(options):
         f"--length {length} is negative; use 0 or more": length < 0,
         f"--temperature {temperature} is negative; use 0 for the likeliest token": temperature < 0,
         f"--top-k {top_k} leaves nothing to draw; use 1 or more": top_k is not None and top_k < 1,
-        f"--temperature {temperature} is no number to divide by; use 0 or more": not math.isfinite(temperature),
+        f"--temperature {temperature} is not a finite number; use 0 or more": not math.isfinite(temperature),
         "--system is for --chat; add it, or leave it out": options.system is not None and not options.chat,
         "--prompt is empty; give the text at least one character to start from": not options.prompt,
     }

@@ -71,7 +71,7 @@ def test_messages_that_are_no_conversation_are_refused_by_number(messages, sente
 
 
 def test_what_cannot_be_encoded_or_answered_is_refused():
-    with pytest.raises(ValueError, match="'7' is none of the vocabulary's"):
+    with pytest.raises(ValueError, match="'7' is not among the vocabulary's"):
         encode([{"role": "user", "content": "7"}], VOCAB)
     with pytest.raises(ValueError, match=re.escape("no token <|system|>; it was never trained on the chat template")):
         encode(ASKED, ALPHABET)
@@ -254,7 +254,7 @@ def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
     plain.load_state_dict(folded({name: p.detach() for name, p in model.named_parameters()}, 6.0 / 3))
     assert not torch.allclose(plain(ids)[0], before)
     assert torch.allclose(plain(ids)[0], model(ids)[0], rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="lora.rank=9 is no thin matrix of a model of width 8"):
+    with pytest.raises(ValueError, match="lora.rank=9 does not fit a model of width 8"):
         add_lora(base(), rank=9, alpha=1.0)
 
 

@@ -104,7 +104,7 @@ def refused(argv, environ, tmp_path, words, ranks=1):
         ("--model.n-head 3", ("n_embd=16 does not split over 3 heads", "multiple of 3")),
         ("--parallel.strategy pp --parallel.pipeline 2", ("pipeline 2 = 2 ranks, but 1 were started",)),
         ("--config /nowhere/run.toml", ("/nowhere/run.toml cannot be read",)),
-        ("--log.prompt \N{SNOWMAN}", ("log.prompt", "'\N{SNOWMAN}' is none of")),
+        ("--log.prompt \N{SNOWMAN}", ("log.prompt", "'\N{SNOWMAN}' is not among")),
         ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size")),
         ("--model.vocab-size 20", ("vocab_size=20 is less than the corpus's", "leave it out")),
         ("--model.n-layer 9999 --model.n-embd 8192", ("8,053,", "GiB on each rank while it starts", "a smaller model")),

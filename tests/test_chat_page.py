@@ -113,7 +113,7 @@ def test_what_is_refused_is_said_and_the_message_goes_back_to_the_field(page):
 
     page.say("hello")
     page.done()
-    expect(page.messages("error")).to_have_text("'h' is none of the vocabulary's 37 tokens; leave it out")
+    expect(page.messages("error")).to_have_text("'h' is not among the vocabulary's 37 tokens; leave it out")
     expect(page.page.get_by_label("message")).to_have_value("hello")
     page.say("HELLO")
     page.done()

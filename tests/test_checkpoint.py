@@ -280,7 +280,7 @@ DAMAGES = {
     _flip_a_byte: "shard-00002-model-00001-of-00001.safetensors has changed since it was written (other sha256)",
     _cut: r"shard-00001-model-00001-of-00001.safetensors has \d+ bytes, but was written with \d+: it is cut or changed",
     _lose_a_file: "shard-00002-model-00001-of-00001.safetensors is missing",
-    _lose_the_manifest: "manifest.json is missing; .*step-00000020 is no complete checkpoint",
+    _lose_the_manifest: "manifest.json is missing; .*step-00000020 is not a complete checkpoint",
     _edit_the_manifest: "manifest.json cannot be used",
     _cut_the_manifest: "manifest.json cannot be used",
     _rename_a_step: "manifest.json is of step 10, but its folder says step 20",

@@ -315,7 +315,7 @@ def test_decode_reverses_encode_for_any_text(text):
 def test_a_character_that_the_corpus_lacks_is_named():
     for foreign in ("é", "z", "\0", "\ud800"):
         with pytest.raises(
-            ValueError, match=f"{foreign!r} is none of the vocabulary's 3 tokens; leave it out".replace("\\", r"\\")
+            ValueError, match=f"{foreign!r} is not among the vocabulary's 3 tokens; leave it out".replace("\\", r"\\")
         ):
             Corpus.from_text("test", "abc").encode(f"ab{foreign}")
 

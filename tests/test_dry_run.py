@@ -161,8 +161,8 @@ def test_hybrid_sharding_is_laid_out_as_on_usual_nodes_or_on_those_of_the_alloca
     ("flags", "words"),
     [
         ("--model.vocab-size 10", "model.vocab_size=10 is less than the corpus's"),
-        ("--log.prompt ä", "log.prompt='ä': 'ä' is none of the vocabulary's"),
-        ("--preset gpt2 --log.prompt ä", "log.prompt='ä': 'ä' is none of the vocabulary's"),
+        ("--log.prompt ä", "log.prompt='ä': 'ä' is not among the vocabulary's"),
+        ("--preset gpt2 --log.prompt ä", "log.prompt='ä': 'ä' is not among the vocabulary's"),
         ("--model.block-size 2000000", "model.block_size=2000000 needs"),
         ("--gpu-gib 8", "gpu_gib=8 is for --dry-run"),
     ],

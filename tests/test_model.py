@@ -159,7 +159,7 @@ def test_dropout_acts_in_training_only():
     [
         ({"n_head": 3}, "n_embd=128 does not split over 3 heads; use a multiple of 3"),
         ({"n_layer": 0}, "n_layer=0 is too small; use at least 1"),
-        ({"dropout": 1.0}, "dropout=1.0 is no probability"),
+        ({"dropout": 1.0}, "dropout=1.0 is not a probability"),
     ],
 )
 def test_sizes_that_make_no_model_are_refused_with_the_numbers(sizes, message):

@@ -110,17 +110,17 @@ def test_a_folder_stands_for_its_text_files_in_the_order_of_their_paths(tmp_path
 
 
 BAD = {
-    "a zero": (b"text\n\n\n\nmore \0", "a.txt", r"a.txt is no text: byte 13 is zero; extract its text first"),
+    "a zero": (b"text\n\n\n\nmore \0", "a.txt", r"a.txt is not text: byte 13 is zero; extract its text first"),
     "Latin-1": ("Grüße\n".encode("latin1"), "a.txt", r"not UTF-8: byte 2 is 0xfc; .*iconv -f latin1 -t utf-8"),
     "UTF-16": ("text".encode("utf-16"), "a.txt", r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16"),
     "empty": (b"", "a.txt", r"a.txt is empty; leave it out"),
     "blank": (b" \n\n\n", "a.txt", r"a.txt is empty; leave it out"),
     "cut gzip": (gzip.compress(os.urandom(500))[:-20], "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*again"),
     "no gzip": (b"plain", "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*; copy or pack it again"),
-    "no JSON": (b'{"text": "x"}\nhello\n', "a.jsonl", r"a.jsonl line 2 is no JSON \(.*rename the file to .txt"),
+    "no JSON": (b'{"text": "x"}\nhello\n', "a.jsonl", r"a.jsonl line 2 is not JSON \(.*rename the file to .txt"),
     "no text": (b'{"body": "x", "id": 3}', "a.jsonl", r"line 1 has no text in its field 'text' \(it has: body, id\)"),
     "a list": (b"[1]", "a.jsonl", r"line 1 has no text in its field 'text' \(it has: list\)"),
-    "deep": (b"[" * 900, "a.jsonl", r"line 1 is no JSON"),
+    "deep": (b"[" * 900, "a.jsonl", r"line 1 is not JSON"),
 }  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def test_the_merges_are_the_golden_ones():
 
 def test_what_is_no_tokenizer_is_refused():
     for content in ({"model": 3}, [], {}):
-        with pytest.raises(DataError, match="this is no byte-level BPE of prepare_data.py's .*; use another$"):
+        with pytest.raises(DataError, match="this is not a byte-level BPE of prepare_data.py's .*; use another$"):
             tokenizer_from(content)
     with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the separator; use 257"):
         train_bpe(["text"], 256)
@@ -437,12 +437,12 @@ def test_a_text_is_written_anew_only_where_that_is_asked_for(pool, files, tmp_pa
         ("--to data/mine", "--to needs files"),
         ("a.txt --to x --vocab-size 200", "--vocab-size 200 has no room for 256 bytes"),
         ("a.txt --to x --vocab-size 500 --tokenizer char", "--vocab-size is for bpe"),
-        ("a.txt --to x --validation 1", "--validation 1.0 is no share"),
+        ("a.txt --to x --validation 1", "--validation 1.0 is not a share"),
         ("a.txt --to x --blank-lines 9999999999", "--blank-lines 9999999999 ends no document"),
         ("a.txt --to x --vocab-size 99999999999", "--vocab-size 99999999999 is too large"),
         ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
         ("a.txt --to x --near nan", "--near nan finds everything alike"),
-        ("a.txt --to x --max-runs 2", "--max-runs 2.0 is no share"),
+        ("a.txt --to x --max-runs 2", "--max-runs 2.0 is not a share"),
         ("a.txt --verify x", "--verify reads a prepared text"),
         ("a.txt --to x", None),
         ("", None),

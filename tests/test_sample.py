@@ -221,11 +221,11 @@ def test_top_k_draws_among_the_k_likeliest_and_reaches_all_of_them(program):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--prompt", "AZ"], "--prompt: 'Z' is none of the vocabulary's 19 tokens; leave it out"),
+        (["--prompt", "AZ"], "--prompt: 'Z' is not among the vocabulary's 19 tokens; leave it out"),
         (["--prompt", ""], "--prompt is empty; give the text at least one character"),
         (["--length", "-1"], "--length -1 is negative"),
         (["--temperature", "-0.1"], "--temperature -0.1 is negative"),
-        (["--temperature", "nan"], "--temperature nan is no number to divide by"),
+        (["--temperature", "nan"], "--temperature nan is not a finite number"),
         (["--top-k", "0"], "--top-k 0 leaves nothing to draw; use 1 or more"),
         (["--device", "xpu"], "--device xpu: torch sees no GPU of that kind here; use --device cpu"),
         (["--step", "15"], "has no step 15, only 30, 20, 10"),

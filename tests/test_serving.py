@@ -118,7 +118,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
     with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
-    with pytest.raises(openai.BadRequestError, match="'z' is none of the vocabulary's 37 tokens"):
+    with pytest.raises(openai.BadRequestError, match="'z' is not among the vocabulary's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
     assert [(m.id, m.context) for m in client.models.list()] == [("manyhands", 96)]
 
@@ -160,7 +160,9 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
     said = capsys.readouterr().out
     assert said.startswith("you: HO\nmodel: ") and field.value == ""
     field.value = "az"
-    assert capsys.readouterr().out.endswith("['a' is none of the vocabulary's 37 tokens; leave it out (status 400)]\n")
+    assert capsys.readouterr().out.endswith(
+        "['a' is not among the vocabulary's 37 tokens; leave it out (status 400)]\n"
+    )
     field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
     assert "status" not in capsys.readouterr().out
 

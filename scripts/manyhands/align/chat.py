@@ -95,7 +95,7 @@ def encode(messages: list[dict], vocab: list[str], reply: bool = False) -> tuple
     for text, is_marker, own in pieces(messages, reply):
         for token in [text] if is_marker else text:
             if token not in place:
-                raise ValueError(f"{token!r} is none of the vocabulary's {len(vocab)} tokens; leave it out")
+                raise ValueError(f"{token!r} is not among the vocabulary's {len(vocab)} tokens; leave it out")
             ids.append(place[token])
             answer.append(own)
     return ids, answer

@@ -122,7 +122,7 @@ def read_manifest(path: Path | str) -> Manifest:
     """The manifest of the checkpoint in `path`, its own sha256 checked. Raises CheckpointError."""
     path = Path(path)
     file = path / MANIFEST
-    content = read_small(file, f"{path} is no complete checkpoint, use another step")
+    content = read_small(file, f"{path} is not a complete checkpoint, use another step")
     try:
         manifest = Manifest.read(content)
         if manifest.sha256 != _fingerprint(json.loads(content)):

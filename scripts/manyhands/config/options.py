@@ -223,7 +223,7 @@ def merged(options: Any, values: Mapping[str, Any], source: object) -> Any:
     for name, value in values.items():
         key = str(name).replace("-", "_")
         if key not in known:
-            raise OptionError(f"{source}: {name!r} is no option; use one of {', '.join(known)}")
+            raise OptionError(f"{source}: {name!r} is not an option; use one of {', '.join(known)}")
         if dataclasses.is_dataclass(getattr(options, key)):
             if not isinstance(value, dict):
                 raise OptionError(f"{source}: {name} is a group; write its options below it")
@@ -246,8 +246,8 @@ def _typed(value: Any, kind: Any, source: str) -> Any:
         return Path(value)
     if type(value) in allowed:
         return value
-    names = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
-    raise OptionError(f"{source}={value!r} is no {names}")
+    names = " or ".join(f"a{'n' * (one is int)} {one.__name__}" for one in allowed if one is not type(None))
+    raise OptionError(f"{source}={value!r} is not {names}")
 
 
 def named_value(argv: Sequence[str], flag: str) -> str | None:

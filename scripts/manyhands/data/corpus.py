@@ -256,7 +256,7 @@ def read_manifest(folder):
     path = Path(os.path.expanduser(folder)) / MANIFEST
     if not path.exists():
         raise DataError(
-            f"{folder} is no prepared text (it has no {MANIFEST}); make one: "
+            f"{folder} is not a prepared text (it has no {MANIFEST}); make one: "
             "python scripts/prepare_data.py FILES --to data/mine"
         )
     try:

@@ -134,7 +134,7 @@ def text_of(raw: RawDocument) -> str:
         raise DataError(f"{raw.path} is {name}, not UTF-8; {convert.format(name)}")
     if (at := content.find(b"\0")) >= 0:
         raise DataError(
-            f"{raw.path} is no text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"
+            f"{raw.path} is not text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"
         )
     try:
         text = content.decode()
@@ -153,7 +153,7 @@ def _text_in(line, raw):
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where} is no JSON ({error}); mend it, or rename the file to .txt if it is plain text"
+            f"{where} is not JSON ({error}); mend it, or rename the file to .txt if it is plain text"
         ) from None
     found = record.get(raw.field) if isinstance(record, dict) else None
     if not isinstance(found, str):

@@ -69,7 +69,7 @@ class Seen(NamedTuple):
 def prepare_text(names, folder, config, ranks, replace=False, tell=print):
     """Write the folder, and return what report.json holds. All ranks call it; `tell` hears of the progress on rank 0.
 
-    Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is no prepared text.
+    Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is not a prepared text.
     """
     agreement = Agreement(ranks, None, DataError)
     if ranks.world_size > 1:  # ranks share the cores; alone, the library learns on all of them
@@ -95,7 +95,7 @@ def _begin(names, folder, replace):
     if there and not (replace and ours):
         cure = "--replace writes it anew" if ours else "name another one with --to"
         raise DataError(f"{folder} holds something already; {cure}")
-    # the manifest first: from there on it is no prepared text
+    # the manifest first: from there on it is not a prepared text
     for path in sorted(ours, key=lambda path: path.name != MANIFEST):
         path.unlink()
     folder.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ class CharTokenizer:
         except KeyError as error:
             foreign = error.args[0]
             raise ValueError(
-                f"{foreign!r} is none of the vocabulary's {len(self.vocab)} tokens; leave it out"
+                f"{foreign!r} is not among the vocabulary's {len(self.vocab)} tokens; leave it out"
             ) from None
 
     def decode(self, ids):
@@ -108,7 +108,7 @@ class BpeTokenizer:
             self._bytes.insert(self.separator, SEPARATOR.encode())
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
             raise DataError(
-                f"this is no byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
+                f"this is not a byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
             ) from None
         self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content

@@ -37,11 +37,11 @@ class LoRALinear(nn.Linear):
 def add_lora(model, rank, alpha, seed=0):
     """Freeze `model`, a GPT, and put an adapter beside each linear layer of its blocks, in place; returns the model.
 
-    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is no thin matrix.
+    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width.
     """
     widest = model.config.n_embd
     if not 1 <= rank <= widest:
-        raise ValueError(f"lora.rank={rank} is no thin matrix of a model of width {widest}; use 1 to {widest}")
+        raise ValueError(f"lora.rank={rank} does not fit a model of width {widest}; use 1 to {widest}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

@@ -51,7 +51,7 @@ class GPTConfig:
                 f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} is no probability; use 0 or more and less than 1")
+            raise ValueError(f"dropout={self.dropout} is not a probability; use 0 or more and less than 1")
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
             raise ValueError(f"separator={self.separator} is none of {self.vocab_size} tokens; use one of them or None")
 
