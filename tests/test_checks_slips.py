@@ -147,6 +147,11 @@ def waits_for_a_message_on_rank_1(x, rank, n):
     return torch.full((2,), 6.0)
 
 
+def leaves_a_message_behind(x, rank, n):
+    dist.isend(torch.tensor([222.0, 222.0]), (rank + 1) % n)
+    return torch.zeros(2)
+
+
 def fails_in_a_hook(x, rank, n):
     weight = nn.Parameter(torch.ones(2))
 
@@ -197,6 +202,9 @@ SLIPS = {
         "A rank waited 4 s for a message that never came"),
     "one stays away": (lambda x, rank, n: x if rank == 1 else right(x),
         "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make"),
+    "wrong on the last rank": (lambda x, rank, n: right(x) + (rank == n - 1),
+        "Rank 3: The sum is [7.0, 7.0], not [6.0, 6.0]."),
+    "a message left behind": (leaves_a_message_behind, "Rank 0: The sum is [0.0, 0.0], not [6.0, 6.0]."),
     "fails in a hook": (fails_in_a_hook, "Rank 0: Your code raised TypeError: "),
     "not yet": (raises(NotImplementedError("tomorrow")), "not attempted"),
 }  # fmt: skip
@@ -269,7 +277,8 @@ RIGHT = [
 
 def judge_slips(ranks):
     """{slip: (the verdict on it, the verdict on a right answer after it)}"""
-    return {name: (the_sum(told(slip), ranks), the_sum(right, ranks)) for name, (slip, _) in SLIPS.items()}
+    after = told(receives_before_it_sends)  # it would receive what was left behind
+    return {name: (the_sum(told(slip), ranks), the_sum(after, ranks)) for name, (slip, _) in SLIPS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +291,16 @@ def test_a_slip_is_named_and_kills_no_rank(verdicts, slip):
     verdict, later = verdicts[slip]
     assert SLIPS[slip][1] in verdict
     assert later == "correct", f"after it a right answer is told: {later}"
+
+
+def comes_late(ranks):
+    if ranks.rank == 0:
+        time.sleep(7)  # as if it drew a figure: longer than the others wait within a check
+    return the_sum(right, ranks)
+
+
+def test_a_rank_that_comes_late_to_a_check_does_not_use_up_the_patience_of_the_others(pool):
+    assert pool.run(2, comes_late) == ["correct"] * 2
 
 
 def judge_right(ranks):
