@@ -105,30 +105,29 @@ class Question:
     context: int | None = None
 
     def __post_init__(self):
-        for name, least in (("gpus", 1), ("global_batch", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value} is too small; use at least {least}")
+        for fault in self._faults():
+            raise ValueError(fault)
+
+    def _faults(self):
+        gpus, per_node, positions = self.gpus, self.machine.gpus_per_node, self.model.block_size
+        context = 1 if self.context is None else self.context
+        for name in ("gpus", "global_batch"):
+            if getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} is too small; use at least 1"
         if self.schedule is not None and self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is not planned; use one of {', '.join(SCHEDULES)}")
-        per_node = self.machine.gpus_per_node
-        if self.gpus > per_node and self.gpus % per_node:
-            raise ValueError(
-                f"{self.gpus} GPUs do not fill nodes of {per_node}; use a multiple of {per_node}, or at most {per_node}"
-            )
-        context, positions = 1 if self.context is None else self.context, self.model.block_size
-        if context < 1 or self.gpus % context:
-            raise ValueError(f"context={context} does not split {self.gpus} GPUs; use a divisor of {self.gpus}")
+            yield f"schedule={self.schedule!r} is not planned; use one of {', '.join(SCHEDULES)}"
+        if gpus > per_node and gpus % per_node:
+            yield f"{gpus} GPUs do not fill nodes of {per_node}; use a multiple of {per_node}, or at most {per_node}"
+        if context < 1 or gpus % context:
+            yield f"context={context} does not split {gpus} GPUs; use a divisor of {gpus}"
         if context > 1 and positions % (2 * context):
-            raise ValueError(
-                f"{positions} positions do not split into 2 x {context} equal pieces for {context} context ranks;"
-                " use fewer"
-            )
+            pieces = f"2 x {context} equal pieces for {context} context ranks"
+            yield f"{positions} positions do not split into {pieces}; use fewer"
 
     @property
     def per_node(self) -> int:
         """GPUs of a node that take part."""
-        return int(min(self.machine.gpus_per_node, self.gpus))
+        return min(self.machine.gpus_per_node, self.gpus)
 
     def contexts(self) -> list[int]:
         """Degrees of context parallelism to try: where a rank keeps SHORTEST positions or more, attention hides the

@@ -115,7 +115,7 @@ class Group:
     @cached_property
     def on_a_node(self) -> int:
         """Ranks of the group that share a node."""
-        return max(1, min(self.ranks, int(self.machine.gpus_per_node) // self.stride))
+        return max(1, min(self.ranks, self.machine.gpus_per_node // self.stride))
 
     @cached_property
     def nodes(self) -> int:

@@ -69,38 +69,30 @@ class PlannedModel:
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
         object.__setattr__(self, "n_hidden", 4 * self.n_embd if self.n_hidden is None else self.n_hidden)
+        for fault in self._faults():
+            raise ValueError(fault)
+
+    def _faults(self):
+        H, K, E, capacity = self.n_head, self.n_kv_head, self.n_expert, self.capacity
         for name, value in vars(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{name}={value} is too small; use at least 1")
+                yield f"{name}={value} is too small; use at least 1"
         if self.style not in ("gpt", "llama"):
-            raise ValueError(f"style={self.style!r} is unknown; use gpt or llama")
-        if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
-            )
-        if self.n_head % self.n_kv_head:
-            raise ValueError(
-                f"{self.n_head} heads do not split over {self.n_kv_head} key-value heads;"
-                f" use a divisor of {self.n_head}"
-            )
-        if self.style == "gpt" and (self.n_kv_head != self.n_head or self.n_hidden != 4 * self.n_embd):
-            raise ValueError(
-                f"a gpt has as many key-value heads as heads ({self.n_head}, not {self.n_kv_head}) and is"
-                f" 4 x {self.n_embd} wide in its MLP (not {self.n_hidden}); use style=llama"
-            )
-        if self.top_k > self.n_expert:
-            raise ValueError(
-                f"top_k={self.top_k} of {self.n_expert} expert(s); use more experts, or at most {self.n_expert}"
-            )
-        if self.capacity is not None and self.n_expert == 1:
-            raise ValueError(
-                f"capacity factor {self.capacity:g} without experts; use 2 experts or more, or leave it out"
-            )
-        if self.capacity is not None and not 1 <= self.capacity <= self.n_expert / self.top_k:
-            raise ValueError(
-                f"capacity factor {self.capacity:g}: use 1, which holds a balanced share, to"
-                f" {self.n_expert / self.top_k:g}, which holds all tokens on one of {self.n_expert} experts"
-            )
+            yield f"style={self.style!r} is unknown; use gpt or llama"
+        if self.n_embd % H:
+            yield f"n_embd={self.n_embd} does not split over {H} heads; use a multiple of {H}"
+        if H % K:
+            yield f"{H} heads do not split over {K} key-value heads; use a divisor of {H}"
+        if self.style == "gpt" and (K != H or self.n_hidden != 4 * self.n_embd):
+            shape = f"as many key-value heads as heads ({H}, not {K}) and is 4 x {self.n_embd} wide in its MLP"
+            yield f"a gpt has {shape} (not {self.n_hidden}); use style=llama"
+        if self.top_k > E:
+            yield f"top_k={self.top_k} of {E} expert(s); use more experts, or at most {E}"
+        if capacity is not None and E == 1:
+            yield f"capacity factor {capacity:g} without experts; use 2 experts or more, or leave it out"
+        if capacity is not None and not 1 <= capacity <= E / self.top_k:
+            most = f"{E / self.top_k:g}, which holds all tokens on one of {E} experts"
+            yield f"capacity factor {capacity:g}: use 1, which holds a balanced share, to {most}"
 
     @property
     def kv_width(self) -> int:

@@ -7,6 +7,10 @@
 What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are
 right, the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then
 less recomputation, then the simpler schedule, then less memory.
+
+What it knows stands in tables: ways to share state in `config.strategies`, machines, models and published runs in TOML
+files here, bytes by a strategy's dp_mode in `memory.STATES`, messages by dp_mode in `traffic.OF_DATA` and of the other
+axes in `traffic.OF_AXIS`; `step_time` turns them into seconds, one field of StepTime for each thing that is waited for.
 """
 
 from dataclasses import dataclass, replace
@@ -161,7 +165,7 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
 
     The batch stays as it is, so that a number that does not split it may fail where a smaller one fits.
     """
-    per_node = int(question.machine.gpus_per_node)
+    per_node = question.machine.gpus_per_node
     most = min(MOST_NODES, question.global_batch * question.model.n_layer)
     model, room = question.model, question.machine.memory_bytes
     for gpus in (*divisors(per_node), *(nodes * per_node for nodes in range(2, most + 1))):

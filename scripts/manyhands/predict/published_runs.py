@@ -166,11 +166,9 @@ def fit() -> Assumptions:
     The first run decides the passes over memory, the second the share of the peak.
     """
     runs = {run.name: run for run in RUNS}
-    found = Assumptions()
+    found, (first, second) = Assumptions(), FITTED_ON
     for _ in range(40):
-        for name, key, low, high in zip(
-            FITTED_ON, ("memory_passes", "matmul_share"), (0.0, 0.2), (20.0, 1.0), strict=True
-        ):
+        for name, key, low, high in ((first, "memory_passes", 0.0, 20.0), (second, "matmul_share", 0.2, 1.0)):
             for _ in range(40):
                 middle = (low + high) / 2
                 # more passes are slower, a larger share is faster

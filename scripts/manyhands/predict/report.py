@@ -254,7 +254,7 @@ def start_lines(question: Question, candidate: Candidate) -> list[tuple[str, str
     if flags is None:
         return []
     words, gpus = shlex.join(flags), question.gpus
-    per_node = min(int(question.machine.gpus_per_node), gpus)
+    per_node = min(question.machine.gpus_per_node, gpus)
     room = f"{question.machine.memory_bytes / 2**30:.0f}"
     lines = [("check it", f"python scripts/train.py {words} --ranks {gpus} --gpu-gib {room} --dry-run")]
     if gpus == 1:
