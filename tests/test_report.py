@@ -64,7 +64,7 @@ def started(tmp_path):
     """(a report that has begun, its clock)"""
     now = FakeTime()
     report = report_of(tmp_path, now)
-    report.start(1)
+    report.start()
     return report, now
 
 
@@ -88,7 +88,7 @@ def a_run(folder, steps=20, **kwargs):
     now = FakeTime()
     options = kwargs.pop("options", None) or options_of(steps)
     report = report_of(folder, now, options=options, **kwargs)
-    report.start(816_705)
+    report.start()
     for step in range(1, steps + 1):
         one_step(report, now, step)
         if step % 20 == 0 or step == steps:
@@ -171,7 +171,7 @@ def test_lines_align_with_the_header_and_fit_the_screen(tmp_path, capsys, monkey
 def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_path, capsys):
     now = FakeTime()
     report = report_of(tmp_path, now, options=options_of(5000))
-    report.start(816_705)
+    report.start()
     one_step(report, now, 1, step_s=90)  # it warms up
     for step in range(2, 31):
         one_step(report, now, step, step_s=20)
@@ -185,7 +185,7 @@ def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_
 def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
     now = FakeTime()
     report = report_of(tmp_path, now, layout=Layout(pipeline=2))
-    report.start(1)
+    report.start()
     report.timer.step_start()
     now.sleep(0.5)
     report.timer.step_done()
@@ -348,7 +348,7 @@ def test_mfu_is_the_models_flops_over_those_of_all_ranks_peaks(tmp_path, capsys)
     now = FakeTime()
     report = report_of(tmp_path, now, ranks=ranks_of(world_size=2, lesson="train"))
     report.peak = 2e12
-    report.start(1)
+    report.start()
     one_step(report, now, 1)
     (row,) = rows_in(tmp_path)
     assert row["mfu"] == pytest.approx(3072 * flops_per_token(CONFIG) / (2 * 2e12))
@@ -376,7 +376,7 @@ def test_a_loss_that_is_no_number_is_shown_and_written(started, tmp_path, capsys
 def test_a_resumed_run_starts_with_a_line(tmp_path):
     now = FakeTime()
     report = report_of(tmp_path, now, options=options_of(steps=600))
-    report.start(1)
+    report.start()
     for step in range(301, 311):
         one_step(report, now, step)
     assert [row["step"] for row in rows_in(tmp_path)] == [301, 310]
@@ -412,7 +412,7 @@ def run_of_two(ranks, folder):
         with contextlib.redirect_stdout(shown):
             mean_loss = lambda loss: mean_over_ranks(loss, all_reduce, ranks)  # noqa: E731
             report = report_of(folder, now, ranks=ranks, options=options_of(steps=12), mean_loss=mean_loss)
-            report.start(816_705)
+            report.start()
             per_step = []
             for step in range(1, 13):
                 before = len(calls)

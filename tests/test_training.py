@@ -222,7 +222,7 @@ def test_a_text_without_a_newline_is_sampled_from_its_first_token():
 
 def overflow(ranks, options, outputs):
     run, _ = begin(ranks, options, outputs)
-    run.report.start(1)
+    run.report.start()
     run.scale.scale = 2.0**40  # gradients of a loss of 3 times this are infinite in fp16
     before = run.parallel.named_full_parameters()
     run.train_step()
@@ -238,7 +238,7 @@ def test_a_step_whose_fp16_gradients_overflow_is_not_taken_on_any_rank(pool, tmp
 def evaluate(ranks, options, outputs):
     """The shapes and ids that this rank's model saw in an evaluation with a sample, its loss, and that of one model."""
     run, _ = begin(ranks, options, outputs)
-    run.report.start(1)
+    run.report.start()
     seen = []
     run.parallel.modules[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     run.evaluate()

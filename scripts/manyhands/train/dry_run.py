@@ -31,6 +31,7 @@ from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic
 from manyhands.predict.activation_memory import sequences_at_once
+from manyhands.train.report import about_run
 from manyhands.train.start import corpus_of, refuse_text
 
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
@@ -66,20 +67,13 @@ def describe(options, world_size, per_node=None):
     layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
         refuse_text(options, config, corpus)
-    train, share = options.train, options.train.global_batch // layout.data
-    tokens = train.global_batch * config.block_size
     held = memory.bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
+    about = about_run(options, config, layout)
+    if several_nodes:
+        about["ranks"] += f" (on nodes of {per_node} ranks)"
     said = [
-        f"{options.preset}: {config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
-        f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
-        f"{f'{world_size} ranks' if world_size > 1 else 'one rank'}, strategy {options.parallel.strategy}"
-        + (f": {layout}" if world_size > 1 else "")
-        + (f" (on nodes of {per_node} ranks)" if several_nodes else ""),
-        f"a step: {train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
-        f" {share} sequence{'s' * (share > 1)} in {layout.micro_batches}"
-        f" micro-batch{'es' * (layout.micro_batches > 1)}",
-        f"the run: {train.steps:,} steps, {train.steps * tokens:,} tokens",
+        *(f"{name}: {fact}" for name, fact in about.items()),
         f"a checkpoint: {gib(memory.checkpoint_bytes(config, options))}",
         "" if corpus else "not checked: vocabulary and prompt against the corpus, which is not on this machine yet",
         *held_lines(held, options, layout, config.dropout > 0),

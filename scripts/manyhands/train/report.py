@@ -1,7 +1,7 @@
 """What people see of a training run: a legend once, then a line per interval; and the same as JSON, always.
 
     report = Report(ranks, options, layout, config, corpus, folder, mean_loss)      # all ranks
-    report.start(num_params)                                                # who and what runs, and the legend
+    report.start()                                                          # who and what runs, and the legend
     report.timer.step_start() ... report.timer.step_done()                  # around each step, its batch included
     report.step(step, loss, grad_norm, lr)                                  # all ranks, every step; steps count from 1
     report.evaluation(step, val_loss); report.sample(step, text); report.note(sentence)
@@ -71,13 +71,13 @@ class Report:
             terminal = sys.stdout.isatty() if terminal is None else terminal
             self.bar = Bar(options.train.steps, terminal and options.log.progress)
 
-    def start(self, num_params):
+    def start(self):
         """Show who and what runs and the legend."""
         if not self.shows:
             return
         everything = all_columns(self.options, self.config, self.layout, self.ranks.device, self.peak)
         self.columns = fitting(everything, screen_width())
-        about = run_header(self.ranks, self.options, self.layout, self.config, self.corpus, self.folder, num_params)
+        about = run_header(self.options, self.config, self.layout, self.ranks.device, self.corpus, self.folder)
         self.bar.write(f"{about}\n\n{legend(everything, self.columns, screen_width())}\n")
         self.log = self._guarded(lambda: StepLog(self.ranks, str(self.folder.absolute() / "steps.jsonl")))
         self.trackers = Trackers(self.options, self.folder, self.ranks.world_size, self.note)
@@ -403,23 +403,28 @@ def legend(everything, shown, width):
     return "\n".join(lines)
 
 
-def run_header(ranks, options, layout, config, corpus, folder, num_params):
-    """A few aligned lines. `num_params`: parameters of the whole model."""
-    train, size, block = options.train, ranks.world_size, config.block_size
-    share = train.global_batch // layout.data
-    micro = f" in {layout.micro_batches} micro-batches" if layout.micro_batches > 1 else ""
-    tokens = train.global_batch * block
-    epochs = train.steps * tokens / max(1, len(corpus.train_ids))
-    device = device_name(ranks.device)
-    lines = {
-        "run": f"preset {options.preset}, {train.steps:,} steps; files in {folder}",
-        "model": f"{num_params:,} parameters: {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
-        f"block {block}, a vocabulary of {config.vocab_size}",
-        "ranks": f"{size} on {device}, {options.parallel.strategy}: {layout}",
-        "batch": f"{train.global_batch} sequences = {tokens:,} tokens per step; {share} per data rank{micro}",
+def about_run(options, config, layout):
+    """What runs, {name: a line}."""
+    train, parallel, many = options.train, options.parallel, layout.micro_batches
+    size, share, tokens = layout.world_size, train.global_batch // layout.data, train.global_batch * config.block_size
+    return {
+        "model": f"{config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
+        f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
+        "ranks": f"{size} ranks, strategy {parallel.strategy}: {layout}" if size > 1 else "one rank",
+        "a step": f"{train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
+        f" {share} sequence{'s' * (share > 1)} in {many} micro-batch{'es' * (many > 1)}",
+        "the run": f"preset {options.preset}: {train.steps:,} steps, {train.steps * tokens:,} tokens",
+    }
+
+
+def run_header(options, config, layout, device, corpus, folder):
+    """A few aligned lines."""
+    epochs = options.train.steps * options.train.global_batch * config.block_size / max(1, len(corpus.train_ids))
+    lines = about_run(options, config, layout) | {
         "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
-        "arithmetic": f"{train.precision}{', compiled' if train.compile else ''}; "
-        f"{flops_per_token(config) / 1e6:,.1f} MFLOP per token",
+        "arithmetic": f"{options.train.precision}{', compiled' * options.train.compile} on {device_name(device)};"
+        f" {flops_per_token(config) / 1e6:,.1f} MFLOP per token",
+        "files": str(folder),
     }
     whole = {"subsequent_indent": " " * 12, "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(textwrap.fill(f"{name:<11} {fact}", screen_width(), **whole) for name, fact in lines.items())

@@ -81,7 +81,7 @@ class Run:
         if self.ranks.rank == 0:
             point_latest_to(self.folder)  # not before: a run that was refused is nobody's latest
         clear_requeue(self.checkpoint_folder, self.ranks)
-        report.start(self.config.num_params())
+        report.start()
         left = options.train.steps - self.step
         try:
             with (
