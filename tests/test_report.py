@@ -18,6 +18,7 @@ from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPTConfig
+from manyhands.measure import wire
 from manyhands.predict.models import flops_per_token
 from manyhands.train import report
 from manyhands.train.report import KEYS, Report, launch_time
@@ -397,77 +398,36 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, capsys, mo
 
 
 def run_of_two(ranks, folder):
-    """What each rank showed and rank 0 wrote, where rank 1 takes twice as long and holds three times the memory."""
-    report_module = sys.modules["manyhands.train.report"]
-    report_module.peak_memory_gib = lambda ranks: 1.0 + 2.0 * ranks.rank
-    now, shown = FakeTime(), io.StringIO()
-    calls, all_reduce = [], dist.all_reduce
-
-    def counted(*args, **kwargs):
-        calls.append(args[0].numel())
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        with contextlib.redirect_stdout(shown):
-            mean_loss = lambda loss: mean_over_ranks(loss, all_reduce, ranks)  # noqa: E731
-            report = report_of(folder, now, ranks=ranks, options=options_of(steps=12), mean_loss=mean_loss)
-            report.start()
-            per_step = []
-            for step in range(1, 13):
-                before = len(calls)
+    """What each rank showed and sent, and rank 0 wrote, where rank 1 takes twice as long and holds three times more."""
+    sys.modules["manyhands.train.report"].peak_memory_gib = lambda ranks: 1.0 + 2.0 * ranks.rank
+    now, shown, per_step = FakeTime(), io.StringIO(), []
+    with contextlib.redirect_stdout(shown):
+        report = report_of(folder, now, ranks=ranks, options=options_of(steps=12), mean_loss=mean_over_ranks)
+        report.start()
+        for step in range(1, 13):
+            with wire.watch() as seen:
                 one_step(report, now, step, step_s=0.5 * (1 + ranks.rank), loss=2.0 + ranks.rank)
-                per_step.append(len(calls) - before)
-                if step == 12:
-                    report.evaluation(step, torch.tensor(2.75))
-            report.sample(12, "To be")
-            report.close("12 steps done")
-    finally:
-        dist.all_reduce = all_reduce
+            per_step.append(len(seen.calls))
+        report.evaluation(12, torch.tensor(2.75))
+        report.sample(12, "To be")
+        report.close("12 steps done")
     return shown.getvalue(), per_step, sorted(p.name for p in Path(folder).iterdir())
 
 
-def mean_over_ranks(loss, all_reduce, ranks):
-    loss = loss.clone()
-    all_reduce(loss)
-    return loss / ranks.world_size
+def mean_over_ranks(loss):
+    dist.all_reduce(loss)
+    return loss / 2
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    results = run_on_ranks(2, run_of_two, str(folder), environ={"COLUMNS": "160"})
-    return rows_in(folder), results
-
-
-def test_the_slowest_rank_decides_the_speed_and_is_named(two_ranks):
-    rows, _ = two_ranks
-    for row in rows:
+def test_numbers_are_told_over_ranks_and_rank_0_shows_them_for_one_collective_beside_the_loss(tmp_path):
+    results = run_on_ranks(2, run_of_two, str(tmp_path), environ={"COLUMNS": "160"})
+    for row in rows_in(tmp_path):
         assert (row["dt_min_s"], row["dt_mean_s"], row["dt_s"]) == pytest.approx((0.5, 0.75, 1.0))
-        assert row["slowest_rank"] == 1
-        assert row["samples_per_s"] == pytest.approx(24)
-        assert row["samples_per_s_per_rank"] == pytest.approx(12)
-
-
-def test_forward_backward_and_memory_are_told_over_ranks(two_ranks):
-    rows, _ = two_ranks
-    for row in rows:
+        assert row["slowest_rank"] == 1 and row["loss"] == 2.5
+        assert (row["samples_per_s"], row["samples_per_s_per_rank"]) == pytest.approx((24, 12))
         assert (row["dtf_s"], row["dtb_s"]) == pytest.approx((0.225, 0.375))
         assert (row["memory_min_gib"], row["memory_mean_gib"], row["memory_gib"]) == (1.0, 2.0, 3.0)
-
-
-def test_the_loss_is_the_mean_over_ranks(two_ranks):
-    rows, _ = two_ranks
-    assert [row["loss"] for row in rows] == [2.5, 2.5, 2.5]
-
-
-def test_only_rank_0_shows(two_ranks):
-    _, ((shown, _, files), (silent, _, _)) = two_ranks
-    assert len(lines_of(shown)) == 3 and silent == ""
-    assert files == ["steps.jsonl"]
-
-
-def test_a_line_costs_one_collective_beside_the_loss_and_other_steps_none(two_ranks):
-    _, results = two_ranks
+    (shown, _, files), (silent, _, _) = results
+    assert len(lines_of(shown)) == 3 and silent == "" and set(files) <= {"steps.jsonl", "outputs"}
     for _, per_step, _ in results:
-        assert per_step == [1 if step in (1, 10, 12) else 0 for step in range(1, 13)]
+        assert per_step == [2 if step in (1, 10, 12) else 0 for step in range(1, 13)]

@@ -10,8 +10,11 @@ import runpy
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -332,10 +335,8 @@ def signalled_in_evaluation(ranks, options, outputs):
     """(status, the steps at which a validation batch was begun, validation losses); rank 0 gets a SIGTERM in batch 3 of
     step 4.
     """
-    from manyhands.train import preemption
-
     run, _ = begin(ranks, options, outputs)
-    begun, evaluate, interval_s = [], run.parallel.evaluate, preemption.INTERVAL_S
+    begun, evaluate = [], run.parallel.evaluate
 
     def evaluate_and_signal(*share):
         begun.append(run.step)
@@ -345,12 +346,12 @@ def signalled_in_evaluation(ranks, options, outputs):
 
     run.parallel.evaluate = evaluate_and_signal
     before = signal.getsignal(signal.SIGTERM)
-    preemption.INTERVAL_S = 0  # ask each other whenever there is an occasion
     try:
-        resume(run)
-        status = run.go()
+        # they ask each other whenever there is an occasion
+        with mock.patch("manyhands.train.preemption.INTERVAL_S", 0):
+            resume(run)
+            status = run.go()
     finally:
-        preemption.INTERVAL_S = interval_s
         signal.signal(signal.SIGTERM, before)
     return status, begun, run.val_losses
 
@@ -370,15 +371,9 @@ def on_a_full_disk(ranks, options, outputs):
     """What a run says, and its status, whose last file finds no room."""
     from manyhands.launch import metrics
 
-    def full(path, text):
-        raise OSError(28, "No space left on device")
-
-    write_whole, metrics.write_whole = metrics.write_whole, full
-    try:
+    with mock.patch.object(metrics, "write_whole", side_effect=OSError(28, "No space left on device")):
         run, notes = begin(ranks, options, outputs)
         return run.go(), run.saved, notes
-    finally:
-        metrics.write_whole = write_whole
 
 
 def test_a_finished_run_whose_outputs_disk_is_full_says_so_and_has_not_failed(pool, tmp_path):
@@ -409,32 +404,14 @@ def test_a_refused_run_is_nobodys_latest(pool, tmp_path):
 
 def record_watch(ranks, options, outputs):
     """[(step, phase, how often it moved on)] as the stall watch of a run hears it."""
-    from manyhands.train import run as trainer_run
-
     heard = []
 
-    class Recorder:
-        def __init__(self, *_):
-            pass
+    def moved():
+        heard[-1][2] += 1
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def at(self, step, phase, allow_s=None):
-            heard.append([step, phase, 0])
-
-        def moved(self):
-            heard[-1][2] += 1
-
-    real, trainer_run.StallWatch = trainer_run.StallWatch, Recorder
-    try:
-        run, _ = begin(ranks, options, outputs)
-        run.go()
-    finally:
-        trainer_run.StallWatch = real
+    watch = SimpleNamespace(at=lambda step, phase, allow_s=None: heard.append([step, phase, 0]), moved=moved)
+    with mock.patch("manyhands.train.run.StallWatch", lambda *_: nullcontext(watch)):
+        begin(ranks, options, outputs)[0].go()
     return heard
 
 
