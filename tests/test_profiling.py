@@ -1,10 +1,8 @@
-"""A trace of a few steps from each rank, and on rank 0 where Python's time went."""
+"""A trace of a few steps from each rank."""
 
 import json
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -38,11 +36,6 @@ def traced(folder, rank):
     return sorted({name for name in names if name.startswith("ProfilerStep")}), names.count("aten::mm")
 
 
-@pytest.fixture
-def no_pyinstrument(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyinstrument", None)
-
-
 def test_each_rank_leaves_a_trace_of_three_steps_and_torchs_profiler_says_nothing_of_its_own(tmp_path):
     said = run_on_ranks(2, profiled_run, str(tmp_path))
     for rank in (0, 1):
@@ -57,37 +50,12 @@ def test_without_the_flag_nothing_happens(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("steps, expected", [(1, 1), (2, 2), (4, 3), (5, 3), (8, 3), (9, 3)])
-def test_a_short_run_is_traced_too(tmp_path, no_pyinstrument, steps, expected):
+def test_a_short_run_is_traced_too(tmp_path, steps, expected):
     said, _ = profiled_run(RANKS, tmp_path, steps=steps)
-    assert traced(tmp_path, 0)[1] == expected and "pip install -e '.[profile]'" in said[0]
+    assert traced(tmp_path, 0)[1] == expected and "perfetto" in said[0]
 
 
-def test_a_run_that_stops_while_it_is_traced_writes_what_it_has(tmp_path, no_pyinstrument):
+def test_a_run_that_stops_while_it_is_traced_writes_what_it_has(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         profiled_run(RANKS, tmp_path, ends_at=7)
     assert traced(tmp_path, 0)[1] == 2
-
-
-def test_pyinstruments_report_is_written_as_text_and_as_a_page(tmp_path, monkeypatch):
-    class Profiler:
-        def __init__(self, interval):
-            self.running = False
-
-        def start(self):
-            self.running = True
-
-        def stop(self):
-            assert self.running
-
-        def output_html(self):
-            return "<html>"
-
-        def output_text(self, **kwargs):
-            return "2.7 Tensor.backward"
-
-    module = ModuleType("pyinstrument")
-    module.Profiler = Profiler
-    monkeypatch.setitem(sys.modules, "pyinstrument", module)
-    profiled_run(RANKS, tmp_path)
-    assert (tmp_path / "profile" / "rank-0.html").read_text() == "<html>"
-    assert "Tensor.backward" in (tmp_path / "profile" / "rank-0.txt").read_text()

@@ -147,7 +147,7 @@ class LogOptions:
     progress: bool = True  # a bar, where the output is a terminal
     tensorboard: bool = False  # write for TensorBoard too
     wandb: str | None = None  # a project's name; works without network too (offline)
-    profile: bool = False  # torch.profiler's trace of each rank, and pyinstrument's report
+    profile: bool = False  # torch.profiler's trace of each rank
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ A GPU works behind the program: a clock on the wall would see how fast work is h
 in the device's own queue, and its times are read when they are asked for. On a CPU a mark is `perf_counter`.
 
 Profiled, each rank writes <folder>/profile/rank-N.json, a trace of a few steps for https://ui.perfetto.dev or
-chrome://tracing. Rank 0 also writes rank-0.html and rank-0.txt: how long each Python function took, over the whole run.
-Both cost time: a profiled run's tokens/s are not its speed.
+chrome://tracing. It costs time: a profiled run's tokens/s are not its speed.
 """
 
 import itertools
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from manyhands.launch.settings import set_default
 
 LATER, WARM_UP, TRACED = 4, 2, 3  # steps let pass (compilation, first allocations), warmed up, traced
 SILENT = "99"  # torch's profiler would write "USDT: ... profiler_start" into the table of steps
-SAMPLE_S = 0.002  # pyinstrument looks at the stack so often
 
 
 class Timing(NamedTuple):
@@ -102,10 +100,7 @@ class StepTimer:
 
 @contextmanager
 def profiled(ranks, options, folder, say, steps):
-    """Inside, a run of `steps` steps is profiled if `options` ask for it; gives what to call after each step.
-
-    torch's profiler on each rank, pyinstrument on rank 0, where `say(sentence)` is called.
-    """
+    """Inside, a run of `steps` steps is profiled if `options` ask for it; gives what to call after each step."""
     if not options.log.profile:
         yield lambda: None
         return
@@ -122,31 +117,7 @@ def profiled(ranks, options, folder, say, steps):
     active = max(1, min(TRACED, steps))  # a short run is traced from its start
     warmup = min(WARM_UP, steps - active)
     schedule = torch.profiler.schedule(wait=min(LATER, steps - active - warmup), warmup=warmup, active=active, repeat=1)
-    with ExitStack() as stack:  # a run that ends early writes what it has
-        trace = stack.enter_context(
-            torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace, acc_events=True)
-        )
-        if ranks.rank == 0:
-            stack.enter_context(_python_profile(folder, say))
-        yield trace.step
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace, acc_events=True) as trace:
+        yield trace.step  # a run that ends early writes what it has
     if ranks.rank == 0:
         say(f"profiles: {folder}; open rank-*.json in https://ui.perfetto.dev")
-
-
-@contextmanager
-def _python_profile(folder, say):
-    try:
-        from pyinstrument import Profiler
-    except ImportError:
-        say("pyinstrument is not installed: only torch's traces are written; pip install -e '.[profile]' installs it")
-        yield
-        return
-    profiler = Profiler(interval=SAMPLE_S)
-    profiler.start()
-    try:
-        yield
-    finally:
-        profiler.stop()
-        text = profiler.output_text(unicode=False, color=False, show_all=False)
-        for name, content in (("rank-0.html", profiler.output_html()), ("rank-0.txt", text)):
-            (folder / name).write_text(content, encoding="utf-8")
