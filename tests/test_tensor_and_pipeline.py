@@ -4,6 +4,7 @@ must.
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from one_process import BATCH, CONFIG, EXACT, assert_equal, batches, build, one_
 DEEP = replace(CONFIG, n_layer=8)
 TIED = replace(CONFIG, n_layer=2, tie=True, qkv_bias=True)
 UNEVEN = replace(CONFIG, n_layer=7)
-# float32, AdamW: its first steps are lr * g / |g|, which turns rounding of a gradient near 0 into a step of that size.
-# Seen: losses 5e-7 apart, norms 1e-7 of 1.3.
-FLOAT_LOSS, FLOAT_NORM = 1e-5, 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -118,24 +116,6 @@ PRODUCTS = {
 def test_products_train_like_one_process(pool, reference, case):
     n = 8 if case.count("2 ") + case.startswith("2 x 2 x 2") > 2 else 4
     assert_trains_like_one_process(pool, reference, n, **PRODUCTS[case])
-
-
-@pytest.mark.parametrize(
-    ("n", "options"),
-    [
-        (2, dict(strategy="tp", sequence_parallel=True, loss_parallel=True)),
-        (2, dict(strategy="pp", schedule="InterleavedZeroBubble")),
-        (8, dict(strategy="fsdp", tensor=2, pipeline=2, sequence_parallel=True)),
-    ],
-)
-def test_float32_with_adamw_stays_within_its_budget(pool, reference, n, options):
-    options = options_of(precision="fp32", **options)
-    expected = reference(options, CONFIG)
-    for result in pool.run(n, steps_of, options, CONFIG):
-        for seen, wanted in zip(result["steps"], expected["steps"], strict=True):
-            assert apart(seen["loss"], wanted["loss"]) <= FLOAT_LOSS
-            assert apart(seen["validation loss"], wanted["loss"]) <= FLOAT_LOSS
-            assert apart(seen["norm"], wanted["norm"]) <= FLOAT_NORM * wanted["norm"]
 
 
 def losses_in_bf16(ranks, options):
@@ -280,14 +260,8 @@ def executed(ranks, options, config):
             done.append(f"W{chunk}")
             return super().backward_weight_one_chunk(chunk, *args, **kwargs)
 
-    from manyhands.parallel import pipeline
-
-    torch_stage, pipeline.PipelineStage = pipeline.PipelineStage, Watched
-    try:
-        parallel = build(ranks, options, config)
-        parallel.forward_backward(*next(batches(config)))
-    finally:
-        pipeline.PipelineStage = torch_stage
+    with mock.patch("manyhands.parallel.pipeline.PipelineStage", Watched):
+        build(ranks, options, config).forward_backward(*next(batches(config)))
     return done
 
 
@@ -302,11 +276,6 @@ def test_1f1b_runs_ahead_as_far_as_the_stages_behind_it_and_then_alternates(pool
         # no more activations in flight than stages from here to the end
         in_flight = [sum((+1, -1)[a[0] == "B"] for a in done[: i + 1]) for i in range(len(done))]
         assert max(in_flight) == ahead
-
-
-def test_gpipe_does_all_forwards_before_the_first_backward(pool):
-    for done in pool.run(2, executed, options_of(strategy="pp", schedule="GPipe"), CONFIG):
-        assert [action[0] for action in done] == ["F"] * 4 + ["B"] * 4
 
 
 def test_zero_bubble_splits_the_backward(pool):
@@ -365,11 +334,8 @@ def masks(ranks, options):
 
     parallel.modules[0].blocks[0].drop.register_forward_hook(see)
     torch.manual_seed(1)
-    F.scaled_dot_product_attention = seeded
-    try:
+    with mock.patch.object(F, "scaled_dot_product_attention", seeded):
         loss = parallel.forward_backward(*next(batches(CONFIG)))
-    finally:
-        F.scaled_dot_product_attention = original
     gradients = parallel.named_full_gradients()
     return drawn["heads"], drawn["stream"], loss, gradients, torch.get_rng_state()
 
