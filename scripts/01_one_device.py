@@ -684,7 +684,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 
 
 def predict_kept(config, num_sequences, itemsize=4):
@@ -789,7 +789,7 @@ def kept_for_backward(call, model):
 
 # %%
 # %%ranks
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.predict import activation_memory
 
 model, (x_BT, y_BT) = new_model(), batch()
@@ -897,7 +897,7 @@ def forward_with(model, run_block, ids_BT, targets_BT):
 
 # %%
 # %%ranks
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode

@@ -778,7 +778,7 @@ catch_up(globals(), "gathered", "scattered", "split_stream")
 
 # %%
 # %%ranks
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.predict.activation_memory import WHOLE, saved_bytes
 
 

@@ -551,7 +551,7 @@ catch_up(globals(), "backward_of", "my_stage", "gpipe", "neighbours", "swap", "f
 
 # %%
 # %%ranks
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 
 stage = my_stage(new_model())
 x = batch(0)[0][0] if s == 0 else torch.zeros(rows, T, D, dtype=torch.float64, device=device)

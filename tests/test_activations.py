@@ -7,7 +7,7 @@ import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.predict.activation_memory import (
     activation_bytes,
     published_bytes,

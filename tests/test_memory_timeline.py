@@ -9,7 +9,7 @@ import pytest
 import torch
 from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.plots.memory_stack import memory_stack, memory_stacks
 from manyhands.predict.activation_memory import saved_bytes
 from torch import nn

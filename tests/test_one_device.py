@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from manyhands.course.catch_up import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
-from manyhands.measure import saved_activations
 from manyhands.measure.memory_timeline import MemoryTimeline
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.predict import activation_memory
 from manyhands.predict.models import flops_per_token
 from torch import nn
@@ -82,7 +82,7 @@ def test_what_is_kept_for_backward_is_what_the_package_counts_and_what_the_formu
     model, (ids, targets) = model_of(SHAKESPEARE), batch_of(SHAKESPEARE)
     ours, _ = lesson.kept_for_backward(lambda: model(ids, targets), model)
     block, head = lesson.predict_kept(SHAKESPEARE, SEQUENCES)
-    assert ours == saved_activations.count_saved(lambda: model(ids, targets), model).bytes
+    assert ours == count_saved(lambda: model(ids, targets), model).bytes
     assert ours == pytest.approx(4 * block + head, rel=0.005)
     assert ours == pytest.approx(sum(activation_memory.saved_bytes(SHAKESPEARE, SEQUENCES).values()), rel=0.005)
 

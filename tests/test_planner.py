@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, read_options
 from manyhands.gpt.model import GPTConfig
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from manyhands.parallel.pipeline import layers_of_stages, stage_owners
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.layouts import SCHEDULES, Question, families

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from manyhands.course.catch_up import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
-from manyhands.measure.saved_activations import count_saved
+from manyhands.measure.tensor_bytes import count_saved
 from torch import nn
 
 LESSON = "07_tensor_parallel"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.expect import count, expect_number, expect_tensor, expect_unchanged, number, shown, truth
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_unchanged, number, truth
 
 CLOSE = 1e-9
 
@@ -82,10 +82,7 @@ def attend(answer, ranks=None):
                 _judge_attend(answer, cache, layer, full, start, start + size)
             start += size
         for layer in range(2):
-            held = cache.get(layer)
-            if not isinstance(held, tuple | list) or len(held) != 2:
-                raise Wrong(f"cache[{layer}] should be (keys, values), not {shown(held)}")
-            for name, part, wanted in zip(("keys", "values"), held, full[layer, 1:, :, :, :start], strict=True):
+            for name, part, wanted in zip(("keys", "values"), cache[layer], full[layer, 1:, :, :, :start], strict=True):
                 case = f"what cache[{layer}] holds of {name} after {start} positions"
                 expect_tensor(part, wanted, case, it_is=f"those of all {start}, once and in their order", close=CLOSE)
 

@@ -1,7 +1,7 @@
 """What a forward keeps for the backward, by formula: of our GPT, of a rank's step, and by the two formulas in
 circulation.
 
-    sum(saved_bytes(config, sequences=8).values()) # of our GPT; `saved_activations.count_saved` counts the same
+    sum(saved_bytes(config, sequences=8).values()) # of our GPT; `measure.tensor_bytes.count_saved` counts the same
     activation_bytes(config, layout, options)      # of the fullest rank, at its fullest moment
     sequences_at_once(layout, options)             # of a micro-batch
     published_bytes(config, sequences=8)           # Korthikanti et al. 2022: another model in another precision
