@@ -59,18 +59,19 @@ def requests(seed, how_many, longest=40):
 def test_blocks_of_a_common_beginning_are_shared_and_outlive_their_sequence():
     pool = BlockPool(6, 4)
     ids = list(range(10))
-    digests = chained_digests(ids, 4, "m")
+    digests = chained_digests(ids, 4)
     assert len(digests) == 2, "only full blocks"
     table = pool.match(digests) + pool.take(3)
     for block, digest in zip(table, digests, strict=False):
         pool.seal(block, digest)
-    assert pool.match(chained_digests([*ids[:8], 99, 98, 97, 96], 4, "m")) == table[:2]
-    assert pool.match(chained_digests([99, *ids[1:]], 4, "m")) == [], "another first token, other keys"
-    assert pool.match(chained_digests(ids, 4, "other model")) == []
+    assert pool.match(chained_digests([*ids[:8], 99, 98, 97, 96], 4)) == table[:2]
+    assert pool.match(chained_digests([99, *ids[1:]], 4)) == [], "another first token, other keys"
     pool.release(table)
     pool.release(table[:2])
     assert pool.available() == 6 and pool.match(digests) == table[:2]
     assert pool.held() == 2 and pool.take(5) is None and pool.available() == 4
+    pool.forget_all()
+    assert pool.match(digests) == [], "of another model"
 
 
 # ---------------------------------------------------------------- the schedule

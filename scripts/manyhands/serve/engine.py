@@ -43,7 +43,8 @@ class Engine:
         weight, pool = next(model.parameters()), self.pool
         # first what may fail: then nothing has changed
         cache = PagedCache(model.config, pool.num_blocks, pool.block_size, weight.dtype, weight.device)
-        self.scheduler.change_model(version)
+        assert not self.scheduler.unfinished(), "sequences of the old model are unfinished"
+        self.pool.forget_all()
         self.cache, self.model, self.version = cache, model.eval(), version
         self.vocab_size = vocab_size or model.config.vocab_size
 

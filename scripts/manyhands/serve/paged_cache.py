@@ -12,9 +12,9 @@ and common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors
     logits_1NV = decoder.run(model, ids_1N, positions_1N, attend)    # the new positions of all sequences, in a row
 
 Position i of a sequence lies in block table[i // block_size], at place i % block_size. A block is found by a digest of
-*everything before its end*: its own tokens, all earlier ones, and a salt (which model, and whatever else its contents
-depend on). Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et
-al. 2023, PagedAttention); the bookkeeping is the same.
+*everything before its end*: its own tokens and all earlier ones. Where the model changes, all blocks are forgotten.
+Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et al. 2023,
+PagedAttention); the bookkeeping is the same.
 Shapes: N new positions in all, B sequences with T of them each, S positions that are gathered, P blocks of a table,
 H heads of size E.
 """
@@ -29,16 +29,15 @@ import torch
 import torch.nn.functional as F
 
 
-def chained_digests(ids: list[int], block_size: int, salt: str, known=()) -> list[bytes]:
+def chained_digests(ids: list[int], block_size: int, known=()) -> list[bytes]:
     """The digests of all full blocks of a list of ids, as bytes; `known` are those of its first blocks.
 
     Each covers the one before it, so that equal blocks after different beginnings differ.
     """
     digests = list(known)
     for i in range(len(digests), len(ids) // block_size):
-        before = digests[-1] if digests else hashlib.sha256(salt.encode()).digest()
         content = array("q", ids[i * block_size : (i + 1) * block_size]).tobytes()
-        digests.append(hashlib.sha256(before + content).digest())
+        digests.append(hashlib.sha256(b"".join(digests[-1:]) + content).digest())
     return digests
 
 

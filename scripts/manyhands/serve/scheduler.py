@@ -49,10 +49,10 @@ class Work:
 
 
 class Scheduler:
-    """Who waits, who runs, and what is next. `salt` names the model: blocks of another one are never shared."""
+    """Who waits, who runs, and what is next."""
 
-    def __init__(self, pool: BlockPool, max_running: int, prefill_tokens: int, salt: str = ""):
-        self.pool, self.max_running, self.prefill_tokens, self.salt = pool, max_running, prefill_tokens, salt
+    def __init__(self, pool: BlockPool, max_running: int, prefill_tokens: int):
+        self.pool, self.max_running, self.prefill_tokens = pool, max_running, prefill_tokens
         self.waiting: deque[CachedSequence] = deque()
         self.running: list[CachedSequence] = []  # in the order of admission
         self.hold_new = False  # no sequence starts: the model is about to change
@@ -87,20 +87,12 @@ class Scheduler:
         """The positions of `work` lie in the cache; who has finished makes room."""
         sequence, size = work.sequence, self.pool.block_size
         sequence.computed = work.stop
-        sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
+        sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
         for i in range(work.start // size, work.stop // size):
             self.pool.seal(sequence.table[i], sequence.digests[i])
         if sequence.finish is not None:
             self.running.remove(sequence)
             self._give_back(sequence)
-
-    def change_model(self, salt: str) -> None:
-        """From now on blocks belong to another model. No sequence of the old one may be unfinished."""
-        assert not self.unfinished(), "sequences of the old model are unfinished"
-        self.pool.forget_all()
-        self.salt = salt
-        for sequence in self.waiting:
-            sequence.digests = []
 
     def unfinished(self) -> list[CachedSequence]:
         """Sequences that have drawn or computed something with the present model."""
@@ -114,7 +106,7 @@ class Scheduler:
         if self.hold_new and not sequence.started:
             return None
         size = self.pool.block_size
-        sequence.digests = chained_digests(sequence.ids, size, self.salt, sequence.digests)
+        sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
         # at least the last token is computed: the next one is drawn from its logits
         table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
         more = self.pool.take(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
