@@ -39,7 +39,7 @@ def write_metrics(exact, close, corpus="shakespeare", measured=None):
 print(f"[rank {rank}] hello", flush=True)
 """
 
-GOOD = "write_metrics(42, 4.174)\ntime.sleep(1)  # long enough to be seen in a sample\n"
+GOOD = "write_metrics(42, 4.174)\ntime.sleep(2)  # long enough to be seen in a sample\n"
 
 RAISES = """\
 def ring(n):

@@ -195,13 +195,6 @@ def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_cours
     assert (package / "new.py").exists()
 
 
-def test_a_folder_that_holds_other_things_is_refused_and_kept(course, commands, venv, monkeypatch, capsys):
-    venv.mkdir()
-    (venv / "thesis.tex").touch()
-    assert "this course did not build it, and it stays as it is" in refusal(monkeypatch, capsys, venv)
-    assert os.listdir(venv) == ["thesis.tex"]
-
-
 def test_what_pip_runs_in_is_not_led_astray_by_the_users_own_settings(monkeypatch, tmp_path):
     for name, value in {"PYTHONPATH": "/elsewhere", "PIP_USER": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -274,8 +267,13 @@ def test_a_shared_environment_is_not_cleared_even_by_the_word(course, commands, 
 
 
 @pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"]])
-def test_an_environment_that_no_course_built_is_refused_and_kept(course, commands, venv, monkeypatch, capsys, flags):
-    site_with(venv, ("thesis", "1.0"))
+@pytest.mark.parametrize("what", ["an environment", "a folder of other things"])
+def test_what_no_course_built_is_refused_and_kept(course, commands, venv, monkeypatch, capsys, flags, what):
+    if what == "an environment":
+        site_with(venv, ("thesis", "1.0"))
+    else:
+        venv.mkdir()
+        (venv / "thesis.tex").write_text("years of work")
     before = contents(venv)
     assert "this course did not build it, and it stays as it is" in refusal(monkeypatch, capsys, venv, *flags)
     assert commands == [] and contents(venv) == before
@@ -417,12 +415,6 @@ def test_a_site_whose_torch_is_too_old_is_refused_with_both_versions(
     site = site_with(tmp_path / "site", ("torch", "2.5.1a0+gitdeadbee"), ("mpi4py", "4.0.0"))
     sentence = refusal(monkeypatch, capsys, venv, "--site-python", site)
     assert sentence.endswith("has torch 2.5.1a0+gitdeadbee; the course needs 2.6 or newer")
-
-
-def test_a_site_python_that_is_not_there_is_named(course, commands, venv, monkeypatch, capsys):
-    assert refusal(monkeypatch, capsys, venv, "--site-python", "/nowhere/python").startswith(
-        "SITE_PYTHON=/nowhere/python does not run"
-    )
 
 
 # ------------------------------------------------------------------ the Makefile
