@@ -4,7 +4,6 @@ import contextlib
 import gc
 import weakref
 
-import matplotlib
 import pytest
 import torch
 from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
@@ -334,17 +333,6 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_stack_has_an_area_for_each_kind_up_to_the_peak_on_the_scale_that_is_asked_for(step):
-    _, seen = step
-    figure = memory_stack(seen.samples, "a step", highest=3e9)
-    (axes,) = figure.axes
-    assert legend(figure) == ["other", "activations", "gradients", "optimizer", "parameters"], "what is there"
-    assert [text.get_text().strip() for text in axes.texts] == ["forward", "backward", "optimizer"]
-    top = max(area.get_paths()[0].vertices[:, 1].max() for area in axes.collections)
-    assert top == pytest.approx(seen.peak.total / 1e9)
-    assert axes.get_ylabel() == "memory, GB" and axes.get_ylim()[1] > 3
-
-
 def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
     samples = [Sample("forward", {"parameters": 1000 * p, "activations": 1000 * a}) for p, a in
                [(4, 0), (4, 2), (4, 6), (4, 6), (4, 1)]]  # fmt: skip
@@ -356,16 +344,6 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
         memory_stack(samples, "t", predicted={"weights": 1})
     with pytest.raises(ValueError, match="no samples yet"):
         memory_stack([], "t")
-
-
-def test_kinds_of_memory_differ_in_lightness_or_hatching_in_black_and_white():
-    from manyhands.plots.looks import BYTES
-
-    seen = set()
-    for colour, hatch in BYTES.values():
-        red, green, blue = matplotlib.colors.to_rgb(colour)
-        seen.add((round(0.2126 * red + 0.7152 * green + 0.0722 * blue, 1), hatch))
-    assert len(seen) == len(BYTES) == len(KINDS)
 
 
 def _phased(*phases):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.measure.timeline import Span
+from manyhands.measure.virtual_network import Span
 from manyhands.predict.pipeline_schedules import (
     SCHEDULES,
     Action,

@@ -31,6 +31,7 @@ A straggler is a rank whose compute takes longer; where the others then wait, th
     steps = net.gather_steps()       # rank 0: {"compute": [[s of each step] of each rank], "communication": ...}
 """
 
+import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,10 +39,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from manyhands.measure.timeline import LANES, Span, gather
-
+LANES = ("compute", "communication", "waiting")
 _STAMP = 8  # bytes of the time sent, ahead of each message's payload
 _ROUNDING = 1e-9  # of a clock's reading: ranks in step differ by no more
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that rank `rank` did from start_s to end_s (virtual seconds); `lane` is one of LANES."""
+
+    rank: int
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,6 @@ class VirtualNetwork:
                 f"choose ranks_per_node so that it divides {self.world_size}"
             )
         self.inside, self.between, self.group = inside, between or inside, group
-        self._ranks = ranks
         self._slowdown = slowdown if callable(slowdown) else _of_ranks(slowdown or {}, self.world_size)
         self.reset()
 
@@ -214,8 +224,12 @@ class VirtualNetwork:
         return tensor
 
     def gather_spans(self):
-        """Every rank's spans on rank 0, None on the others; all ranks call it."""
-        return gather(self.spans, self._ranks, group=self.group)
+        """Every rank's spans on rank 0, by rank and start; None on the others. All ranks call it."""
+        everyone = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(self.spans, everyone, group=self.group, group_dst=0)
+        if self.rank != 0:
+            return None
+        return sorted(itertools.chain(*everyone), key=lambda span: (span.rank, span.start_s, span.end_s))
 
     def gather_steps(self):
         """{"compute" | "communication" | "waiting" | "total": [[seconds of each step] of each rank]} on rank 0, else
