@@ -88,7 +88,6 @@ DO_NOT_ASK_WHO_WAITS = {
     "last group": lambda group, number, odd, members, records: -list(members).index(group),
     "smallest group": lambda group, number, odd, members, records: len(members[group]),
     "largest group": lambda group, number, odd, members, records: -len(members[group]),
-    "earliest call": lambda group, number, odd, members, records: number,
     "shortest record": lambda group, number, odd, members, records: len(records[odd[0]]),
 }
 
@@ -229,8 +228,6 @@ REJECTED = {
             "the buffer of rank 0 no longer holds call 1 of 'world'"),
         culprit_is_the_first_that_waits_nowhere: "because of what it left out before, in 'pipe'",
         "a rank only": (lambda records, members: ours.culprit(records, members)[0], "should be [2, 'world', 6], not 2"),
-        "an invented group": (culprit_but(lambda rank, group, number, made: (rank, "default_pg", number)),
-            "should be [2, 'world', 6], not [2, 'default_pg', 6]"),
     }
     | {name: (culprit_of_a_group_with_one_odd_rank(order), "but only because it waits in another group")
        for name, order in DO_NOT_ASK_WHO_WAITS.items()},

@@ -235,23 +235,6 @@ def test_the_zoos_norm_is_a_ranks_own_and_its_gradient_stays_too_long_by_the_roo
     assert all(after == pytest.approx(0.01 * 4**0.5, rel=1e-3) for _, _, after in found)
 
 
-def test_6_4_2_keeps_38_numbers_under_ddp_and_19_under_fsdp_on_two(pool):
-    assert pool.run(2, shares_of_6_4_2) == [(19, 19), (19, 19)]
-    assert [here for here, _ in pool.run(4, shares_of_6_4_2)] == [10] * 4
-    assert pool.run(1, shares_of_6_4_2) == [(38, 38)]
-
-
-def shares_of_6_4_2(ranks):
-    """Numbers of this rank's share by the lesson's unit and by fully_shard."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    network = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
-    by_hand = len(ours().Unit(network.parameters(), apart=True).share_p)
-    fully_shard(network, mesh=init_device_mesh("cpu", (ranks.world_size,)))
-    return by_hand, sum(p.to_local().numel() for p in network.parameters())
-
-
 def a_step_of_a_spread_model(ranks):
     from manyhands.train.dry_run import model_from_flags
 
