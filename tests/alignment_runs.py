@@ -1,7 +1,7 @@
 """A small alignment run on the ranks of a test: its base, its text, its options, and what each rank saw."""
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from manyhands.align.chat import END, with_markers
@@ -76,16 +76,11 @@ def carry_out(ranks, wanted, outputs):
     run = begin(ranks, wanted, outputs)
     resume(run)
     first = run.step
-    status = run.go()
+    run.go()
     return {
-        "status": status,
-        "first": first,
-        "numbers": run.numbers,
-        "val_losses": run.val_losses,
-        "weights": run.parallel.named_full_parameters(),
-        "checkpoints": str(run.checkpoint_folder),
-        "config": asdict(run.config),
-    }
+        "first": first, "numbers": run.numbers, "val_losses": run.val_losses,
+        "weights": run.parallel.named_full_parameters(), "checkpoints": str(run.checkpoint_folder),
+    }  # fmt: skip
 
 
 def first_gradients(ranks, wanted, outputs):

@@ -13,18 +13,9 @@ from manyhands.checkpoint.export import load_model, write_export
 from manyhands.checkpoint.manifest import MANIFEST
 
 SHORT = [
-    "--train.steps",
-    "2",
-    "--train.global-batch",
-    "8",
-    "--log.no-plots",
-    "--data.speeches",
-    "0",
-    "--data.held-out",
-    "16",
-    "--data.letters",
-    "6",
-]
+    "--train.steps", "2", "--train.global-batch", "8", "--log.no-plots", "--data.speeches", "0",
+    "--data.held-out", "16", "--data.letters", "6",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
