@@ -24,6 +24,7 @@ Shapes: N examples, B rows of all ranks, b of this data rank, P tokens of the lo
 T = P + n, V tokens in the vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +43,7 @@ HELD_OUT_SEED = 7  # the same held-out words in every run
 MOST_SPEECHES = 128  # on which the held-out loss is measured
 
 
-def rows(encoded, longest=None, length=None):
+def rows(encoded: list[tuple], longest: int | None = None, length: int | None = None):
     """[(ids, answer)] of `chat.encode` as (ids_NT, answer_NT): padded behind with id 0, which no mask counts.
 
     T is `length`, else that of the longest. Attention is causal: what stands behind an example changes nothing in it.
@@ -72,7 +73,7 @@ def masked_sum(logits_bTV, targets_bT, mask_bT):
     return -(token_log_probs(logits_bTV, targets_bT) * mask_bT).sum()
 
 
-def own_draws(seed, step, num_rows, n, rank, size):
+def own_draws(seed: int, step: int, num_rows: int, n: int, rank: int, size: int) -> torch.Tensor:
     """This rank's rows of [num_rows, n] numbers in [0, 1), float64, drawn from (seed, step)."""
     draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step, 1)))
     return torch.from_numpy(np.array_split(draw.random((num_rows, n)), size)[rank])
@@ -104,7 +105,7 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     return tuple(part.to(device) for part in rows(written, length=prompts_bP.shape[1] + n))
 
 
-def texts(ids_bT, lengths_b, vocab, read):
+def texts(ids_bT: torch.Tensor, lengths_b: torch.Tensor, vocab: list[str], read: Callable) -> list[str]:
     """The answers as texts: `read` (`chat.answered`) of the ids behind each prompt."""
     return [read(row[length:], vocab) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]
 

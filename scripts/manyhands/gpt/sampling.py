@@ -40,7 +40,7 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to keep all tokens")
 
 
-def probabilities(logits_BV, samplings):
+def probabilities(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
     """float64 [B, V] on the CPU: row b as samplings[b] asks for.
 
     Top-k comes first, then top-p among what it left (Holtzman et al. 2020, section 3.1): the token with which the sum
@@ -71,7 +71,7 @@ def _cut(p_BV, samplings):
     return torch.zeros_like(p_BV).scatter_(1, order_BV, sorted_BV)
 
 
-def draw(p_BV, uniform_B):
+def draw(p_BV: torch.Tensor, uniform_B: list[float]) -> torch.Tensor:
     """Ids [B]: the first token at which row b's running sum exceeds uniform_B[b]. None of probability 0 is drawn."""
     sums_BV = p_BV.cumsum(-1)
     uniform_B1 = torch.as_tensor(uniform_B, dtype=torch.float64)[:, None]
@@ -80,7 +80,7 @@ def draw(p_BV, uniform_B):
     return torch.minimum(ids_B1, last_B1)[:, 0]
 
 
-def uniforms(seed, n):
+def uniforms(seed: int | None, n: int) -> list[float]:
     """n numbers in [0, 1) that depend on the seed alone. With seed None they are drawn from the system."""
     return np.random.default_rng(np.random.SeedSequence(seed)).random(n).tolist()
 
