@@ -132,23 +132,6 @@ def test_the_stages_of_zero_share_one_thing_more_each(stage, per_rank):
         assert getattr(bytes_, kind) == pytest.approx(factor * P, rel=1e-6)
 
 
-def test_fsdp_gathers_the_root_and_one_unit_and_larger_units_take_more():
-    """Root: V D + T D + 2 D + V (D + 1). A block: 12 D^2 + 10 D. Four bytes each; bf16 gathers two."""
-    V, T, D = 68, 64, 128  # a vocabulary of 65, padded to split over 4 ranks
-    root, block = V * D + T * D + 2 * D + V * (D + 1), 12 * D**2 + 10 * D
-    flags = "--model.vocab-size 65 --parallel.strategy fsdp"
-    assert held(flags, 4).unsharded_parameters == 4 * (root + block)
-    assert held(f"{flags} --train.precision bf16", 4).unsharded_parameters == 2 * (root + block)
-    assert held(f"{flags} --parallel.wrapping block_group:2", 4).unsharded_parameters == 4 * (root + 2 * block)
-    outside = V * D + V * (D + 1)  # token embedding and head are units of their own, smaller than a block
-    assert held(f"{flags} --parallel.wrapping block_and_size", 4).unsharded_parameters == 4 * (root - outside + block)
-    assert held(f"{flags} --parallel.sharding grad_op", 4).unsharded_parameters == 4 * (root + 4 * block), (
-        "all stay until the backward"
-    )
-    smaller = held(f"{flags} --parallel.wrapping size:50000", 4)
-    assert smaller.unsharded_parameters < 4 * (root + block), "an MLP is a unit of its own"
-
-
 def test_a_checkpoint_is_as_large_under_every_strategy():
     config, _, options = read("--model.vocab-size 65", 1)
     assert checkpoint_bytes(config, options) == 12 * 816_705
