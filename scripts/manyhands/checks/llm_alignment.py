@@ -23,39 +23,19 @@ def loss_mask(answer, ranks=None):
             ([[user, 1, end, assistant, 3, 4]], "of an answer that was cut off"),
         ):
             ids_BT = torch.tensor(talks)
-            given_BT = answer(ids_BT.clone(), assistant, end)
-            names = {user: "<|user|>", assistant: "<|assistant|>", end: "<|end|>", 0: "padding"}
-            _judge_mask(given_BT, ids_BT, assistant, end, names, what)
-
-
-def _judge_mask(given_BT, ids_BT, assistant, end, names, what):
-    wanted_BT = torch.tensor([_written(row, assistant, end) for row in ids_BT.tolist()])
-    shape = list(wanted_BT.shape)
-    if not isinstance(given_BT, torch.Tensor):
-        raise Wrong(f"return a tensor, the mask of the targets, not {shown(given_BT)}")
-    if given_BT.shape != wanted_BT.shape:
-        raise Wrong(
-            f"ids {list(ids_BT.shape)} have targets {shape}, one fewer per row; your mask is {list(given_BT.shape)}"
-        )
-    if not torch.equal(given_BT.bool().to(given_BT.dtype), given_BT):
-        raise Wrong("a mask holds True and False (or 1 and 0), and nothing else")
-    if torch.equal(given_BT.bool(), wanted_BT):
-        return
-    if torch.equal(given_BT.bool(), F.pad(wanted_BT[:, :-1], (1, 0))):  # True where the assistant's token is read
-        raise Wrong(
-            "your mask is one position too late: target t is token t + 1, so the first letter counts at the "
-            "assistant's marker"
-        )
-    row, t = (given_BT.bool() != wanted_BT).nonzero()[0].tolist()
-    token = ids_BT[row, t + 1].item()
-    why = "the assistant wrote it" if wanted_BT[row, t] else "nobody has to learn it"
-    if token == end:
-        why = (
-            "it ends an answer: without it the model never learns to stop" if wanted_BT[row, t] else "it ends no answer"
-        )
-    verb = "does not count" if wanted_BT[row, t] else "counts"
-    name = names.get(token, f"the letter {token}")
-    raise Wrong(f"in the conversation {what}, target {t}, {name}, {verb} in your mask, but {why}")
+            found_BT = answer(ids_BT.clone(), assistant, end)
+            wanted_BT = torch.tensor([_written(row, assistant, end) for row in talks])
+            ends_BT = ids_BT[:, 1:] == end
+            slips = {
+                "that is one position too late: target t is token t + 1, so the first letter counts at the assistant's "
+                "marker": F.pad(wanted_BT[:, :-1], (1, 0)),
+                "the end of an answer counts: without it the model never learns to stop": wanted_BT & ~ends_BT,
+                "an end marker that ends no answer does not count": wanted_BT | ends_BT,
+                "nobody has to learn what the user wrote": torch.ones_like(wanted_BT),
+                "an answer ends at its end marker": ((ids_BT == assistant).cumsum(1) > 0)[:, :-1],
+            }
+            wanted_BT = wanted_BT.to(getattr(found_BT, "dtype", torch.bool))  # ones and zeros will do
+            expect_tensor(found_BT, wanted_BT, f"for a conversation {what} the mask of the targets", slips)
 
 
 def _written(row, assistant, end):
@@ -170,18 +150,12 @@ def advantages(answer, ranks):
             "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0),
         }
         slips = {why: wrong_B.chunk(n)[ranks.rank] for why, wrong_B in slips.items()}
-        if len(mine_b) > 1:
-            slips["they have the mean of this rank's answers, and a group may lie on several ranks"] = _advantages(
-                mine_b, len(mine_b)
+        if len(mine_b) > 1 and (len(mine_b) % group == 0 or group % len(mine_b) == 0):
+            slips["they have the mean of the part of a group that is on this rank; a group may lie on several"] = (
+                _advantages(mine_b, min(group, len(mine_b)))
             )
-            if len(mine_b) % group == 0 or group % len(mine_b) == 0:
-                slips["they have the mean of the part of a group that is on this rank; a group may lie on several"] = (
-                    _advantages(mine_b, min(group, len(mine_b)))
-                )
-        wanted_b, case = (
-            _advantages(rewards_B, group).chunk(n)[ranks.rank],
-            f"with groups of {group} on {count(n, 'rank')}",
-        )
+        wanted_b = _advantages(rewards_B, group).chunk(n)[ranks.rank]
+        case = f"with groups of {group} on {count(n, 'rank')}"
         expect_tensor(found_b, wanted_b, f"{case} what came back", slips, it_is="this rank's advantages")
         expect_traffic(seen, "the advantages are right", "gather the rewards", calls=1, payload=rewards_B.nbytes)
 
