@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from manyhands.launch import allocation, commands, devices, join, rendezvous, settings
@@ -376,7 +377,7 @@ def test_two_ranks_meet_leave_and_meet_again(start, script):
     command, launcher, mpi = STARTS[start]
     later = script.parents[1] / "notebooks" / "07_sum.ipynb"
     later.parent.mkdir()
-    later.write_text('{"cells": [{"cell_type": "code", "source": ["changed()"]}]}')
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("changed()")]), later)
     os.utime(script, (1, 1))
     status, output, errors = run(*command, script, "--length", "3")
     assert status == 0, errors

@@ -37,7 +37,7 @@ def read(path):
 
     try:
         return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
-    except ValueError as error:  # half a JSON, a header that is no YAML, bytes that are no text
+    except (ValueError, AttributeError) as error:  # half a JSON, one of other keys, a header that is no YAML
         first_line = str(error).split("\n")[0][:120]
         raise PairError(f"{path} is neither a notebook nor a script of cells: {first_line}") from None
 
