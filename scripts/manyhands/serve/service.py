@@ -8,7 +8,7 @@
     verdict = await service.consider("newest")     # a new checkpoint, through the gate
     await service.stop()
 
-All of it belongs to the event loop. Only a step of the engine runs in a thread, beside the loop; what is asked for
+All of it belongs to the event loop. Only the engine's steps run in a thread, beside the loop; what is asked for
 meanwhile happens before the next one. A slow reader finds more tokens at a time; none waits for another, and a ticket
 never holds more than the model's context.
 """
@@ -118,6 +118,7 @@ class Service:
     async def stop(self) -> None:
         """End after the present step. Requests that are still open get no more tokens."""
         tasks = self.writing, self.first_look
+        self.changes.append(None)  # no step after the present one
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,7 +162,7 @@ class Service:
         self.woken.set()
 
     async def _write(self):
-        """For ever: what was asked for, then a step, and its tokens to whoever waits for them."""
+        """For ever: what was asked for, then steps until something else is."""
         loop, engine = asyncio.get_running_loop(), self.engine
         while True:
             await self.woken.wait()
@@ -173,23 +174,31 @@ class Service:
                     self.woken.clear()
                     continue
                 try:
-                    self._deliver(await loop.run_in_executor(self.thread, engine.step))
-                    self.failed = False
+                    await loop.run_in_executor(self.thread, self._steps, loop)
                 except Exception:  # one request must not end all others for ever
                     log.exception("the engine failed in a step")
                     self.failed = True
                     self._drop_all()
 
+    def _steps(self, loop):
+        """In the thread: step after step, so that none waits for the loop, until something is to change."""
+        scheduler = self.engine.scheduler
+        while True:
+            drawn = [(sequence, next_id, sequence.finish) for sequence, next_id in self.engine.step()]
+            loop.call_soon_threadsafe(self._deliver, drawn)
+            if self.changes or scheduler.hold_new or self.engine.idle():
+                return
+
     def _deliver(self, drawn):
-        now = time.monotonic()
-        for sequence, next_id in drawn:
+        now, self.failed = time.monotonic(), False
+        for sequence, next_id, finish in drawn:
             if (ticket := self.tickets.get(sequence)) is None:  # closed during the step
                 continue
             if ticket.first_s is None:
                 ticket.first_s, ticket.version = now - ticket.submitted_s, self.engine.version
             ticket.ids.append(next_id)
-            ticket.finish = sequence.finish
-            if sequence.finish is not None:
+            ticket.finish = finish  # as of this step: the thread may be further
+            if finish is not None:
                 del self.tickets[sequence]
             ticket.news.set()
 
