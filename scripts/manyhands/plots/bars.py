@@ -2,24 +2,7 @@
 
 from statistics import median_high
 
-from manyhands.plots.looks import (
-    ACTIVITIES,
-    ALTERNATIVES,
-    BYTES,
-    EDGE,
-    FAINT,
-    GREY,
-    INK,
-    MEASURED,
-    PREDICTED,
-    QUIET,
-    errorbars,
-    kind_keys,
-    new_figure,
-    rank_colour,
-    stacked,
-    tint,
-)
+from manyhands.plots import looks
 
 KINDS = ("parameters", "optimizer", "gradients")  # what is there between two steps
 
@@ -30,10 +13,10 @@ def held_and_sent(rows, num_params, title):
     `rows`: {name: (held, held by formula, volume, volume by formula, note)}. Held are objects with bytes as attributes,
     one for each of KINDS; volumes are in numbers of parameters, P; the note stands beside the right bar.
     """
-    figure, (left, right) = new_figure(9.5, 1.6 + 0.3 * len(rows), 1, 2, sharey=True)
+    figure, (left, right) = looks.new_figure(9.5, 1.6 + 0.3 * len(rows), 1, 2, sharey=True)
     for i, (held, formula, volume, expected, note) in enumerate(rows.values()):
-        stacked(left, i, [(getattr(held, kind) / num_params, *BYTES[kind]) for kind in KINDS], 0.7)
-        right.barh(i, volume, 0.7, fc=GREY, ec=INK)
+        looks.stacked(left, i, [(getattr(held, kind) / num_params, *looks.BYTES[kind]) for kind in KINDS], 0.7)
+        right.barh(i, volume, 0.7, fc=looks.GREY, ec=looks.INK)
         for axes, value in ((left, sum(getattr(formula, kind) for kind in KINDS) / num_params), (right, expected)):
             _predicted(axes, i, value, 0.48)
         right.text(max(volume, expected) + 0.08, i, f"{volume:.2f} P, {note}", va="center")
@@ -51,10 +34,10 @@ def planned_and_held(rows, title):
 
     `rows`: [(name, {kind: bytes held}, bytes planned)], with a value for each of KINDS.
     """
-    figure, axes = new_figure(8.6, 1.6 + 0.34 * len(rows))
+    figure, axes = looks.new_figure(8.6, 1.6 + 0.34 * len(rows))
     most = max(max(sum(held.values()), planned) for _, held, planned in rows)
     for i, (_, held, planned) in enumerate(rows):
-        total = 1e3 * stacked(axes, i, [(held[kind] / 1e3, *BYTES[kind]) for kind in KINDS], 0.64)
+        total = 1e3 * looks.stacked(axes, i, [(held[kind] / 1e3, *looks.BYTES[kind]) for kind in KINDS], 0.64)
         _predicted(axes, i, planned / 1e3, 0.5, lw=2.2, zorder=3)
         said = f"{total / 1e3:,.1f} kB, planned {planned / 1e3:,.1f}"
         axes.text((max(total, planned) + 0.015 * most) / 1e3, i, said, va="center")
@@ -75,11 +58,11 @@ def kept_and_timed(kept, times, alone_s, title):
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure, (left, right) = new_figure(9.5, 3.4, 1, 2)
-    colour, hatch = BYTES["activations"]
+    figure, (left, right) = looks.new_figure(9.5, 3.4, 1, 2)
+    colour, hatch = looks.BYTES["activations"]
     for i, (measured, whole, share) in enumerate(kept.values()):
-        left.barh(i, whole / 1e6, 0.6, fc=GREY, ec=INK)
-        left.barh(i, (measured - whole) / 1e6, 0.6, left=whole / 1e6, fc=colour, ec=INK, hatch=hatch)
+        left.barh(i, whole / 1e6, 0.6, fc=looks.GREY, ec=looks.INK)
+        left.barh(i, (measured - whole) / 1e6, 0.6, left=whole / 1e6, fc=colour, ec=looks.INK, hatch=hatch)
         _predicted(left, i, (whole + share) / 1e6)
         left.text((max(measured, whole + share)) / 1e6, i, f"  {measured / 1e6:.2f} MB", va="center")
     left.set(xlabel="kept for backward, MB", title=title)
@@ -88,9 +71,9 @@ def kept_and_timed(kept, times, alone_s, title):
 
     rows = {"one rank alone": (alone_s, 0.0, alone_s)} | times
     for i, (total, communication, formula) in enumerate(rows.values()):
-        right.barh(i, 1e3 * (total - communication), 0.6, fc=GREY, ec=INK)
+        right.barh(i, 1e3 * (total - communication), 0.6, fc=looks.GREY, ec=looks.INK)
         if communication:
-            left_ms, style = 1e3 * (total - communication), ACTIVITIES["communication"]
+            left_ms, style = 1e3 * (total - communication), looks.ACTIVITIES["communication"]
             right.barh(i, 1e3 * communication, 0.6, left=left_ms, fc="none", **style)
         _predicted(right, i, 1e3 * formula)
         right.text(1e3 * total, i, f"  {1e3 * total:.2f} ms", va="center")
@@ -98,11 +81,11 @@ def kept_and_timed(kept, times, alone_s, title):
     right.set_xlim(0, 1.3e3 * max(row[0] for row in rows.values()))
     right.set_yticks(range(len(rows)), list(rows))
     keys = [
-        Patch(fc=GREY, ec=INK, label="whole on every rank"),
-        Patch(fc=colour, ec=INK, hatch=hatch, label="divided among ranks"),
-        Patch(fc=GREY, ec=INK, label="compute"),
-        Patch(fc="none", **ACTIVITIES["communication"], label="communication"),
-        Line2D([], [], **PREDICTED, label="by formula"),
+        Patch(fc=looks.GREY, ec=looks.INK, label="whole on every rank"),
+        Patch(fc=colour, ec=looks.INK, hatch=hatch, label="divided among ranks"),
+        Patch(fc=looks.GREY, ec=looks.INK, label="compute"),
+        Patch(fc="none", **looks.ACTIVITIES["communication"], label="communication"),
+        Line2D([], [], **looks.PREDICTED, label="by formula"),
     ]
     for axes in (left, right):
         axes.invert_yaxis()
@@ -113,13 +96,13 @@ def kept_and_timed(kept, times, alone_s, title):
 
 
 def _predicted(axes, i, value, reach=0.42, **style):
-    axes.plot([value, value], [i - reach, i + reach], **PREDICTED | style)
+    axes.plot([value, value], [i - reach, i + reach], **looks.PREDICTED | style)
 
 
 def _legend(figure, label):
     from matplotlib.lines import Line2D
 
-    keys = [*kind_keys(KINDS), Line2D([], [], **PREDICTED, label=label)]
+    keys = [*looks.kind_keys(KINDS), Line2D([], [], **looks.PREDICTED, label=label)]
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
 
 
@@ -129,16 +112,16 @@ def kept_and_dropped(documents, characters, title):
     documents, characters: {what became of them: count}, "kept" first.
     """
     names = list(documents)
-    figure, (left, right) = new_figure(7.5, 0.9 + 0.36 * len(names), 1, 2, sharey=True)
+    figure, (left, right) = looks.new_figure(7.5, 0.9 + 0.36 * len(names), 1, 2, sharey=True)
     places = range(len(names))
     for axes, counts, unit in ((left, documents, "documents"), (right, characters, "million characters")):
         scale = 1 if unit == "documents" else 1e6
         values = [counts[name] / scale for name in names]
-        fill = [QUIET if name == "kept" else FAINT for name in names]
-        axes.barh(places, values, color=fill, edgecolor=EDGE)
+        fill = [looks.QUIET if name == "kept" else looks.FAINT for name in names]
+        axes.barh(places, values, color=fill, edgecolor=looks.EDGE)
         for place, value in zip(places, values, strict=True):
             text = f" {value:,.0f}" if scale == 1 else f" {value:,.3g}"
-            axes.text(value, place, text, va="center", fontsize=10, color=INK)
+            axes.text(value, place, text, va="center", fontsize=10, color=looks.INK)
         axes.set(xlabel=unit, xlim=(0, max([*values, 1e-9]) * 1.25))
     left.set_yticks(places, names)
     left.invert_yaxis()
@@ -151,11 +134,11 @@ def work_per_rank(work, fair):
 
     `work`: {layout: [rank][step] query-key pairs}; `fair`: pairs of a rank under perfect balance.
     """
-    figure, panels = new_figure(9, 3.2, 1, len(work), sharey=True, squeeze=False)
+    figure, panels = looks.new_figure(9, 3.2, 1, len(work), sharey=True, squeeze=False)
     panels = panels[0]
     for axes, (name, rows) in zip(panels, work.items(), strict=True):
         steps_of_ranks(axes, rows)
-        axes.axhline(fair, **PREDICTED)
+        axes.axhline(fair, **looks.PREDICTED)
         axes.set(title=name, xlabel="rank of the group (darkest: step 0)")
         axes.set_xticks(range(len(rows)))
     panels[0].set_ylabel("query-key pairs")
@@ -170,8 +153,8 @@ def steps_of_ranks(axes, work, **style):
     for rank, steps in enumerate(work):
         bottom = 0
         for step, pairs in enumerate(steps):
-            colour = tint(rank_colour(rank), 1 - 0.75 * step / max(1, len(steps) - 1))
-            axes.bar(rank, pairs, 0.7, bottom=bottom, fc=colour, ec=INK, **style)
+            colour = looks.tint(looks.rank_colour(rank), 1 - 0.75 * step / max(1, len(steps) - 1))
+            axes.bar(rank, pairs, 0.7, bottom=bottom, fc=colour, ec=looks.INK, **style)
             bottom += pairs
 
 
@@ -181,12 +164,12 @@ def skew_and_balance(skewed, shares):
     `skewed`: {share of expert 0: ([rank 0's bytes over the mean, for each draw], predicted)}; `shares`:
     {way: [for each seed: shares of the experts, largest first]}.
     """
-    figure, (left, right) = new_figure(9.5, 3.4, 1, 2)
+    figure, (left, right) = looks.new_figure(9.5, 3.4, 1, 2)
     popular = sorted(skewed)
-    left.plot(popular, [skewed[p][1] for p in popular], **PREDICTED, label="predicted")
+    left.plot(popular, [skewed[p][1] for p in popular], **looks.PREDICTED, label="predicted")
     for i, p in enumerate(popular):
         samples = skewed[p][0]
-        left.plot([p] * len(samples), samples, **MEASURED, ls="none", label=None if i else "measured")
+        left.plot([p] * len(samples), samples, **looks.MEASURED, ls="none", label=None if i else "measured")
     left.set(
         xlabel="share of choices that are expert 0",
         ylabel="bytes at rank 0 / mean",
@@ -194,12 +177,12 @@ def skew_and_balance(skewed, shares):
         title="what skew costs",
     )
     left.legend(frameon=False)
-    for style, (name, seeds) in zip(ALTERNATIVES, shares.items(), strict=False):
+    for style, (name, seeds) in zip(looks.ALTERNATIVES, shares.items(), strict=False):
         places = range(1, len(seeds[0]) + 1)
-        middle, errors = errorbars([[seed[i - 1] for seed in seeds] for i in places], middle=median_high)
+        middle, errors = looks.errorbars([[seed[i - 1] for seed in seeds] for i in places], middle=median_high)
         right.errorbar(list(places), middle, yerr=errors, capsize=3, label=name, **style)
     even = 1 / len(seeds[0])
-    right.axhline(even, **PREDICTED)
+    right.axhline(even, **looks.PREDICTED)
     right.annotate("even", (1.01, even), xycoords=("axes fraction", "data"), va="center", fontsize=10)
     right.set(
         xlabel="experts, busiest first", ylabel="share of choices", ylim=(0, None), title="trained routers, all seeds"

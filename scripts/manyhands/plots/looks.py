@@ -105,10 +105,24 @@ def errorbars(samples, scale=1, middle=statistics.median):
     return middles, [below, above]
 
 
+def series_with_ends(axes, x, series, styles, scale=1):
+    """{name: for each x its samples} as points with whiskers; each named at its end, the highest one above it."""
+    ends = [scale * statistics.median(samples[-1]) for samples in series.values()]
+    for (name, samples), style, end in zip(series.items(), styles, ends, strict=False):
+        middles, errors = errorbars(samples, scale)
+        axes.errorbar(x, middles, yerr=errors, **{**WHISKERS, **style, "ms": 5})
+        end_label(axes, x[-1], end, name, style["color"], up=1 if end == max(ends) else -1)
+
+
+def note(axes, text, at, shift, colour=INK, **style):
+    """`text` beside the point `at` of the data, shifted by so many printer's points."""
+    axes.annotate(text, at, shift, textcoords="offset points", color=colour, **style)
+
+
 def end_label(axes, x, y, text, colour, up=0):
     """`text` at the end of a line, a little above (up=1) or below (-1) its last point."""
     va = {1: "bottom", 0: "center", -1: "top"}[up]
-    axes.annotate(text, (x, float(y)), (9, 2 * up), textcoords="offset points", va=va, color=colour)
+    note(axes, text, (x, float(y)), (9, 2 * up), colour, va=va)
 
 
 def stacked(axes, row, pieces, height=0.8, **style):

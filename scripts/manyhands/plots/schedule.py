@@ -1,18 +1,6 @@
 """Charts of what each rank does when: a Gantt chart of all ranks, pipeline schedules, their idle time."""
 
-from manyhands.plots.looks import (
-    ACTIVITIES,
-    ALTERNATIVES,
-    EDGE,
-    GREY,
-    INK,
-    PAPER,
-    PREDICTED,
-    new_figure,
-    of_rank,
-    rank_colour,
-    tint,
-)
+from manyhands.plots import looks
 
 SHADES = {"F": 0.22, "B": 0.75, "I": 0.75, "W": 0.45}  # of the rank's colour
 MEANING = {"F": "forward", "B": "backward", "I": "I: the input's gradient", "W": "W: the weights' gradient"}
@@ -20,7 +8,7 @@ MEANING = {"F": "forward", "B": "backward", "I": "I: the input's gradient", "W":
 
 def face(rank, kind):
     """The colour of a rank's forward, backward, or half of a backward."""
-    return tint(rank_colour(rank), SHADES[kind])
+    return looks.tint(looks.rank_colour(rank), SHADES[kind])
 
 
 def chart(charts, unit="forwards", virtual=False, scale=1.0):
@@ -34,14 +22,14 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     rows = [1 + max(slot.rank for slot in slots) for _, slots, _ in charts]
     height = 0.5 + sum(0.75 + 0.34 * n for n in rows)
     shape = {"sharex": True, "height_ratios": [n + 1 for n in rows]}
-    figure, everything = new_figure(9, height, len(charts), 1, squeeze=False, **shape)
+    figure, everything = looks.new_figure(9, height, len(charts), 1, squeeze=False, **shape)
     end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
     kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
     for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
         for slot in slots:
             start, width = slot.start * scale, (slot.end - slot.start) * scale
             kind, stage, micro = slot.action
-            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=INK, lw=0.6)
+            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=looks.INK, lw=0.6)
             text = f"{micro}{'′' * (stage // n)}"  # 3′ is micro-batch 3 on the rank's second stage
             if width / end * 9 * 72 > 6.5 * len(text):
                 axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center")
@@ -55,7 +43,13 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
     last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
     keys = [
-        Patch(fc=tint(EDGE, 1.2 * SHADES[k]) if k != "F" else GREY, ec=INK, lw=0.6, label=MEANING[k]) for k in kinds
+        Patch(
+            fc=looks.tint(looks.EDGE, 1.2 * SHADES[k]) if k != "F" else looks.GREY,
+            ec=looks.INK,
+            lw=0.6,
+            label=MEANING[k],
+        )
+        for k in kinds
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
     return figure
@@ -67,11 +61,11 @@ def bubbles(series):
     Measured is a marker, predicted a dashed line through all micro-batches.
     """
 
-    figure, axes = new_figure(7.6, 3.6)
-    for (name, (ms, measured, predicted)), look in zip(series.items(), ALTERNATIVES, strict=False):
-        axes.plot(ms, [100 * b for b in predicted], **PREDICTED)
+    figure, axes = looks.new_figure(7.6, 3.6)
+    for (name, (ms, measured, predicted)), look in zip(series.items(), looks.ALTERNATIVES, strict=False):
+        axes.plot(ms, [100 * b for b in predicted], **looks.PREDICTED)
         axes.plot(ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name)
-    axes.plot([], [], **PREDICTED, label="formula")
+    axes.plot([], [], **looks.PREDICTED, label="formula")
     axes.set_xscale("log", base=2)
     ticks = sorted({m for ms, *_ in series.values() for m in ms})
     axes.set_xticks(ticks, [str(m) for m in ticks])
@@ -92,21 +86,23 @@ def gantt(spans, title, virtual=False, until_s=None):
     ranks = sorted({span.rank for span in spans})
     longest = until_s or max((span.end_s for span in spans), default=0.0)
     unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 1 or u == "µs")
-    figure, axes = new_figure(8, 1.5 + 0.62 * max(len(ranks), 1))
+    figure, axes = looks.new_figure(8, 1.5 + 0.62 * max(len(ranks), 1))
     for span in spans:
         top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
         length = span.end_s - span.start_s
-        axes.broken_barh([(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **of_rank(span.rank, span.lane))
+        axes.broken_barh(
+            [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **looks.of_rank(span.rank, span.lane)
+        )
         if span.lane != "waiting" and length > 0.0135 * longest * len(span.name):  # the name fits into the box
-            ground = {"boxstyle": "round,pad=0.1", "fc": PAPER, "ec": "none", "alpha": 0.8}
+            ground = {"boxstyle": "round,pad=0.1", "fc": looks.PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) * scale
             axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set(xlim=(0, longest * scale * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
     axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
     axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
-    present = [lane for lane in ACTIVITIES if any(span.lane == lane for span in spans)]
+    present = [lane for lane in looks.ACTIVITIES if any(span.lane == lane for span in spans)]
     if present:
-        keys = [Patch(**{"fc": GREY, **ACTIVITIES[lane]}, label=lane) for lane in present]
+        keys = [Patch(**{"fc": looks.GREY, **looks.ACTIVITIES[lane]}, label=lane) for lane in present]
         figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -19,7 +19,9 @@ from manyhands.plots.looks import (
     end_label,
     errorbars,
     new_figure,
+    note,
     plain_log_ticks,
+    series_with_ends,
 )
 
 _NUDGE = 1.1  # series beside each other at one size, so that whiskers do not cover each other
@@ -32,7 +34,7 @@ def compared(samples, title, unit="ms per step, slowest rank"):
     for row, times in enumerate(samples.values()):
         (middle,), errors = errorbars([times], 1e3)
         axes.errorbar(middle, row, xerr=errors, **WHISKERS | MEASURED)
-        axes.annotate(f"{middle:.0f}", (middle, row), (0, 7), textcoords="offset points", ha="center")
+        note(axes, f"{middle:.0f}", (middle, row), (0, 7), ha="center")
     axes.set_yticks(range(len(samples)), samples)
     axes.set(xlabel=unit, title=title, xlim=(0, None), ylim=(len(samples) - 0.5, -0.7))
     return figure
@@ -49,7 +51,7 @@ def training(losses, looks, vocab_size, title):
     guess = math.log(vocab_size)
     axes.axhline(guess, **PREDICTED)
     known = f"knowing nothing: ln {vocab_size} = {guess:.2f}"
-    axes.annotate(known, (len(losses), guess), (0, 3), textcoords="offset points", ha="right")
+    note(axes, known, (len(losses), guess), (0, 3), ha="right")
     axes.legend(frameon=False, loc="center right")
     axes.set(xlabel="step", ylabel="loss, nats per character", title=title)
     axes.margins(y=0.1)
@@ -74,11 +76,7 @@ def bucket_sizes(counts, virtual_s, predicted_s, real_counts, samples, title):
     end_label(virtual, counts[-1], 1e3 * predicted_s[-1], "predicted", PREDICTED["color"], up=-1)
     virtual.set(ylabel="virtual ms per step", title="a network of its own (virtual)")
     *lines, alone = samples
-    ends = [1e3 * statistics.median(samples[name][-1]) for name in lines]
-    for name, style, end in zip(lines, ALTERNATIVES[1::-1], ends, strict=True):
-        middles, errors = errorbars(samples[name], 1e3)
-        real.errorbar(real_counts, middles, yerr=errors, **{**WHISKERS, **style, "ms": 5})
-        end_label(real, real_counts[-1], end, name, style["color"], up=1 if end == max(ends) else -1)
+    series_with_ends(real, real_counts, {name: samples[name] for name in lines}, ALTERNATIVES[1::-1], 1e3)
     alone_ms = 1e3 * statistics.median(samples[alone])
     real.axhline(alone_ms, color=QUIET, lw=1)
     end_label(real, real_counts[-1], alone_ms, alone, QUIET, up=-1)
