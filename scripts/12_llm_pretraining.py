@@ -829,7 +829,7 @@ metrics.exact(prepared=report["documents"])
 # whose lowest point is the best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
 # law**](../assets/glossary.md#scaling-law).
 #
-# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python tests/record_isoflop.py`. You train one
+# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python scripts/isoflop.py`. You train one
 # of its models now, data parallel on all ranks.
 #
 # **Predict.** What does one budget's curve look like? Where does its lowest point go when the budget grows?
@@ -1188,7 +1188,7 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # ```bash
 # mpiexec -n 32 python scripts/prepare_data.py pages/ --vocab-size 8192 --to data/mine
 # python scripts/launch.py --nproc 4 -- --data.folder data/mine --parallel.strategy fsdp
-# python tests/record_isoflop.py --to outputs/isoflop.json
+# python scripts/isoflop.py --to outputs/isoflop.json
 # ```
 #
 # **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. Document masks go

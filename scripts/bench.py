@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measure what the course promises about speed: each number beside its aim.
 
-    python scripts/bench.py             # or `make bench`: everything, on a machine that does nothing else
-    python scripts/bench.py --trainer   # only the trainer, beside a plain PyTorch loop
+    python scripts/bench.py                  # or `make bench`: everything, on a machine that does nothing else
+    python scripts/bench.py --only trainer   # beside a plain PyTorch loop
     python scripts/bench.py --lesson 03
 
 You see the tables that `outputs/bench/bench.txt` keeps; `bench.json` beside it holds every sample and the machine.
-Nothing is asserted: a number belongs to the machine that it was taken on. An option of one part (such as --lesson, or
---rounds) runs that part alone. Exit status: 0, or 1 where something could not be measured.
+Nothing is asserted: a number belongs to the machine that it was taken on. Exit status: 0, or 1 where something could
+not be measured.
 """
 
 

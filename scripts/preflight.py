@@ -8,7 +8,7 @@
 
 Each script runs on 2 and on 4 ranks, and the metrics of all runs of a lesson must agree. You see one line per run, and
 in the end the place of `outputs/preflight/report.html`: what is ready, what is slow and what broke, with the first
-error and its rank. `junit.xml` beside it says the same to machines. Exit status: 0 all is well, 1 not, 2 refused.
+error and its rank. Exit status: 0 all is well, 1 not, 2 refused.
 A run that fails or hangs does not stop the others; one that hangs is ended after --timeout seconds.
 """
 

@@ -6,8 +6,8 @@ import fake_course
 import psutil
 import pytest
 from manyhands.course.lessons import find_lessons
-from manyhands.tools import bench, bench_trainer
-from manyhands.tools.bench_trainer import APART, PLAIN, Row, all_rows
+from manyhands.tools import bench
+from manyhands.tools.bench import APART, PLAIN, Row, all_rows
 
 pytestmark = pytest.mark.ranks
 
@@ -19,9 +19,9 @@ def row_of(name):
 def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
     rows = [row_of(PLAIN), row_of("2 ranks"), row_of(APART), Row("broken", flags=("--parallel.tensor=3",))]
-    monkeypatch.setattr(bench_trainer, "all_rows", lambda: rows)
+    monkeypatch.setattr(bench, "all_rows", lambda: rows)
     before = set(psutil.Process().children())
-    status = bench.main(["--rounds", "1", "--steps", "30", "--output", str(tmp_path / "bench")], root=tmp_path)
+    status = bench.main(["--only=trainer", "--rounds=1", "--steps=30", f"--output={tmp_path / 'bench'}"], root=tmp_path)
     assert status == 1 and set(psutil.Process().children(recursive=True)) <= before
     assert "broken: not measured: it ended with status 2; see " in capsys.readouterr().out
     content = json.loads((tmp_path / "bench" / "bench.json").read_text())
@@ -49,7 +49,7 @@ def reporting(monkeypatch, reports):
             raise RuntimeError("it ended with status 1")
         return [{"tokens_per_s": n, "start_up_s": 3.0} for n in (1.0, 2.0, *([speed] * 3), 10**6)]
 
-    monkeypatch.setattr(bench_trainer, "run_world", run_world)
+    monkeypatch.setattr(bench, "run_world", run_world)
     return [row_of(name) for name in reports]
 
 
@@ -57,7 +57,7 @@ def test_a_ratio_is_that_of_one_round(monkeypatch, tmp_path):
     """The machine gets faster from round to round. What warms up, and a line that is far off, do not count."""
     reports = {PLAIN: [100.0, 200, 400], "2 ranks": [130.0, 280, 480], APART: [67.5, 67.5, 140, 140, 250, 250]}
     rows = reporting(monkeypatch, reports)
-    plain, two, apart = bench_trainer.measure(tmp_path, 3, 100, rows)
+    plain, two, apart = bench.measure(tmp_path, 3, 100, rows)
     assert plain.ratio == [] and plain.tokens_per_s == [100, 200, 400]
     assert two.ratio == [1.3, 1.4, 1.2]  # of the means it would be 297 / 233
     assert apart.tokens_per_s == [135, 280, 500], "worlds add up"
@@ -71,17 +71,17 @@ def test_a_ratio_is_that_of_one_round(monkeypatch, tmp_path):
 
 def test_a_compiled_row_is_compared_with_the_compiled_loop(monkeypatch, tmp_path):
     reports = {PLAIN: [100.0], f"{PLAIN}, compiled": [125.0], "2 ranks": [130.0], "2 ranks, compiled": [150.0]}
-    *_, two, compiled = bench_trainer.measure(tmp_path, 1, 100, reporting(monkeypatch, reports))
+    *_, two, compiled = bench.measure(tmp_path, 1, 100, reporting(monkeypatch, reports))
     assert two.ratio == [1.3] and compiled.ratio == [1.2]
 
 
 def test_a_row_that_fails_has_no_more_turns_and_what_is_compared_with_it_is_missing(monkeypatch, tmp_path):
     rows = reporting(monkeypatch, {PLAIN: [None], "2 ranks": [130.0, 260.0]})
-    loop, two = bench_trainer.measure(tmp_path, 2, 100, rows)
+    loop, two = bench.measure(tmp_path, 2, 100, rows)
     assert loop.error == "it ended with status 1" and two.tokens_per_s == [130.0, 260.0] and two.ratio == []
     ratio, _, _ = bench.trainer_numbers(rows)
     assert ratio.value is None and ratio.verdict == "what it is compared with has failed"
-    bench_trainer.table(rows)  # and it can be shown
+    bench.trainer_table(rows)  # and it can be shown
 
 
 def test_a_lesson_is_timed_and_its_first_answer_is_read_from_the_executed_notebook(tmp_path):
@@ -89,7 +89,7 @@ def test_a_lesson_is_timed_and_its_first_answer_is_read_from_the_executed_notebo
     body = f"write_metrics(42, 4.174, measured={measured})\n"
     fake_course.write_lesson(tmp_path, "02_collectives", body)
     fake_course.write_lesson(tmp_path, "04_raises", fake_course.RAISES)
-    first, seconds, memory, ring, *failed = bench.lesson_numbers(find_lessons(tmp_path), tmp_path / "runs", 120)
+    first, seconds, memory, ring, *failed = bench.lesson_numbers(find_lessons(tmp_path), tmp_path / "runs")
     assert {(n.value, n.verdict) for n in failed} == {(None, "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)")}
     assert seconds.value > 0 and seconds.aim == 90 and memory.unit == "GiB"
     assert (ring.value, ring.verdict) == (1.5, "within")
@@ -106,19 +106,3 @@ def test_the_first_answer_is_timed_from_the_first_cell_on(tmp_path):
     path.write_text(json.dumps({"cells": [{"source": ["text"], "metadata": {}}, *cells]}))
     assert bench.seconds_to_first_output(path) == 7
     assert bench.seconds_to_first_output(tmp_path / "none.ipynb") is None
-
-
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        ([], (True, True)),
-        (["--trainer"], (False, True)),
-        (["--lesson", "03"], (True, False)),
-        (["--rounds", "2"], (False, True)),
-        (["--lessons", "--trainer"], (True, True)),
-    ],
-)
-def test_both_parts_run_unless_one_is_named(flags, parts):
-    options = bench.parsed(flags)
-    assert (options.lessons, options.trainer) == parts
-    assert (options.rounds, options.timeout) == (2 if "--rounds" in flags else 5, 600)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isoflop import GRID, RECIPE, run_grid
 from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
@@ -25,7 +26,6 @@ from manyhands.launch import recorded_runs
 from manyhands.predict import scaling
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
-from record_isoflop import GRID, RECIPE, run_grid
 from tokenizers import Tokenizer, models, trainers
 
 LESSON = "12_llm_pretraining"

@@ -340,8 +340,8 @@ def test_check_ends_with_status_2_and_a_sentence_with_the_cure(lesson):
     ("module", "arguments", "sentence"),
     [
         ("pairs", ["check", "99"], "there is no lesson '99'; the lessons are: 05_tiny"),
-        ("handouts", ["reset"], "name the lesson to reset: make reset LESSON=03"),
-        ("handouts", ["copy", ""], "name a folder that does not exist yet: make copy TO=/path"),
+        ("handouts", ["reset"], "say which: make copy TO=/path, or make reset LESSON=03"),
+        ("handouts", ["copy", ""], "say which: make copy TO=/path, or make reset LESSON=03"),
     ],
 )
 def test_a_wrong_name_is_answered_with_a_sentence_and_status_2(

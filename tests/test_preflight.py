@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET
 
 import fake_course
 import psutil
@@ -19,7 +18,6 @@ from manyhands.course.lessons import SHORT, Lesson, find_lessons
 from manyhands.launch import processes
 from manyhands.tools import lesson_run as runs
 from manyhands.tools import preflight
-from manyhands.tools.preflight_report import page as page_of
 
 pytestmark = pytest.mark.ranks
 
@@ -87,7 +85,7 @@ def test_a_lesson_that_hangs_is_ended_at_its_time_out_and_says_where_it_was(flow
     outcome, timeout_s = flown[2]["03_hangs", way], flown[4]
     assert outcome.ended.timed_out
     assert timeout_s <= outcome.ended.seconds < timeout_s + 30
-    where = "in cell 3" if way == "notebook" else "rank 1 in wait_for_a_message, line"
+    where = "in cell 3" if way == "notebook" else "rank 1 in 03_hangs.py, line"
     assert f"did not end within {timeout_s} s" in outcome.error.says and where in outcome.error.says
 
 
@@ -141,15 +139,6 @@ def test_the_report_says_what_broke_first_and_where_it_ran(report):
         assert fact in report
 
 
-def test_junit_counts_each_run_and_each_comparison(flown):
-    suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()[0]
-    assert (suite.get("tests"), suite.get("failures")) == ("14", "4")  # 9 runs, 2 comparisons, 3 pairs
-    failed = {
-        (case.get("classname"), case.get("name")) for case in suite.iter("testcase") if case.find("failure") is not None
-    }
-    assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
-
-
 def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
     fake_course.write_lesson(tmp_path, "01_good", "write_metrics(42, 4.174, 'offline')\n")
@@ -173,7 +162,7 @@ def test_a_notebook_that_is_not_its_scripts_other_half_is_not_ready(tmp_path):
 
 
 def report_page(folder, results):
-    return page_of(folder, results, {"when": "now", "host": "here"}, [], 1.0)
+    return preflight.page(folder, results, {"when": "now", "host": "here"}, [], 1.0)
 
 
 def is_papermill_or_kernel(process):
@@ -232,14 +221,6 @@ def test_an_unknown_lesson_is_refused_with_those_that_exist(tmp_path, monkeypatc
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     assert preflight.main(["--lesson", "7"], root=tmp_path) == 2
     assert "there is no lesson '7'; the lessons are: 01_good" in capsys.readouterr().err
-
-
-def test_a_folder_that_no_preflight_made_is_not_removed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "thesis.txt").write_text("years of work")
-    assert preflight.main(["--output", str(tmp_path)], root=tmp_path) == 2
-    assert (tmp_path / "runs" / "thesis.txt").exists()
 
 
 # ------------------------------------------------------------------ the plan
@@ -313,8 +294,7 @@ def test_a_laptops_aims_do_not_hold_for_gpus(tmp_path):
 
 def test_a_run_that_ignored_the_device_asked_for_is_an_error(tmp_path):
     run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path, device="cuda")
-    run.log.write_text("")
-    error = run.first_error(processes.Ended(0, 1.0, 0), 60, {"device": "cpu"})
+    error = run.first_error(processes.Ended(0, 1.0, 0), 60, {"device": "cpu"}, {})
     assert error.says.startswith("ran on cpu although cuda was asked for")
 
 
@@ -381,49 +361,37 @@ def test_a_command_that_does_not_exist_is_an_error_not_a_crash(tmp_path):
     assert ended.status is None and "no-such-program did not start" in ended.error
 
 
-@pytest.mark.parametrize(
-    "line, rank, rest",
-    [
-        ("[1] Traceback", 1, "Traceback"),
-        ("[2] [rank2]: Traceback", 2, "Traceback"),
-        ("[rank  3] hello", 3, "hello"),
-        ("[1,0]<stderr>:Traceback", 0, "Traceback"),
-        ("[1, 2, 3]", None, "[1, 2, 3]"),
-        ("no label", None, "no label"),
-    ],
-)
-def test_labels_of_all_launchers_are_read(line, rank, rest):
-    assert list(runs.labelled_lines(line)) == [(rank, rest)]
-
-
 def test_a_lost_connection_is_not_the_first_error_even_if_it_is_printed_first():
-    lost = "[0] Traceback (most recent call last):\n[0] RuntimeError: Connection closed by peer [127.0.0.1]:4242\n"
-    cause = '[1] Traceback (most recent call last):\n[1]   File "x.py", line 1\n[1] ValueError: 3 is odd\n'
-    assert str(runs.first_error_in_log(lost + cause, 1)) == "rank 1: ValueError: 3 is odd"
-    assert runs.first_error_in_log(lost, 1).rank == 0  # nothing better is known
+    lost = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:4242\n"
+    cause = 'Traceback (most recent call last):\n  File "/x/02_collectives.py", line 8, in ring\nValueError: 3 is odd\n'
+    error = runs.first_error_in({0: lost, 1: cause}, 1)
+    assert str(error) == "rank 1: ValueError: 3 is odd (02_collectives.py, line 8)"
+    assert runs.first_error_in({0: lost}, 1).rank == 0  # nothing better is known
 
 
-def test_lines_of_two_ranks_that_run_together_are_told_apart():
-    log = """\
-[0] Traceback (most recent call last):
-[1] Traceback (most recent call last):
-[0]   File "/course/scripts/02_collectives.py", line 3, in <module>
-[1]   File "/course/scripts/02_collectives.py", line 8, in <module>
-[1] KeyError: 'b'
-[0] KeyError: 'a'
-"""
-    assert str(runs.first_error_in_log(log, 1)) == "rank 1: KeyError: 'b' (02_collectives.py, line 8)"
+def test_a_refusal_without_a_traceback_is_the_last_line_of_the_rank_not_of_the_launcher():
+    refusal = "02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1"
+    launcher = "E1121 06:09:12.052000 14400 torch/distributed/elastic/api.py:1002] failed (exitcode: 2)\n"
+    assert str(runs.first_error_in({0: f"{refusal}\n", None: launcher}, 2)) == f"rank 0: {refusal}"
+    assert runs.first_error_in({0: "", None: f"{launcher}=====\n"}, 9).says == "ended with status 9 and printed nothing"
 
 
-def test_a_refusal_without_a_traceback_is_the_last_line_that_is_not_the_launchers():
-    log = (
-        "[0] 02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1\n"
-        "E1121 06:09:12.052000 14400 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2)\n"
-        "============================================================\n"
-    )
-    error = runs.first_error_in_log(log, 2)
-    assert str(error) == "rank 0: 02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1"
-    assert runs.first_error_in_log("", 9).says == "ended with status 9 and printed nothing"
+def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(tmp_path):
+    """Of torchrun and MPICH as files of each rank, of Open MPI in the launcher's log; torch and `say` label too."""
+    log = tmp_path / "log.txt"
+    log.write_text("[1,2]<stderr>:KeyError: 'c'\n")
+    for name, text in {
+        "run/attempt_0/0/stderr.log": "[rank0]: KeyError: 'a'\n",
+        "1.stdout.log": "[rank 1] b\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    texts = runs.rank_output(tmp_path, log)
+    assert {rank: text.strip() for rank, text in texts.items() if rank is not None} == {
+        0: "KeyError: 'a'", 1: "b", 2: "KeyError: 'c'",
+    }  # fmt: skip
+    assert list(texts)[-1] is None
+    assert "[0] [rank0]: KeyError: 'a'\n" in log.read_text()
 
 
 def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
@@ -433,19 +401,18 @@ def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
     assert str(runs.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
 
 
-def test_where_ranks_were_names_the_collective_and_the_lessons_line():
-    log = """\
-[0] Fatal Python error: Aborted
-[0] Thread 0x01 (most recent call first):
-[0]   File "/lib/threading.py", line 9 in wait
-[0] Current thread 0x00 (most recent call first):
-[0]   File "/lib/torch/distributed/distributed_c10d.py", line 3007 in all_reduce
-[0]   File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
-[0]   File "/course/scripts/02_collectives.py", line 41 in <module>
-[1] Current thread 0x00 (most recent call first):
-[1]   File "/course/scripts/02_collectives.py", line 39 in my_turn
+def test_where_ranks_were_names_the_lessons_line():
+    of_0 = """\
+Fatal Python error: Aborted
+Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 9 in wait
+Current thread 0x00 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 3007 in all_reduce
+  File "/course/scripts/02_collectives.py", line 41 in <module>
 """
-    assert runs.where_ranks_were(log) == "rank 0 in all_reduce, line 41; rank 1 in my_turn, line 39"
+    of_1 = 'Current thread 0x00 (most recent call first):\n  File "/scripts/02_collectives.py", line 39 in my_turn\n'
+    where = "rank 0 in 02_collectives.py, line 41; rank 1 in 02_collectives.py, line 39"
+    assert runs.where_ranks_were({1: of_1, 0: of_0, None: "ended"}) == where
 
 
 @pytest.mark.parametrize("words", ["x", "0", "1.5"])

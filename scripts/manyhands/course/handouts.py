@@ -24,7 +24,7 @@ from pathlib import Path
 from manyhands.course.catch_up import SOLUTIONS, pack_solutions
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
-from manyhands.course.pairs import PairError, as_notebook, as_script, check, read
+from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 LEFT_OUT = shutil.ignore_patterns(
@@ -145,21 +145,17 @@ def _functions(source):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("copy").add_argument("folder")
-    actions.add_parser("reset").add_argument("lessons", nargs="*", metavar="LESSON")
+    parser.add_argument("action", choices=["copy", "reset"])
+    parser.add_argument("names", nargs="*", metavar="FOLDER or LESSON")
     options = parser.parse_args(arguments)
+    if not any(options.names):
+        print("say which: make copy TO=/path, or make reset LESSON=03", file=sys.stderr)
+        return 2
+    if options.action == "reset":
+        return for_lessons(lambda lesson: f"{lesson.name} is as it was; your work is in {reset(lesson)}", options.names)
     try:
-        if options.action == "copy":
-            if not options.folder:
-                raise PairError("name a folder that does not exist yet: make copy TO=/path")
-            print(f"copied to {copy(options.folder, course_here())}")
-            return 0
-        if not options.lessons:
-            raise PairError("name the lesson to reset: make reset LESSON=03")
-        for lesson in find_lessons(course_here(), options.lessons):
-            print(f"{lesson.name} is as it was; your work is in {reset(lesson)}")
-    except (PairError, ValueError, OSError) as error:
+        print(f"copied to {copy(options.names[0], course_here())}")
+    except (PairError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -11,8 +11,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from manyhands.course.lessons import course_here, find_lessons
-from manyhands.course.pairs import PairError, read
+from manyhands.course.pairs import PairError, for_lessons, read
 
 WORDS, LINES = 200, 12  # per minute
 PREDICTION, BUILD, EXERCISE, WAIT = 0.75, 4, 5, 2  # minutes each
@@ -73,21 +72,19 @@ def stated(lesson) -> tuple[int, int]:
     return tuple(int(found[1]) for found in said)
 
 
+def report(lesson) -> str:
+    """The lesson's minutes, stated and estimated, and below them those of its sections."""
+    found, (core, everything) = sections(lesson), stated(lesson)
+    whole = estimate(found, core_only=False)
+    lines = [f"{lesson.name}: CORE {core} min stated, {estimate(found):.0f} estimated; all {everything}, {whole:.0f}"]
+    for part in found:
+        said = "-" if part.stated is None else part.stated
+        lines.append(f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}")
+    return "\n".join(lines)
+
+
 def main(arguments=None):
-    try:
-        for lesson in find_lessons(course_here(), sys.argv[1:] if arguments is None else arguments):
-            found, (core, everything) = sections(lesson), stated(lesson)
-            whole = estimate(found, core_only=False)
-            print(
-                f"{lesson.name}: CORE {core} min stated, {estimate(found):.0f} estimated; all {everything}, {whole:.0f}"
-            )
-            for part in found:
-                said = "-" if part.stated is None else part.stated
-                print(f"  {'CORE' if part.core else 'MORE'} {part.minutes:5.1f}  stated {said:>2}  {part.name}")
-    except (PairError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return for_lessons(report, sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

@@ -196,6 +196,7 @@ def store_outputs(lesson, timeout_s=600):
     import nbformat
     import papermill
 
+    began = time.monotonic()
     _write_from_script(lesson)
     with tempfile.TemporaryDirectory() as folder:
         executed = Path(folder) / lesson.notebook.name
@@ -211,30 +212,31 @@ def store_outputs(lesson, timeout_s=600):
                 raise PairError(f"{lesson.name}: a cell wrote to stderr: {output.text[:200]!r}")
     notebook.metadata = read(lesson.script).metadata
     write_whole(lesson.notebook, as_notebook(notebook))
+    return f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s"
 
 
 # ------------------------------------------------------------------ the command
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["check", "sync", "notebooks"])
-    parser.add_argument("names", nargs="*", metavar="LESSON")
-    options = parser.parse_args(arguments)
+def for_lessons(action, names) -> int:
+    """Print what `action(lesson)` returns for each lesson named, or for all: status 0, or 2 and what went wrong."""
     try:
-        for lesson in find_lessons(course_here(), options.names):
-            if options.action == "check":
-                check(lesson)
-            elif options.action == "sync":
-                print(sync(lesson))
-            else:
-                began = time.monotonic()
-                store_outputs(lesson)
-                print(f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s", flush=True)
+        for lesson in find_lessons(course_here(), names):
+            if said := action(lesson):
+                print(said, flush=True)
     except (PairError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def main(arguments=None):
+    actions = {"check": check, "sync": sync, "notebooks": store_outputs}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=actions)
+    parser.add_argument("names", nargs="*", metavar="LESSON")
+    options = parser.parse_args(arguments)
+    return for_lessons(actions[options.action], options.names)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
@@ -245,11 +245,6 @@ def kernel(specs=None):
     return python
 
 
-# the command line of a server, started as a script or as a module
-SERVER = re.compile(
-    r"^\S*python\S* .*(/(jupyterhub-singleuser|jupyter-labhub|jupyter-lab|jupyter-server|jupyter-notebook)( |$)"
-    r"|-m ?(jupyterhub\.singleuser|jupyterlab|jupyter_server|notebook)(\.\S+)?( |$))"
-)
 SERVER_PROBE = """
 import importlib.metadata as m, json
 names = {d.metadata["Name"]: d.version for d in m.distributions()}
@@ -280,19 +275,13 @@ def jupyterlab(servers=None, run=ask):
 
 
 def find_servers():
-    """Yield (its Python, how it was found): servers above this process, those that say they run, the one on PATH."""
+    """Yield (its Python, how it was found): the server in whose terminal we are, then the one on PATH."""
     import psutil
-    from jupyter_core.paths import jupyter_runtime_dir
 
-    pids = [process.pid for process in psutil.Process().parents()]
-    for path in sorted(Path(jupyter_runtime_dir()).glob("jpserver-*.json"), reverse=True):
-        with suppress(OSError, ValueError, KeyError):
-            pids.append(json.loads(path.read_text())["pid"])
-    for pid in pids:
-        with suppress(psutil.Error):  # a server that was killed leaves its file
-            words = psutil.Process(pid).cmdline()
-            if SERVER.search(" ".join(words[:5])):
-                yield words[0], f"running as pid {pid}"
+    for process in psutil.Process().parents():
+        words = process.cmdline()
+        if len(words) > 1 and "python" in words[0] and "jupyter" in " ".join(words[1:4]):
+            yield words[0], f"running as pid {process.pid}"
     script = shutil.which("jupyter-lab")
     # "#!/venv/bin/python", or for long paths "#!/bin/sh" and '''exec' /very/long/path/python "$0" "$@"
     if script and (found := re.search(rb"/\S*python[\w.]*", Path(script).read_bytes()[:1000])):
@@ -325,57 +314,46 @@ def memory(available=None):
     return text
 
 
-def limits(processes=..., files=None, address_space=None):
-    """Processes, open files and address space."""
+def limits(processes=..., files=None):
+    """Processes and open files."""
     import resource  # not a Unix: this check "could not be checked"
 
     from manyhands.launch.machine import available_processes
 
     processes = available_processes() if processes is ... else processes
     files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    address_space = address_space or resource.getrlimit(resource.RLIMIT_AS)[0]  # -1: unlimited
     if processes is not None and processes < NOTEBOOK_PROCESSES:
         says = f"only {processes} more processes (ulimit -u, the control group's pids.max), a notebook takes about"
         raise error(f"{says} {NOTEBOOK_PROCESSES}", "end other processes (ps ux), or ask for a higher limit")
     if 0 <= files < OPEN_FILES:
         raise warning(f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES * 4}")
-    if 0 < address_space < 64 * GIB:
-        says = f"ulimit -v is {address_space / GIB:.0f} GiB: torch maps far more than it uses"
-        raise warning(says, "ulimit -v unlimited")
     said = "no limit of processes" if processes is None else f"{processes} more processes"
     return f"{said}, {'any number of' if files < 0 else files} open files"
 
 
-def disk(usage=os.statvfs):
+def disk(usage=shutil.disk_usage):
     """Room and permission for what runs write; a full disk shows as strange errors."""
-    places = {"home": Path.home(), "temporary files": Path(tempfile.gettempdir())}
-    places["outputs"] = Path(os.environ.get("MANYHANDS_OUTPUTS") or ROOT / "outputs").expanduser()
-    if "MANYHANDS_OUTPUTS" not in os.environ and free_bytes(places["outputs"], usage) is None:
-        places["outputs"] = Path.home() / ".local/share/manyhands/outputs"  # a read-only course is fine
-    free = {name: free_bytes(folder, usage) for name, folder in places.items()}
+    from manyhands.launch.run_folder import outputs_folder
+
+    try:
+        with redirect_stdout(sys.stderr):  # where the course is read-only it says so, which is no finding
+            outputs = outputs_folder()
+        places = {"home": Path.home(), "temporary files": Path(tempfile.gettempdir()), "outputs": outputs}
+        for folder in places.values():
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(2**20))  # modes know no quota, so it tries
+    except (OSError, ValueError) as problem:
+        raise error(str(problem), "set HOME, TMPDIR or MANYHANDS_OUTPUTS to a place with room") from None
+    free = {name: usage(folder).free for name, folder in places.items()}
     for name, folder in places.items():
-        if free[name] is None:
-            remedy = "set HOME, TMPDIR or MANYHANDS_OUTPUTS to a place with room"
-            raise error(f"{name}: {folder} cannot be written", remedy)
         if free[name] < DISK_BYTES:
             remedy = "remove files there (du -sh ~/* ~/.cache), or set TMPDIR or MANYHANDS_OUTPUTS"
             raise error(f"only {free[name] / 2**20:.0f} MiB left for {name} ({folder})", remedy)
-    if SHM.is_dir() and (shared := free_bytes(SHM, usage) or 0) < SHM_BYTES:
+    if SHM.is_dir() and (shared := usage(SHM).free) < SHM_BYTES:
         says = f"{SHM} has {shared / 2**20:.0f} MiB free: ranks under MPI may crash with a bus error"
         raise warning(says, "in a container --shm-size=1g; else remove old files there, or use torchrun")
     texts = [f"{name} {n / GIB:.1f} GiB" for name, n in free.items()]
     return f"{', '.join(texts)} free; outputs go to {places['outputs']}"
-
-
-def free_bytes(folder, usage):
-    """Room in the folder, or where it would be made. None if it cannot be written: modes know no quota, so it tries."""
-    folder = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**20))
-    except OSError:
-        return None
-    return usage(folder).f_bavail * usage(folder).f_frsize
 
 
 def network(environ=os.environ, listen=socket.create_server, resolve=socket.gethostbyname):

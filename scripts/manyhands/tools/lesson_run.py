@@ -1,6 +1,6 @@
 """One run of a lesson: how it is started, what came of it, and what went wrong first, on which rank.
 
-Who runs lessons starts them here: the preflight, the bench, the tests. A further way to run one is an entry in WAYS.
+Who runs lessons starts them here: the preflight, the bench, the tests.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from manyhands.launch.processes import Ended, supervise
 from manyhands.launch.settings import environment
 
 KERNEL = "manyhands"
+WAYS = ("notebook", "torchrun", "mpiexec")
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
 
 
@@ -73,7 +74,17 @@ class Run:
         return ""
 
     def command(self) -> list[str]:
-        return list(map(str, WAYS[self.way](self)))
+        ranks = self.folder / "ranks"  # each rank's output in files of its own
+        if self.way == "notebook":
+            values = self.parameters | ({"n_ranks": self.n_ranks} if self.n_ranks else {})
+            words = ["-m", "papermill", self.source, self.executed, "-k", KERNEL, "--cwd", self.source.parent]
+            return list(map(str, [sys.executable, *words, "--no-progress-bar", "-y", json.dumps(values)]))
+        if self.way == "torchrun":
+            words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.n_ranks]
+            launcher = [sys.executable, *words, "--redirects", "3", "--log-dir", ranks]
+        else:
+            launcher = [*mpi_launcher(self.n_ranks, ranks), sys.executable]
+        return list(map(str, [*launcher, self.source, *self.flags]))
 
     def again(self) -> str:
         """The command of this run alone, as one would type it, with all that this run was given."""
@@ -119,23 +130,23 @@ class Run:
             self.command(), log=self.log, timeout_s=timeout_s, environ=self.environ(), cwd=self.lesson.root,
             program=str(self.source), stop=stop,
         )  # fmt: skip
-        append_rank_output(self.folder / "ranks", self.log)
+        texts = rank_output(self.folder / "ranks", self.log)
         if self.executed.exists():
             write_page(self.executed, self.executed.with_suffix(".html"))
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
-        return Outcome(self, ended, self.first_error(ended, timeout_s, metrics), metrics)
+        return Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
 
-    def first_error(self, ended, timeout_s, metrics) -> "FirstError | None":
-        """What went wrong in this run, or None if it is well."""
+    def first_error(self, ended, timeout_s, metrics, texts) -> "FirstError | None":
+        """What went wrong in this run, or None if it is well; `texts`: see `rank_output`."""
         if ended.error:
             return FirstError(ended.error)
-        text, in_notebook = self.log.read_text(errors="replace"), first_error_in_notebook(self.executed)
+        in_notebook = first_error_in_notebook(self.executed)
         if ended.timed_out:
-            where = running_cell(self.executed) if self.way == "notebook" else where_ranks_were(text)
+            where = running_cell(self.executed) if self.way == "notebook" else where_ranks_were(texts)
             says = f"did not end within {timeout_s:g} s and was stopped" + (f": {where}" if where else "")
-            return FirstError(says, None, in_notebook.detail if in_notebook else text[-4000:])
+            return FirstError(says, None, in_notebook.detail if in_notebook else "\n".join(texts.values())[-4000:])
         if in_notebook or ended.status != 0:
-            return in_notebook or first_error_in_log(text, ended.status)
+            return in_notebook or first_error_in(texts, ended.status)
         if ended.left_behind:
             return FirstError("left processes behind, killed now: " + "; ".join(ended.left_behind))
         if metrics is None:
@@ -143,29 +154,6 @@ class Run:
         if self.device not in (None, metrics.get("device")):
             return FirstError(f"ran on {metrics.get('device')} although {self.device} was asked for: too few of them?")
         return None
-
-
-def by_papermill(run):
-    """papermill's command for a notebook."""
-    values = {**run.parameters, **({"n_ranks": run.n_ranks} if run.n_ranks else {})}
-    return [
-        sys.executable, "-m", "papermill", run.source, run.executed, "-k", KERNEL, "--cwd", run.source.parent,
-        "--no-progress-bar", "-y", json.dumps(values),
-    ]  # fmt: skip
-
-
-def by_torchrun(run):
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", run.n_ranks, "--redirects",
-        "3", "--log-dir", run.folder / "ranks", run.source, *run.flags,
-    ]  # fmt: skip
-
-
-def by_mpiexec(run):
-    return [*mpi_launcher(run.n_ranks, run.folder / "ranks"), sys.executable, run.source, *run.flags]
-
-
-WAYS = {"notebook": by_papermill, "torchrun": by_torchrun, "mpiexec": by_mpiexec}
 
 
 @dataclass(frozen=True)
@@ -250,96 +238,65 @@ def find_metrics(outputs, lesson="*") -> dict | None:
     return None
 
 
-def append_rank_output(folder, log):
-    """Append what each rank wrote to the run's log, "[1] " before each line: the rank that was silent first, first.
+def rank_output(folder, log) -> dict[int | None, str]:
+    """{rank: what it wrote, errors last}, the rank that was silent first, first; last, under None, the launcher's own.
 
-    torchrun leaves `<folder>/<id>/attempt_0/<rank>/stdout.log`, mpiexec by our template `<folder>/<rank>.stdout.log`.
+    The log then holds all of it, with "[1] " before each line. torchrun leaves
+    `<folder>/<id>/attempt_0/<rank>/stdout.log`, mpiexec by our template `<folder>/<rank>.stdout.log`.
     """
     files = {}
     for path in sorted([*folder.glob("*/attempt_*/*/std*.log"), *folder.glob("*.std*.log")], reverse=True):
         rank = path.name.split(".")[0] if path.parent == folder else path.parent.name
         files.setdefault(int(rank), []).append(path)  # stdout first: the error is at the end
+    in_order = sorted(files, key=lambda rank: (max(path.stat().st_mtime for path in files[rank]), rank))
+    written = {rank: "\n".join(path.read_text("utf-8", "replace") for path in files[rank]) for rank in in_order}
+    written[None] = log.read_text("utf-8", "replace")
+    for rank, line in re.findall(r"^\[\d+,(\d+)\]<std(?:out|err)>:(.*\n)", written[None], re.MULTILINE):  # Open MPI's
+        written[int(rank)] = written.get(int(rank), "") + line
     with open(log, "a", encoding="utf-8") as whole:
-        for rank, paths in sorted(files.items(), key=lambda item: (max(p.stat().st_mtime for p in item[1]), item[0])):
-            for path in paths:
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-                whole.writelines(f"[{rank}] {line}\n" for line in lines)
+        whole.writelines(f"[{rank}] {line}\n" for rank in in_order for line in written[rank].splitlines())
+    written[None] = written.pop(None)  # the launcher's comes last: it only reports what a rank did
+    return {rank: LABELS.sub("", text) for rank, text in written.items()}
 
 
 # ------------------------------------------------------------------ the first error
-# When one rank raises, its neighbours lose their connection and raise too, often into the same lines of the log. The
-# error to read is the earliest that is not such a consequence.
+# When one rank raises, its neighbours lose their connection and raise too. The error to read is the earliest that is
+# not such a consequence.
 
-# our log: "[1] "; torch's excepthook: "[rank1]: "; say: "[rank 1] "; Open MPI, of (job, rank): "[1,0]<stderr>:"
-LABEL = re.compile(r"^\[(?:rank *|\d+,)?(\d+)\](?:<std(?:out|err)>)?:? ?")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-TRACEBACK = "Traceback (most recent call last):"
+LABELS = re.compile(rf"{ANSI.pattern}|^(?:\[rank *\d+\]:? ?)+", re.MULTILINE)  # colours; what torch and `say` put first
+TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:(?: .*)?\n)*.*", re.MULTILINE)
+LESSON_FRAME = re.compile(r'^\s+File "(?:.*/)?(\d\d_\w+\.py)", (line \d+)', re.MULTILINE)
 CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote (process )?.*(exited|closed)|ChildFailedError"
     r"|SignalException|Gloo connectFullMesh failed|KeyboardInterrupt|BAD TERMINATION|recvValue failed|peer",
     re.IGNORECASE,
 )
-LAUNCHER = re.compile(  # lines of torchrun and mpiexec about a failed rank: never the error itself
-    r"torch/distributed/(run|elastic|launcher)|\b[EWI]\d{4} \d\d:\d\d|^=+$|^=\s|YOUR APPLICATION TERMINATED|^-+$"
-    r"|BAD TERMINATION|This typically refers to a problem|Please see the FAQ|^\W*$|c10d|ProcessGroup|TCPStore"
-)
+TORCH_LOG = re.compile(r"\[?[EWI]\d{4} \d\d:")  # torch's own log, which follows an error: never the error itself
 
 
-def labelled_lines(text):
-    """Yield (rank or None, line) without colours and the labels of launcher, torch and `say`."""
-    for line in ANSI.sub("", text).splitlines():
-        rank = None
-        while found := LABEL.match(line):
-            rank, line = int(found[1]), line[found.end() :]
-        yield rank, line
-
-
-def tracebacks(text):
-    """[(rank or None, list of lines)] in the order in which they end; a rank's own lines only."""
-    done, open_ = [], {}
-    for rank, line in labelled_lines(text):
-        if line.strip() == TRACEBACK:
-            open_[rank] = [line]
-        elif rank in open_:
-            open_[rank].append(line)
-            if line.strip() and not line.startswith((" ", "Traceback")):
-                done.append((rank, open_.pop(rank)))
-    return done + list(open_.items())
-
-
-def first_error_in_log(text, status) -> FirstError:
-    """The first error in the output of one or many ranks that ended with `status`."""
-    found = tracebacks(text)
+def first_error_in(texts, status) -> FirstError:
+    """The first error in the output of ranks ({rank: text}, see `rank_output`) that ended with `status`."""
+    found = [(rank, trace.rstrip()) for rank, text in texts.items() for trace in TRACEBACK.findall(text)]
     if found:
-        rank, lines = next((one for one in found if not CONSEQUENCE.search(one[1][-1])), found[0])
-        frames = re.findall(r'^\s+File "(?:.*/)?(\d\d_\w+\.py)", line (\d+)', "\n".join(lines), re.MULTILINE)
-        place = " ({}, line {})".format(*frames[-1]) if frames else ""  # the innermost frame in a lesson
-        return FirstError(lines[-1] + place, rank, "\n".join(lines))
-    lines = [(rank, line) for rank, line in labelled_lines(text) if line.strip() and not LAUNCHER.search(line)]
-    if not lines:
-        return FirstError(f"ended with status {status} and printed nothing")
-    rank, line = lines[-1]
-    return FirstError(line.strip(), rank, "\n".join(line for _, line in lines[-15:]))
+        rank, trace = next((one for one in found if not CONSEQUENCE.search(one[1].splitlines()[-1])), found[0])
+        frames = LESSON_FRAME.findall(trace)
+        place = f" ({', '.join(frames[-1])})" if frames else ""  # the innermost frame in a lesson
+        return FirstError(trace.splitlines()[-1] + place, rank, trace)
+    for rank, text in texts.items():
+        if lines := [line for line in text.splitlines() if re.search(r"\w", line) and not TORCH_LOG.match(line)]:
+            return FirstError(lines[-1].strip(), rank, "\n".join(lines[-15:]))
+    return FirstError(f"ended with status {status} and printed nothing")
 
 
-def where_ranks_were(text) -> str:
-    """One sentence from the stacks that a fault handler printed: "rank 0 in all_reduce, line 8; rank 1 ..."."""
-    stacks = {}
-    for rank, line in labelled_lines(text):
-        if line.startswith(("Current thread", "Thread 0x")):
-            stacks[rank] = []  # the main thread is printed last
-        elif rank in stacks and (frame := re.match(r'\s+File "(.+)", line (\d+) in (\S+)', line)):
-            stacks[rank].append(frame.groups())
-    parts = []
-    for rank, frames in sorted(stacks.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        lesson = next((i for i, (file, *_) in enumerate(frames) if re.search(r"scripts/\d\d_\w+\.py$", file)), None)
-        if lesson is not None:
-            _, number, function = frames[lesson]
-            called = [name for *_, name in frames[:lesson] if name != "wrapper"]  # torch wraps each collective
-            call = called[-1] if called else function.replace("<module>", "")
-            who = "it" if rank is None else f"rank {rank}"
-            parts.append(f"{who} in {call + ', ' if call else ''}line {number}")
-    return "; ".join(parts)
+def where_ranks_were(texts) -> str:
+    """From the stacks that a fault handler printed: "rank 0 in 02_collectives.py, line 8; rank 1 in ..."."""
+    found = []
+    for rank in sorted(texts.keys() - {None}):
+        *others, main_thread = re.split(r"^(?:Current thread|Thread 0x)", texts[rank], flags=re.MULTILINE)
+        if others and (frame := LESSON_FRAME.search(main_thread)):  # the most recent call is printed first
+            found.append(f"rank {rank} in {', '.join(frame.groups())}")
+    return "; ".join(found)
 
 
 def first_error_in_notebook(path) -> FirstError | None:

@@ -1,7 +1,7 @@
 """Train the grid of small GPTs that lesson 12 shows, three budgets and six widths: assets/recorded/12_isoflop.json.
 
-    python tests/record_isoflop.py                              # minutes; torchrun and mpiexec start it on more ranks
-    python tests/record_isoflop.py --to outputs/isoflop.json
+    python scripts/isoflop.py                              # minutes; torchrun and mpiexec start it on more ranks
+    python scripts/isoflop.py --to outputs/isoflop.json
 
 A point that the file holds already is not run again, so a grid that was stopped goes on.
 """
@@ -31,7 +31,7 @@ def run_grid(points, path, corpus, ranks):
 
     Raises ValueError for a file of another recipe or corpus.
     """
-    made = conditions(ranks) | {"command": "python tests/record_isoflop.py"}
+    made = conditions(ranks) | {"command": "python scripts/isoflop.py"}
     content = {"conditions": made, "corpus": corpus.metadata(), "recipe": RECIPE, "points": []}
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
