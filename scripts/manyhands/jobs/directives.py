@@ -1,8 +1,8 @@
 """The lines of a job file that the scheduler reads: find them, replace some, say what is wrong with them.
 
 A directive is known by its key: `-A`, `-l select` (PBS; `-l` lines are taken apart at their commas) or `--account`
-(Slurm; short options become long ones). A scheduler ignores what it does not recognise as a directive, or drops it
-without a word, so `complaints` is strict where qsub and sbatch are not.
+(Slurm; short options become long ones). `complaints` names what a scheduler would drop or do without a word; an option
+or a resource that there is not, qsub and sbatch refuse themselves.
 """
 
 import re
@@ -17,20 +17,10 @@ _LONG = {
     "-N": "--nodes", "-S": "--core-spec", "-a": "--array", "-c": "--cpus-per-task", "-d": "--dependency",
     "-e": "--error", "-n": "--ntasks", "-o": "--output", "-p": "--partition", "-q": "--qos", "-t": "--time",
 }  # fmt: skip
-_SLURM_OPTIONS = set(_LONG.values()) | {
-    "--begin", "--chdir", "--comment", "--exclude", "--exclusive", "--export", "--gpu-bind", "--gpus-per-node",
-    "--gpus-per-task", "--gres", "--hint", "--mail-type", "--mail-user", "--mem", "--mem-per-cpu", "--mem-per-gpu",
-    "--network", "--no-requeue", "--nodelist", "--ntasks-per-node", "--open-mode", "--requeue", "--reservation",
-    "--signal", "--threads-per-core",
-}  # fmt: skip
-_PBS_OPTIONS = {f"-{letter}" for letter in "AJMNPSVWacehjklmopqruv"}
-_PBS_JOB_RESOURCES = {"select", "place", "walltime"}
-_PBS_CHUNK_RESOURCES = {"ncpus", "mpiprocs", "ngpus", "mem", "ompthreads", "host", "vnode", "arch"}
 
 
 @dataclass(frozen=True)
 class Directive:
-    line: int  # of the file, from 1
     key: str  # "-q", "-l select", "--nodes"
     value: str  # "" where the option has none
 
@@ -44,18 +34,18 @@ def duration_s(text):
     return 3600 * hours + 60 * minutes + seconds
 
 
-def _split(line, number, scheduler):
+def _split(line, scheduler):
     words = re.sub(r"\s#.*", "", line[len(PREFIX[scheduler]) :]).split(maxsplit=1)
     if not words:
         return []
     key, value = words[0], words[1].strip() if len(words) > 1 else ""
     if scheduler == "slurm":
         key, equals, attached = key.partition("=")
-        return [Directive(number, _LONG.get(key, key), attached if equals else value)]
+        return [Directive(_LONG.get(key, key), attached if equals else value)]
     if key != "-l":
-        return [Directive(number, key, value)]
+        return [Directive(key, value)]
     pairs = [item.strip().partition("=") for item in value.split(",")]
-    return [Directive(number, f"-l {name}", content) for name, _, content in pairs]
+    return [Directive(f"-l {name}", content) for name, _, content in pairs]
 
 
 def _first_command(lines):
@@ -68,9 +58,9 @@ def read(text, scheduler):
     lines = text.splitlines()
     return [
         directive
-        for number, line in enumerate(lines[: _first_command(lines)], start=1)
+        for line in lines[: _first_command(lines)]
         if line.startswith(PREFIX[scheduler])
-        for directive in _split(line, number, scheduler)
+        for directive in _split(line, scheduler)
     ]
 
 
@@ -87,8 +77,8 @@ def replace(text, scheduler, owned, wanted):
     """
     lines, end = text.splitlines(), _first_command(text.splitlines())
     kept, at = [], None
-    for number, line in enumerate(lines, start=1):
-        here = _split(line, number, scheduler) if line.startswith(PREFIX[scheduler]) and number <= end else []
+    for i, line in enumerate(lines):
+        here = _split(line, scheduler) if line.startswith(PREFIX[scheduler]) and i < end else []
         if any(directive.key in owned for directive in here):
             at = len(kept) if at is None else at
             kept += [as_line(d.key, d.value, scheduler) for d in here if d.key not in owned]
@@ -137,28 +127,9 @@ def _ignored_lines(text, scheduler):
 
 
 def _pbs(found, values, site):
-    known = _PBS_JOB_RESOURCES | set(site.pbs.get("job_resources", []))
-    chunk_known = _PBS_CHUNK_RESOURCES | set(site.pbs.get("chunk_resources", []))
-    for directive in found:
-        option, _, resource = directive.key.partition(" ")
-        if option not in _PBS_OPTIONS:
-            yield f"line {directive.line}: qsub has no option {option}"
-        elif resource in _PBS_CHUNK_RESOURCES | {"nodes"}:
-            yield (
-                f"line {directive.line}: -l {resource}= beside -l select= is refused by PBS: "
-                f"write it into the chunk, select=2:{resource}=..."
-            )
-        elif option == "-l" and resource not in known:
-            has = ", ".join(sorted(known))
-            yield f"line {directive.line}: {site.title} knows no resource {resource!r}; it has {has}"
-    selects = [directive for directive in found if directive.key == "-l select"]
-    if len(selects) != 1:
-        yield f"{len(selects)} lines with -l select=: PBS wants exactly one"
-    for select in selects:
-        for part in (part for chunk in select.value.split("+") for part in chunk.split(":")):
-            name = part.partition("=")[0]
-            if not part.isdigit() and name not in chunk_known:
-                yield f"line {select.line}: {site.title} has no chunk resource {name!r}"
+    selects = sum(directive.key == "-l select" for directive in found)
+    if selects != 1:
+        yield f"{selects} lines with -l select=: PBS wants exactly one"
     if values.get("-l place", "").partition(":")[0] != "scatter":
         yield "no -l place=scatter: PBS may put both chunks on one node"
     systems = [part for part in site.filesystems if part]
@@ -171,10 +142,6 @@ def _pbs(found, values, site):
 
 
 def _slurm(found, values, site):
-    known = _SLURM_OPTIONS | set(site.slurm.get("options", []))
-    for directive in found:
-        if directive.key not in known:
-            yield f"line {directive.line}: sbatch option {directive.key} is unknown to this check"
     for key in ("--nodes", "--time", "--account", "--ntasks-per-node", "--partition", "--qos"):
         if sum(directive.key == key for directive in found) > 1:
             yield f"{key} stands there twice: Slurm takes the last"
