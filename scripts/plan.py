@@ -163,7 +163,7 @@ def main(argv=None):
 
 
 def _draw(answer, args):
-    from manyhands.plots.plans import plans
+    from manyhands.plots.bars import plans
 
     rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[: args.top]]
     question = answer.question
@@ -188,7 +188,7 @@ def _show_published(args):
 
     print(published_text())
     if args.plot:
-        from manyhands.plots.plans import table_and_others
+        from manyhands.plots.scores import table_and_others
 
         table, others = [], []
         for run in RUNS:

@@ -12,9 +12,8 @@ import pytest
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
-from manyhands.notebook.control_lines import ControlLines
 from manyhands.notebook.engine_processes import engine_launcher
-from manyhands.notebook.rank_pool import RankPool
+from manyhands.notebook.rank_pool import ControlLines, RankPool
 
 TWO = ("n1", "n2")
 

@@ -222,22 +222,19 @@ def test_files_are_compared_as_they_are():
 # Steps and times
 
 
-def test_the_step_log_is_one_json_line_per_step_and_can_be_read_while_it_grows():
-    ranks = ranks_of()
-    with StepLog(ranks) as log:
-        log.write(step=0, loss=torch.tensor(0.1))
-        log.write(step=1, loss=math.nan)
-        lines = (run_folder(ranks) / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [
+def test_the_step_log_is_one_json_line_per_step_and_can_be_read_while_it_grows(tmp_path):
+    log = StepLog(ranks_of(), tmp_path / "steps.jsonl")
+    log.write(step=0, loss=torch.tensor(0.1))
+    log.write(step=1, loss=math.nan)
+    assert [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()] == [
         {"step": 0, "loss": float(torch.tensor(0.1))},
         {"step": 1, "loss": "nan"},
     ]
 
 
 def test_the_step_log_of_another_rank_writes_nothing(tmp_path):
-    with StepLog(ranks_of(rank=1)) as log:
-        log.write(step=0)
-    assert not (tmp_path / "outputs").exists()
+    StepLog(ranks_of(rank=1), tmp_path / "steps.jsonl").write(step=0)
+    assert not (tmp_path / "steps.jsonl").exists()
 
 
 def _timing(ranks):

@@ -33,7 +33,7 @@ def metrics(device="cuda", world_size=4, **changes):
         "measured": {"step_s": 0.0123, "times": {"ddp": 2.5}},
         "conditions": {
             "hardware": f"{world_size} x NVIDIA H200",
-            "versions": {"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27.3", "python": "3.11.7", "driver": "570.1"},
+            "versions": {"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27.3", "python": "3.11.7"},
             "commit": "1a2b3c4",
             "date": "2026-11-21",
             "command": "python -m torch.distributed.run --nproc-per-node 4 scripts/03_data_parallel.py",
@@ -220,19 +220,6 @@ def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypa
     assert len(clean) >= 7 and " " not in clean
     (tmp_path / "file").touch()
     assert metrics_module.commit(tmp_path) == f"{clean} with uncommitted changes"
-
-
-@pytest.mark.parametrize(
-    "line, version",
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build", "570.124.06"),
-    ],
-)
-def test_the_drivers_version_is_read_where_there_is_one(tmp_path, line, version):
-    (tmp_path / "version").write_text(f"{line}\nGCC version: 12.3.0\n")
-    assert metrics_module._driver(tmp_path / "version") == version
-    assert metrics_module._driver(tmp_path / "none") is None
 
 
 # ---- preflight ----

@@ -85,7 +85,7 @@ class Alignment(Run):
         """A line of alignment.jsonl, and of `numbers`, on rank 0."""
         if self.ranks.rank == 0:
             self.numbers.append({"step": step, **numbers})
-            self.log = self.log or StepLog(self.ranks, str(self.folder.absolute() / "alignment.jsonl"))
+            self.log = self.log or StepLog(self.ranks, self.folder / "alignment.jsonl")
             self.log.write(step=step, **numbers)
 
 

@@ -88,10 +88,6 @@ def _of_agent(told, environ):
     return told | {"agent_store": agent, "key": key}
 
 
-def _of_engine(told, environ):
-    return told | {"mpi": bool(told["mpi"])}
-
-
 def _in_srun(environ):
     """Whether this process is a task of an srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
     step = environ.get("SLURM_STEP_ID")
@@ -120,7 +116,7 @@ LAUNCHERS = [
             "rank": "MANYHANDS_RANK", "world_size": "MANYHANDS_WORLD_SIZE", "local_rank": "MANYHANDS_LOCAL_RANK",
             "local_world_size": "MANYHANDS_LOCAL_WORLD_SIZE", "mpi": "MANYHANDS_MPI",
         },
-        details=_of_engine,
+        details=lambda told, environ: told | {"mpi": bool(told["mpi"])},
         sets=tuple(f"MANYHANDS_{name}" for name in ("NOTEBOOK", "RANK", "WORLD", "LOCAL", "LESSON", "NUM", "STORE")),
         mpi="wheel",
         cure="restart the ranks with hands.restart()",

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -151,15 +150,10 @@ def _differences(name, a, b, tolerance):
 
 
 class StepLog:
-    """One JSON line per step in `<run folder>/steps.jsonl`, on rank 0; the other ranks write nothing.
+    """A JSON line per step at the end of the file `path`, on rank 0, readable at once; the others write nothing."""
 
-    with StepLog(ranks) as log:
-        log.write(step=step, loss=loss.item(), step_s=step_s)
-    """
-
-    def __init__(self, ranks: Ranks, name: str = "steps.jsonl"):
-        self.path = run_folder(ranks) / name if ranks.rank == 0 else None
-        self.file = open(self.path, "a", buffering=1) if self.path else None  # noqa: SIM115
+    def __init__(self, ranks: Ranks, path: Path):
+        self.file = open(path, "a", buffering=1) if ranks.rank == 0 else None  # noqa: SIM115
 
     def write(self, **values: Any) -> None:
         if self.file:
@@ -168,12 +162,6 @@ class StepLog:
     def close(self) -> None:
         if self.file:
             self.file.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
 
 # ------------------------------------------------------------------ on what a run was made
@@ -204,14 +192,13 @@ def hardware(ranks: Ranks) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str | None]:
-    """Of torch, CUDA, NCCL, Python and the GPU's driver; None for what this device does not use."""
+    """Of torch, CUDA, NCCL and Python; None for what this device does not use."""
     cuda = device.type == "cuda"
     return {
         "torch": torch.__version__,
         "cuda": (torch.version.cuda or torch.version.hip) if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "python": platform.python_version(),
-        "driver": _driver() if cuda else None,
     }
 
 
@@ -247,12 +234,3 @@ def cpu_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _driver(path="/proc/driver/nvidia/version"):
-    """The NVIDIA driver's version; None where there is none."""
-    try:
-        found = re.search(r"Kernel Module\b.*?\s(\d+\.\d[\d.]*)", Path(path).read_text())
-    except OSError:
-        return None
-    return found[1] if found else None

@@ -1,10 +1,18 @@
-"""Bars: what ranks hold, send, keep and compute, beside what the formulas say; and what became of a prepared text."""
+"""Bars: what ranks hold, send, keep and compute, beside what the formulas say; the planner's plans; and what became of
+a prepared text."""
 
 from statistics import median_high
 
 from manyhands.plots import looks
 
 KINDS = ("parameters", "optimizer", "gradients")  # what is there between two steps
+GB = 1e9
+DRAWN_AS = {
+    "accumulated_gradients": "gradients",
+    "workspace": "other",
+}  # those that `looks` has no colour of its own for
+COMPUTE, MESSAGES = (("compute", "memory", "optimizer"), ("tensor", "context", "experts", "pipeline", "data", "host"))
+STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
 
 def held_and_sent(rows, num_params, title):
@@ -189,3 +197,48 @@ def skew_and_balance(skewed, shares):
     )
     right.legend(frameon=False)
     return figure
+
+
+def plans(rows, memory_bytes, title):
+    """Left each plan's bytes by kind and the memory's limit, right the seconds of a step by what the GPU waits for.
+
+    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first.
+    """
+    figure, (left, right) = looks.new_figure(12, 2.6 + 0.36 * len(rows), 1, 2, sharey=True)
+    longest = max(sum(seconds.values()) for _, _, seconds in rows)
+    for row, (_, held, seconds) in enumerate(rows):
+        _stack(left, row, [(kind.replace("_", " "), size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
+        shown = [(part, value) for part, value in seconds.items() if value > longest / 500]
+        _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in shown])
+    left.axvline(memory_bytes / GB, **looks.LIMIT, label="memory")
+    left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
+    right.set(xlabel="predicted seconds per step", xlim=(0, None))
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    for axes in (left, right):
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
+        axes.legend(once.values(), once, frameon=False, ncols=3, fontsize=9, **below)
+    return figure
+
+
+def _stack(axes, row, pieces):
+    start = 0.0
+    for label, size, colour, hatch in pieces:
+        if size > 0:
+            axes.barh(row, size, left=start, height=0.62, fc=colour, hatch=hatch, ec=looks.INK, lw=0.6, label=label)
+            start += size
+
+
+def _look_of_bytes(kind):
+    colour, hatch = looks.BYTES[DRAWN_AS.get(kind, kind)]
+    return (looks.tint(colour, 0.5), hatch) if kind == "accumulated_gradients" else (colour, hatch)
+
+
+def _look_of_time(part):
+    """Compute is solid, messages are hatched, idle time is pale."""
+    if part in MESSAGES:
+        strengths = (1, 0.8, 0.5, 0.35, 0.2, 0.6)
+        return looks.tint(looks.EDGE, strengths[MESSAGES.index(part)]), looks.HATCH
+    return (looks.tint(looks.INK, STRENGTH[part]), "") if part in COMPUTE else (looks.tint(looks.GREY, 0.4), "")

@@ -23,17 +23,10 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     figure, axes = new_figure(8, 4.2)
     most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
     scale, unit = _scale(most)
-    events, floor, keys = range(len(samples)), [0.0] * len(samples), []
-    for kind, (colour, hatch) in BYTES.items():
-        heights = [sample.bytes.get(kind, 0) / scale for sample in samples]
-        if kind in predicted:
-            _predict(axes, floor, heights, predicted[kind] / scale)
-        if not any(heights):
-            continue
-        top = [low + height for low, height in zip(floor, heights, strict=True)]
-        axes.fill_between(events, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
-        keys += kind_keys([kind], lw=0.4)
-        floor = top
+    areas = _stack(axes, list(enumerate(sample.bytes for sample in samples)), scale)
+    for kind, size in predicted.items():
+        _predict(axes, *areas[kind], size / scale)
+    keys = kind_keys([kind for kind, (_, heights) in areas.items() if any(heights)], lw=0.4)
     if predicted:
         keys.append(Line2D([], [], **HERE, label="predicted"))
     if allocator_peak:
@@ -118,13 +111,15 @@ def _spread(samples, phase, start):
 
 
 def _stack(axes, points, scale):
-    """The areas of [(x, bytes by kind)], one on the other."""
-    floor, at = [0.0] * len(points), [x for x, _ in points]
+    """The areas of [(x, bytes by kind)], one on the other: {kind: (what lies under it, its heights)}."""
+    areas, floor, at = {}, [0.0] * len(points), [x for x, _ in points]
     for kind, (colour, hatch) in BYTES.items():
-        top = [low + held.get(kind, 0) / scale for low, (_, held) in zip(floor, points, strict=True)]
+        areas[kind] = floor, [held.get(kind, 0) / scale for _, held in points]
+        top = [low + height for low, height in zip(*areas[kind], strict=True)]
         if top != floor:
             axes.fill_between(at, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
         floor = top
+    return areas
 
 
 def _scale(most):

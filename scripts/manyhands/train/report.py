@@ -79,7 +79,7 @@ class Report:
         self.columns = fitting(everything, screen_width())
         about = run_header(self.options, self.config, self.layout, self.ranks.device, self.corpus, self.folder)
         self.bar.write(f"{about}\n\n{legend(everything, self.columns, screen_width())}\n")
-        self.log = self._guarded(lambda: StepLog(self.ranks, str(self.folder.absolute() / "steps.jsonl")))
+        self.log = self._guarded(lambda: StepLog(self.ranks, self.folder / "steps.jsonl"))
         self.trackers = Trackers(self.options, self.folder, self.ranks.world_size, self.note)
         self.bar.start()
 

@@ -1,6 +1,6 @@
 """The planner to play with: a model, a machine, GPUs and a batch; the plans that fit in a ranked table and as bars."""
 
-from manyhands.plots.plans import plans
+from manyhands.plots.bars import plans
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import MACHINES, machine_named
 from manyhands.predict.models import MODELS, preset_model
