@@ -126,7 +126,7 @@ def test_markup_that_a_user_or_a_model_writes_stays_text(page):
     page.say("<b onmouseover=alert(1)>HO</b>")
     page.done()
     expect(page.page.locator(".message b")).to_have_count(0)
-    expect(page.messages("error")).to_contain_text("'<' is none")
+    expect(page.messages("error")).to_contain_text("'<' is not among the vocabulary")
 
 
 def test_without_a_token_the_page_asks_for_one_and_a_wrong_one_is_asked_for_again(browser, live):

@@ -144,7 +144,7 @@ def under_torchrun(root, tmp_path):
         )  # fmt: skip
 
     yield start, lambda: len(family.members())
-    family.end()
+    family.end(grace_s=3)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])

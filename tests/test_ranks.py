@@ -161,7 +161,7 @@ def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
     output = notebook.run("%%ranks\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     assert time.monotonic() - began < 40
     assert output.error[1].startswith("rank 2 died")
-    assert "rank 0: lost its connection to a rank that died" in output.error[2]
+    assert ": lost its connection to a rank that died" in output.error[2]
     after = notebook.run("%%ranks\nprint(1)")
     assert after.error[1] == "rank 2 died: run the cell with start_ranks(...), then the cells below it"
     notebook.start()

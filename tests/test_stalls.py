@@ -176,7 +176,7 @@ def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is
             assert time.monotonic() < deadline, "it outlived its launcher"
             time.sleep(0.1)
     finally:
-        family.end()
+        family.end(grace_s=3)
 
 
 @pytest.mark.parametrize(("answered_s", "ended"), [(20, True), (0, False)])

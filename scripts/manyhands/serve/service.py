@@ -99,7 +99,7 @@ class Service:
         blocks = limits.blocks or running * -(-self.context // size)
         self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
         self.tickets: dict[CachedSequence, Ticket] = {}  # sequence -> ticket, of those that are not over for the engine
-        self.changes: deque[tuple] = deque()  # what is to happen to the engine's schedule before its next step
+        self.changes: deque[tuple | None] = deque()  # what is to happen to the engine's schedule before its next step
         self.failed = False  # the last step did
         self.metrics = Metrics(self.engine)
 

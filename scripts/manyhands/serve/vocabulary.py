@@ -26,7 +26,8 @@ class Vocabulary:
         self.by_character = self.tokenizer.kind == "char"  # else the tokenizer has ids for every text
         self.speaks_template = self.by_character and set(chat.MARKERS) <= set(self.vocab)
         self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
-        self.markers |= {self.tokenizer.separator} - {None}
+        if self.tokenizer.separator is not None:
+            self.markers.add(self.tokenizer.separator)
 
     def __len__(self):
         return len(self.vocab)
