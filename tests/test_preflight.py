@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 
 import fake_course
 import psutil
@@ -137,6 +138,15 @@ def test_the_report_says_what_broke_first_and_where_it_ran(report):
         "light dark",
     ):
         assert fact in report
+
+
+def test_junit_counts_each_run_and_each_comparison(flown):
+    suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("14", "4")  # 9 runs, 2 comparisons, 3 pairs
+    failed = {
+        (case.get("classname"), case.get("name")) for case in suite.iter("testcase") if case.find("failure") is not None
+    }
+    assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
 
 
 def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(tmp_path, monkeypatch, capsys):

@@ -1,12 +1,14 @@
 """Run every lesson in every way before an event, and say what is ready, what is slow and what broke.
 
-`lesson_run` is one run. What came of all of them stands in `report.html`, one page that loads nothing.
+`lesson_run` is one run. What came of all of them stands in `report.html`, one page that loads nothing, and for machines
+in `junit.xml`.
 """
 
 import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import sys
 import threading
@@ -19,6 +21,7 @@ from pathlib import Path
 import jinja2
 import psutil
 import torch
+from junitparser import Failure, JUnitXml, TestCase, TestSuite
 from rich.console import Console
 from rich.text import Text
 
@@ -33,6 +36,7 @@ from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
 from manyhands.tools.lesson_run import NOTEBOOK_RANKS, WAYS, Outcome, Run, positive
 
+NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 PACKAGES = {"torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill"}
 OFFLINE = (
     "The offline corpus stood in for Shakespeare: the losses differ from the course's. "
@@ -91,6 +95,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
     written = page(output, results, metadata, warnings, time.monotonic() - started)
     output.mkdir(parents=True, exist_ok=True)
     (output / "report.html").write_text(written, encoding="utf-8")
+    write_junit(output / "junit.xml", results, metadata)
     state, verdict = verdict_of(results, warnings)
     bad = [f"{result.lesson.name} {said}" for result in results for said in result.complaints]
     lines = [(line, "bold red") for line in bad] + [(f"warning: {warning}", "yellow") for warning in warnings]
@@ -298,6 +303,27 @@ def _cards(result):
         yield f"{name}: metrics", found[0], "\n".join(found), []
     if result.stale:
         yield f"{name}: notebook and script", result.stale, "", [f"make sync LESSON={result.lesson.number}"]
+
+
+def write_junit(path, results, metadata):
+    """JUnit's XML: a test case per run, and one per lesson for the metrics and one for the pair."""
+    suite = TestSuite("preflight")
+    for name, value in metadata.items():
+        suite.add_property(name, NOT_XML.sub("", str(value)))
+    for result in results:
+        cases = [(o.run.title, o.ended.seconds, o.error, o.error and o.error.detail) for o in result.outcomes]
+        if result.compared:
+            cases.append(("metrics agree", 0, (result.differences or [""])[0], "\n".join(result.differences)))
+        cases.append(("notebook and script hold the same cells", 0, result.stale, ""))
+        for name, seconds, message, detail in cases:
+            case = TestCase(name, result.lesson.name, seconds)
+            if message:
+                case.result = [failure := Failure(NOT_XML.sub("", str(message)))]
+                failure.text = NOT_XML.sub("", detail or "")
+            suite.add_testcase(case)
+    xml = JUnitXml()
+    xml.add_testsuite(suite)
+    xml.write(str(path), pretty=True)
 
 
 # light or dark as the reader's system asks, readable from a phone to a projector
