@@ -29,6 +29,9 @@ from pathlib import Path
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "qsub", "generate_pbs_nodefile", "unshare", "setpriv"]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
+# MPI sees through two names of one machine and shares memory between them, which at times fails; nodes do not share any
+APART = {"UCX_TLS": "^sysv"}
+
 SLURM_CONF = """\
 ClusterName=hands
 SlurmctldHost={me}(127.0.0.1)
@@ -103,7 +106,7 @@ class SlurmNodes:
 
     def __enter__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="two-nodes-"))  # short: it holds a Unix socket
-        self.environ = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environ = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), **APART}
         self.environ["PATH"] = os.environ["PATH"] + ":/usr/sbin"
         # whose standard input ends when this process does, however it ends
         self._janitor = subprocess.Popen(
