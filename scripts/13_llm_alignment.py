@@ -89,17 +89,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import Metrics, catch_up, join, leave, say, show
-from manyhands.align.chat import (
-    END,
-    MARKERS,
-    LetterTask,
-    answered,
-    encode,
-    render,
-    speech_messages,
-    speeches,
-    with_markers,
-)
+from manyhands.align.chat import END, MARKERS, answered, encode, render, with_markers
+from manyhands.align.chat import LetterTask, speech_messages, speeches
 from manyhands.align.stage import complete, own_draws, rows, texts
 from manyhands.checks import llm_alignment as checks
 from manyhands.measure import wire
