@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture(scope="module")
 def live():
-    with Live(running=16, queue=300, body_s=2, body_bytes=50_000) as live:
+    with Live(running=16, queue=300, body_s=100, body_bytes=50_000) as live:
         yield live
 
 
@@ -246,19 +246,24 @@ def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(liv
 
 
 def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
-    async def both():
-        reader, writer = await begin(live, TEXT, b"{", length=100)
-        slow = await asyncio.wait_for(reader.read(), 20)
-        writer.close()
+    async def too_slow(impatient):
+        reader, writer = await begin(impatient, TEXT, b"{", length=100)
+        try:
+            return await asyncio.wait_for(reader.read(), 20)
+        finally:
+            writer.close()
 
+    async def too_much():
         async def pieces():
-            for _ in range(30):  # more than it takes, said in small pieces
+            for _ in range(30):  # said in small pieces, its length unsaid
                 yield b"a" * 4096
 
         async with httpx.AsyncClient(base_url=live.address, trust_env=False) as client:
-            return slow, await client.post(TEXT, content=pieces(), headers=token_header())
+            return await client.post(TEXT, content=pieces(), headers=token_header())
 
-    slow, many = asyncio.run(both())
+    with Live(body_s=2) as impatient:
+        slow = asyncio.run(too_slow(impatient))
+    many = asyncio.run(too_much())
     assert slow.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 2 s" in slow
     assert many.status_code == 413
 
@@ -472,12 +477,20 @@ def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog)
 def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_models():
     other = make_model(7)
     loads = {"newest": (other, metadata_of(20)), "30": (make_model(8), metadata_of(30))}
-    with Live(loads=loads, running=8, queue=200) as live:
-        asked = mixed_requests(60, seed=4)
+    with Live(loads=loads, running=8, queue=200, body_s=100) as live:
+        asked, steps, step = mixed_requests(60, seed=4), [], live.service.engine.step
+
+        def held_in_the_middle():  # the engine writes on only when the swap waits for it
+            steps.append(None)
+            if len(steps) == 40:
+                live.wait_until(lambda: live.service.engine.scheduler.hold_new)
+            return step()
+
+        live.service.engine.step = held_in_the_middle
 
         async def all_and_a_swap():
             tasks = [asyncio.ensure_future(complete(live, *request)) for request in asked]
-            while sum(task.done() for task in tasks) < 10:
+            while len(steps) < 40:
                 await asyncio.sleep(0.002)
             verdict = await ask(live, "/admin/checkpoint", {"step": "newest"})
             return await asyncio.gather(*tasks), verdict
