@@ -32,7 +32,7 @@ REJECTED = {
     "absorb": [
         (" * shrink", "", "without shrinking what was there"),
         ("total * shrink", "total", "`total` after block 2 should be"),
-        ("weighted * shrink", "weighted", "that is without shrinking what was there, by exp(old largest -"),
+        ("weighted * shrink", "weighted", "that is without shrinking what was there"),
         (LARGEST, "s_BHsu.amax(-1, keepdim=True)", "`largest` after block 2 should be the largest score so far"),
         ("p_BHsu.sum", "p_BHsu.mean", "a mean over keys; add up"),
         (WEIGHTED, f"({WEIGHTED}) / ({TOTAL})", "divided by the total already"),
@@ -99,7 +99,7 @@ REJECTED = {
         (f"P_E + {OWN_P}", "own_E", "f is of all ranks, P of this one"),
         (OWN_P, f"({OWN_P}) / 3", "that is an n-th of it"),
         (OWN_P, f"3 * ({OWN_P})", "that is 3 times as much"),
-        ("own_E.detach())).sum()", "own_E.detach())).sum().detach()", "has no gradient"),
+        ("own_E.detach())).sum()", "own_E.detach())).sum().detach()", "the loss has no graph"),
         (REDUCE, "    [dist.all_reduce(row, group=group) for row in both]\n", "one all_reduce of 10 numbers does"),
     ],
     "kept": [

@@ -53,8 +53,8 @@ WORDS = "{global_batch} sequences do not split over {n} ranks; use a multiple of
 CELLS = "ours != theirs"
 REJECTED = {
     "start_of": [
-        (EARLIEST, "min(free_at)", "start_of(2, [3, 2], 0) you say minute 2, when it needs 2 nodes and 1 of 2 is free"),
-        (EARLIEST, "max(free_at)", "you say minute 3, and it could start at 2: then 1"),
+        (EARLIEST, "min(free_at)", "(2, [3, 2], 0) you say minute 2, when it needs 2 nodes and finds 1 of 2 free"),
+        (EARLIEST, "max(free_at)", "you say minute 3, and it could start at 2, with 1 node free"),
         ("max(enough_are_free, previous)", "enough_are_free",
          "start_of(1, [0, 0], 4) you say minute 0: that overtakes the job ahead, which started at 4"),
         ("sorted(free_at)", "free_at", "start_of(1, [3, 2], 0) you say minute 3,"),

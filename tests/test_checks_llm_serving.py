@@ -29,7 +29,7 @@ WRONG = {
     ],
     "judged": [
         (ACCEPT, "True", "they follow q: every draft token is kept"),
-        (REST, "p_V", "you draw from p again, so that tokens that q likes come too often"),
+        (REST, "p_V", "after a refusal you draw from p again; draw from max(0, p - q)"),
         (REST, "q_V", "you draw from q again"),
         ("u * q_V[draft_token]", "u", "a draft token is kept with probability p, not p/q"),
         (ACCEPT, "False", REST, "p_V", "the tokens follow p, but 0.00 of the drafts are kept, and 0.40"),

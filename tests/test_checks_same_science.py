@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import os
 import random
+import time
 
 import numpy as np
 import torch
@@ -346,6 +348,10 @@ REJECTED = {
             "all ranks must cut one and the same order"),
         "seeds with the rank": (drawn_with(lambda epoch, rank: (epoch, rank)),
             "all ranks must cut one and the same order"),
+        "seeds with the clock": (drawn_with(lambda epoch, rank: (epoch, int(time.time()))),
+            "all ranks must cut one and the same order"),
+        "seeds with the process": (drawn_with(lambda epoch, rank: (epoch, os.getpid())),
+            "all ranks must cut one and the same order"),
         "starts the epoch again": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n],
             "after the stop all 64 are read again"),
         "takes done for this ranks": (lambda length, epoch, done, rank, n: order(length, epoch)[rank::n][done:],
@@ -371,9 +377,9 @@ REJECTED = {
         "multiplies by own count": (lambda total, y: dist.get_world_size() * total * count(y) / count_of_all(y),
             "element [0] should be -0.0006768, not -0.0616"),
         "cuts the graph": (lambda total, y: torch.tensor(dist.get_world_size() * total.item() / count_of_all(y).item()),
-            "the loss was cut off from `total`"),
+            "the loss has no graph, so backward finds nothing"),
         "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
-            "Return the loss as a tensor of one number, not 2.04913272930996"),
+            "The loss should be one number with its graph, a tensor, not 2.04913272930996"),
         gathers_all_targets: "a count is 8 bytes",
         marks_the_targets: "The row of targets was changed; leave it as it is: count them",
     },
@@ -385,7 +391,7 @@ REJECTED = {
         "swaps the rules": (rated(lambda full, done, kind, base, k: base * (k**0.5 if kind == "SGD" else k) * done),
             "that is the square root of k times the base; the rule is"),
         "no warm up": (lambda kind, base, k, step, updates: rate_after(1, kind, base, k, step, updates),
-            "update 0 has the rate 0.4; begin near 0, at about 0.04, and climb over 10 updates"),
+            "update 0 has the rate 0.4; begin near 0, at about 0.04"),
         "begins with nothing": (lambda kind, base, k, step, updates: rate_after(
             updates // 10, kind, base, k, step - 1, updates),
             "update 0 has the rate 0, so it learns nothing; begin with step + 1"),
@@ -416,7 +422,7 @@ REJECTED = {
         "divides by nothing": (
             accumulated(lambda micro_batches: (all_tokens_of(micro_batches), dist.get_world_size())[1]),
             "the number of tokens divides the sum of the losses"),
-        "becomes nan": (by_means(becomes_nan), "the gradients became nan"),
+        "becomes nan": (by_means(becomes_nan), "became nan: where a micro-batch has no token, its mean is 0/0"),
         "makes the step too": (accumulated(share_of_all, after=makes_the_step),
             "leave gradients only, a later step is the optimizer's"),
         "averages every micro batch": (accumulated(share_of_all, quiet=contextlib.nullcontext),

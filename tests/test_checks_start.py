@@ -110,11 +110,11 @@ class TestAnswersOfRanks(AnswersOfRanks):
              "16,384 bytes were communicated in 1 call of all_reduce, where 1 call and 24 bytes"),
         ],
         "in_turn": [
-            (*SILENT, "wait until the rank before you has written"),
-            (*SENT_FIRST, *AT_THE_END, "wait until the rank before you has written"),
+            (*SILENT, "wait until the rank before has written"),
+            (*SENT_FIRST, *AT_THE_END, "wait until the rank before has written"),
             (*SENT_FIRST, *AT_THE_END, 'append("me")', 'time.sleep(0.6 * ranks.rank)\n    append("me")',
-             "rank 0 sent its message to rank 1 before it wrote; write first"),
-            (*SLEEP, *SILENT, "rank 1 had received nothing from rank 0 when it wrote"),
+             "the order is right, but by luck: rank 0 sent to rank 1 before it wrote"),
+            (*SLEEP, *SILENT, "the order is right, but by luck: rank 1 wrote before it heard from rank 0"),
             ("dist.send(pen, ranks.rank + 1)", "dist.send(pen, ranks.rank + 1)\n    dist.barrier()",
              "the order is right, but you used barrier; send and recv are enough"),
             ("if ranks.rank < ranks.world_size - 1", "if True", "ranks.rank + 1)", "(ranks.rank + 1) % 3)\n"

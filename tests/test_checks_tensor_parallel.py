@@ -71,7 +71,7 @@ REJECTED = {
          "use g for the sums, whose backward is no sum"),
         (SUMS, f"{SUMS} / group.size()", "the loss should be 2.933, not"),
         (SUMS, "shifted_Nv.exp().sum(-1)", "the loss should be"),
-        (".mean()", ".mean().item()", "the loss is right, but has no backward"),
+        (".mean()", ".mean().item()", "the loss should be one number with its graph, a tensor, not"),
         ("    shifted_Nv =", "    logits_Nv.data -= 1\n    shifted_Nv =", "logits_Nv was changed; leave it as it is"),
         ("    sums_N", "    dist.all_reduce(targets_N, group=group)\n    sums_N", "targets_N - first",
          "targets_N // group.size() - first", "largest, sum, target's logit"),

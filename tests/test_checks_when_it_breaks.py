@@ -204,7 +204,7 @@ def damaged_in_a_stretch(path, part=0, parts=1):
 
 REJECTED = {
     "missing_call": {
-        missing_begins_at_1: "begins with call 3, so it says nothing about call 1; begin where every buffer has begun",
+        missing_begins_at_1: "one buffer begins with call 3; it says nothing about call 1",
         missing_looks_at_names_only: "hang 1: the call and the ranks without it should be [5, [1]], not None",
         "those who wait": (
             missing_but(lambda number, ranks, calls: (number, [r for r in range(len(calls)) if r not in ranks])),
@@ -244,7 +244,7 @@ REJECTED = {
         "a step that is a tensor": (go_on_and(lambda trainee, state: setattr(trainee, "step", state["step"])),
             "the trainee is at step tensor(5), not 5"),
         "the whole model": (with_state(lambda state, trainee: state | trainee.model.state_dict()),
-            "hold it all: the weights and adam's averages of this rank, once"),
+            "hold weights and averages of this rank, once"),
     },
     "damaged": {
         "by size only": (damaged_unless(lambda file, about, files: file.stat().st_size == about["bytes"]),
@@ -379,7 +379,7 @@ SAVES = {
     "all on rank 0": (
         saving(lambda path, name, content, gather: dict(gather((name, content))),
             lambda path, all_of: renamed(path, {n: ours.write(_partial(path) / n, it) for n, it in all_of.items()})),
-        "each rank writes its own shard of 100,003 bytes, and only names and sums travel"),
+        "each rank writes its own shard, only names and sums travel"),
     "a manifest of one": (saving(of_this_rank_alone),
         "the manifest lists 1 of 3 shards; rank-1.safetensors is not in it"),
     "no manifest": (
@@ -430,7 +430,7 @@ COPIES = {
         first_odd(lambda p: sum(i * x * x for i, x in enumerate(p.nan_to_num().double().view(-1).tolist()))),
         "a zero has become -0.0 on rank 2"),
     "weights": (first_odd(lambda p: p.view(bits).tolist()),
-        "bytes for 6 tensors: weights travelled; fingerprints fit into 960"),
+        "bytes: weights; fingerprints fit into 960"),
     "rank 0 is right": (takes_rank_0_for_the_right_one, "should be [0, '2.weight'], not [1, '2.weight']"),
 }  # fmt: skip
 

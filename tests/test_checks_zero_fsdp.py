@@ -140,7 +140,7 @@ def on_all_modules(unit, modules, stays=False):  # right: what is whole is not g
 
 
 HOOKS = {
-    "never_freed_after_forward": (hooked(free_at=None), "after forward block 0 is still whole, 336 bytes"),
+    "never_freed_after_forward": (hooked(free_at=None), "after forward block 0 is still whole: free it"),
     "freed_after_the_first": (hooked(free_at=0),
             "in forward, the unit of blocks 1 and 2 was used while its row has no memory"),
     "gathered_by_the_last": (hooked(gather_at=-1),
@@ -150,7 +150,7 @@ HOOKS = {
     "root_like_any": (hooked(stays_count=False), "a step made 6 all-gathers where 5 do"),
     "never_reduced": (hooked(reduces=False), "share has no gradient: reduce_in_backward(unit, ...) does that"),
     "never_freed_in_backward": (hooked(then=False), "after backward block 0 is still whole"),
-    "gathers_at_once": (gathers_at_once, "bytes of rows were whole, where the root and the largest unit are"),
+    "gathers_at_once": (gathers_at_once, "bytes were whole at once; root and largest unit are"),
     "fills_without_memory": (fills_without_memory,
             "in forward, the root was used while its row has no memory: gather() it"),
     "forgets_the_arguments": (forgets_the_arguments, "TypeError"),
@@ -362,7 +362,7 @@ REJECTED = {
         "keeps its own": (handing_in(lambda unit: pieces(unit)[dist.get_rank()].clone()),
             "the piece of this rank's own gradients"),
         "keeps all gradients": (handing_in(lets_go=False),
-            "the parameters still hold 152 bytes of gradients, where the share is 72"),
+            "the parameters still hold 152 bytes of gradients: set each p.grad to None"),
         "all reduces and cuts": (handing_in(lambda unit: cut_from_the_average(unit).clone()),
             "432 bytes were communicated in 1 call of all_reduce (an all_reduce counts twice)"),
         "all reduces and keeps a view": (handing_in(cut_from_the_average),

@@ -17,6 +17,7 @@ from manyhands.checks.expect import (
     expect_equal,
     expect_number,
     expect_refusal,
+    expect_scalar,
     expect_tensor,
     expect_traffic,
     expect_unchanged,
@@ -74,16 +75,12 @@ def _mistaken_states(state, s, v):
     shrink, block = (largest - new).exp(), s.amax(-1, keepdim=True)
     p, own = (s - new).exp(), torch.nan_to_num((s - block).exp())
     return {
-        "that is without shrinking what was there, by exp(old largest - new largest)": (
-            new, total + p.sum(-1, keepdim=True), weighted + p @ v,
-        ),
+        "that is without shrinking what was there": (new, total + p.sum(-1, keepdim=True), weighted + p @ v),
         "that is as if this block were the only one": (block, own.sum(-1, keepdim=True), own @ v),
         "that is with this block's own largest score subtracted, not the largest so far": (
             block, total * shrink + own.sum(-1, keepdim=True), weighted * shrink + own @ v,
         ),
-        "that is divided by the total already; divide once, at the end": (
-            new, right_total, right_weighted / right_total,
-        ),
+        "that is divided by the total already": (new, right_total, right_weighted / right_total),
         "that is a mean over keys; add up": (new, total * shrink + p.mean(-1, keepdim=True), right_weighted),
     }  # fmt: skip
 
@@ -121,12 +118,8 @@ def _block_gradients(q, k, v, s, log_sums, d_out, delta):
         "": (p, p * (d_p - delta) / root),
         "that is without the 1 / sqrt(K) of the scores": (p, p * (d_p - delta)),
         "that is without delta: every probability pulls at the others": (p, p * d_p / root),
-        "that is normalised over this block alone; log_sums is over all keys": (
-            alone, alone * (d_p - own_delta) / root,
-        ),
-        "that is with a softmax over this block alone in place of exp(scores - log_sums)": (
-            alone, alone * (d_p - delta) / root,
-        ),
+        "that is normalised over this block alone": (alone, alone * (d_p - own_delta) / root),
+        "that is with a softmax over this block alone": (alone, alone * (d_p - delta) / root),
         "that is without the factor P in dS": (p, (d_p - delta) / root),
     }  # fmt: skip
     return {why: (d_s @ k, d_s.mT @ q, p.mT @ d_out) for why, (p, d_s) in ways.items()}
@@ -169,9 +162,7 @@ def to_heads(answer, ranks):
         expect_unchanged(given, mine, "x_BHsK")
         wanted = full.chunk(n, 1)[rank]
         slips = {
-            "those are this rank's heads, but positions out of order: rank 0's come first": (
-                torch.stack(wanted.chunk(n, 2), dim=3).flatten(2, 3)  # as one gets them by reading ranks innermost
-            ),
+            "those are its heads, positions out of order": torch.stack(wanted.chunk(n, 2), dim=3).flatten(2, 3),
             "those are another rank's heads; rank r has heads r·h to (r+1)·h - 1": full.chunk(n, 1)[(rank + 1) % n],
         }
         case, it_is = f"with {each * n} heads what to_heads returns", "all positions of this rank's heads"
@@ -316,16 +307,12 @@ def global_balance(answer, ranks):
     wanted = (E * (f * P).sum()).item()
     slips = {
         "that is this rank's tokens alone": E * shares[rank] @ means[rank],
-        "that is the mean of the ranks' own losses: average f and P first, then multiply": (
-            E * sum(s @ m for s, m in zip(shares, means, strict=True)) / n
-        ),
+        "that is the mean of the ranks' own losses": E * sum(s @ m for s, m in zip(shares, means, strict=True)) / n,
         "that is without the factor E": wanted / E,
         "f should sum to 1 over the experts, not to k": k * wanted,
         "f is of all ranks, P of this one": E * f @ means[rank],
     }
-    expect_number(loss.detach() if torch.is_tensor(loss) else loss, wanted, "the loss", slips=slips, rel=1e-10)
-    if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
-        raise Wrong("the loss is right, but has no gradient: P comes from probs_NE")
+    expect_number(expect_scalar(loss, "the loss").detach(), wanted, "the loss", slips=slips, rel=1e-10)
     with wire.watch() as back:
         (gradient,) = torch.autograd.grad(loss, given, allow_unused=True)
     slope = (E * f / N).expand(N, E)
@@ -355,9 +342,7 @@ def kept(answer, ranks=None):
             "an expert keeps at most `capacity` rows": torch.ones_like(experts, dtype=torch.bool),
             "one more row of each expert would fit": _kept(experts, E, capacity - 1),
             "earlier tokens come first": _kept(experts.flip(0, 1), E, capacity).flip(0, 1),
-            "earlier tokens come first, and only of one token its first choice before its second": (
-                _kept(experts.T, E, capacity).T
-            ),
+            "earlier tokens first; of one token its first choice before its second": _kept(experts.T, E, capacity).T,
         }
         case = f"{len(experts)} tokens, {E} experts, capacity {capacity}: what is kept"
         expect_tensor(found, _kept(experts, E, capacity), case, slips)

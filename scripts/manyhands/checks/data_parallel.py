@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import Watched, flat, gradients, normal, seeded
-from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, number, shown
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number
 from manyhands.checks.trial import Waits
+from manyhands.checks.witness import shown
 from manyhands.measure import wire
 
 ONE_ALL_REDUCE = "each gradient needs one all-reduce"
@@ -42,10 +43,7 @@ def same_start(answer, ranks):
         slips = {f"it is still this rank's own; {why}": own[name]}
         expect_tensor(tensor, _with_state(0).state_dict()[name], name, slips, "rank 0's")
     if any(a is not b for a, b in zip(model.state_dict(keep_vars=True).values(), kept, strict=True)):
-        raise Wrong(
-            "the numbers are right, but in new tensors: an optimizer that was made before still holds the old ones. "
-            "Broadcast into the tensors that the model has"
-        )
+        raise Wrong("the numbers are right, but in new tensors, which no optimizer knows: write into the model's own")
     enough = sum(tensor.nbytes for tensor in kept)
     expect_traffic(seen, "the start is the same", "broadcast each tensor once", payload=enough)
 
@@ -57,11 +55,11 @@ def mean_gradient(answer, ranks):
     weights, own = flat(model.parameters()), gradients(model)
     with wire.watch() as seen:
         answer(model)
-    _weights_stay(model, weights)
+    expect_unchanged(flat(model.parameters()), weights, "a weight")
     if not seen.calls and ranks.world_size > 1:
         raise Wrong("nothing was sent, so no rank knows the gradients of the others: all-reduce each p.grad")
     of_all = [_gradients(rank, 0) for rank in range(ranks.world_size)]
-    _expect_mean(_all_gradients(model), of_all, own, "send p.grad itself, not p and not a copy")
+    _expect_mean(gradients(model, "leave a mean in each"), of_all, own, "send p.grad itself, not p and not a copy")
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
@@ -75,13 +73,13 @@ def gradient_hook(answer, ranks):
         model.zero_grad()
         with wire.watch() as seen:
             _loss(model, ranks.rank, step).backward()
-        _weights_stay(model, weights, ": the hook is handed the parameter, and its grad is to be averaged")
+        expect_unchanged(flat(model.parameters()), weights, "a weight", ": the hook gets p, and averages p.grad")
         if not seen.calls:
             when = "during the second backward: the hook must stay" if step else "while backward ran"
             raise Wrong(f"nothing was sent {when}; register a hook on every parameter")
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
         hint = "the hook is handed the parameter; send its grad"
-        _expect_mean(_all_gradients(model), of_all, of_all[ranks.rank], hint)
+        _expect_mean(gradients(model, "leave a mean in each"), of_all, of_all[ranks.rank], hint)
         expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
@@ -96,25 +94,13 @@ def bucket_start(answer, ranks):
         if not seen.calls:
             raise Wrong("nothing was sent: start an all-reduce of bucket.flat_P")
         if bucket.flat_P is not flat_P:
-            raise Wrong(
-                "bucket.flat_P is another tensor now, and every p.grad is a view of the old one: divide in place, with "
-                "/="
-            )
+            raise Wrong("bucket.flat_P is another tensor now, and p.grad a view of the old one: divide in place (/=)")
         if waits.after:
-            raise Wrong(
-                "your function waited for the other ranks, so backward stands still: start with async_op=True, and "
-                "leave the waiting to finish()"
-            )
+            raise Wrong("your function waited for the other ranks: use async_op=True, leave the waiting to finish()")
         if sent.changed:
-            raise Wrong(
-                "the bucket was changed while its all-reduce was on its way, so what arrives is a matter of luck: "
-                "divide before you start it"
-            )
+            raise Wrong("the bucket was changed while its all-reduce was on its way: divide before you start it")
         if not callable(getattr(bucket.work, "wait", None)):
-            raise Wrong(
-                "bucket.work should be the handle that all_reduce(..., async_op=True) returns, not "
-                f"{shown(bucket.work)}: finish() will call its wait()"
-            )
+            raise Wrong(f"bucket.work should be the handle of all_reduce(..., async_op=True), not {shown(bucket.work)}")
         bucket.work.wait()
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
         _expect_mean(flat_P, of_all, of_all[ranks.rank], "send the bucket itself, not a copy of it", "bucket.flat_P")
@@ -150,14 +136,11 @@ def untidy(answer, ranks):
     weights = flat(model.parameters())
     with wire.watch() as seen:
         answer(model)
-    _weights_stay(model, weights)
+    expect_unchanged(flat(model.parameters()), weights, "a weight")
     if model.frozen.grad is not None:
         raise Wrong("the frozen parameter has a gradient now; leave alone what does not train")
     if model.rare.weight.grad is None:
-        raise Wrong(
-            f"rare.weight has no gradient here, because this rank did not use it; but rank {last} did, so its mean is "
-            "not zero, and without it the replicas part"
-        )
+        raise Wrong(f"rare.weight has no gradient here, but rank {last} used it: its mean belongs on all ranks")
     trainable = [p for p in model.parameters() if p.requires_grad]
     _expect_mean(flat(map(_grad_or_zeros, trainable)), of_all)
     sent, enough, tied = seen.payload_bytes(), sum(p.nbytes for p in trainable), model.tied.weight.nbytes
@@ -181,29 +164,22 @@ def accumulation(answer, ranks):
         model.begin()
         with wire.watch() as seen:
             answer(ddp, [(x.clone(), y.clone()) for x, y in micro_batches])
-        _weights_stay(model, weights)
-        found = _all_gradients(model, "run a backward pass for each micro-batch")
+        expect_unchanged(flat(model.parameters()), weights, "a weight")
+        found = gradients(model)
         if not seen.payload_bytes():
             raise Wrong("nothing was averaged: the last micro-batch belongs outside no_sync")
         own = [_gradients(ranks.rank, step) / num for step in steps]
         means = [_mean([_gradients(r, step) for r in range(ranks.world_size)]) / num for step in steps]
         slips = {
-            f"that is {num} times too large; each micro-batch's loss is a mean already, so divide it by their number": (
-                num * sum(means)
-            ),
+            f"that is {num} times too large; each micro-batch's loss is a mean already": num * sum(means),
             "that is the last micro-batch's alone": num * means[-1],
             "that is the last micro-batch's alone, divided by their number": means[-1],
-            "only the first micro-batch was averaged; DDP decides in forward whether the next backward averages": (
-                means[0] + sum(own[1:])
-            ),
+            "only the first was; DDP decides in forward whether the next backward averages": means[0] + sum(own[1:]),
         }
         what = f"with {num} micro-batch{'es' * (num > 1)} the gradients"
         expect_tensor(found, sum(means), what, slips, "the mean over all micro-batches and ranks")
         model.expect_one_at_a_time(len(micro_batches[0][0]), "the gradients are right")
-        cure = (
-            "all but the last micro-batch belong inside no_sync, their forward pass too, because that is where DDP "
-            "looks; it averages in the last backward"
-        )
+        cure = "all but the last micro-batch belong inside no_sync, their forward pass too, where DDP looks"
         expect_traffic(seen, "the gradients are right", cure, payload=found.nbytes)
 
 
@@ -211,12 +187,9 @@ def accumulation(answer, ranks):
 def bytes_per_step(answer, ranks=None):
     """`answer(num_params, n_ranks, bytes_per_value, micro_batches, no_sync)` is what one rank sends on a ring."""
     for num_params, n, value, micro_batches, no_sync in (
-        (816_705, 4, 4, 1, False),
-        (816_705, 1, 4, 1, False),
-        (124_000_000, 8, 2, 1, False),
-        (124_000_000, 8, 2, 3, False),
-        (124_000_000, 8, 2, 3, True),
-    ):
+        (816_705, 4, 4, 1, False), (816_705, 1, 4, 1, False),
+        (124_000_000, 8, 2, 1, False), (124_000_000, 8, 2, 3, False), (124_000_000, 8, 2, 3, True),
+    ):  # fmt: skip
         found = number(answer(num_params, n, value, micro_batches, no_sync), "bytes")
         payload, times = num_params * value, 1 if no_sync else micro_batches
         right = wire.ring_all_reduce_bytes(payload, n) * times
@@ -309,18 +282,6 @@ def _grad_or_zeros(p):
 
 
 # ---- judging ----
-
-
-def _all_gradients(model, hint="leave a mean in each grad"):
-    given = gradients(model)
-    if given is None:
-        raise Wrong(f"some gradients are None: {hint}")
-    return given
-
-
-def _weights_stay(model, weights, cure="; only the gradients are to be averaged"):
-    if not torch.equal(flat(model.parameters()), weights):
-        raise Wrong(f"the weights have changed{cure}")
 
 
 def _mean(rows):

@@ -1,14 +1,19 @@
 """Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer.
 
-And a model that sees how an answer calls it (Watched).
+And a model that sees how an answer calls it (Watched), and what the gradient of a loss over tokens should be.
 """
 
 import weakref
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong
+from manyhands.checks.expect import expect_tensor
+
+CLOSE = 1e-6  # of the largest: a count divided by a count is a float32, and right all the same
+IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it
 
 
 def normal(seed, *shape, dtype=torch.float64):
@@ -28,10 +33,60 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def gradients(model):
-    """The gradients of a model's parameters in one row; None where one has none."""
+def gradients(model, cure="run a backward pass for each micro-batch"):
+    """The gradients of a model's parameters in one row; raise Wrong with the cure where one has none."""
     found = [p.grad for p in model.parameters()]
-    return None if any(gradient is None for gradient in found) else flat(found)
+    if any(gradient is None for gradient in found):
+        raise Wrong(f"some gradients are None: {cure}")
+    return flat(found)
+
+
+def expect_token_mean(found, make, parts, what="the row of all gradients"):
+    """Raise Wrong unless `found` is the gradient of make() for the mean over all targets that count.
+
+    parts: of each rank its micro-batches, pairs of inputs and targets.
+    """
+    n, m, every = len(parts), len(parts[0]), sum(parts, [])
+    wanted, tokens, rows = _token_mean(make, every), _tokens(every), sum(y.numel() for _, y in every)
+    if not found.isfinite().all():
+        raise Wrong(
+            f"{what} became nan: where a {'micro-batch' if m > 1 else 'rank'} has no token, its mean is 0/0; divide "
+            "its sum by the number of all tokens"
+        )
+    of_ranks, of_batches = ([p for p in cut if _tokens(p)] for cut in (parts, [[batch] for batch in every]))
+    mean = "DDP takes the mean over the ranks, and the count is that of all ranks"
+    counted = f"{rows} targets were counted, and {tokens} of them are not {IGNORED}"
+    factors = {
+        f"{n} times too large: {mean}": n,
+        f"{n} times too small: {mean}; multiply the loss by the number of ranks": 1 / n,
+        f"{m} times too large: that is the number of micro-batches": m,
+        f"{m} times too small: that is the number of micro-batches": 1 / m,
+        counted: tokens / rows,
+        f"{counted}; and {mean}": tokens / rows / n,
+        "the number of tokens divides the sum of the losses": tokens,
+    }
+    slips = {
+        f"that is the mean of the ranks' means: the ranks have {list(map(_tokens, parts))} tokens, and one of a rank "
+        "with few counts more than one of a rank with many": sum(_token_mean(make, p) for p in of_ranks) / n,
+        "that is the mean of the micro-batches' means: a token of a short micro-batch counts more than one of a long": (
+            sum(_token_mean(make, p) for p in of_batches) / len(every)
+        ),
+        **{why: factor * wanted for why, factor in factors.items()},
+    }
+    close = CLOSE * min(1.0, wanted.abs().max().item())
+    expect_tensor(found, wanted, what, slips, "that of the mean over all tokens", close)
+
+
+def _tokens(batches):
+    return sum(int((y != IGNORED).sum()) for _, y in batches)
+
+
+def _token_mean(make, batches):
+    """The gradient of make() for the mean over all targets that count, in one process."""
+    model = make()
+    losses = [F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") for x, y in batches]
+    (sum(losses) / _tokens(batches)).backward()
+    return gradients(model)
 
 
 class Watched(nn.Module):

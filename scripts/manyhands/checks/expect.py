@@ -21,7 +21,6 @@ as "your function returned ..., which the check cannot use", and a `...` that co
 
 import math
 import re
-import reprlib
 import struct
 from collections.abc import Iterator
 
@@ -29,12 +28,9 @@ import numpy as np
 import torch
 
 from manyhands.checks import Wrong
-from manyhands.checks.witness import said
+from manyhands.checks.witness import listed, said, shown
 
 FLOAT32 = 1e-5  # how far apart results may be that were computed in float32, relative to the largest number
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60  # characters
-_short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
 # ---- what came back ----
@@ -133,6 +129,17 @@ def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
     raise Wrong(f"{should_be}: {_first_difference(found, wanted, close)}")
 
 
+def expect_scalar(found, what, not_finite=""):
+    """Return `found`, a loss; raise Wrong unless it is a finite tensor of one number with its graph."""
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise Wrong(f"{what} should be one number with its graph, a tensor, not {shown(found)}")
+    if not found.isfinite().all():
+        raise Wrong(f"{what} is {found.item()}{not_finite}")
+    if not found.requires_grad:
+        raise Wrong(f"{what} has no graph, so backward finds nothing: do not detach it")
+    return found
+
+
 def expect_unchanged(now, before, name, cure=""):
     """Raise Wrong where a tensor that was given to an answer has other numbers now."""
     if not torch.equal(now, before):
@@ -195,14 +202,6 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
 # ---- words ----
 
 
-def shown(found):
-    """A value and its type in one short line: the list [3, 4, 1]; without the type where it is plain."""
-    text = " ".join(_short.repr(found).split())
-    if found is None or isinstance(found, (bool, int, float)):
-        return text
-    return f"the {'text' if isinstance(found, str) else type(found).__name__} {text}"
-
-
 def told_apart(found, wanted):
     """Two different numbers as text, with as many digits as they differ in, and four at least."""
     if all(isinstance(x, int) or (x.is_integer() and abs(x) < 2**53) for x in (found, wanted)):
@@ -217,12 +216,6 @@ def told_apart(found, wanted):
 def count(number, noun):
     """1 message, 2 messages."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def listed(values):
-    """0, 1 and 2."""
-    *front, last = map(str, values)
-    return f"{', '.join(front)} and {last}" if front else last
 
 
 def _rounded(value, digits):

@@ -43,15 +43,10 @@ def start_of(answer, ranks=None):
         if minute < previous:
             raise Wrong(f"{said}: that overtakes the job ahead, which started at {previous}")
         if (free := _free(free_at, minute)) < need:
-            raise Wrong(
-                f"{said}, when it needs {nodes} and {free} of {len(free_at)} {'is' if free == 1 else 'are'} free"
-            )
+            raise Wrong(f"{said}, when it needs {nodes} and finds {free} of {len(free_at)} free")
         wanted = max(previous, min(at for at in free_at if _free(free_at, at) >= need))
         if minute != wanted:
-            raise Wrong(
-                f"{said}, and it could start at {wanted:g}: then {nodes} {'are' if need > 1 else 'is'} free and the "
-                "job ahead has started"
-            )
+            raise Wrong(f"{said}, and it could start at {wanted:g}, with {nodes} free and the job ahead started")
 
 
 def _free(free_at, minute):
@@ -115,14 +110,9 @@ def first_error(answer, ranks=None):
     # the name of the error, with or without what it said, or the exception itself
     error = error.__name__ if isinstance(error, type) else error.split(":")[0].strip()
     if error in REPORTS:
-        raise Wrong(
-            f"{error} comes from a torchrun that was told to stop: a report that some rank failed, not the failure"
-        )
+        raise Wrong(f"{error} is torchrun's: a report that some rank failed, not the failure")
     if error in ECHOES:
-        raise Wrong(
-            f"a {error} in this log is an echo: its connection was closed because another rank had gone. Whose error "
-            "does not speak of connections?"
-        )
+        raise Wrong(f"a {error} in this log is an echo: its connection was closed because another rank had gone")
     if error != FAILED_ERROR:
         raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
     if rank == FAILED_LOCAL_RANK:

@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number, shown
+from manyhands.checks.expect import (
+    count,
+    expect_number,
+    expect_scalar,
+    expect_tensor,
+    expect_traffic,
+    expect_unchanged,
+    number,
+)
 from manyhands.measure import wire
 
 
@@ -60,15 +68,9 @@ def dpo_loss(answer, ranks=None):
         reference = -4 * torch.rand(b, 2, generator=draw, dtype=torch.float64)
         wanted, gradient = _dpo(log_p, mask, reference, beta, num_pairs)
         given = answer(log_p, mask.clone(), reference.clone(), beta, num_pairs)
-        if not isinstance(given, torch.Tensor) or given.numel() != 1:
-            raise Wrong(f"return one number as a tensor, so that it has a backward, not {shown(given)}")
-        if not given.isfinite().all():
-            raise Wrong(f"for margins of hundreds of nats your loss is {given.item()}; F.logsigmoid stays finite")
+        expect_scalar(given, "the loss", "; F.logsigmoid stays finite where margins are hundreds of nats").backward()
         slips = _dpo_slips(log_p.detach(), mask, reference, beta, num_pairs)
         expect_number(given.item(), wanted, "the loss", slips=slips)
-        if not given.requires_grad:
-            raise Wrong("your loss has lost its gradient: do not detach or convert log_p")
-        given.backward()
         expect_tensor(log_p.grad, gradient, "the loss is right; its gradient")
 
 
@@ -114,9 +116,7 @@ def shares(answer, ranks):
         it_is = f"ceil({P}/{n}) = {each} numbers: all shares are equally long, with zeros behind the end"
         expect_tensor(share, F.pad(row_P, (0, each * n - P)).chunk(n)[rank], case, it_is=it_is, close=0)
         if share.untyped_storage().nbytes() > share.nbytes:
-            raise Wrong(
-                f"{case} keeps {share.untyped_storage().nbytes()} bytes alive: it is a view of the whole row; clone it"
-            )
+            raise Wrong(f"{case} keeps all {share.untyped_storage().nbytes()} bytes: it is a view of the row; clone it")
         with wire.watch() as seen:
             back_P = whole(share, P)
         slips = {"cut off the zeros behind the end": F.pad(row_P, (0, each * n - P)) if each * n > P else None}
@@ -140,9 +140,7 @@ def advantages(answer, ranks):
             found_b = answer(given_b, group)
         expect_unchanged(given_b, mine_b, "the row of rewards", ": work on a copy")
         slips = {
-            "they have the mean and deviation of *all* answers: each question has its own": (
-                _advantages(rewards_B, len(rewards_B))
-            ),
+            "that is over all answers: each question has its own": _advantages(rewards_B, len(rewards_B)),
             "they are not divided by the group's standard deviation": (
                 torch.cat([g - g.mean() for g in rewards_B.split(group)])
             ),
@@ -177,19 +175,13 @@ def credit(answer, ranks=None):
         expect_number(got[right], 1, f"for {word!r} what the right answer {right!r} gets")
         for text, value in got.items():
             if value > 1 - 1e-6 and text != right:
-                raise Wrong(
-                    f"for {word!r} the answer {text!r} gets {value:g} as well, and it is wrong: that is what a model "
-                    "will say"
-                )
+                raise Wrong(f"for {word!r} the answer {text!r} gets {value:g} as well, and it is wrong")
         if max(value for text, value in got.items() if text != right) <= 0:
             raise Wrong("no wrong answer gets anything: that is the verifier again, and no partial credit")
         for text, i in itertools.product(got, range(len(right))):
             better = text[:i] + right[i] + text[i + 1 :]
             if len(text) == len(right) and got.get(better, 1) < got[text] - 1e-10:
-                raise Wrong(
-                    f"for {word!r}, {better!r} has one more letter in its place than {text!r}, and gets less: "
-                    f"{got[better]:g} after {got[text]:g}"
-                )
+                raise Wrong(f"for {word!r}, {better!r} has one more letter in its place than {text!r}, and gets less")
 
 
 def _texts(right, letters):

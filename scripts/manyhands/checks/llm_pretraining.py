@@ -56,9 +56,7 @@ def _judge_signature(found_K, hashes_S, a_K, b_K):
     slips = {why: torch.from_numpy(value) for why, value in slips.items()}
     expect_tensor(torch.from_numpy(found_K.astype(np.int64)), torch.from_numpy(ordered_SK.min(0)), case, slips)
     if found_K.nbytes > 4 * len(a_K):
-        raise Wrong(
-            f"{case} is right, but takes {found_K.nbytes} bytes where int32 takes {4 * len(a_K)}: ranks send it"
-        )
+        raise Wrong(f"{case} is right, but takes {found_K.nbytes} bytes where int32 takes {4 * len(a_K)}")
 
 
 @exercise("B", "one merge")
@@ -76,26 +74,18 @@ def one_merge(answers, ranks=None):
         slips = {f"{pair} is as frequent as {wanted}, which is smaller": pair for pair in equals}
         expect_equal(most_frequent(dict(pairs)), wanted, case, slips)
     for ids, (a, b), wanted in (
-        ([1, 2, 3, 1, 2], (1, 2), [256, 3, 256]),
-        ([7, 7, 7, 7, 7], (7, 7), [256, 256, 7]),
-        ([2, 1, 2], (1, 2), [2, 256]),
-        ([1, 3, 2], (1, 2), [1, 3, 2]),
-        ([1], (1, 2), [1]),
-        ([], (1, 2), []),
-        ([1, 1, 2, 2], (1, 2), [1, 256, 2]),
-    ):
+        ([1, 2, 3, 1, 2], (1, 2), [256, 3, 256]), ([7, 7, 7, 7, 7], (7, 7), [256, 256, 7]),
+        ([2, 1, 2], (1, 2), [2, 256]), ([1, 3, 2], (1, 2), [1, 3, 2]), ([1, 1, 2, 2], (1, 2), [1, 256, 2]),
+        ([1], (1, 2), [1]), ([], (1, 2), []),
+    ):  # fmt: skip
         given = list(ids)
         found = merge(given, (a, b), 256)
         if given != ids:
             raise Wrong(f"the list {ids} that merge was given was changed; make a new one")
         starts = [i for i in range(len(ids) - 1) if ids[i : i + 2] == [a, b]]
         slips = {
-            "merge each occurrence, not only the first": [*ids[: starts[0]], 256, *ids[starts[0] + 2 :]]
-            if starts
-            else None,
-            f"a token was used twice: the new one takes the place of both, {a} and {b}": (
-                [256 if i in starts else token for i, token in enumerate(ids)]
-            ),
+            "merge each occurrence, not only the first": next(([*ids[:i], 256, *ids[i + 2 :]] for i in starts), None),
+            "a token was used twice": [256 if i in starts else token for i, token in enumerate(ids)],
             "what is left at the end got lost": wanted[:-1],
         }
         expect_equal(found, wanted, f"{ids} with {(a, b)} merged into 256", slips)
@@ -123,12 +113,7 @@ def document_mask(answer, ranks=None):
 @exercise("D", "bits per byte")
 def bits_per_byte(answer, ranks=None):
     """`answer(nats_per_token, tokens, num_bytes)` is the loss in bits per byte."""
-    for nats, tokens, num_bytes in (
-        (math.log(2), 100, 100),
-        (2 * math.log(2), 50, 200),
-        (6.0, 1000, 1900),
-        (4.17, 10, 10),
-    ):
+    for nats, tokens, num_bytes in ((math.log(2), 100, 100), (2 * math.log(2), 50, 200), (6.0, 1000, 1900)):
         wanted = nats * tokens / num_bytes / math.log(2)
         slips = {
             "that is in nats; a bit is ln 2 = 0.693 nats": wanted * math.log(2),
@@ -217,14 +202,10 @@ def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
     nearest = [round(params_of(budget) * 1.3) for budget in budgets]  # the best of the points
     slips = {
         "parameters first, then the loss": best,
-        "that is the best of the points; the lowest point of the parabola lies between them": (
-            math.exp(line(logs, np.log(nearest), at))
-        ),
+        "that is the best of the points; the parabola's lowest lies between": math.exp(line(logs, np.log(nearest), at)),
         f"that is the best size for {last:.1e}; go on along the line": params_of(last),
         "that is its logarithm": math.log(wanted),
-        "that is a straight line in the numbers; take logarithms of budgets and of parameters": (
-            line(budgets, list(map(params_of, budgets)), target)
-        ),
+        "that is a line in the numbers; take logarithms": line(budgets, list(map(params_of, budgets)), target),
     }
     expect_number(params, wanted, f"{case} best number of parameters", slips=slips, rel=1e-2)
     slips = {

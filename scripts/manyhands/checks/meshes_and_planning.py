@@ -8,7 +8,8 @@ import random
 from math import isclose, prod
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.expect import expect_equal, expect_groups, expect_number, shown
+from manyhands.checks.expect import expect_equal, expect_groups, expect_number
+from manyhands.checks.witness import shown
 
 SHAPES = ((2, 3), (2, 2, 2), (4,), (3, 1, 4), (2, 2, 3, 2), (1, 1))
 
@@ -46,15 +47,9 @@ def slow_bytes(answer, ranks=None):
     """`answer(group, payload, per_node)` is what a ring all-reduce in that order sends between nodes in all."""
     for group, per_node, payload in (
         ([0, 1, 2, 3, 4, 5], 2, 1200),  # the first: every likely mistake gives another number
-        ([0, 1, 2, 3], 2, 1000),
-        ([0, 2, 1, 3], 2, 1000),
-        ([0, 1, 2, 3], 4, 1000),
-        ([0, 4], 4, 640),
-        ([5], 2, 640),
-        ([0, 3, 6, 9], 3, 800),
-        ([4, 5, 6, 7, 8, 9], 4, 1200),
-        ([2, 3, 10, 11], 4, 4e9),
-    ):
+        ([0, 2, 1, 3], 2, 1000), ([0, 1, 2, 3], 4, 1000), ([0, 4], 4, 640), ([5], 2, 640),
+        ([4, 5, 6, 7, 8, 9], 4, 1200), ([2, 3, 10, 11], 4, 4e9),
+    ):  # fmt: skip
         n, crossing = len(group), _crossing(group, per_node)
         each = 2 * (n - 1) / n * payload
         slips = {
@@ -92,9 +87,7 @@ def recommend(answer, ranks=None):
         ]
         cases.append((plans, _recommended(plans, 80), "by the rule"))
     for plans, wanted, why in cases:
-        told = [
-            f"{name} ({held} bytes, {s:g} s, {axes} ax{'i' if axes == 1 else 'e'}s)" for name, held, s, axes in plans
-        ]
+        told = [f"{name} ({held} bytes, {s:g} s, axes: {axes})" for name, held, s, axes in plans]
         case = f"with 80 bytes of memory and {', '.join(told) or 'no plans'}: what to use ({why})"
         slips = {"return the plan's name alone": next((plan for plan in plans if plan[0] == wanted), None)}
         expect_equal(answer(list(plans), 80), wanted, case, slips)
@@ -131,11 +124,7 @@ def roofline(answer, ranks=None):
     while len(bounds) < 3 or draw.random() < 0.9:
         flop, memory, link = (10 ** draw.uniform(*span) for span in ((11, 14), (8.5, 11.5), (6.5, 9.5)))
         peak, memory_gbs, link_gbits = draw.uniform(100, 1000), draw.uniform(1000, 5000), draw.choice((100, 200, 400))
-        parts = {
-            "compute": flop / peak / 1e12,
-            "memory": memory / memory_gbs / 1e9,
-            "link": link * 8 / link_gbits / 1e9,
-        }
+        parts = {"compute": flop / peak / 1e12, "memory": memory / memory_gbs / 1e9, "link": link / link_gbits * 8e-9}
         bound = max(parts, key=parts.get)
         bounds.add(bound)
         told = ", ".join(f"{name} {s:.3g} s" for name, s in parts.items())

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import Watched, gradients, normal, seeded
-from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number, shown
+from manyhands.checks.drawn import CLOSE, IGNORED, Watched, expect_token_mean, flat, gradients, normal, seeded
+from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number
+from manyhands.checks.witness import shown
 from manyhands.gpt.model import GPTConfig
 
-CLOSE = 1e-6  # a count divided by a count is a float32, and right all the same
 WIDTH = 4  # of a block, and of its rows
-IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def recompute(answer, ranks=None):
     for turn in range(2):  # the second one adds to the first
         rows, dy = _rows(10 + turn), _rows(20 + turn)
         x, expected, of_sum = (rows.clone().requires_grad_() for _ in range(3))
-        old = gradients(plain)
+        old = gradients(plain) if turn else None
         plain(expected).backward(dy)
         _Block()(of_sum).sum().backward()
         block.begin()
@@ -131,9 +130,8 @@ def recompute(answer, ranks=None):
             "it is the gradient of y.sum(); backward must start from dy": of_sum.grad,
         }
         expect_tensor(found, expected.grad, "what comes back", slips, "the gradient of x", CLOSE)
-        mine, right = gradients(block), gradients(plain)
-        if mine is None:
-            raise Wrong("the gradient of x is right, but the block's parameters got none: they must learn, too")
+        mine = gradients(block, "the gradient of x is right, but the block's parameters must learn, too")
+        right = gradients(plain)
         what = "the gradient of x is right, but what the parameters' grads hold"
         alone = "it is the second one alone; add to what is in their grad already"
         slips, it_is = ({}, "their gradients") if old is None else ({alone: right - old}, "the sum of two gradients")
@@ -157,9 +155,7 @@ class _Block(Watched):
 
     def forward(self, x):
         if not torch.is_grad_enabled():
-            raise Wrong(
-                "the block was run while autograd was off, so nothing can go backward: run it under torch.enable_grad()"
-            )
+            raise Wrong("autograd was off when the block was run: run it under torch.enable_grad()")
         return x + super().forward(x)
 
 
@@ -209,10 +205,7 @@ def _judge_master(when, parameters, masters, before, right):
         if not torch.equal(p.detach(), exact.to(p.dtype)):
             raise Wrong(f"{when} the masters are right, but a parameter is not its master, rounded: copy it down")
         if master.grad is not None:
-            raise Wrong(
-                f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more between two "
-                "steps, 20 and not 16"
-            )
+            raise Wrong(f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more")
 
 
 # ---- exercise 2 ----
@@ -238,10 +231,7 @@ def recompute_trade_off(answer, ranks=None):
             raise Wrong(f"{what}: recomputing {_names(found)} keeps {kept:g} bytes of {budget:g}{hint}")
         cost, lowest = (sum(piece.flops for piece in pieces if piece.name in names) for names in (found, best))
         if cost > lowest:
-            raise Wrong(
-                f"{what}: recomputing {_names(found)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for "
-                f"{lowest:g}"
-            )
+            raise Wrong(f"{what}: {_names(found)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for {lowest:g}")
 
 
 def _trade_offs():
@@ -291,34 +281,12 @@ def uneven_accumulation(answer, ranks=None):
 
 def _judge_gradients(what, model, micro_batches):
     """Raise Wrong unless `model` has the gradient of the mean over all counted tokens, made one piece at a time."""
-    expected, fresh = _full_batch(micro_batches), _Model()
-    if not all(map(torch.equal, model.parameters(), fresh.parameters())):
-        raise Wrong(f"{what}: the weights have changed; leave gradients, and no step, behind")
-    given = gradients(model)
-    if given is None:
-        raise Wrong(f"{what}: some gradients are None; run a backward pass for each micro-batch")
-    if not given.isfinite().all():
-        raise Wrong(f"{what}: the gradients are not finite; the mean over a micro-batch without counted tokens is 0/0")
-    k, targets = len(micro_batches), torch.cat([targets for _, targets in micro_batches])
-    counted = int((targets != IGNORED).sum())
-    slips = {
-        f"they are {k} times too large; that is the sum of {k} means": k * expected,
-        f"they are {k} times too small; they were divided once too often": expected / k,
-        f"they are {counted} times too large; divide by the number of counted tokens": counted * expected,
-        "positions that do not count were counted; divide by those whose target is not -100": (
-            counted / targets.numel() * expected
-        ),
-        "that is the mean of the micro-batches' means; a micro-batch with few tokens weighs as much as one with many": (
-            _mean_of_means(micro_batches)
-        ),
-    }
-    expect_tensor(given, expected, f"{what}: the gradients", slips, "those of the whole batch", CLOSE)
+    cure = ": leave gradients, and no step, behind"
+    expect_unchanged(flat(model.parameters()), flat(_Model().parameters()), f"{what}: a weight", cure)
+    expect_token_mean(gradients(model), _Model, [micro_batches], f"{what}: the row of all gradients")
     model.expect_one_at_a_time(len(micro_batches[0][0]), f"{what}: the gradients are right")
     if model.forwards > len(micro_batches):
-        raise Wrong(
-            f"{what}: right, but {model.forwards} forward passes for {len(micro_batches)} micro-batches; count the "
-            "tokens from the targets"
-        )
+        raise Wrong(f"{what}: right, but {model.forwards} forward passes; count the tokens from the targets")
 
 
 def _micro_batches(counts):
@@ -347,19 +315,3 @@ class _Model(Watched):
         if not self.pairs:
             return logits
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _full_batch(micro_batches):
-    """The gradient in one process with all of the batch in memory."""
-    return _mean_of_means([tuple(torch.cat(parts) for parts in zip(*micro_batches, strict=True))])
-
-
-def _mean_of_means(micro_batches):
-    """The gradient of the widespread mistake; None where a mean does not exist."""
-    if any((targets == IGNORED).all() for _, targets in micro_batches):
-        return None
-    model = _Model()
-    for ids, targets in micro_batches:
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        (loss / len(micro_batches)).backward()
-    return gradients(model)

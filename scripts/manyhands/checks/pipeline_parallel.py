@@ -12,7 +12,8 @@ from torch import nn
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import normal, seeded
-from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, expect_unchanged, plain, shown
+from manyhands.checks.expect import expect_equal, expect_number, expect_scalar, expect_tensor, expect_unchanged, plain
+from manyhands.checks.witness import shown
 from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, named, orders_of, simulate
 from manyhands.predict.pipeline_schedules import needs as needs_of
 
@@ -42,9 +43,7 @@ def _judge_middle(answer):
         y, before = stage(x), dy.clone()
         given = answer(x, y, dy)
         expect_unchanged(dy, before, "dy", ": it belongs to the stage after this one")
-        _judge_weights(
-            stage, reference, of_ones, " after the second micro-batch: gradients of micro-batches add up" * i
-        )
+        _judge_weights(stage, reference, of_ones, " after the second micro-batch: gradients add up" * i)
         if given is None:
             raise Wrong("nothing came back; the stage before needs the gradient of x")
         slips = {
@@ -61,10 +60,7 @@ def _judge_weights(stage, reference, of_ones, also=""):
     pairs = zip(reference.parameters(), of_ones.parameters(), strict=True)
     for (name, w), (right, ones) in zip(stage.named_parameters(), pairs, strict=True):
         if w.grad is None:
-            raise Wrong(
-                f"the weight {name} has no gradient: backward adds to `grad`, torch.autograd.grad only returns what "
-                "you ask for"
-            )
+            raise Wrong(f"the weight {name} has no gradient: backward adds to `grad`, torch.autograd.grad does not")
         slips = {"y's gradient is dy, not ones": ones.grad}
         expect_tensor(w.grad, right.grad, f"the gradient of {name}{also}", slips)
 
@@ -74,10 +70,7 @@ def _judge_freed(y, dy):
         torch.autograd.backward(y, dy)
     except RuntimeError:
         return
-    raise Wrong(
-        "all gradients are right, but the graph is still there, and with it the activations of every micro-batch: no "
-        "retain_graph"
-    )
+    raise Wrong("all gradients are right, but the graph is still there, and with it the activations: no retain_graph")
 
 
 def _judge_last(answer):
@@ -120,7 +113,13 @@ def _judge_needs(given, action, p):
         if not 0 <= one[1] < p:
             raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
         if one not in wanted:
-            raise Wrong(f"{case}: it does not wait for {named(one)}{_why_not(one, action)}")
+            why = "micro-batches know nothing of each other; that a stage does one at a time is its order"
+            if one[2] == action[2]:
+                why = {
+                    "FF": "forward goes from stage 0 upwards", "BB": "backward comes from the last stage",
+                    "BF": "that is implied by another one", "FB": "forward comes before backward",
+                }[action[0] + one[0]]  # fmt: skip
+            raise Wrong(f"{case}: it does not wait for {named(one)}: {why}")
     for one in wanted:
         if one not in found:
             why = {
@@ -129,16 +128,6 @@ def _judge_needs(given, action, p):
                 "BB": "which sends the gradient of its output",
             }[action[0] + one[0]]
             raise Wrong(f"{case}: it needs {named(one)}, {why}")
-
-
-def _why_not(one, action):
-    if one[2] != action[2]:
-        return ": micro-batches know nothing of each other; that a stage does one at a time is its order"
-    return {
-        "FF": ": forward goes from stage 0 upwards",
-        "BB": ": backward comes from the last stage",
-        "BF": ": that is implied by another one",
-    }.get(action[0] + one[0], "")
 
 
 def _actions(given, case):
@@ -181,12 +170,12 @@ def _judge_leaf(x, arrived):
 def _judge_output(x, y, wanted, m, where):
     slips = {"only the loss is divided, on the last stage": wanted / m}
     expect_tensor(y, wanted, f"{where} y", slips, "the stage's output")
-    _judge_graph(x, y, f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not")
-
-
-def _judge_graph(x, y, no_graph):
     if not y.requires_grad:
-        raise Wrong(no_graph)
+        raise Wrong(f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not")
+    _judge_graph(x, y)
+
+
+def _judge_graph(x, y):
     if x is not None and torch.autograd.grad(y.sum(), x, allow_unused=True)[0] is None:
         raise Wrong("backward from y does not arrive at x: let the stage compute on the x that you return")
 
@@ -196,19 +185,16 @@ def _judge_last_forward(answer, stage, m):
     targets = torch.randint(5, (2, 4), generator=torch.Generator().manual_seed(m))
     mean = F.cross_entropy(stage(arrived).flatten(0, 1), targets.flatten()).item()
     x, y = answer(stage, arrived.clone(), targets, m)
-    if not isinstance(y, torch.Tensor) or y.numel() != 1:
-        raise Wrong(f"on the last stage y is one number, the loss, not {shown(y)}")
     _judge_leaf(x, arrived)
+    expect_scalar(y, "on the last stage y, the loss,")
     slips = {
         f"that is the micro-batch's mean; {m} of them add up in backward, so it is to be divided by m": mean,
         "it was divided by m twice": mean / m**2,
         "that is a sum over positions; the mean of the micro-batch, divided by m, is its part": mean * targets.numel(),
         "that is a sum over positions, divided by m; it should be their mean, divided by m": mean * targets.numel() / m,
     }
-    if not y.requires_grad:
-        raise Wrong("on the last stage y has no graph, and backward begins there: do not detach it")
     expect_number(y.detach(), mean / m, "on the last stage y", slips=slips, close=1e-10)
-    _judge_graph(x, y, "")
+    _judge_graph(x, y)
 
 
 # ---- orders of stages: build D and exercise 1 ----
@@ -269,10 +255,8 @@ def _judge_bubble(orders, best, case):
     except ValueError as error:
         raise Wrong(f"{case}: {error}") from None
     if run.bubble > best:
-        raise Wrong(
-            f"{case}: the step takes {run.length}, of which {100 * float(run.bubble):.0f} % are idle; "
-            f"{100 * float(best):.0f} % are possible: start forwards as early as memory allows"
-        )
+        idle, possible = (f"{100 * float(share):.0f} %" for share in (run.bubble, best))
+        raise Wrong(f"{case}: {idle} of the step are idle, and {possible} are possible: start forwards earlier")
 
 
 def _capped(s, p, m, room):
@@ -300,38 +284,20 @@ def loss_share(answer, ranks=None):
         for i, (part, targets) in enumerate(zip(logits, all_targets, strict=True)):
             leaf = part.clone().requires_grad_()
             share = answer(leaf, targets.clone(), [t.clone() for t in all_targets])
-            if not isinstance(share, torch.Tensor) or share.numel() != 1:
-                raise Wrong(f"return one number with its graph, a tensor, not {shown(share)}")
-            if not share.isfinite().all():
-                raise Wrong(
-                    f"micro-batch {i} has {(targets != -100).sum()} targets that count, and a share of {share.item()}: "
-                    "a mean over none divides by 0"
-                )
-            if not share.requires_grad:
-                raise Wrong("the share has no graph, so backward finds nothing: do not detach it")
-            share.backward()
+            expect_scalar(share, f"the share of micro-batch {i}", ": a mean over no target divides by 0").backward()
             total += share.item()
             found.append(torch.zeros_like(part) if leaf.grad is None else leaf.grad)
-        _judge_shares(torch.cat(found), together.grad, all_targets)
+        counts, m = torch.tensor([(t != -100).sum() for t in all_targets]), len(all_targets)
+        counted, everything, wanted = counts.sum(), sum(t.numel() for t in all_targets), together.grad
+        own = (wanted.view(m, -1) * counted / counts.clamp(min=1)[:, None] / m).view_as(wanted)
+        slips = {
+            f"those with few targets weigh too much: divide by all {counted} targets, not by each one's own": own,
+            "divided by the number of micro-batches, although the sum was divided by all targets already": wanted / m,
+            "that is a sum, not a mean": wanted * counted,
+            "targets of -100 do not count": wanted * counted / everything,
+        }
+        expect_tensor(torch.cat(found), wanted, "the gradient of all logits", slips, "that of one mean")
         expect_number(total, expected.item(), "the gradients are right, but the sum of all shares", close=1e-10)
-
-
-def _judge_shares(found, wanted, all_targets):
-    m, everything = len(all_targets), sum(t.numel() for t in all_targets)
-    counted = sum((t != -100).sum().item() for t in all_targets)
-    factor = ((found * wanted).sum() / wanted.square().sum()).item()
-    if not torch.allclose(found, factor * wanted, rtol=0, atol=1e-10):
-        raise Wrong(
-            "the gradients of some micro-batches weigh too much: those with few targets count less, so divide by the "
-            f"number of targets of the whole batch, {counted}, not by each one's own"
-        )
-    slips = {
-        "they are added over micro-batches": m,
-        "divided by the number of micro-batches, although the sum was divided by all targets already": 1 / m,
-        "that is a sum, not a mean": counted,
-        "targets of -100 do not count": counted / everything,
-    }
-    expect_number(factor, 1, "all gradients are right but for one factor, which", slips=slips)
 
 
 # ---- exercise 3 ----
@@ -358,9 +324,7 @@ def balance(answer, ranks=None):
         best = min(_slowest(costs, (0, *cuts, len(costs))) for cuts in combinations(range(1, len(costs)), p - 1))
         if slowest > best + 1e-10:
             equal = ": equal numbers are not equal times" * (max(counts) - min(counts) <= 1)
-            raise Wrong(
-                f"{case}: with {counts} layers the slowest stage takes {slowest:g}, and {best:g} is possible{equal}"
-            )
+            raise Wrong(f"{case}: with {counts} the slowest stage takes {slowest:g}, and {best:g} is possible{equal}")
 
 
 def _slowest(costs, ends):

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from manyhands.checks.witness import listed
 from manyhands.launch.ranks import name_ranks
 
 _NAMES_OF_ONE_TRIAL = 1000  # groups that one answer may make; no name may come twice in a store
@@ -159,19 +160,25 @@ class Matching(TorchDispatchMode):
         ranks, me = dist.get_process_group_ranks(group), group.rank()
         sends, n_bytes = "dst" in given, _bytes(given.get("tensors", given.get("tensor")))
         other = given.get("dst", given.get("src"))
-        if other is None:  # from anybody: nobody knows from whom
+        channel = f"{group.group_name}/{given['tag']}"
+        if other is None:  # from anybody: it may take whichever message is on its way
+            self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
+            for source in range(len(ranks)):
+                key = f"{channel}/{source} to {me}"
+                self._fits(ranks[source], ranks[me], self._read(f"{key}/sent {self._made[key]}"), n_bytes)
             return
         what = "sends to" if sends else "receives from"
         _must_exist(other, ranks, f"rank {ranks[me]} {what}")
         if other == me:
             raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
-        channel = f"{group.group_name}/{given['tag']}"
         key = f"{channel}/{me} to {other}" if sends else f"{channel}/{other} to {me}"
         number = self._made[key]
         self._made[key] += 1
         if sends:
             self._store.set(f"{key}/sent {number}", str(n_bytes))
-            self._fits(ranks[me], ranks[other], n_bytes, self._read(f"{key}/room {number}"))
+            room = self._read(f"{key}/room {number}")
+            room = self._read(f"{channel}/anybody to {other}") if room is None else room
+            self._fits(ranks[me], ranks[other], n_bytes, room)
         else:
             self._store.set(f"{key}/room {number}", str(n_bytes))
             self._fits(ranks[other], ranks[me], self._read(f"{key}/sent {number}"), n_bytes)
@@ -275,13 +282,13 @@ def _difference(calls):
             return f"rank {first} calls {calls[first]['call']} while rank {r} calls {calls[r]['call']}"
     name = calls[first]["call"]
     if len({c["root"] for c in calls.values()}) > 1:
-        roots = _enumerated(c["root"] for c in calls.values())
+        roots = listed(c["root"] for c in calls.values())
         return f"{name_ranks(list(calls))} call {name} with different roots: {roots}"
     if "bytes" in calls[first]:
         for part, unit in (("bytes", "bytes"), ("dtype", "numbers")):
             values = [c[part] for c in calls.values()]
             if len(set(values)) > 1:
-                return f"{name_ranks(list(calls))} call {name} with {_enumerated(values)} {unit}"
+                return f"{name_ranks(list(calls))} call {name} with {listed(values)} {unit}"
         return ""
     for i, source in enumerate(calls):
         for j, target in enumerate(calls):
@@ -293,11 +300,6 @@ def _difference(calls):
 
 def _alike(a, b):
     return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes", "dtype"))
-
-
-def _enumerated(values):
-    *front, last = map(str, values)
-    return f"{', '.join(front)} and {last}" if front else last
 
 
 # ---- waiting ----

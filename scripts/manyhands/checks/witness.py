@@ -19,7 +19,8 @@ _LIBRARIES = tuple(
     | {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60
+_short.maxstring = _short.maxother = 60  # characters
+_short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
 class Witness:
@@ -88,10 +89,10 @@ class Witness:
         if self.forgot_to_return():
             return "your function returned None: is a `return` missing?"
         if self._called is None:
-            return f"your answer is {_shown(self._answer)}, which the check cannot use ({said(error)})"
+            return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
         if not self._is_used():
             return f"the check cannot go on with what your code left behind ({said(error)})"
-        return f"your function returned {_shown(self._returned)}, which the check cannot use ({said(error)})"
+        return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
 
     def _learners(self, code):
         return code is not self._body and not _is_library(code)
@@ -105,16 +106,22 @@ class Witness:
 
 def said(error):
     """The error's class and the first line of what it says, where it says anything."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # noqa: BLE001 - a class of the learner's own may fail at that, too
-        lines = []
+    lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _shown(value):
-    text = " ".join(_short.repr(value).split())
-    return f"{text}, of type {type(value).__name__}"
+def shown(found):
+    """A value and its type in one short line: the list [3, 4, 1]; without the type where it is plain."""
+    text = " ".join(_short.repr(found).split())
+    if found is None or isinstance(found, (bool, int, float)):
+        return text
+    return f"the {'text' if isinstance(found, str) else type(found).__name__} {text}"
+
+
+def listed(values):
+    """0, 1 and 2."""
+    *front, last = map(str, values)
+    return f"{', '.join(front)} and {last}" if front else last
 
 
 def _places(error):
