@@ -172,7 +172,7 @@ def test_a_run_killed_twenty_times_ends_bit_for_bit_as_one_that_was_not(uninterr
         life.until(lambda: life.values("resumed"))  # noqa: B023
         start = max(life.values("resumed"))
         if while_saving:  # the second save of this life: the first one is progress
-            whole = manifest.step_folder(folder, start + 2 * EVERY)
+            whole = folder / f"step-{start + 2 * EVERY:08d}"
             partial = whole.with_suffix(".partial")
             life.until(lambda: partial.exists() or whole.exists())  # noqa: B023
             time.sleep(luck.uniform(0, 7 * SLOW_S))

@@ -20,8 +20,10 @@ Whether a word of the task is held out is written in the word itself: a checksum
 alignment can learn from a word on which accuracy is measured, whatever it draws.
 """
 
+import re
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from math import factorial, perm
 
 import numpy as np
@@ -88,9 +90,8 @@ def encode(messages: list[dict], vocab: list[str], reply: bool = False) -> tuple
     """
     place = {token: i for i, token in enumerate(vocab)}
     if missing := [marker for marker in MARKERS if marker not in place]:
-        raise ValueError(
-            f"the model has no token {missing[0]}; it was never trained on the chat template (scripts/align.py sft)"
-        )
+        why = f"the model has no token {missing[0]}; it was never trained on the chat template (scripts/align.py sft)"
+        raise ValueError(why)
     ids, answer = [], []
     for text, is_marker, own in pieces(messages, reply):
         for token in [text] if is_marker else text:
@@ -106,12 +107,7 @@ def answered(ids: list[int], vocab: list[str]) -> str:
 
     Another marker, which the assistant has no business to write, is spelled out.
     """
-    text = []
-    for i in ids:
-        if vocab[i] == END:
-            break
-        text.append(vocab[i])
-    return "".join(text)
+    return "".join(takewhile(lambda token: token != END, (vocab[i] for i in ids)))
 
 
 @dataclass(frozen=True)
@@ -129,15 +125,11 @@ class LetterTask:
         if self.name not in ANSWERS:
             raise ValueError(f"the task {self.name!r} is unknown; use one of {', '.join(ANSWERS)}")
         if not 2 <= self.length <= self.letters <= 26:
-            raise ValueError(
-                f"words of {self.length} different letters out of {self.letters} cannot be drawn; use 2 letters or more"
-                " per word, and at least as many to choose from, at most 26"
-            )
-        if perm(self.letters, self.length) < 10 * HELD_OUT_SHARE:
-            raise ValueError(
-                f"there are only {perm(self.letters, self.length)} words of {self.length} out of {self.letters}"
-                " letters; use longer words or more letters"
-            )
+            why = f"words of {self.length} different letters out of {self.letters} cannot be drawn"
+            raise ValueError(f"{why}; use 2 letters or more per word, and at least as many to choose from, at most 26")
+        if (words := perm(self.letters, self.length)) < 10 * HELD_OUT_SHARE:
+            why = f"there are only {words} words of {self.length} out of {self.letters} letters"
+            raise ValueError(f"{why}; use longer words or more letters")
 
     @property
     def chance(self):
@@ -166,7 +158,7 @@ class LetterTask:
         """
         if len(text) != self.length:
             return 0.0
-        return sum(a < b for a, b in zip(text, text[1:], strict=False)) / (self.length - 1)
+        return sum(a < b for a, b in pairwise(text)) / (self.length - 1)
 
     def draw(self, n, seed, held_out):
         """`n` words, the same for the same seed, an int or several; with repeats, as the draw has them."""
@@ -185,13 +177,8 @@ def is_held_out(word: str) -> bool:
 
 def speeches(text: str, longest: int = 40, most_name: int = 16) -> list[tuple[str, str]]:
     """[(speaker, first line)] of the speeches of a play: "ROMEO:", a line feed, what he says, an empty line."""
-    found = []
-    for speech in text.split("\n\n"):
-        speaker, colon, lines = speech.partition(":\n")
-        line = lines.split("\n")[0]
-        if colon and line and len(line) <= longest and "\n" not in speaker and 0 < len(speaker) <= most_name:
-            found.append((speaker, line))
-    return found
+    whole = re.compile(rf"([^\n]{{1,{most_name}}}):\n([^\n]{{1,{longest}}})(?:\n|\Z)")
+    return [found.groups() for speech in text.split("\n\n") if (found := whole.match(speech))]
 
 
 def speech_messages(speaker: str, line: str) -> list[dict]:

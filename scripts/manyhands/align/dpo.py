@@ -51,10 +51,8 @@ class Preference(Stage):
         known = {word: text for word, text in said.items() if set(text) <= set(self.vocab)}
         wrong = {word: text for word, text in known.items() if not self.task.right(word, text)}
         if len(wrong) < 2:
-            raise OptionError(
-                f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer; ask"
-                " more dpo.questions, or choose a harder data.length"
-            )
+            why = f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer"
+            raise OptionError(f"{why}; ask more dpo.questions, or choose a harder data.length")
         chosen = self.encoded_words(wrong)
         rejected = [encode(self.task.messages(word, text), self.vocab) for word, text in wrong.items()]
         return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
@@ -83,7 +81,8 @@ class Preference(Stage):
     def loss(self, model, ids_b2T, answer_b2T, reference_b2):
         # chosen and rejected in one forward: with FSDP each forward gathers all weights
         policy_b2 = self._log_probs(lambda ids: model(ids)[0], ids_b2T, answer_b2T)
-        margins_b, size = self._margins(policy_b2, reference_b2), self.run.options.train.global_batch
+        margins_b = margins(*policy_b2.unbind(1), *reference_b2.unbind(1))
+        size = self.run.options.train.global_batch
         for name, sum_of in (("margin", margins_b.detach()), ("preferred", (margins_b > TIE).double())):
             self.numbers[name] += float(sum_of.sum()) * self.parallel.data_size / size
         return self.share(size) * dpo_losses(margins_b, self.wanted.dpo.beta).sum()
@@ -93,14 +92,11 @@ class Preference(Stage):
         inputs_rT, targets_rT, mask_rT = shifted(ids_b2T.flatten(0, 1), answer_b2T.flatten(0, 1))
         return (token_log_probs(logits(inputs_rT), targets_rT) * mask_rT).sum(-1).view(-1, 2)
 
-    def _margins(self, policy_b2, reference_b2):
-        return margins(policy_b2[:, 0], policy_b2[:, 1], reference_b2[:, 0], reference_b2[:, 1])
-
     @torch.no_grad()
     def held_out_loss(self):
         """The mean DPO loss of pairs that it has not learned from. Every rank reads them all: they are few."""
         ids_N2T, answer_N2T = (part.to(self.run.ranks.device) for part in self.held_out)
-        policy_N2, reference_N2 = (
-            self._log_probs(model.logits, ids_N2T, answer_N2T) for model in (self.parallel, self.reference)
-        )
-        return float(dpo_losses(self._margins(policy_N2, reference_N2), self.wanted.dpo.beta).mean())
+        policy_N2 = self._log_probs(self.parallel.logits, ids_N2T, answer_N2T)
+        reference_N2 = self._log_probs(self.reference.logits, ids_N2T, answer_N2T)
+        margins_N = margins(*policy_N2.unbind(1), *reference_N2.unbind(1))
+        return float(dpo_losses(margins_N, self.wanted.dpo.beta).mean())

@@ -1,7 +1,6 @@
 """Group relative policy optimisation (Shao et al. 2024, DeepSeekMath, section 4.1): answers that a program judges.
 
-G answers are drawn to each question, and an answer is as good as its reward is above its group's mean. There is no
-value model.
+G answers are drawn to each question, and an answer is as good as its reward is above its group's mean.
 
     advantages_B = group_advantages(rewards_B, group=8)          # of all ranks' rewards: a group may lie on several
     terms_bT = grpo_terms(log_p_bT, old_log_p_bT, advantages_b, reference_log_p_bT, kl=0.02)

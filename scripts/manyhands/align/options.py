@@ -14,19 +14,8 @@ from typing import Annotated, Literal
 import tyro
 
 from manyhands.align.chat import LetterTask
-from manyhands.config.options import (
-    CheckpointOptions,
-    LogOptions,
-    ModelOptions,
-    OptimizerOptions,
-    OptionError,
-    Options,
-    ParallelOptions,
-    TrainOptions,
-    from_file,
-    named_value,
-    validate,
-)
+from manyhands.config import options as trainer
+from manyhands.config.options import OptionError, from_file, named_value, validate
 from manyhands.config.strategies import STRATEGIES
 
 
@@ -85,11 +74,11 @@ class AlignOptions:
     dpo: DpoOptions = field(default_factory=DpoOptions)
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
-    train: TrainOptions = field(default_factory=TrainOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
-    log: LogOptions = field(default_factory=LogOptions)
+    train: trainer.TrainOptions = field(default_factory=trainer.TrainOptions)
+    optimizer: trainer.OptimizerOptions = field(default_factory=trainer.OptimizerOptions)
+    parallel: trainer.ParallelOptions = field(default_factory=trainer.ParallelOptions)
+    checkpoint: trainer.CheckpointOptions = field(default_factory=trainer.CheckpointOptions)
+    log: trainer.LogOptions = field(default_factory=trainer.LogOptions)
 
     @property
     def letter_task(self):
@@ -106,9 +95,9 @@ def default_options(method, source=Path("outputs/train/latest")):
     return AlignOptions(
         method=method,
         source=Path(source),
-        train=TrainOptions(steps=steps, global_batch=global_batch),
-        optimizer=OptimizerOptions(lr=lr, weight_decay=0.1 if method == "sft" else 0.0),
-        log=LogOptions(eval_every=20),
+        train=trainer.TrainOptions(steps=steps, global_batch=global_batch),
+        optimizer=trainer.OptimizerOptions(lr=lr, weight_decay=0.1 if method == "sft" else 0.0),
+        log=trainer.LogOptions(eval_every=20),
     )
 
 
@@ -148,7 +137,7 @@ def refuse_senseless(wanted):
         (f"lora.rank={wanted.lora.rank}: adapters are not split over tensor ranks here; use ddp, zero1 or fsdp",
          wanted.lora.rank and (parallel.strategy == "tp" or (parallel.tensor or 1) > 1)),
         *((f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out",
-           getattr(wanted.log, name) != getattr(LogOptions(), name)) for name in ("prompt", "eval_batches")),
+           getattr(wanted.log, name) != getattr(trainer.LogOptions(), name)) for name in ("prompt", "eval_batches")),
     ]  # fmt: skip
     for sentence, wrong in faults:
         if wrong:
@@ -160,12 +149,10 @@ def refuse_senseless(wanted):
 
 
 def trainer_options(wanted, config):
-    """The trainer's `Options` of an alignment run of a GPTConfig. Raises OptionError as the trainer does."""
-    options = Options(
-        preset=f"align {wanted.method}",
-        config=wanted.config,
-        model=ModelOptions(**{f.name: getattr(config, f.name) for f in dataclasses.fields(ModelOptions)}),
-        **{name: getattr(wanted, name) for name in ("train", "optimizer", "parallel", "checkpoint", "log")},
-    )
+    """The trainer's options of an alignment run of a GPTConfig. Raises OptionError as the trainer does."""
+    sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(trainer.ModelOptions)}
+    groups = {name: getattr(wanted, name) for name in ("train", "optimizer", "parallel", "checkpoint", "log")}
+    about = f"align {wanted.method}"
+    options = trainer.Options(about, wanted.config, model=trainer.ModelOptions(**sizes), **groups)
     validate(options)
     return options

@@ -1,8 +1,6 @@
-"""An alignment run: the trainer's loop, checkpoints and report around a stage. `scripts/align.py` calls
-`align(wanted)`.
+"""An alignment run, `align(wanted)`: the trainer's loop, checkpoints and report around a stage.
 
-What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); resuming, stopping, clipping, the learning
-rate and the strategies are the trainer's.
+What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); all else is the trainer's.
 """
 
 import dataclasses
@@ -74,9 +72,8 @@ class Alignment(Run):
         self.report.evaluation(self.step, loss)
         self.tell(self.step, accuracy=accuracy)
         chance = self.stage.task.chance
-        self.report.note(
-            f"step {self.step}: {accuracy:.1%} of {len(self.stage.words)} held-out words right (chance: {chance:.1%})"
-        )
+        right = f"{accuracy:.1%} of {len(self.stage.words)} held-out words right (chance: {chance:.1%})"
+        self.report.note(f"step {self.step}: {right}")
         if self.options.log.sample:
             lines = [f"{self.stage.task.question(word)} -> {answer}" for word, answer in said[:SHOWN]]
             self.report.sample(self.step, "\n".join(lines))
@@ -97,10 +94,8 @@ def refuse_other_method(run):
         for path in steps_in(run.checkpoint_folder)[:1]:
             before = read_manifest(path).metadata.get("alignment") or {"method": "pre-training"}
             if before["method"] != now["method"]:
-                raise CheckpointError(
-                    f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}; name"
-                    " another --checkpoint.folder, and this one as --from"
-                )
+                why = f"{run.checkpoint_folder} holds checkpoints of {before['method']}, not of {now['method']}"
+                raise CheckpointError(f"{why}; name another --checkpoint.folder, and this one as --from")
             return [name for name in now if before.get(name, now[name]) != now[name]]
 
     changed = Agreement(run.ranks, None, CheckpointError).on_rank_0(look)

@@ -85,8 +85,7 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
 
     `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
     marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time. Ids from
-    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times, whatever has ended, so
-    sharded weights are gathered by all alike.
+    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times: they gather weights.
     """
     how = Sampling(temperature if uniform_bn is not None else 0)
     numbers = [[0.0] * n] * len(prompts_bP) if uniform_bn is None else uniform_bn.tolist()
@@ -120,17 +119,14 @@ class Stage:
         self.numbers = {}  # {name: what this rank adds to the mean over data ranks}, of the last step
         self.words = self.task.draw(self.wanted.data.held_out, [HELD_OUT_SEED], held_out=True)
         if len(self.words) < self.parallel.data_size:
-            raise OptionError(
-                f"data.held_out={len(self.words)} words leave a rank of {self.parallel.data_size} without any; use more"
-            )
+            why = f"data.held_out={len(self.words)} words leave a rank of {self.parallel.data_size} without any"
+            raise OptionError(f"{why}; use more")
         # the answer, its end marker, and one more for answers that are too long
         self.most = self.task.length + 2
         longest = len(self._encoded_question(self.words[0])) + self.most
         if longest > run.config.block_size:
-            raise OptionError(
-                f"data.length={self.task.length}: a question and its answer take {longest} tokens, and the model reads"
-                f" {run.config.block_size}; use shorter words"
-            )
+            why = f"data.length={self.task.length}: a question and its answer take {longest} tokens"
+            raise OptionError(f"{why}, and the model reads {run.config.block_size}; use shorter words")
 
     def gradients(self, batch, timer):
         """Forward and backward on this rank's rows. Returns the loss: its mean over data ranks is the batch's."""
@@ -198,9 +194,8 @@ class Imitation(Stage):
         learned, held_out = encoded_speeches(run.corpus, run.config.block_size + 1)
         self.num_speeches = round(data.speeches * run.options.train.global_batch)
         if self.num_speeches and not (learned and held_out):
-            raise OptionError(
-                f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
-            )
+            why = f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
+            raise OptionError(why)
         self.num_words = data.demos
         self.ids_NT, self.answer_NT = rows(self.encoded_words(demos) + learned)
         self.held_out = rows(self.encoded_words(self.words) + held_out[:MOST_SPEECHES] * bool(self.num_speeches))
@@ -232,8 +227,7 @@ class Imitation(Stage):
 def encoded_speeches(corpus, longest):
     """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` tokens.
 
-    Held out are those of the text's last tenth, as in pre-training. Speeches with tokens that the model does not know
-    are left out.
+    Held out are those of the text's last tenth, as in pre-training. Speeches with unknown tokens are left out.
     """
     cut, known = len(corpus.train_ids), set(corpus.vocab)
     both = []

@@ -44,8 +44,7 @@ class Checkpoints:
     """The checkpoints in `folder` (rank 0's counts). All ranks call every method, in the same order.
 
     `keep`: so many of the last ones stay, and the best. `asynchronous`: `save` copies the tensors to the CPU's memory
-    and returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: for the slowest
-    disk.
+    and returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: a slow disk's.
     """
 
     def __init__(self, folder, ranks, keep=2, asynchronous=False, timeout_s=1800):
@@ -64,8 +63,7 @@ class Checkpoints:
 
         `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once.
         `metadata`: what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as
-        the state of its random numbers. Raises CheckpointError on all ranks; then the older checkpoints are as they
-        were.
+        the state of its random numbers. Raises CheckpointError on all ranks; the older checkpoints stay.
         """
         self.wait()
         json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
@@ -133,8 +131,7 @@ class Checkpoints:
 
         `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
         metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if
-        it was. Raises CheckpointError on all ranks for a damaged checkpoint, and for names, shapes and types that do
-        not fit: then no tensor has changed.
+        it was. Raises CheckpointError on all ranks, before a tensor has changed, if it is damaged or does not fit.
         """
         self.wait()
         path = Path(path)
@@ -177,10 +174,8 @@ class Checkpoints:
         self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
         free = self._agreement.on_rank_0(lambda: shutil.disk_usage(self.folder).free)
         if any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in _failures(error).values()):
-            raise CheckpointError(
-                f"{self.folder} is full: step {step} needs more, and {free / 1e6:.1f} MB are free; free some, keep "
-                "fewer, or name another folder (the checkpoints that are there stay)"
-            )
+            why = f"{self.folder} is full: step {step} needs more, and {free / 1e6:.1f} MB are free; free some"
+            raise CheckpointError(f"{why}, keep fewer, or name another folder (the checkpoints that are there stay)")
         raise CheckpointError(f"step {step} could not be saved in {self.folder}: {_first_failure(error)}")
 
     def _verify(self, path):
@@ -194,23 +189,16 @@ class Checkpoints:
         for own in self._agreement.gather({name: _kind(tensor) for name, tensor in tensors.items()}):
             here |= own
         there = {name: kind for name, kind in saved.items() if not name.startswith("rank.")}
-        odd = [name for name in sorted(here | there) if here.get(name) != there.get(name)]
-        if odd:
-            phrases = [
-                f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here" for name in odd
-            ]
+        if odd := [name for name in sorted(here | there) if here.get(name) != there.get(name)]:
+            told = [f"{n} is {there.get(n, 'missing')} there and {here.get(n, 'missing')} here" for n in odd[:3]]
             rest = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            raise CheckpointError(
-                f"{path} does not fit this run: {', '.join(phrases[:3])}{rest}; use the options it was saved with, or "
-                "another folder"
-            )
+            why = f"{path} does not fit this run: {', '.join(told)}{rest}"
+            raise CheckpointError(f"{why}; use the options it was saved with, or another folder")
 
     def _see(self, partial):
         if not partial.is_dir():
-            raise CheckpointError(
-                f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made; checkpoints "
-                "need a folder that all nodes share: name one"
-            )
+            why = f"rank {self.ranks.rank} on {self.ranks.host} does not see {partial}, which rank 0 made"
+            raise CheckpointError(f"{why}; checkpoints need a folder that all nodes share: name one")
 
     def _own(self, rank_state):
         return {f"rank.{self.ranks.rank}.{name}": tensor for name, tensor in (rank_state or {}).items()}
@@ -229,9 +217,6 @@ def _kind(tensor):
     """Shape and type of a tensor, or of DCP's description of one."""
     dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.properties.dtype
     return f"{list(tensor.size() if isinstance(tensor, torch.Tensor) else tensor.size)} {dtype}"
-
-
-# --- the files of tensors
 
 
 def write_tensors(folder, tensors, group):

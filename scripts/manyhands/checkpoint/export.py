@@ -125,8 +125,7 @@ def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
     """A GPT with `weights`, as sized by metadata["config"].
 
-    Raises TypeError or ValueError for sizes that are none, RuntimeError, as torch words it, for names and shapes that
-    do not fit.
+    Raises TypeError or ValueError for sizes that are none, RuntimeError for names and shapes that do not fit.
     """
     sizes = dict(metadata["config"])
     if "document_mark" in sizes:  # its name in checkpoints of older runs
@@ -173,9 +172,8 @@ def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         expected = Export.read(content).file
     except ValueError as error:
-        raise CheckpointError(
-            f"{about}, which says what {path.name} holds, cannot be used ({error}); export it again"
-        ) from None
+        why = f"{about}, which says what {path.name} holds, cannot be used ({error}); export it again"
+        raise CheckpointError(why) from None
     manifest.verify_file(path, expected)
     metadata = {name: value for name, value in json.loads(content).items() if name not in ("format", "file")}
     return load_file(path), metadata

@@ -5,8 +5,7 @@
         metadata = read_manifest(path).metadata
 
 `manifest.json` is written last. It holds the step, the validation loss, the metadata of the run, the size and sha256 of
-every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged; it is no
-signature.
+every other file, and a sha256 of its own lines. That finds what a disk, a copy or a killed job damaged.
 
 Nothing here communicates: rank 0 alone changes the folder. The order of renames is such that a kill between any two of
 them leaves, of each step, the old checkpoint or the new one, complete and under a name that `steps_in` lists.
@@ -21,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -96,14 +95,6 @@ class Manifest(Schema):
         return self
 
 
-# --- reading
-
-
-def step_folder(folder: Path | str, step: int) -> Path:
-    """Where the checkpoint of `step` lies in `folder`."""
-    return Path(folder) / f"step-{step:08d}"
-
-
 def step_of(path: Path | str) -> int | None:
     """The step in the name of a checkpoint's folder, or None if it has another name."""
     found = COMPLETE.fullmatch(Path(path).name)
@@ -130,9 +121,8 @@ def read_manifest(path: Path | str) -> Manifest:
     except ValueError as error:
         raise CheckpointError(f"{file} cannot be used ({error}); use another step") from None
     if step_of(path) not in (None, manifest.step):
-        raise CheckpointError(
-            f"{file} is of step {manifest.step}, but its folder says step {step_of(path)}; give the folder its old name"
-        )
+        why = f"{file} is of step {manifest.step}, but its folder says step {step_of(path)}"
+        raise CheckpointError(f"{why}; give the folder its old name")
     if foreign := {file.name for file in path.glob("*.safetensors")} - manifest.files.keys():  # they would be read, too
         raise CheckpointError(f"{path / min(foreign)} is not in the manifest; remove it, or use another step")
     return manifest
@@ -178,9 +168,6 @@ def _fingerprint(content):
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-# --- writing
-
-
 def lock(folder: Path, owner: str) -> TextIO:
     """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
 
@@ -202,10 +189,8 @@ def lock(folder: Path, owner: str) -> TextIO:
                 break
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise CheckpointError(
-                    f"another run ({file.read().strip() or 'unknown'}) writes its checkpoints into {folder}; wait "
-                    "until it ends, or name another folder"
-                ) from None
+                why = f"another run ({file.read().strip() or 'unknown'}) writes its checkpoints into {folder}"
+                raise CheckpointError(f"{why}; wait until it ends, or name another folder") from None
             time.sleep(0.2)
     file.truncate(0)
     file.write(f"{owner}\n")
@@ -231,26 +216,21 @@ def make_partial(folder: Path, step: int, broken: Container[Path]) -> Path:
             shutil.rmtree(path.with_suffix(".broken"), ignore_errors=True)
             path.rename(path.with_suffix(".broken"))  # for somebody to look at
         elif step_of(path) > step:
-            raise CheckpointError(
-                f"{folder} holds step {step_of(path)} of another run, later than this run's step {step}; name another"
-                " folder, or resume from that step"
-            )
-    partial = step_folder(folder, step).with_suffix(".partial")
+            why = f"{folder} holds step {step_of(path)} of another run, later than this run's step {step}"
+            raise CheckpointError(f"{why}; name another folder, or resume from that step")
+    partial = folder / f"step-{step:08d}.partial"
     partial.mkdir()
     return partial
 
 
-def complete(
-    partial: Path, step: int, val_loss: float | None, metadata: Mapping[str, Any], files: Mapping[str, File], keep: int
-) -> None:
+def complete(partial: Path, step: int, val_loss: float | None, metadata: dict, files: dict, keep: int) -> None:
     """Make the checkpoint in `partial` count, replace one of the same step, and remove those that are not kept: all
     but the last `keep` and the one with the lowest validation loss. Raises OSError.
     """
     folder = partial.parent
     write_manifest(partial, step, val_loss, metadata, files)
     _sync_folder(partial)
-    final = step_folder(folder, step)
-    replaced = final.with_suffix(".replaced")
+    final, replaced = partial.with_suffix(""), partial.with_suffix(".replaced")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
@@ -268,21 +248,17 @@ def complete(
             shutil.rmtree(path.with_suffix(".partial"), ignore_errors=True)
 
 
-def write_manifest(
-    path: Path, step: int, val_loss: float | None, metadata: Mapping[str, Any], files: Mapping[str, File]
-) -> None:
+def write_manifest(path: Path, step: int, val_loss: float | None, metadata: dict, files: dict[str, File]) -> None:
     """Write the manifest of the checkpoint in `path`, on the disk when this returns.
 
     Raises TypeError if `metadata` holds what JSON cannot, OSError if the disk is full.
     """
     content = {
-        "format": FORMAT,
-        "step": step,
+        "format": FORMAT, "step": step,
         "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "metadata": metadata,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "metadata": metadata,
         "files": {name: file.model_dump() for name, file in files.items()},
-    }
+    }  # fmt: skip
     content["sha256"] = _fingerprint(content)
     with open(path / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)

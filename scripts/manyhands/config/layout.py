@@ -114,10 +114,8 @@ def _degrees(parallel, world_size, ranks_per_node):
     degrees = {axis: degree or 1 for axis, degree in asked.items()}
     if prod(degrees.values()) != world_size:
         product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
-        raise LayoutError(
-            f"{product} = {prod(degrees.values())} ranks, but {world_size} were started; start as many, "
-            f"or leave parallel.{leftover} out"
-        )
+        why = f"{product} = {prod(degrees.values())} ranks, but {world_size} were started"
+        raise LayoutError(f"{why}; start as many, or leave parallel.{leftover} out")
     return degrees
 
 
@@ -145,10 +143,8 @@ def _foreign_options(parallel, degrees):
         if owners.get(name, strategy) != strategy:
             yield f"{asked} needs parallel.strategy={owners[name]}, not {strategy}; use that one, or leave it out"
         if name in ("schedule", "stages_per_rank") and degrees["pipeline"] == 1 and strategy != "pp":
-            yield (
-                f"{asked} needs pipeline ranks, not {strategy} alone; use parallel.strategy=pp or parallel.pipeline=2,"
-                " or leave it out"
-            )
+            why = f"{asked} needs pipeline ranks, not {strategy} alone"
+            yield f"{why}; use parallel.strategy=pp or parallel.pipeline=2, or leave it out"
         if name in ("sequence_parallel", "loss_parallel") and degrees["tensor"] == 1:
             yield f"parallel.{name} needs tensor ranks; use parallel.tensor=2 or more, or leave it out"
     if degrees["shard"] > 1 and strategy != "fsdp":
@@ -160,10 +156,8 @@ def _combinations(options, degrees):
     parallel, train, tensor = options.parallel, options.train, degrees["tensor"]
     # torch 2.13 cannot compile a checkpointed block of DTensors
     if tensor > 1 and train.compile and parallel.activation_checkpointing == "block":
-        yield (
-            f"parallel.activation_checkpointing=block does not go with train.compile and {tensor} tensor ranks;"
-            " use parallel.activation_checkpointing=selective or --train.no-compile"
-        )
+        why = f"parallel.activation_checkpointing=block does not go with train.compile and {tensor} tensor ranks"
+        yield f"{why}; use parallel.activation_checkpointing=selective or --train.no-compile"
     if degrees["pipeline"] == 1:
         return
     if options.model.tie:
@@ -178,10 +172,8 @@ def _combinations(options, degrees):
         return
     # the weights' gradients come after FSDP has resharded the weights (torch 2.13: missing or wrong gradients)
     if parallel.strategy == "fsdp" and parallel.sharding in ("full", "hybrid"):
-        yield (
-            f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come, not"
-            f" parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
-        )
+        why = f"parallel.schedule={parallel.schedule} needs weights that stay gathered until their gradients come"
+        yield f"{why}, not parallel.sharding={parallel.sharding}; use parallel.sharding=grad_op, or 1F1B"
     if parallel.activation_checkpointing == "selective":
         yield (
             f"parallel.schedule={parallel.schedule} goes through a block's backward twice and parallel."
@@ -197,26 +189,18 @@ def _sizes(parallel, config, degrees, stages_per_rank):
             yield f"model.{name}={size} does not split over {tensor} tensor ranks; use a divisor of {size}"
     tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
     if tokens * (tensor - 1) >= config.vocab_size:
-        yield (
-            f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks, leave none for"
-            " the last one; use fewer tensor ranks or a larger vocabulary"
-        )
+        why = f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks"
+        yield f"{why}, leave none for the last one; use fewer tensor ranks or a larger vocabulary"
     if parallel.sequence_parallel and config.block_size % tensor:
-        yield (
-            f"model.block_size={config.block_size} positions do not split over {tensor} tensor ranks; "
-            f"use a multiple of {tensor}"
-        )
+        why = f"model.block_size={config.block_size} positions do not split over {tensor} tensor ranks"
+        yield f"{why}; use a multiple of {tensor}"
     if stages > config.n_layer:
-        yield (
-            f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank}) are more than model.n_layer="
-            f"{config.n_layer}; use fewer pipeline ranks or more layers"
-        )
+        why = f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank})"
+        yield f"{why} are more than model.n_layer={config.n_layer}; use fewer pipeline ranks or more layers"
     kind, _, count = parallel.wrapping.partition(":")
     if not re.fullmatch(r"block|block_and_size|(block_group|size):[1-9][0-9]*", parallel.wrapping):
-        yield (
-            f"parallel.wrapping={parallel.wrapping!r} is unknown; use block, block_and_size, block_group:2 or"
-            " size:100000"
-        )
+        why = f"parallel.wrapping={parallel.wrapping!r} is unknown"
+        yield f"{why}; use block, block_and_size, block_group:2 or size:100000"
     elif kind == "block_group" and int(count) > config.n_layer:
         yield f"parallel.wrapping={parallel.wrapping}: there are only {config.n_layer} blocks; use at most that"
 
@@ -225,17 +209,13 @@ def _micro_batches(options, degrees):
     train, parallel, pipeline = options.train, options.parallel, degrees["pipeline"]
     data = degrees["replicate"] * degrees["shard"]
     if train.global_batch % data:
-        raise LayoutError(
-            f"train.global_batch={train.global_batch} does not split over {data} data-parallel ranks; use a multiple"
-            f" of {data}"
-        )
+        why = f"train.global_batch={train.global_batch} does not split over {data} data-parallel ranks"
+        raise LayoutError(f"{why}; use a multiple of {data}")
     share = train.global_batch // data
     if train.micro_batch is not None:
-        if share % train.micro_batch:
-            raise LayoutError(
-                f"a rank's share of {share} sequences (train.global_batch={train.global_batch} over {data}) does not"
-                f" split into micro-batches of {train.micro_batch}; use a divisor of {share}"
-            )
+        if share % (size := train.micro_batch):
+            why = f"a rank's share of {share} sequences (train.global_batch={train.global_batch} over {data})"
+            raise LayoutError(f"{why} does not split into micro-batches of {size}; use a divisor of {share}")
         count = share // train.micro_batch
     elif pipeline == 1:
         return 1

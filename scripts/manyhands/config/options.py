@@ -4,10 +4,10 @@
 
 Flags are spelled as tyro spells dataclasses: `--model.n-layer 12`, `--train.compile`, `--train.no-compile`. A file
 (`--config run.toml`) has one table per group, with the names of the fields below. Flags win over the file, the file
-wins over the preset. A value that makes no sense by itself is refused here; what must fit the number of ranks is
-refused by `layout`.
+wins over the preset. A value that makes no sense by itself is refused here; what must fit the ranks, by `layout`.
 """
 
+import argparse
 import dataclasses
 import math
 import os
@@ -252,13 +252,9 @@ def _typed(value: Any, kind: Any, source: str) -> Any:
 
 def named_value(argv: Sequence[str], flag: str) -> str | None:
     """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
-    value = None
-    for i, word in enumerate(argv):
-        if word == flag and i + 1 < len(argv):
-            value = argv[i + 1]
-        elif word.startswith(f"{flag}="):
-            value = word.split("=", 1)[1]
-    return value
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?")
+    return parser.parse_known_args(list(argv))[0].value
 
 
 def validate(options: Options) -> None:
@@ -297,20 +293,14 @@ def _faults(options):
         if not 0 <= (value := getattr(optimizer, name)) < 1:
             yield f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1"
     if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
-        yield (
-            f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}: each"
-            " step would take more from a weight than it has; use a smaller weight_decay"
-        )
+        why = f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}"
+        yield f"{why}: each step would take more from a weight than it has; use a smaller weight_decay"
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
-        yield (
-            f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run, is more than optimizer.lr="
-            f"{optimizer.lr:g}, its peak; use less, or leave it out"
-        )
+        why = f"optimizer.min_lr={optimizer.min_lr:g}, for the end of the run"
+        yield f"{why}, is more than optimizer.lr={optimizer.lr:g}, its peak; use less, or leave it out"
     if optimizer.warmup is not None and optimizer.warmup >= train.steps:
-        yield (
-            f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}: the "
-            f"learning rate would never reach its peak; use less than {train.steps}, or leave it out"
-        )
+        why = f"optimizer.warmup={optimizer.warmup} steps do not end before the run does, after {train.steps}"
+        yield f"{why}: the learning rate would never reach its peak; use less than {train.steps}, or leave it out"
     if log.sample and not log.prompt:
         yield "log.prompt is empty; name at least one character to go on from, or use log.sample=0"
     if options.ranks is not None and not options.dry_run:
@@ -328,15 +318,12 @@ def model_config(options: Options, vocab_size: int, separator: int | None = None
 
     wanted = options.model.vocab_size
     if wanted is not None and wanted < vocab_size:
-        raise OptionError(
-            f"model.vocab_size={wanted} is less than the corpus's {vocab_size} tokens; use {vocab_size} or leave it out"
-        )
+        why = f"model.vocab_size={wanted} is less than the corpus's {vocab_size} tokens"
+        raise OptionError(f"{why}; use {vocab_size} or leave it out")
     sizes = {**dataclasses.asdict(options.model), "vocab_size": wanted or vocab_size}
     return GPTConfig(**sizes, separator=separator if options.data.mask_documents else None)
 
 
 def to_dict(options: Any) -> dict[str, Any]:
     """Plain values, as JSON holds them: what `merged` reads back."""
-    content = dataclasses.asdict(options)
-    content["config"] = str(options.config) if options.config else None
-    return content
+    return dataclasses.asdict(options) | {"config": str(options.config) if options.config else None}

@@ -54,10 +54,8 @@ def _deepspeed(options: Any, degrees: Mapping[str, int]) -> str:
         return f"deepspeed runs here in fp32 or bf16, not {train.precision}"
     asked = f"parallel.activation_checkpointing={parallel.activation_checkpointing}"
     if not asked.endswith("=none") or train.compile:
-        return (
-            f"deepspeed runs here without {'train.compile' if asked.endswith('=none') else asked}; use"
-            " --parallel.activation-checkpointing none and --train.no-compile, or parallel.strategy=fsdp"
-        )
+        why = f"deepspeed runs here without {'train.compile' if asked.endswith('=none') else asked}"
+        return f"{why}; use --parallel.activation-checkpointing none and --train.no-compile, or parallel.strategy=fsdp"
     return ""
 
 

@@ -102,9 +102,8 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
     Raises ValueError if the batch does not split, or if the text is too short for one window.
     """
     if global_batch < 1 or global_batch % world_size:
-        raise ValueError(
-            f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
-        )
+        why = f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
+        raise ValueError(why)
     if len(ids) <= block:
         raise ValueError(f"block={block} needs {block + 1} tokens and the text has {len(ids)}; use a smaller block")
     # not torch.Generator: on a CPU it keeps only 32 bits of its seed, while this mixes both numbers in full
@@ -143,9 +142,6 @@ def _find():
     if content is not None:
         return "shakespeare", content.decode(), None
     return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not)
-
-
-# --- a text of one's own
 
 
 class Shard(Schema):
@@ -243,10 +239,8 @@ def _open(folder):
             if found.sha256 != shard.sha256:
                 raise DataError(f"{found.path} is not the file that {MANIFEST} names; copy the folder again")
         rows[split] = ShardedTokens([memory_map(found.path).numpy() for found in tokens])
-    counts = {
-        name: sum(getattr(about, name) for about in manifest.splits.values())
-        for name in ("characters", "documents", "tokens")
-    }
+    splits = manifest.splits.values()
+    counts = {name: sum(getattr(one, name) for one in splits) for name in ("characters", "documents", "tokens")}
     tokenizer = tokenizer_from(json.loads(content))
     return Corpus(folder.resolve().name, manifest.sha256, tokenizer, rows["train"], rows["validation"], counts)
 
@@ -255,10 +249,8 @@ def read_manifest(folder):
     """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
     path = Path(os.path.expanduser(folder)) / MANIFEST
     if not path.exists():
-        raise DataError(
-            f"{folder} is not a prepared text (it has no {MANIFEST}); make one: "
-            "python scripts/prepare_data.py FILES --to data/mine"
-        )
+        why = f"{folder} is not a prepared text (it has no {MANIFEST})"
+        raise DataError(f"{why}; make one: python scripts/prepare_data.py FILES --to data/mine")
     try:
         manifest = Manifest.read(path.read_bytes())
         if manifest.sha256 != manifest.identity():

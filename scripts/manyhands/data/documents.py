@@ -11,8 +11,7 @@ A plain text is cut into documents where `blank_lines` blank lines or more follo
 in JSON lines each line is one, in its field `text_field`. Both may be packed as .gz. Cutting costs little, so that
 every rank can cut all files and decode its own documents only: a document has the same number on any number of ranks.
 
-Quality: four rules that one can check by eye, after Rae et al. 2021 (Gopher, appendix A), cut down to what holds for
-any language.
+Quality: four rules that one can check by eye, after Rae et al. 2021 (Gopher, appendix A), for any language.
 
 Copies: the similarity of two documents is that of their sets of shingles (all runs of five words): common ones over all
 (Jaccard). For a random order of all shingles, two sets have the same first one with just this probability (Broder
@@ -55,9 +54,6 @@ _A_K, _B_K = np.random.default_rng(20_1997).integers(0, 2**64, (2, ORDERS), np.u
 _A_K |= np.uint64(1)
 
 
-# --- from files to documents
-
-
 @dataclass(frozen=True)
 class RawDocument:
     """A document as it lies in its file, not decoded yet."""
@@ -78,10 +74,8 @@ def find_files(names: Iterable[str | Path]) -> list[Path]:
             raise DataError(f"{path} is not there; check the name")
         inside = sorted(p for p in path.rglob("*") if _kind(p) in endings and p.is_file()) if path.is_dir() else [path]
         if not inside:
-            raise DataError(
-                f"{path} is a folder without text files ({', '.join(endings)}, each also with .gz); name the files "
-                "themselves"
-            )
+            why = f"{path} is a folder without text files ({', '.join(endings)}, each also with .gz)"
+            raise DataError(f"{why}; name the files themselves")
         found += inside
     return found
 
@@ -133,16 +127,13 @@ def text_of(raw: RawDocument) -> str:
     if raw.begin == 0 and (name := BYTE_ORDER_MARKS.get(content[:2])):
         raise DataError(f"{raw.path} is {name}, not UTF-8; {convert.format(name)}")
     if (at := content.find(b"\0")) >= 0:
-        raise DataError(
-            f"{raw.path} is not text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"
-        )
+        why = f"{raw.path} is not text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"
+        raise DataError(why)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{raw.path} is not UTF-8: byte {raw.begin + error.start:,} is 0x{content[error.start]:02x}; "
-            f"if it is Latin-1, {convert.format('latin1')}"
-        ) from None
+        why = f"{raw.path} is not UTF-8: byte {raw.begin + error.start:,} is 0x{content[error.start]:02x}"
+        raise DataError(f"{why}; if it is Latin-1, {convert.format('latin1')}") from None
     return (text if raw.field is None else _text_in(text, raw)).replace("\r\n", "\n")
 
 
@@ -152,20 +143,15 @@ def _text_in(line, raw):
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{where} is not JSON ({error}); mend it, or rename the file to .txt if it is plain text"
-        ) from None
+        why = f"{where} is not JSON ({error}); mend it, or rename the file to .txt if it is plain text"
+        raise DataError(why) from None
     found = record.get(raw.field) if isinstance(record, dict) else None
     if not isinstance(found, str):
         fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(
-            f"{where} has no text in its field {raw.field!r} (it has: {fields}); name another one with --text-field"
-        )
+        why = f"{where} has no text in its field {raw.field!r} (it has: {fields}); name another one with --text-field"
+        raise DataError(why)
     # JSON can spell one half of a surrogate pair, which no UTF-8 can
     return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-# --- what is not worth learning from
 
 
 @dataclass(frozen=True)
@@ -187,9 +173,7 @@ class Quality:
             return "few letters"
         if _repeated_share(text) > self.max_repeated:
             return "repeated lines"
-        if _run_share(inked) > self.max_runs:
-            return "long runs"
-        return None
+        return "long runs" if _run_share(inked) > self.max_runs else None
 
 
 @functools.cache
@@ -216,9 +200,6 @@ def _run_share(points):
     ends = np.flatnonzero(np.append(points[1:] != points[:-1], True))
     lengths = np.diff(ends, prepend=-1)
     return float(lengths[lengths >= RUN].sum() / len(points))
-
-
-# --- what says the same as an earlier one
 
 
 def normalised(text: str) -> str:

@@ -117,9 +117,6 @@ def _look(paths, config, ranks):
     return seen
 
 
-# --- rank 0 decides
-
-
 def _decide(gathered, paths, config, say):
     """({document: (split, shard)}, report, the tokenizer's content)."""
     seen = sorted((one for part in gathered for one in part), key=lambda one: one.number)
@@ -131,23 +128,19 @@ def _decide(gathered, paths, config, say):
     shown = {*first.values(), *(original[n] for n in first.values() if n in original)}
     found, content = _learn(paths, config, kept, shown)
     of_fate = {why: [one for one, fate in zip(seen, fates, strict=True) if fate == why] for why in FATES}
-    of_split = {split: [one for one in kept if plan[one.number][0] == split] for split in SPLITS}
+    splits = {}
+    for split in SPLITS:
+        own = [one for one in kept if plan[one.number][0] == split]
+        totals = (len(own), sum(one.characters for one in own), sum(one.num_bytes for one in own))
+        splits[split] = dict(zip(("documents", "characters", "bytes"), totals, strict=True))
+    examples = {why: found[n] | ({"like": found[original[n]]} if n in original else {}) for why, n in first.items()}
     report = {
         "documents": {why: len(own) for why, own in of_fate.items()},
         "characters": {why: sum(one.characters for one in own) for why, own in of_fate.items()},
-        "splits": {
-            split: {
-                "documents": len(own),
-                "characters": sum(one.characters for one in own),
-                "bytes": sum(one.num_bytes for one in own),
-            }
-            for split, own in of_split.items()
-        },
+        "splits": splits,
         "files": [{"name": path.name, "bytes": path.stat().st_size} for path in paths],
         "wishes": asdict(config),
-        "examples": {
-            why: found[n] | ({"like": found[original[n]]} if n in original else {}) for why, n in first.items()
-        },
+        "examples": examples,
     }
     return plan, report, content
 
@@ -158,10 +151,8 @@ def _fates(seen, near):
     fates, original = [one.verdict or "kept" for one in seen], {}
     if not good:
         why = next(why for why in REASONS if why in fates)
-        raise DataError(
-            f"none of the {len(seen)} documents is left ({fates.count(why)} are {why}); "
-            "give more text, or loosen a limit (--help lists them)"
-        )
+        why = f"none of the {len(seen)} documents is left ({fates.count(why)} are {why})"
+        raise DataError(f"{why}; give more text, or loosen a limit (--help lists them)")
     copies = copies_among([one.hash for one in good], np.stack([one.signature for one in good]), near)
     for place, (earlier, why) in copies.items():
         number = good[place].number
@@ -175,9 +166,8 @@ def _dealt(kept, validation, shard_bytes):
     Neither split is empty. Raises DataError for a single document.
     """
     if len(kept) == 1:
-        raise DataError(
-            "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1"
-        )
+        why = "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1"
+        raise DataError(why)
     fraction = {one.number: int.from_bytes(one.hash[:8], "big") / 2**64 for one in kept}
     least, most = min(fraction, key=fraction.get), max(fraction, key=fraction.get)
     plan, before = {}, dict.fromkeys(SPLITS, 0)
@@ -213,9 +203,6 @@ def _learn(paths, config, kept, shown):
     return found, train_bpe(texts(), config.vocab_size).content
 
 
-# --- what is written
-
-
 def _write_shards(paths, folder, config, plan, content, ranks):
     """Encode this rank's shards and write them: [(split, {"file", "tokens", "dtype", "sha256"})]."""
     tokenizer = tokenizer_from(content)
@@ -243,10 +230,8 @@ def _finish(folder, shards, report, content):
 
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     tokenizer = tokenizer_from(content)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
-    described = TokenizerFile(
-        kind=tokenizer.kind, symbols=len(tokenizer.vocab), mark=tokenizer.separator, sha256=sha256
-    )
+    about = {"symbols": len(tokenizer.vocab), "mark": tokenizer.separator}
+    described = TokenizerFile(kind=tokenizer.kind, **about, sha256=hashlib.sha256(text.encode()).hexdigest())
     splits = {}
     for split, counts in report["splits"].items():
         own = sorted((about for name, about in shards if name == split), key=lambda about: about["file"])

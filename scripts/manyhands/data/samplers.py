@@ -18,14 +18,13 @@ from torch.utils.data import Sampler
 
 
 class _Resumable(Sampler):
-    """An epoch that can be left and taken up again. A subclass says what its order follows from (`_settings`), and at
-    which position an epoch ends (`_end`).
-    """
+    """An epoch that can be left and taken up again. It ends at position `end`; its order follows from the rest."""
 
-    def __init__(self, length, rank, world_size, seed):
+    def __init__(self, length, rank, world_size, end, seed, **more):
         if length < 0 or not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} of {world_size} has no share of {length} items; use 0 to {world_size - 1}")
         self.length, self.rank, self.world_size, self.seed = length, rank, world_size, seed
+        self._end, self._settings = end, {"length": length, "seed": seed, **more}
         self._begin(epoch=0, start=0)
 
     def _begin(self, epoch, start):
@@ -50,19 +49,16 @@ class _Resumable(Sampler):
     def state_dict(self, position=None):
         """Where this epoch stands: {"epoch", "position", and what the order follows from}, whole numbers all.
 
-        `position`: how far the training is; None: how far the indices were given, which is the same only where nobody
-        asks ahead.
+        `position`: how far the training is; None: how far the indices were given; the same where nobody asks ahead.
         """
-        return {"epoch": self.epoch, "position": self._position if position is None else position} | self._settings()
+        return {"epoch": self.epoch, "position": self._position if position is None else position} | self._settings
 
     def load_state_dict(self, state):
         """Go on from there. Raises ValueError if the state belongs to another order."""
-        for name, own in self._settings().items():
+        for name, own in self._settings.items():
             if state.get(name) != own:
-                raise ValueError(
-                    f"the state was saved with {name}={state.get(name)} and this sampler has {name}={own}, which is "
-                    f"another order; resume with {name}={state.get(name)}"
-                )
+                why = f"the state was saved with {name}={state.get(name)} and this sampler has {name}={own}"
+                raise ValueError(f"{why}, which is another order; resume with {name}={state.get(name)}")
         if not 0 <= state["position"] <= self._end:
             raise ValueError(f"position={state['position']} cannot be; use a whole number from 0 to {self._end}")
         self._begin(state["epoch"], start=state["position"])
@@ -79,25 +75,15 @@ class PartitionedSampler(_Resumable):
     If `length` is no multiple of `world_size`, some ranks have one item more, and a loop that runs until its own items
     end may hang: the others do not come to its last all-reduce. Choose one:
     - `drop_last=True`: equal lengths, up to world_size - 1 items less per epoch (other ones in each);
-    - ceil(rounds / batch size) steps on all ranks: a rank with no items left adds zeros to the sums of losses and
-    tokens;
+    - ceil(rounds / batch size) steps on all ranks: one with no items left adds zeros to the sums of losses and tokens;
     - `torch.distributed.algorithms.Join` around the loop.
-    (torch's own DistributedSampler repeats items until the ranks are even.)
-
-    The order takes 8 bytes per item on each rank while an epoch runs.
+    (torch's own DistributedSampler repeats items until the ranks are even.) The order takes 8 bytes per item and rank.
     """
 
     def __init__(self, length, rank, world_size, seed=0, shuffle=True, drop_last=False):
         """Raises ValueError for numbers that make no sense."""
-        super().__init__(length, rank, world_size, seed)
+        super().__init__(length, rank, world_size, end=length, seed=seed, shuffle=shuffle)
         self.shuffle, self.drop_last = shuffle, drop_last
-
-    @property
-    def _end(self):
-        return self.length
-
-    def _settings(self):
-        return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
     def order(self):
         """The whole epoch's order, all ranks together: int64 array [length]."""
@@ -132,26 +118,17 @@ class DrawnSampler(_Resumable):
     return nobody needs a common order. A *position* counts the draws of one rank.
 
     The stream follows from (seed, epoch, rank), which numpy's SeedSequence takes in side by side and mixes: two ranks
-    or epochs never feed it the same, and by chance its 128 bits agree for any two of a million streams once in 10^26
-    tries.
+    or epochs never feed it the same, and by chance its 128 bits agree for two of a million streams once in 10^26 tries.
 
-    It resumes bit for bit. With another number of ranks those that stay keep their streams, and new ones bring new
-    ones.
+    It resumes bit for bit. With another number of ranks those that stay keep their streams.
     """
 
     def __init__(self, length, rank, world_size, num_samples, seed=0):
         """`num_samples`: this rank's per epoch. Raises ValueError for numbers that make no sense."""
-        super().__init__(length, rank, world_size, seed)
+        super().__init__(length, rank, world_size, end=num_samples, seed=seed, num_samples=num_samples)
         if length == 0:
             raise ValueError("length=0 leaves nothing to draw from; give at least one item")
         self.num_samples = num_samples
-
-    @property
-    def _end(self):
-        return self.num_samples
-
-    def _settings(self):
-        return {"length": self.length, "seed": self.seed, "num_samples": self.num_samples}
 
     def __iter__(self):
         """Every `iter()` begins at `start`: a second one without `set_epoch` gives the same again."""
@@ -164,7 +141,5 @@ class DrawnSampler(_Resumable):
 
 
 def _stream(seed, *key):
-    """A generator for each (seed, *key): SeedSequence lays the seed, filled up to 128 bits, and the key, 32 bits each,
-    side by side and mixes them.
-    """
+    """A generator for each (seed, *key), which SeedSequence lays side by side, the seed in 128 bits, and mixes."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))

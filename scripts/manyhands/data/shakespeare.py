@@ -8,6 +8,7 @@ never ask the web.
 
 import functools
 import hashlib
+import queue
 import sys
 import threading
 from http.client import HTTPException
@@ -39,9 +40,8 @@ def find():
         try:
             content = named.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"MANYHANDS_SHAKESPEARE={named} cannot be read ({error.strerror}); name the file or unset the variable"
-            ) from None
+            why = f"MANYHANDS_SHAKESPEARE={named} cannot be read ({error.strerror})"
+            raise DataError(f"{why}; name the file or unset the variable") from None
         cure = "name the file that data/README.md describes or unset the variable"
         return checked(content, f"MANYHANDS_SHAKESPEARE={named}", cure), None
     if (cached := from_cache()) is not None:
@@ -98,9 +98,8 @@ def store(content):
             return write_whole(folder / FILE_NAME, content, mode=0o644)  # a class may share it
         except OSError as error:
             refused.append(f"{folder}: {error.strerror}")
-    raise DataError(
-        f"Shakespeare cannot be stored ({'; '.join(refused)}); set MANYHANDS_DATA to a folder that you can write"
-    )
+    why = f"Shakespeare cannot be stored ({'; '.join(refused)}); set MANYHANDS_DATA to a folder that you can write"
+    raise DataError(why)
 
 
 @functools.cache  # a process asks once: without network, each loading would wait
@@ -109,26 +108,27 @@ def download(url):
 
     Raises DataError for a download that arrived and is not the file: a broken transfer, or a log-in page.
     """
-    outcome, connected, done = {}, threading.Event(), threading.Event()
+    heard = queue.SimpleQueue()
 
     def fetch():
         try:
             with urlopen(url, timeout=CONNECT_S) as answer:
-                connected.set()
-                outcome["content"] = answer.read(2 * NUM_BYTES)
+                heard.put(None)  # connected
+                heard.put(answer.read(2 * NUM_BYTES))
         except (OSError, HTTPException, ValueError) as error:
-            outcome["error"] = getattr(error, "reason", None) or error
-        connected.set()
-        done.set()
+            heard.put(getattr(error, "reason", None) or error)
 
     # a thread, because nothing else limits the search for an address: 10 to 40 s on a node without network
     threading.Thread(target=fetch, daemon=True).start()
-    if not connected.wait(CONNECT_S + 2) or not done.wait(DOWNLOAD_S):
+    try:
+        if (content := heard.get(timeout=CONNECT_S + 2)) is None:
+            content = heard.get(timeout=DOWNLOAD_S)
+    except queue.Empty:
         return None, f"no answer from {url}"
-    if "error" in outcome:
-        return None, f"no answer from {url}: {outcome['error']}"
+    if not isinstance(content, bytes):
+        return None, f"no answer from {url}: {content}"
     otherwise = "set MANYHANDS_SHAKESPEARE to it, or set MANYHANDS_SHAKESPEARE_URL= to do without"
-    return checked(outcome["content"], f"what {url} sent", f"get the file in another way and {otherwise}"), None
+    return checked(content, f"what {url} sent", f"get the file in another way and {otherwise}"), None
 
 
 def offline_text():

@@ -5,8 +5,7 @@
 
 `tokens.bin` holds the ids as raw little-endian numbers, `tokens.bin.json` says what they are. Raw, so that every
 program can read it (`numpy.fromfile(path, "<u2")`) and every rank knows where its share begins without reading what
-lies before it. Shares are contiguous, differ by at most one token, and together are the file. Ways to them, all with
-the same bytes:
+lies before it. Shares are contiguous, differ by at most one token, and together are the file. Ways to them:
 
     memory_map(path)[share(n, rank, world_size)]      each rank reads for itself; nothing is said between ranks
     read_own_file(folder, rank, world_size)           one file per rank, written before by write_own_files()
@@ -86,10 +85,8 @@ def write_tokens(path, ids):
     ids = np.asarray(ids)
     lowest, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or lowest < 0 or largest >= 2**32:
-        raise ValueError(
-            f"{path} takes one row of ids from 0 to {2**32 - 1}, not {ids.dtype} of shape {ids.shape} from {lowest} to "
-            f"{largest}"
-        )
+        why = f"{path} takes one row of ids from 0 to {2**32 - 1}"
+        raise ValueError(f"{why}, not {ids.dtype} of shape {ids.shape} from {lowest} to {largest}")
     dtype = "uint16" if largest < 2**16 else "uint32"
     content = np.ascontiguousarray(ids, dtype=np.dtype(dtype).newbyteorder("<"))
     sha256 = hashlib.sha256(content).hexdigest()
@@ -108,20 +105,16 @@ def describe_tokens(path):
     try:
         content, num_bytes = beside.read_bytes(), os.stat(path).st_size
     except OSError as error:
-        raise DataError(
-            f"{error.filename} cannot be read ({error.strerror}); write both files with write_tokens()"
-        ) from None
+        why = f"{error.filename} cannot be read ({error.strerror}); write both files with write_tokens()"
+        raise DataError(why) from None
     try:
         tokens = Tokens.read(content).model_copy(update={"path": str(path)})
     except ValueError as error:
-        raise DataError(
-            f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
-        ) from None
+        why = f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
+        raise DataError(why) from None
     if num_bytes != tokens.count * tokens.itemsize:
-        raise DataError(
-            f"{path} has {num_bytes} bytes, but {tokens.count} tokens of {tokens.itemsize} bytes were written; "
-            f"it is cut or changed: copy it again"
-        )
+        why = f"{path} has {num_bytes} bytes, but {tokens.count} tokens of {tokens.itemsize} bytes were written"
+        raise DataError(f"{why}; it is cut or changed: copy it again")
     return tokens
 
 
@@ -147,9 +140,6 @@ def _compare(tokens, sha256):
     """Raises DataError if the bytes that were read have another sha256."""
     if sha256 != tokens.sha256:
         raise DataError(f"{tokens.path} has changed since it was written (other sha256); copy it again")
-
-
-# --- shares
 
 
 def share(n, rank, world_size):
@@ -244,22 +234,18 @@ def scatter_from_readers(path, n_readers, ranks):
     if len({other.sha256 for other in found if other}) > 1:
         readers = [row.start for row in rows]
         raise DataError(f"{tokens.path} differs between the nodes of ranks {readers}; copy it again")
-    # as bytes: gloo does not send uint16
     mine = share(tokens.count, ranks.rank, n)
-    mine_b = torch.empty((mine.stop - mine.start) * tokens.itemsize, dtype=torch.uint8)
     if reads:
         whole = memory_map(path)
+        # as bytes: gloo does not send uint16
         parts = [whole[share(tokens.count, r, n)].view(torch.uint8) for r in range(row.start, row.stop)]
-        sends = [dist.isend(part, row.start + i) for i, part in enumerate(parts) if i and len(part)]
-        mine_b.copy_(parts[0])
-        for send in sends:
+        for send in [dist.isend(part, row.start + i) for i, part in enumerate(parts) if i and len(part)]:
             send.wait()
-    elif len(mine_b):
+        return whole[mine].clone()
+    mine_b = torch.empty((mine.stop - mine.start) * tokens.itemsize, dtype=torch.uint8)
+    if len(mine_b):
         dist.recv(mine_b, row.start)
     return mine_b.view(DTYPES[tokens.dtype])
-
-
-# --- reading ahead
 
 
 class Prefetch:

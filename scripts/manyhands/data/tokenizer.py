@@ -5,8 +5,7 @@
     tokenizer.decode(ids), tokenizer.content             # the text again; what tokenizer.json holds
     tokenizer = tokenizer_from(content)
 
-A document is [separator, its tokens]: the separator is what its first token is predicted from, and what its last one
-predicts.
+A document is [separator, its tokens]: the separator predicts the first token, the last token the next separator.
 
 BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds
 one. Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that
@@ -77,10 +76,8 @@ class CharTokenizer:
         try:
             return torch.from_numpy(np.fromiter(map(self._id.__getitem__, text), np.int64, len(text)))
         except KeyError as error:
-            foreign = error.args[0]
-            raise ValueError(
-                f"{foreign!r} is not among the vocabulary's {len(self.vocab)} tokens; leave it out"
-            ) from None
+            why = f"{error.args[0]!r} is not among the vocabulary's {len(self.vocab)} tokens; leave it out"
+            raise ValueError(why) from None
 
     def decode(self, ids):
         return "".join(map(self.vocab.__getitem__, _list(ids)))
@@ -107,9 +104,8 @@ class BpeTokenizer:
             self._bytes = [bytes(byte[sign] for sign in token) for token in self.vocab if token != SEPARATOR]
             self._bytes.insert(self.separator, SEPARATOR.encode())
         except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
-            raise DataError(
-                f"this is not a byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
-            ) from None
+            why = f"this is not a byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
+            raise DataError(why) from None
         self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content
         tokenize, signs = self.inner.model.tokenize, _signs()  # the merges alone: the piece is cut already

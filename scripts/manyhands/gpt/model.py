@@ -1,5 +1,4 @@
-"""A decoder-only GPT, written for one process: it knows nothing of ranks, so that every strategy can be
-applied to it from outside and compared with it.
+"""A decoder-only GPT for one process: every strategy is applied to it from outside, and compared with it.
 
     model = GPT(GPTConfig(vocab_size=65))          # ShakespeareGPT: 4 layers, 4 heads, width 128, block 64
     logits_BTV, loss = model(ids_BT, targets_BT)   # loss is None without targets
@@ -8,11 +7,9 @@ The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D
 LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned
 positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
 
-Where documents are packed into one sequence, `separator` keeps attention within them. Positions count on: a position
-is where a token stands in the sequence.
+Where documents are packed into one sequence, `separator` keeps attention within them; positions count on.
 
-Shapes: B sequences, T positions, V tokens in the vocabulary, D = n_embd, H heads of size E = D / H, M = 4 D hidden,
-N layers.
+Shapes: B sequences, T positions, V tokens in the vocabulary, D = n_embd, H heads of size E, M = 4 D hidden, N layers.
 """
 
 import math
@@ -47,9 +44,8 @@ class GPTConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
         if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
-            )
+            why = f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
+            raise ValueError(why)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not a probability; use 0 or more and less than 1")
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
@@ -201,9 +197,6 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
-# --- activation checkpointing: keep less of the forward, compute it again in the backward (Chen et al. 2016)
-
-
 def _keep_what_is_dear(context, operator, *args, **kwargs):
     namespace, name = operator._schema.name.split("::")
     dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear") or name.startswith("_scaled_dot_product")
@@ -227,7 +220,7 @@ class SelectivelyCheckpointed(Checkpointed):
 
 
 def checkpoint_activations(model, kind):
-    """Make each block of `model`, a GPT or a stage of one, recompute its forward: `kind` none, block or selective."""
+    """The blocks of `model`, a GPT or a stage, recompute (Chen et al. 2016). `kind`: none, block or selective."""
     for block in [module for module in model.modules() if isinstance(module, Block)] if kind != "none" else []:
         # another class for the same object, as fully_shard does it: a module around it would be part of each
         # parameter's name, and a function of its own per block would be compiled anew for each

@@ -153,8 +153,8 @@ def continued(
 def drawing(temperature: float = 1.0, generator: torch.Generator | None = None, top_k: int | None = None) -> Callable:
     """A function logits_BV -> ids [B], drawn among the `top_k` likeliest (None: all).
 
-    Draws from `generator` (None: a fresh one with seed 0), never from torch's global one. Temperature 0: the likeliest
-    token. Raises ValueError for a negative one.
+    Draws from `generator` (None: a fresh one with seed 0), never torch's global one. Temperature 0: the likeliest.
+    Raises ValueError for a negative one.
     """
     if temperature < 0:
         raise ValueError(f"temperature={temperature} is negative; use 0 for the most likely token, 1 to sample")

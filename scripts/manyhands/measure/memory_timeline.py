@@ -10,7 +10,9 @@
     seen.highest("activations"), seen.peak
     show(memory_stack(seen.samples, "one step", predicted={"parameters": 4 * P}), "memory", alt="...")
 
-Every storage is followed from its birth to its end, views of it count once (see `Storages`). The kinds:
+Every storage, the memory under a tensor and all views of it, is followed from its birth to its end. Births are seen by
+a TorchDispatchMode (below autograd, so that nothing is hidden), ends by a weak reference. A kind holds for a storage's
+whole life. The kinds:
 
     parameters    of the model, and what the optimizer updates; of a DTensor this rank's shard
     optimizer     the optimizer's state, on this rank
@@ -35,6 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "unsharded_parameters", "copies", "other")
+# what a storage was, when several are true of it: the first
+PRECEDENCE = ("parameters", "gradients", "optimizer", "unsharded_parameters", "copies", "activations", "other")
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,23 @@ class Sample:
         return sum(self.bytes.values())
 
 
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """A storage that lives."""
+
+    number: int
+    n_bytes: int
+    born: bool  # in this block
+    reference: weakref.ref  # stays here so that it can tell of the end
+    alive: bool = True
+
+
 class MemoryTimeline:
     """Follows one rank's memory while the block runs; local, no rank waits for another.
 
     `optimizer` may be a ZeroRedundancyOptimizer. `device` is the one whose memory counts (default: that of the first
     parameter). It slows a step down by a fifth or so: do not time it. `samples` are there when the block has ended; on
-    a GPU `allocator_peak` then is the most bytes that torch's allocator gave out in it (its counter starts anew), else
-    None.
+    a GPU `allocator_peak` then is the most bytes that torch's allocator gave out in it, whose counter starts anew.
     """
 
     def __init__(self, model, optimizer=None, device=None):
@@ -68,18 +82,25 @@ class MemoryTimeline:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.allocator_peak = [], None
-        self._storages = Storages(self.device)
+        self._phase, self._open = "", None
+        self._before = []  # of storages that were there at the start: (bytes, number)
+        self._log = []  # (bytes more or less, number) as they happened; a phase where a Sample is wanted
+        self._sighted = {}  # number: (_Storage, place in the log), of those whose birth nobody saw
+        self._messages = set()  # numbers of those that a communication was called with
+        self._kinds = []  # of each number: its place in PRECEDENCE
+        self._live = {}  # address: _Storage
+        self._under_other_hooks = []  # made where somebody else decides what is saved, as checkpointing does
 
     @contextmanager
     def phase(self, name):
         """What happens in the block belongs to phase `name`."""
-        outer, self._storages.label = self._storages.label, name
+        outer, self._phase = self._phase, name
         try:
             yield
         finally:
-            self._look_around()
-            self._storages.boundary(name)
-            self._storages.label = outer
+            self._mark_gradients()
+            self._log.append(name)
+            self._phase = outer
 
     @property
     def peak(self) -> Sample:
@@ -92,116 +113,83 @@ class MemoryTimeline:
 
     def __enter__(self):
         for parameter in self.parameters:
-            self._storages.mark(parameter, "parameters", born=False)
+            self._mark(parameter, "parameters", born=False)
         for buffer in self.model.buffers():
-            self._storages.mark(buffer, "other", born=False)
-        self._look_around(born=False)
-        self._look_at_state(born=False)
-        self._storages.boundary("")
-        if self.optimizer is not None:  # gradients are told also where nobody marks phases
-            self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._look_around())
+            self._mark(buffer, "other", born=False)
+        self._mark_gradients(born=False)
+        self._mark_state(born=False)
+        self._log.append("")
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._storages.start()
+        self._hooks = (self._save, lambda tensor: tensor)
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, n_bytes):  # no operator
+            self._resize(storage, n_bytes)
+            return resize(storage, n_bytes)
+
+        with ExitStack() as stack:
+            if self.optimizer is not None:  # gradients are told also where nobody marks phases
+                stack.callback(self.optimizer.register_step_pre_hook(lambda *_: self._mark_gradients()).remove)
+            stack.enter_context(saved_tensors_hooks(*self._hooks))
+            torch.UntypedStorage.resize_ = resize_
+            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            stack.enter_context(_Operators(self._saw))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_):
-        self._look_around()
-        self._look_at_state()
-        self._storages.boundary("")
-        self._storages.stop()
-        if self.optimizer is not None:
-            self._hook.remove()
-        if self.device.type == "cuda":
-            self.allocator_peak = torch.cuda.max_memory_allocated(self.device)
-        self.samples = [Sample(phase, {kind: held[kind] for kind in KINDS}) for phase, held in self._storages.replay()]
-
-    def _look_around(self, born=True):
-        """Mark the gradients that are there now."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self._storages.mark(parameter.grad, "gradients", born)
-
-    def _look_at_state(self, born=True):
-        """Mark the optimizer's state, whenever it was made: it stays."""
-        for state in self.optimizer.state.values() if self.optimizer is not None else []:
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    self._storages.mark(value, "optimizer", born)
-
-
-# what a storage was, when several are true of it: the first
-PRECEDENCE = ("parameters", "gradients", "optimizer", "unsharded_parameters", "copies", "activations", "other")
-_PLACES = {kind: place for place, kind in enumerate(PRECEDENCE)}
-
-
-class _Storage:
-    """A storage that lives. `born`: in this block; `reference` stays here so that it can tell of the end."""
-
-    __slots__ = ("number", "n_bytes", "born", "alive", "reference")
-
-
-class Storages:
-    """Follows the storages on `device` between `start()` and `stop()`; `mark(tensor, kind)` says what one is for.
-
-    A storage is the memory under a tensor and all views of it. Births are seen by a TorchDispatchMode (below autograd,
-    so that nothing is hidden), ends by a weak reference. A kind holds for a storage's whole life.
-
-    What is saved for the backward is marked "activations" by itself, gathered weights "unsharded_parameters", cast ones
-    "copies". `boundary(label)` is a point at which the bytes of that moment are wanted; births write one with
-    `self.label`.
-    """
-
-    def __init__(self, device):
-        self.device, self.label = device, ""
-        self._before = []  # of storages that were there at the start: (bytes, number)
-        self._log = []  # (bytes more or less, number) as they happened, and labels between them
-        self._sighted = {}  # number: (_Storage, place in the log), of those whose birth nobody saw
-        self._messages = set()  # numbers of those that a communication was called with
-        self._kinds = []  # of each number: its place in PRECEDENCE
-        self._live = {}  # address: _Storage
-        self._open = None
-        self._under_other_hooks = []  # made where somebody else decides what is saved, as checkpointing does
-
-    def start(self):
-        hooks = (self._save, lambda tensor: tensor)
-        self._hooks = hooks
-        with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(*hooks))
-            stack.enter_context(_resizes_tell(self._resize))
-            stack.enter_context(_Operators(self._saw))
-            self._open = stack.pop_all()
-
-    def stop(self):
-        """From now on nobody listens. What was first met on its way and is still there, was there all the time."""
+        self._mark_gradients()
+        self._mark_state()
+        self._log.append("")
         self._open.close()
         for known, place in self._sighted.values():
-            if known.alive:
+            if known.alive:  # what was first met on its way and is still there, was there all the time
                 self._before.append(self._log[place])
                 self._log[place] = (0, known.number)
         self._live = {}
+        if self.device.type == "cuda":
+            self.allocator_peak = torch.cuda.max_memory_allocated(self.device)
+        held = dict.fromkeys(KINDS, 0)
+        for entry in [*self._before, *self._log]:  # only now all kinds are known
+            if isinstance(entry, str):
+                self.samples.append(Sample(entry, dict(held)))
+            else:
+                held[PRECEDENCE[self._kinds[entry[1]]]] += entry[0]
 
-    def mark(self, tensor, kind, born=True):
-        """The storage under `tensor` is of this kind, unless one earlier in PRECEDENCE is known; of a DTensor the
-        shard."""
+    def _mark_gradients(self, born=True):
+        """Those that are there now."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._mark(parameter.grad, "gradients", born)
+
+    def _mark_state(self, born=True):
+        """The optimizer's, whenever it was made: it stays."""
+        for state in self.optimizer.state.values() if self.optimizer is not None else []:
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._mark(value, "optimizer", born)
+
+    def _mark(self, tensor, kind, born):
+        """The storage under `tensor` (of a DTensor the shard) is of this kind, unless PRECEDENCE has an earlier one."""
         for part in _parts(tensor):
             if (known := self._follow(part, born)) is not None:
                 self._set(known, kind)
 
-    def boundary(self, label):
-        self._log.append(label)
+    def _set(self, known, kind):
+        self._kinds[known.number] = min(self._kinds[known.number], PRECEDENCE.index(kind))
 
-    def replay(self):
-        """[(label, {kind: bytes})] at each boundary, with the kinds that are known by now."""
-        totals, samples = dict.fromkeys(PRECEDENCE, 0), []
-        for entry in [*self._before, *self._log]:
-            if isinstance(entry, str):
-                samples.append((entry, dict(totals)))
-            else:
-                totals[PRECEDENCE[self._kinds[entry[1]]]] += entry[0]
-        return samples
-
-    # ---- births and ends ----
+    def _save(self, tensor):
+        """Autograd saves this tensor for the backward."""
+        for part in _parts(tensor):
+            known = self._follow(part, born=False)
+            if known is not None and known.born:
+                self._set(known, "activations")
+        # the tensor itself would hold the graph that holds it, until a backward came
+        if type(tensor) not in _PLAIN:
+            return tensor.detach()
+        with torch._C._DisableTorchDispatch():  # no event of the step
+            return tensor.detach()
 
     def _follow(self, tensor, born):
         """The _Storage under a plain tensor, begun now if it is unknown; None if it lies elsewhere, or has none."""
@@ -215,14 +203,13 @@ class Storages:
         return known
 
     def _begin(self, storage, born):
-        address, known = storage._cdata, _Storage()
-        known.number, known.n_bytes, known.born, known.alive = len(self._kinds), storage.nbytes(), born, True
-        known.reference = weakref.ref(storage, partial(self._end, address))
-        self._live[address] = known
-        self._kinds.append(_PLACES["other"])
+        address, number = storage._cdata, len(self._kinds)
+        told = weakref.ref(storage, partial(self._end, address))
+        known = self._live[address] = _Storage(number, storage.nbytes(), born, told)
+        self._kinds.append(PRECEDENCE.index("other"))
         if not born and self._open:
-            self._sighted[known.number] = (known, len(self._log))
-        (self._log if born or self._open else self._before).append((known.n_bytes, known.number))
+            self._sighted[number] = (known, len(self._log))
+        (self._log if born or self._open else self._before).append((known.n_bytes, number))
         return known
 
     def _end(self, address, _):
@@ -236,38 +223,8 @@ class Storages:
             return
         known = self._live.get(storage._cdata) or self._begin(storage, born=False)
         if known.n_bytes != n_bytes:
-            self._log += [(n_bytes - known.n_bytes, known.number), self.label]
+            self._log += [(n_bytes - known.n_bytes, known.number), self._phase]
             known.n_bytes, known.born = n_bytes, True
-
-    def _delivered(self, to, source):
-        """If this copy delivers a message out of gloo's own buffer, then that was made on the way; gloo may still hold
-        it."""
-        to, source = self._follow(to, born=False), self._follow(source, born=False)
-        if to is not None and source is not None and to.number in self._messages:
-            self._sighted.pop(source.number, None)
-
-    # ---- kinds ----
-
-    def _set(self, known, kind):
-        place = _PLACES[kind]
-        if place < self._kinds[known.number]:
-            self._kinds[known.number] = place
-
-    def _is(self, tensor, *kinds):
-        known = self._follow(tensor, born=False)
-        return known is not None and PRECEDENCE[self._kinds[known.number]] in kinds
-
-    def _save(self, tensor):
-        """Autograd saves this tensor for the backward."""
-        for part in _parts(tensor):
-            known = self._follow(part, born=False)
-            if known is not None and known.born:
-                self._set(known, "activations")
-        # the tensor itself would hold the graph that holds it, until a backward came
-        if type(tensor) not in _PLAIN:
-            return tensor.detach()
-        with torch._C._DisableTorchDispatch():  # no event of the step
-            return tensor.detach()
 
     def _saw(self, operator, args, kwargs, result):
         """An operator was carried out: note what of its arguments and results is new."""
@@ -285,7 +242,10 @@ class Storages:
             if operator.namespace == "c10d" and known is not None:
                 self._messages.add(known.number)
         if operator is torch.ops.aten.copy_.default:
-            self._delivered(*args[:2])
+            to, source = (self._follow(tensor, born=False) for tensor in args[:2])
+            if to is not None and source is not None and to.number in self._messages:
+                # out of gloo's own buffer, which was made on the way, and which gloo may still hold
+                self._sighted.pop(source.number, None)
         if not _makes_storage(operator):
             return
         count = len(self._kinds)
@@ -295,10 +255,12 @@ class Storages:
                 continue
             if not ours:
                 self._under_other_hooks.append(known)
-            if operator is torch.ops.aten._to_copy.default and self._is(args[0], "parameters", "unsharded_parameters"):
-                self._set(known, "copies")
+            if operator is torch.ops.aten._to_copy.default:
+                source = self._follow(args[0], born=False)
+                if source and PRECEDENCE[self._kinds[source.number]] in ("parameters", "unsharded_parameters"):
+                    self._set(known, "copies")
         if len(self._kinds) > count:
-            self._log.append(self.label)
+            self._log.append(self._phase)
 
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
@@ -318,22 +280,6 @@ class _Operators(TorchDispatchMode):
         result = operator(*args, **kwargs)
         self.saw(operator, args, kwargs, result)
         return result
-
-
-@contextmanager
-def _resizes_tell(tell):
-    """UntypedStorage.resize_, which is no operator, calls tell(storage, bytes) first."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage, n_bytes):
-        tell(storage, n_bytes)
-        return original(storage, n_bytes)
-
-    torch.UntypedStorage.resize_ = resize_
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original
 
 
 @cache

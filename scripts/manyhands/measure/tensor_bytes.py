@@ -1,5 +1,4 @@
-"""Bytes of one rank by kind, and the scale: what tensors really take, against which `predict.memory`'s formulas are
-held.
+"""Bytes of one rank by kind: what tensors really take, against which `predict.memory`'s formulas are held.
 
     held = tensor_bytes(model, optimizer)       # Bytes
     print(held.parameters, held.gradients, held.optimizer, held.unsharded_parameters, held.total)
@@ -9,6 +8,7 @@ held.
 All bytes are those of one rank.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
@@ -95,39 +95,33 @@ def _tensors(value):
 
 
 def _bytes(tensors, counted):
-    total = 0
-    for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
-        if storage._cdata not in counted:  # data_ptr() is 0 for all empty ones
-            counted.add(storage._cdata)
-            total += storage.nbytes()
-    return total
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    new = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in counted}
+    counted.update(new)  # by _cdata: data_ptr() is 0 for all empty ones
+    return sum(new.values())
 
 
 @dataclass
 class Saved:
-    """What autograd kept of a call: bytes of storages, each once. Those of one module are under its name (""
-    elsewhere)."""
+    """What autograd kept of a call: bytes of storages, each once; a module's are under its name ("" elsewhere)."""
 
     result: Any = None
     bytes: int = 0
-    by_name: dict[str, int] = field(default_factory=dict)  # {module in which it was first saved: bytes}
-    by_shape: dict[tuple[int, ...], int] = field(default_factory=dict)  # {shape as first saved: bytes}
+    by_name: Counter[str] = field(default_factory=Counter)  # {module in which it was first saved: bytes}
 
 
 def count_saved(call, model=None):
     """Run `call()` and count what autograd keeps for its backward: a `Saved`. Local.
 
     Each storage counts once and as a whole, whatever views of it are kept; the parameters of `model` do not, nor what
-    FSDP has gathered of them. Copies that autocast makes of parameters do count. Inside activation checkpointing its
-    inputs count, as nothing else is kept there.
+    FSDP has gathered of them. Autocast's copies of parameters do. Inside activation checkpointing its inputs do.
     """
     kept, weights, inside = {}, set(), [""]
 
     def pack(tensor):
         storage = local_part(tensor).untyped_storage()
         # the storage itself is held on to: a new one at the address of one that is gone would look the same
-        kept.setdefault(storage._cdata, (storage, inside[-1], tuple(tensor.shape)))
+        kept.setdefault(storage._cdata, (storage, inside[-1]))
         # the tensor itself would hold the graph that holds it, where no backward comes
         return tensor.detach()
 
@@ -144,11 +138,10 @@ def count_saved(call, model=None):
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = call()
     seen = Saved(result)
-    for address, (storage, name, shape) in kept.items():
+    for address, (storage, name) in kept.items():
         if address not in weights:
             seen.bytes += storage.nbytes()
-            seen.by_name[name] = seen.by_name.get(name, 0) + storage.nbytes()
-            seen.by_shape[shape] = seen.by_shape.get(shape, 0) + storage.nbytes()
+            seen.by_name[name] += storage.nbytes()
     return seen
 
 

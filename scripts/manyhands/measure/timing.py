@@ -42,8 +42,7 @@ def median_s(call, repeats, ranks, warm_up=1):
 
 
 def take_turns(calls, rounds, ranks):
-    """{name: [seconds of the slowest rank in each of `rounds` rounds]}; each round makes every call of {name: call}
-    once.
+    """{name: [seconds of the slowest rank in each of `rounds` rounds]} of {name: call}; a round makes each call once.
 
     So a busy moment of the machine hits all of them, and they can be compared round by round. A first round warms up.
     All ranks must call it, with the same names and numbers.
@@ -119,9 +118,8 @@ def gemm_together(ranks, n=1024, products=20):
     a_nn, b_nn = (torch.randn(n, n, device=ranks.device) for _ in range(2))
     _seconds_of(a_nn, b_nn, 2, ranks.device)  # warms up
     dist.barrier()
-    slowest = torch.tensor(_seconds_of(a_nn, b_nn, products, ranks.device), device=ranks.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return ranks.world_size * products * 2 * n**3 / slowest.item()
+    slowest_s = max_over_ranks(_seconds_of(a_nn, b_nn, products, ranks.device), ranks)
+    return ranks.world_size * products * 2 * n**3 / slowest_s
 
 
 def _seconds_of(a_nn, b_nn, products, device):

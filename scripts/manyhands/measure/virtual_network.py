@@ -72,24 +72,13 @@ class Link:
 
 
 @dataclass
-class Sending:
-    """A real message under way, and the buffer that must live until it was sent."""
-
-    work: dist.Work
-    buffer: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-@dataclass
 class Work:
     """Asynchronous messages: when they began and ended, in virtual seconds."""
 
     name: str
     start_s: float
     end_s: float
-    sending: Sending | None = None  # the real message of an isend
+    sending: dist.Work | None = None  # the real message of an isend
 
 
 class VirtualNetwork:
@@ -107,12 +96,14 @@ class VirtualNetwork:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks_per_node = ranks_per_node or self.world_size
         if self.world_size % self.ranks_per_node:
-            raise ValueError(
-                f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}; "
-                f"choose ranks_per_node so that it divides {self.world_size}"
-            )
+            why = f"{self.world_size} ranks do not fill nodes of {self.ranks_per_node}"
+            raise ValueError(f"{why}; choose ranks_per_node so that it divides {self.world_size}")
         self.inside, self.between, self.group = inside, between or inside, group
-        self._slowdown = slowdown if callable(slowdown) else _of_ranks(slowdown or {}, self.world_size)
+        factors = {} if callable(slowdown) else slowdown or {}
+        if strangers := factors.keys() - range(self.world_size):
+            why = f"slowdown names rank {min(strangers)}"
+            raise ValueError(f"{why}, but the {self.world_size} ranks are 0 to {self.world_size - 1}")
+        self._slowdown = slowdown if callable(slowdown) else lambda rank, step: factors.get(rank, 1.0)
         self.reset()
 
     def reset(self) -> None:
@@ -136,11 +127,9 @@ class VirtualNetwork:
 
     @contextmanager
     def step(self, i):
-        """What this rank does in the block is step `i`: `steps` gets a dict of virtual seconds by lane, and their
-        total.
+        """What this rank does in the block is step `i`: `steps` gets {lane: virtual seconds}, and their total.
 
-        A rank waits while what it needs is not there: another rank was late to send, or (in `wait`) asynchronous
-        messages are still on their way.
+        A rank waits while what it needs is not there: another rank's message, or (in `wait`) its own asynchronous ones.
         """
         if self._in_step:
             raise ValueError(f"step {i} begins inside step {self._step}; end that one first")
@@ -232,10 +221,9 @@ class VirtualNetwork:
         return sorted(itertools.chain(*everyone), key=lambda span: (span.rank, span.start_s, span.end_s))
 
     def gather_steps(self):
-        """{"compute" | "communication" | "waiting" | "total": [[seconds of each step] of each rank]} on rank 0, else
-        None.
+        """{lane or "total": [[seconds of each step] of each rank]} on rank 0, else None. All ranks call it.
 
-        All ranks call it. Raises ValueError, on all of them, where ranks made different numbers of steps.
+        Raises ValueError, on all of them, where ranks made different numbers of steps.
         """
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, self.steps, group=self.group)
@@ -245,8 +233,6 @@ class VirtualNetwork:
         if self.rank != 0:
             return None
         return {kind: [[step[kind] for step in steps] for steps in everyone] for kind in (*LANES, "total")}
-
-    # ---- the active clock ----
 
     @property
     def _now(self):
@@ -275,22 +261,15 @@ class VirtualNetwork:
             self.spans.append(Span(self.rank, lane, name, start, end))
 
 
-def _of_ranks(factors, world_size):
-    """{rank: factor} as a function of rank and step."""
-    if strangers := [rank for rank in factors if rank not in range(world_size)]:
-        raise ValueError(f"slowdown names rank {strangers[0]}, but the {world_size} ranks are 0 to {world_size - 1}")
-    return lambda rank, step: factors.get(rank, 1.0)
-
-
 def _post(tensor, dst, sent_s, group=None, tag=0):
-    """Begin to send `tensor` to rank `dst` of the group, stamped with `sent_s`; returns a Sending to wait for.
+    """Begin to send `tensor` to rank `dst` of the group, stamped with `sent_s`; returns the dist.Work to wait for.
 
     It travels through host memory, over gloo. The messages of a process group have to be received in the order in which
     they were sent, as with any send and recv; those of another `tag` have an order of their own.
     """
     stamp = torch.tensor([sent_s], dtype=torch.float64).view(torch.uint8)
     message = torch.cat([stamp, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)])
-    return Sending(dist.isend(message, group=group, tag=tag, group_dst=dst), message)
+    return dist.isend(message, group=group, tag=tag, group_dst=dst)
 
 
 def _take(tensor, src, group=None, tag=0):

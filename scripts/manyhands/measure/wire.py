@@ -14,8 +14,7 @@ Two instruments that know nothing of each other:
   bytes: the store, a notebook's heartbeat), so compare it with payloads of 100 kB or more.
 
 The payload of a call is the whole tensor that the collective is about, as in nccl-tests: what one rank holds in an
-all-reduce, a broadcast or an all-to-all, and all ranks' parts together in a gather, scatter, all-gather or
-reduce-scatter.
+all-reduce, a broadcast or an all-to-all, and all ranks' parts together in any gather or scatter.
 """
 
 import os
@@ -30,21 +29,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The dispatcher's names, both families (torch.distributed's and the functional one of DTensor), in the field's words.
-_NAMES = {
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather", "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather", "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
-    "broadcast_": "broadcast", "broadcast": "broadcast", "reduce_": "reduce", "scatter_": "scatter",
-    "gather_": "gather", "barrier": "barrier", "monitored_barrier_": "barrier",
-    "send": "send", "recv_": "recv", "recv_any_source_": "recv",
-}  # fmt: skip
+# In the field's words. The dispatcher's names, of torch.distributed and the functional ones of DTensor, hold one each,
+# with or without the underscore: "_allgather_base_", "reduce_scatter_tensor_coalesced". The first that fits counts.
+_NAMES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+    "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv",
+)  # fmt: skip
 # Which argument of the c10d operator holds all ranks' parts.
 _WHERE_THE_WHOLE_IS = {"all_gather": 0, "gather": 0, "reduce_scatter": 1, "scatter": 1}
 
@@ -117,24 +107,24 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.namespace in ("c10d", "_c10d_functional"):
-            name = _NAMES.get(operator._schema.name.split("::")[1])
+            theirs = operator._schema.name.split("::")[1].replace("_", "")
+            name = next((name for name in _NAMES if name.replace("_", "") in theirs), None)
             if name:
                 self.seen.calls.append(_call(name, operator.namespace, args))
-                self.seen.over_sockets &= all(
-                    leaf.device.type == "cpu" for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
-                )
+                tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                self.seen.over_sockets &= all(leaf.device.type == "cpu" for leaf in tensors)
         return operator(*args, **(kwargs or {}))
 
 
 def _call(name, namespace, args):
     if name == "barrier":
         return Call(name, 0)
-    if (
-        namespace == "_c10d_functional"
-    ):  # (input, ..., group size, group name): the input is one rank's part of a gather
+    # (input, ..., group size, group name): the input is one rank's part of a gather
+    if namespace == "_c10d_functional":
         return Call(name, _bytes(args[0]) * (args[1] if name == "all_gather" else 1))
     if name in ("send", "recv"):  # (tensors, group, peer, tag); a receive from anybody has no peer
-        return Call(name, _bytes(args[0]), _global_rank(args[1], args[2]) if len(args) == 4 else None)
+        peer = dist.get_global_rank(dist.ProcessGroup.unbox(args[1]), args[2]) if len(args) == 4 else None
+        return Call(name, _bytes(args[0]), peer)
     whole = args[_WHERE_THE_WHOLE_IS.get(name, 0)]
     if name in ("gather", "scatter") and not whole:  # only the root holds all parts
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
@@ -147,12 +137,6 @@ def _bytes(tensors):
         return tensors.numel() * tensors.element_size()
     return sum(_bytes(tensor) for tensor in tensors)
 
-
-def _global_rank(group, peer):
-    return dist.get_global_rank(dist.ProcessGroup.unbox(group), peer)
-
-
-# ---- transport ----
 
 # Offsets in struct tcp_info (linux/tcp.h): packets (u32), bytes (u64), bytes (u32).
 _UNACKED, _BYTES_ACKED, _NOT_SENT = 24, 120, 144

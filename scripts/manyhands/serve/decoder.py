@@ -32,8 +32,7 @@ def run(model, ids_BT, positions_BT, attend):
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and one float scale per output: a weight is off by at most half a step.
 
-    On a GPU a kernel multiplies the 8-bit weights as it reads them; here they are made float again first, so that this
-    saves memory and no time.
+    On a GPU a kernel multiplies 8-bit weights as it reads them; here they are made float first: only memory is saved.
     """
 
     def __init__(self, full):

@@ -29,10 +29,8 @@ class Engine:
         self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None
     ):
         if num_blocks * block_size < model.config.block_size:
-            raise ValueError(
-                f"{num_blocks} blocks of {block_size} positions do not hold one sequence of "
-                f"{model.config.block_size}; use {-(-model.config.block_size // block_size)} or more"
-            )
+            why = f"{num_blocks} blocks of {block_size} positions do not hold one sequence of {model.config.block_size}"
+            raise ValueError(f"{why}; use {-(-model.config.block_size // block_size)} or more")
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `service.Metrics`
@@ -59,10 +57,8 @@ class Engine:
             raise ValueError(f"max_tokens={max_tokens} asks for nothing; use 1 or more")
         if (room := context - len(prompt)) < max_tokens:
             cure = f"ask for at most {room} more" if room > 0 else f"shorten the prompt to {context - 1} or fewer"
-            raise ValueError(
-                f"{len(prompt)} tokens of the prompt and {max_tokens} more do not fit into the model's context of "
-                f"{context}; {cure}"
-            )
+            why = f"{len(prompt)} tokens of the prompt and {max_tokens} more"
+            raise ValueError(f"{why} do not fit into the model's context of {context}; {cure}")
         numbers = uniforms(seed, max_tokens)
         return CachedSequence(list(prompt), max_tokens, sampling or Sampling(), numbers, stop_ids)
 

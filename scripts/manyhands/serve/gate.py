@@ -44,9 +44,8 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
         text = text[len(text) * 9 // 10 :]
     ids = words.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
     if len(ids) < 256:
-        raise ValueError(
-            f"{len(ids)} tokens of {file or 'the corpus'} are known to the model; name a text by --gate-text"
-        )
+        why = f"{len(ids)} tokens of {file or 'the corpus'} are known to the model; name a text by --gate-text"
+        raise ValueError(why)
     return torch.tensor(ids)
 
 

@@ -57,9 +57,6 @@ PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 log = logging.getLogger("manyhands.serve")
 
 
-# --- routes
-
-
 def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> FastAPI:
     """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
 
@@ -155,8 +152,7 @@ async def watch(service: Service, source: Path, every_s: float) -> None:
 def authorise(headers: Mapping[str, str], token: str) -> None:
     """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
 
-    The page sends the second: behind a hub the first is the hub's own. The token is never in a URL's path or query,
-    which proxies and browsers write down.
+    The page sends the second: behind a hub the first is the hub's own. The token is in no URL: proxies keep those.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -188,9 +184,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(content)
 
 
-async def respond(
-    service: Service, http_request: Request, kind: type[CompletionRequest] | type[ChatRequest]
-) -> Response:
+async def respond(service: Service, http_request: Request, kind: type[schema.Request]) -> Response:
     """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
     request = schema.read(await read_body(http_request, service.limits), kind)
     if request.model not in (None, service.name):
@@ -291,9 +285,6 @@ def page_headers() -> dict[str, str]:
     )
     more = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
     return {"Content-Security-Policy": policy, **more, **NO_STORE}
-
-
-# --- the socket
 
 
 def make_token(environ: Mapping[str, str]) -> str:

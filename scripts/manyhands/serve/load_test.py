@@ -6,14 +6,12 @@
 Without a server named, one is started with random weights (speed does not depend on them), and you should see: tokens/s
 of 16 clients against one; generating 256 tokens with a KV cache and without; the time to the first token of a prompt
 whose beginning is cached, against a new one. With a server named: tokens/s and times of its answers under so many
-clients at once. What is compared is interleaved, five samples each; medians, with the least and the most. Status 1: an
-answer was missing.
+clients at once. Interleaved, five samples each; medians, with least and most. Status 1: an answer is missing.
 """
 
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 import tyro
@@ -34,8 +34,6 @@ from manyhands.serve.client import Client
 from manyhands.serve.engine import generate
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
-
-
 SAMPLES = 5  # of each measurement
 SIZES: dict = {"block_size": 512, "n_layer": 6, "n_head": 4, "n_embd": 192}  # of the model that is started
 
@@ -47,8 +45,7 @@ class Options:
     tokens: int = 64  # tokens that each asks for
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(NamedTuple):
     """One streamed answer, as its client saw it."""
 
     tokens: int
@@ -81,12 +78,12 @@ def throughput(client: Client, clients: int, tokens: int) -> tuple[float, list[A
 
 
 def made_up(length: int, source: random.Random) -> str:
-    return "".join(source.choice(VOCAB) for _ in range(length))
+    return "".join(source.choices(VOCAB, k=length))
 
 
 def spread(values: list[float], unit: str, digits: int = 0) -> str:
     """Median, and in brackets the least and the most."""
-    return f"{statistics.median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return f"{median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def compare_clients(client: Client, options: Options) -> None:
@@ -99,50 +96,46 @@ def compare_clients(client: Client, options: Options) -> None:
         firsts += [answer.first_s * 1e3 for answer in answers]
     print(f"1 client:   {spread(one, 'tokens/s')}")
     print(f"{options.clients} clients: {spread(many, 'tokens/s')}, first token after {spread(firsts, 'ms', 1)}")
-    ratio = statistics.median(many) / statistics.median(one)
-    print(f"batching: {options.clients} clients get {ratio:.1f} times the tokens/s of one", flush=True)
+    times = median(many) / median(one)
+    print(f"batching: {options.clients} clients get {times:.1f} times the tokens/s of one", flush=True)
 
 
 def compare_prefixes(client: Client) -> None:
     """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
     length, source = SIZES["block_size"] - 32, random.Random()
-    new: list[float] = []
-    seen: list[float] = []
+    times: dict[bool, list[float]] = {False: [], True: []}  # by whether the beginning is cached
     for _ in range(SAMPLES):
         beginning = made_up(length, source)
-        for times, least in ((new, 0), (seen, length - 16)):  # the last block is not full
+        for cached, least in ((False, 0), (True, length - 16)):  # the last block is not full
             answer = streamed(client, beginning + made_up(8, source), 1)
             assert answer.reused >= least, "the beginning was not found"
-            times.append(answer.first_s * 1e3)
-    old, again = spread(new, "ms", 1), spread(seen, "ms", 1)
-    print(f"first token after {length + 8} new ones: {old}; {length} of them cached: {again}")
-    ratio = statistics.median(seen) / statistics.median(new)
+            times[cached].append(answer.first_s * 1e3)
+    new, seen = spread(times[False], "ms", 1), spread(times[True], "ms", 1)
+    print(f"first token after {length + 8} new ones: {new}; {length} of them cached: {seen}")
+    ratio = median(times[True]) / median(times[False])
     print(f"prefix reuse: the first token comes after {ratio:.2f} of the time", flush=True)
 
 
 def compare_cache(model, n: int = 256) -> None:
     """Seconds to generate n tokens with a KV cache and without, in turn; prints the ratio."""
-    prompt = torch.zeros(1, 1, dtype=torch.long)
     times: dict[bool, list[float]] = {True: [], False: []}
     for cached in [True, False] * SAMPLES:
         began_s = time.perf_counter()
-        generate(model, prompt, n, use_cache=cached)
+        generate(model, torch.zeros(1, 1, dtype=torch.long), n, use_cache=cached)
         times[cached].append(time.perf_counter() - began_s)
     print(f"{n} tokens with a KV cache: {spread(times[True], 's', 2)}; without: {spread(times[False], 's', 2)}")
-    ratio = statistics.median(times[False]) / statistics.median(times[True])
-    print(f"KV cache: {ratio:.1f} times as fast", flush=True)
+    print(f"KV cache: {median(times[False]) / median(times[True]):.1f} times as fast", flush=True)
 
 
-def random_model(folder: Path) -> tuple[Path, GPT]:
-    """An exported GPT with random weights: (the file, the model)."""
+def random_model(file: Path) -> GPT:
+    """A GPT with random weights, exported to `file`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, file = GPT(GPTConfig(vocab_size=len(VOCAB), **SIZES)).eval(), folder / "random.safetensors"
+    model = GPT(GPTConfig(vocab_size=len(VOCAB), **SIZES)).eval()
     corpus = {"name": "none", "alphabet": VOCAB}
-    metadata = {"config": asdict(model.config), "corpus": corpus, "step": 0, "val_loss": None}
-    write_export(dict(model.named_parameters()), metadata, file)
+    write_export(dict(model.named_parameters()), {"config": asdict(model.config), "corpus": corpus, "step": 0}, file)
     print(f"a model of {model.num_params():,} parameters, {SIZES}, one thread")
-    return file, model
+    return model
 
 
 @contextmanager
@@ -171,9 +164,9 @@ def main(argv: list[str] | None = None) -> int:
             compare_clients(Client.from_file(options.address_file), options)
             return 0
         with tempfile.TemporaryDirectory() as name:
-            file, model = random_model(Path(name))
-            compare_cache(model)
-            with started(file, Path(name)) as address_file:
+            file = Path(name) / "random.safetensors"
+            compare_cache(random_model(file))
+            with started(file, file.parent) as address_file:
                 client = Client.from_file(address_file)
                 throughput(client, 2, 8)  # the first requests warm up
                 compare_clients(client, options)

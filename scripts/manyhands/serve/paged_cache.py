@@ -15,8 +15,7 @@ Position i of a sequence lies in block table[i // block_size], at place i % bloc
 *everything before its end*: its own tokens and all earlier ones. Where the model changes, all blocks are forgotten.
 Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et al. 2023,
 PagedAttention); the bookkeeping is the same.
-Shapes: N new positions in all, B sequences with T of them each, S positions that are gathered, P blocks of a table,
-H heads of size E.
+Shapes: N new positions in all, B sequences with T of them each, S gathered positions, P blocks of a table, H heads (E).
 """
 
 import hashlib

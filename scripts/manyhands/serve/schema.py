@@ -49,9 +49,7 @@ class Limits:
 class Refusal(HTTPException):
     """An answer that is no text: HTTP's status, a sentence, and OpenAI's words for its kind."""
 
-    def __init__(
-        self, status: int, sentence: str, code: str, param: str | None = None, headers: dict[str, str] | None = None
-    ):
+    def __init__(self, status: int, sentence: str, code: str, param: str | None = None, headers: dict | None = None):
         super().__init__(status, sentence, headers)
         self.code, self.param = code, param
 

@@ -9,8 +9,7 @@
     await service.stop()
 
 All of it belongs to the event loop. Only the engine's steps run in a thread, beside the loop; what is asked for
-meanwhile happens before the next one. A slow reader finds more tokens at a time; none waits for another, and a ticket
-never holds more than the model's context.
+meanwhile happens before the next one. A slow reader finds more tokens at a time; none waits for another.
 """
 
 import asyncio
@@ -127,8 +126,6 @@ class Service:
     def healthy(self) -> bool:
         return not self.failed and not self.writing.done()
 
-    # --- requests
-
     def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
         """A Ticket for a request. Raises Refusal: 400 for what the model cannot read or hold, 429 without room."""
         code = "invalid_value"
@@ -208,8 +205,6 @@ class Service:
             scheduler.cancel(sequence)
             if (ticket := self.tickets.pop(sequence, None)) is not None:
                 ticket.fail(Refusal(500, "the engine failed while it computed this; try again", "engine_failed"))
-
-    # --- checkpoints
 
     async def consider(self, step: str) -> gate.Verdict:
         """The Verdict on the checkpoint of a step ("newest", "best", or a number); if it has passed, it serves now.
