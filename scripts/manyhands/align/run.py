@@ -114,9 +114,8 @@ def align(wanted):
     corpus = load_corpus(ranks)
     tell = print if ranks.rank == 0 else lambda text: None
     try:
-        base, metadata = Agreement(ranks, None, CheckpointError).all(
-            lambda: load_model(wanted.source, wanted.step, tell)
-        )
+        agreement = Agreement(ranks, None, CheckpointError)
+        base, metadata = agreement.all(lambda: load_model(wanted.source, wanted.step, tell))
         tokenizer = tokenizer_of(metadata)
         if tokenizer.kind != "char":
             raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters, use one")

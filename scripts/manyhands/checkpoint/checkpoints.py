@@ -76,9 +76,7 @@ class Checkpoints:
         if not self.asynchronous:
             self._write(tensors, *about)
             return
-        staged = self._agreement.all(
-            lambda: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        )
+        staged = self._agreement.all(lambda: {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()})
         self._writing = self._writer.submit(self._write, staged, *about)  # a program that ends lets it finish
 
     def wait(self):

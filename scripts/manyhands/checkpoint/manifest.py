@@ -224,9 +224,7 @@ def make_partial(folder: Path, step: int, broken: Container[Path]) -> Path:
 
 
 def complete(partial: Path, step: int, val_loss: float | None, metadata: dict, files: dict, keep: int) -> None:
-    """Make the checkpoint in `partial` count, replace one of the same step, and remove those that are not kept: all
-    but the last `keep` and the one with the lowest validation loss. Raises OSError.
-    """
+    """Make the checkpoint in `partial` count; all but the last `keep` and the best one go. Raises OSError."""
     folder = partial.parent
     write_manifest(partial, step, val_loss, metadata, files)
     _sync_folder(partial)

@@ -224,8 +224,7 @@ def _micro_batches(options, degrees):
     # DualPipeV (torch 2.13) wants one for each stage, and a rank has two
     least = 2 * pipeline if parallel.schedule == "DualPipeV" else pipeline
     if pipeline > 1 and (count < least or count % pipeline):
-        raise LayoutError(
-            f"{count} micro-batches do not fill {pipeline} pipeline ranks evenly under {parallel.schedule}; choose"
-            f" train.global_batch and train.micro_batch so that there are {least} or a larger multiple of {pipeline}"
-        )
+        why = f"{count} micro-batches do not fill {pipeline} pipeline ranks evenly under {parallel.schedule}"
+        cure = f"there are {least} or a larger multiple of {pipeline}"
+        raise LayoutError(f"{why}; choose train.global_batch and train.micro_batch so that {cure}")
     return count
