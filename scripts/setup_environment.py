@@ -62,20 +62,16 @@ def main():
     add("--use", action="store_true", help="build nothing: say whether this environment serves the course")
     options = parser.parse_args()
     venv, named, built = options.venv, options.site_python, read_stamp(options.venv)
-    shared = bool(built) and built["course"] is None
-    if options.use or (shared and not options.copy):
+    if options.use or (built and built["course"] is None and not options.copy):  # a shared one is used as it is
         return use(venv, built)
     site_python = shutil.which(named) or named if named else built.get("site_python")
     course = None if options.copy else str(ROOT)
     wanted = {"site_python": site_python, "course": course, "from": what_it_is_built_from(options.copy)}
     if built == wanted and not options.rebuild and runs(venv):
         return None
-    refuse_others(venv, built, options.copy)
-    why = why_anew(venv, built, wanted)
-    if why and shared:
-        stop(f"{venv} {why}; a class may be using it: remove it yourself, then this builds it anew")
-    if why and not options.rebuild:
-        stop(f"{venv} {why}; the same command with REBUILD=yes removes it and builds it anew")
+    objection = why_not(venv, built, wanted, options.rebuild)
+    if objection:
+        stop(f"{venv} {objection}")
     site = ask_site(site_python) if site_python else check_python(sys.version_info[:3], "PYTHON")
     print(f"building the environment in {venv}; this takes minutes, once", flush=True)
     unfinished = dict(wanted, **{"from": None})  # marked as ours from the start: an interrupted build can be taken up
@@ -90,7 +86,6 @@ def main():
         install_beside(venv, site, options.copy)
     install_course(venv, options.copy)
     write_stamp(venv, wanted)
-    return None
 
 
 # ------------------------------------------------------------------ what is there already
@@ -112,8 +107,7 @@ def runs(venv, code=""):
     """Whether the environment's Python is there and does this."""
     try:
         command = [str(venv / "bin" / "python"), "-c", code]
-        environ = dict(os.environ, PYTHONNOUSERSITE="1")
-        environ.pop("PYTHONPATH", None)
+        environ = dict(os.environ, PYTHONNOUSERSITE="1", PYTHONPATH="")
         return subprocess.run(command, stderr=subprocess.DEVNULL, env=environ).returncode == 0
     except OSError:
         return False
@@ -127,34 +121,29 @@ def use(venv, built):
             f"`make kernel ENV=/path` names another, and without {REMEMBERED} this folder has its own"
         )
     if built and built["course"] is None and built["from"] != what_it_is_built_from(copy=True):
-        print(
-            f"note: {venv} holds the package of another version of the course than this folder; "
-            f"`make shared PREFIX={venv}` from here would bring it along",
-            file=sys.stderr,
-        )
+        said = f"note: {venv} holds the package of another version of the course than this folder; "
+        print(f"{said}`make shared PREFIX={venv}` from here would bring it along", file=sys.stderr)
 
 
-def refuse_others(venv, built, copy):
-    """Ends with a sentence before anything is written into what this course did not build here."""
+def why_not(venv, built, wanted, rebuild):
+    """What stands against building here, before anything is written: a sentence without its first word, or ""."""
+    owner, course = built.get("course"), wanted["course"]
     if not built and venv.exists() and (not venv.is_dir() or any(venv.iterdir())):
-        stop(f"{venv} exists, this course did not build it, and it stays as it is; name another folder, or remove it")
-    owner = built.get("course")
-    if owner and (copy or (owner != str(ROOT) and ROOT not in venv.resolve().parents)):
-        stop(
-            f"{venv} is the environment of the course in {owner}, and stays as it is; name another folder, or say "
-            f"ENV={venv} to use it with the package of that course"
-        )
-
-
-def why_anew(venv, built, wanted):
-    """Why this environment cannot be brought up to date in place: what follows its name in a sentence, or ""."""
-    if built and built["course"] != wanted["course"]:
-        return f"was built for the course in {built['course']}, before it was moved or copied to here"
-    if built and built["site_python"] != wanted["site_python"]:
-        return f"was built on {built['site_python'] or 'a torch and an MPI of its own'}"
-    if built and built["from"] and not runs(venv):
-        return "starts a Python that is gone"
-    return ""
+        return "exists, this course did not build it, and it stays as it is; name another folder, or remove it"
+    if owner and (not course or (owner != course and ROOT not in venv.resolve().parents)):
+        cure = f"name another folder, or say ENV={venv} to use it with the package of that course"
+        return f"is the environment of the course in {owner}, and stays as it is; {cure}"
+    if built and owner != course:
+        why = f"was built for the course in {owner}, before it was moved or copied to here"
+    elif built and built["site_python"] != wanted["site_python"]:
+        why = f"was built on {built['site_python'] or 'a torch and an MPI of its own'}"
+    elif built and built["from"] and not runs(venv):
+        why = "starts a Python that is gone"
+    else:
+        return ""
+    if owner is None:
+        return f"{why}; a class may be using it: remove it yourself, then this builds it anew"
+    return "" if rebuild else f"{why}; the same command with REBUILD=yes removes it and builds it anew"
 
 
 # ------------------------------------------------------------------ what to build
@@ -231,11 +220,7 @@ def install_beside(venv, site, compiled):
     (packages_of(venv) / "site-python.pth").write_text("\n".join(site["paths"]) + "\n")
     modules = {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH"), "MANYHANDS_MPIEXEC": shutil.which("mpiexec")}
     (venv / "manyhands-site.json").write_text(json.dumps({name: value for name, value in modules.items() if value}))
-    try_imports(venv)
-
-
-def try_imports(venv):
-    """Warns if the site's torch is not visible, or its mpi4py finds no MPI library. MPI is not started."""
+    # a warning where the site's torch is not visible, or its mpi4py finds no MPI library; MPI is not started
     code = "import importlib.util as u, mpi4py; assert u.find_spec('torch')"
     if not runs(venv, f"{code}; mpi4py.rc.initialize = False; from mpi4py import MPI"):
         print(
@@ -321,8 +306,7 @@ def packages_of(venv):
 
 def run(*command, environ=(), may_fail=False):
     """Run a command that the user's settings cannot lead astray: its status, or a sentence and the end if it fails."""
-    environ = dict(environ, **os.environ)
-    environ.update(PYTHONNOUSERSITE="1", PIP_USER="0")
+    environ = dict(dict(environ, **os.environ), PYTHONNOUSERSITE="1", PIP_USER="0")
     environ.pop("PYTHONPATH", None)
     words = [str(word) for word in command]
     status = subprocess.run(words, env=environ, stderr=subprocess.DEVNULL if may_fail else None).returncode

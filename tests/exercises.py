@@ -16,7 +16,7 @@ import os
 import sys
 
 import pytest
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 
 
 def exercises_of(checks):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from rank_pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

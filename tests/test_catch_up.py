@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from manyhands.course import catch_up as module
-from manyhands.course.catch_up import catch_up, taken_from
+from manyhands.course.catch_up import catch_up
 
 LESSON = '''
 import math
@@ -47,7 +47,3 @@ def test_what_is_defined_already_stays(lesson):
 def test_a_name_that_the_lesson_does_not_define_is_refused_with_those_it_does(lesson):
     with pytest.raises(NameError, match=r"99_try.py defines no 'ring'; it defines Box, answer"):
         catch_up(lesson, "ring")
-
-
-def test_a_test_takes_definitions_with_the_lessons_imports_and_its_own_globals(lesson):
-    assert taken_from("99_try", "answer", scale=10).answer(2.5) == 20

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from definitions import taken_from
 from exercises import Answers
 from manyhands.checks import CORRECT, NOT_ATTEMPTED, first_job
-from manyhands.course.catch_up import taken_from
 from manyhands.launch import recorded_runs
 
 LESSON = "04_first_job"

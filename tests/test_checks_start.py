@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from definitions import taken_from
 from exercises import Answers, AnswersOfRanks
 from manyhands.checks import start
-from manyhands.course.catch_up import taken_from
 
 LESSON = "00_start"
 LETTERS = {  # in the lesson's order, which is that of the alphabet

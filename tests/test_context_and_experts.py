@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.measure import wire
 
 LESSON = "09_context_and_experts"

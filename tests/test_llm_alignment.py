@@ -9,10 +9,10 @@ import re
 import pytest
 import torch
 from alignment_runs import TEXT
+from definitions import taken_from
 from manyhands.align.chat import END, LetterTask, encode, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import grpo_terms
-from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.plots.scores import reward_and_kl, stages

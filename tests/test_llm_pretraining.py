@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from definitions import taken_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from isoflop import GRID, RECIPE, run_grid
-from manyhands.course.catch_up import taken_from
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs

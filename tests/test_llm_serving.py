@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.serve.engine import generate
 from test_decoding import chi_square_limit, gpt

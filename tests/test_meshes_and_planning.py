@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from definitions import taken_from
 from manyhands.config.layout import AXES as LAYOUT_AXES
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
-from manyhands.course.catch_up import taken_from
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork

@@ -6,7 +6,7 @@ What is tested is the lesson's own code, taken from its script.
 import pytest
 import torch
 import torch.nn.functional as F
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
 from manyhands.measure.memory_timeline import MemoryTimeline

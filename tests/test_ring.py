@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from definitions import taken_from
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from manyhands.course.catch_up import taken_from
 from manyhands.measure import wire
 from rank_pool import run_on_ranks
 

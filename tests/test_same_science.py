@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.data.samplers import PartitionedSampler
 from manyhands.gpt.model import GPT, GPTConfig
 

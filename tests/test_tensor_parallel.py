@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.tensor_bytes import count_saved

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.course.folders import SCRIPTS
 from manyhands.data.corpus import Corpus, load_corpus
 from manyhands.launch.processes import ChildError, Torchrun

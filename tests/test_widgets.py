@@ -188,7 +188,7 @@ def test_rings_send_on_stages_send_both_ways_and_one_rank_sends_nothing():
 
 @pytest.mark.parametrize("order", [GRID, ("data", "pipeline", "tensor"), ("tensor", "data", "pipeline")])
 def test_the_bytes_between_nodes_are_those_that_the_lesson_counts(order):
-    from manyhands.course.catch_up import taken_from
+    from definitions import taken_from
 
     sizes = {axis: GRID[axis] for axis in order}
     payloads = payloads_of_7b(sizes)

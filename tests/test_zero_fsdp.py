@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from manyhands.course.catch_up import taken_from
+from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.tensor_bytes import tensor_bytes

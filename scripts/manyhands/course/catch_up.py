@@ -1,8 +1,6 @@
 """Take functions and classes out of a lesson by name, without running the lesson.
 
-    catch_up(globals(), "exchange", "ring_all_reduce")      # in a lesson: define those that are not there yet
-    ours = taken_from("02_collectives", "exchange", rank=0)    # in a test: a namespace of its own
-    ours.exchange
+    catch_up(globals(), "exchange", "ring_all_reduce")      # define those that are not there yet
 
 A section that needs definitions from above starts with such a call, so that it runs after the start cells alone.
 Nothing is written twice: what is defined comes from the cells of the lesson's script. What you have run, or written
@@ -15,7 +13,7 @@ import ast
 import base64
 import dis
 import zlib
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 from manyhands.course.folders import script_of, write_whole
 
@@ -29,7 +27,11 @@ def catch_up(lesson, *names):
     """
     missing = [name for name in names if name not in lesson or _is_unwritten(lesson[name])]
     if missing:
-        _define(script_of(lesson["ranks"].lesson), missing, lesson)
+        script = script_of(lesson["ranks"].lesson)
+        found = _found(script, missing)
+        for name in missing:
+            # the file's name and lines stay, so that a traceback points into the lesson
+            exec(compile(ast.Module([found[name][1]], []), script, "exec"), lesson)  # noqa: S102
 
 
 def show_solution(lesson, name):
@@ -52,27 +54,6 @@ def pack_solutions(text, script):
 
 def _packed(script):
     return script.parent.parent / SOLUTIONS / script.stem
-
-
-def taken_from(lesson, *names, **given):
-    """A namespace with these definitions of a lesson, over its imports and the globals `given` that they use."""
-    script = script_of(lesson)
-    namespace = {"__name__": lesson}
-    imports = [
-        node for node in ast.parse(script.read_text("utf-8")).body if isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
-    exec(compile(ast.Module(imports, []), script, "exec"), namespace)  # noqa: S102
-    namespace.update(given)
-    _define(script, names, namespace)
-    return SimpleNamespace(**{name: namespace[name] for name in names})
-
-
-def _define(script, names, namespace):
-    found = _found(script, names)
-    for name in names:
-        _, node = found[name]
-        # the file's name and lines stay, so that a traceback points into the lesson
-        exec(compile(ast.Module([node], []), script, "exec"), namespace)  # noqa: S102
 
 
 def _found(script, names):

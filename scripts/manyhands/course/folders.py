@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]  # of a clone; a package that was copied into an environment has no course
 SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
-JOBS = ROOT / "jobs"
 DATA = ROOT / "data"
 
 

@@ -6,8 +6,7 @@
 LESSON is "03" or "03_data_parallel".
 
 An attendee's lessons have no outputs, no notes and no solutions. They run to their end all the same: where a later cell
-needs what an exercise builds, the cell after it takes the attendee's lines, or the course's where these are not there
-yet.
+needs what an exercise builds, the cell after it takes the attendee's lines, or while there are none the course's.
 """
 
 import argparse

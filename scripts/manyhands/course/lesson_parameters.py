@@ -9,8 +9,6 @@
 In a notebook papermill may inject other values; in a script `--length 8` overrides them. Both are checked here.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import io

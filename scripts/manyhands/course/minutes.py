@@ -3,8 +3,7 @@
     python -m manyhands.course.minutes [LESSON ...]
 
 What readers with a watch took: 200 words of prose and 12 lines of visible code per minute, 0.75 minutes per prediction,
-4 per build, 5 per exercise, and 2 for starting and waiting. Not counted are solutions, the instructor's notes, folded
-code, imports and blank lines.
+4 per build, 5 per exercise, 2 for waiting. Solutions, notes, folded code, imports and blank lines do not count.
 """
 
 import re

@@ -42,9 +42,6 @@ def read(path):
         raise PairError(f"{path} is neither a notebook nor a script of cells: {first_line}") from None
 
 
-# ------------------------------------------------------------------ the same?
-
-
 def difference(lesson):
     """The first difference between the lesson's two forms as a sentence, or None if they hold the same cells.
 
@@ -78,10 +75,8 @@ def _first_difference(ours, theirs):
 def check(lesson):
     """Raises PairError if the lesson's notebook and script differ: what would run is not what was written."""
     if found := difference(lesson):
-        number = lesson.number
-        raise PairError(
-            f"{found}; save the notebook, then `make sync LESSON={number}` writes what was saved last into the other"
-        )
+        cure = f"then `make sync LESSON={lesson.number}` writes what was saved last into the other"
+        raise PairError(f"{found}; save the notebook, {cure}")
 
 
 def stale_script(script: str | Path) -> str:
@@ -134,9 +129,6 @@ def sync(lesson):
         lesson.script.parent.mkdir(exist_ok=True)
         write_whole(lesson.script, as_script(notebook))
     return f"{lesson.name}: wrote {newer.name} into the {'notebook' if newer == lesson.script else 'script'} ({found})"
-
-
-# ------------------------------------------------------------------ writing the two forms
 
 
 def as_script(notebook):
@@ -213,9 +205,6 @@ def store_outputs(lesson, timeout_s=600):
     notebook.metadata = read(lesson.script).metadata
     write_whole(lesson.notebook, as_notebook(notebook))
     return f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s"
-
-
-# ------------------------------------------------------------------ the command
 
 
 def for_lessons(action, names) -> int:

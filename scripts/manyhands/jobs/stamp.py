@@ -104,9 +104,8 @@ def site_named(name):
     """Raises JobError with the list of sites if there is none of that name."""
     known = sites()
     if name not in known:
-        raise JobError(
-            f"no site {name!r}: take SITE={', '.join(known)}, or copy jobs/sites/generic.toml to a file for yours"
-        )
+        cure = f"take SITE={', '.join(known)}, or copy jobs/sites/generic.toml to a file for yours"
+        raise JobError(f"no site {name!r}: {cure}")
     return known[name]
 
 
@@ -159,9 +158,8 @@ def _stamped(text, scheduler, site, wishes):
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
     account = wanted["-A" if scheduler == "pbs" else "--account"]
     if "account" in site.needs and not account:
-        raise JobError(
-            f"{site.title} charges each job to a project, and none was named: make jobs SITE={site.name} ACCOUNT=..."
-        )
+        cure = f"make jobs SITE={site.name} ACCOUNT=..."
+        raise JobError(f"{site.title} charges each job to a project, and none was named: {cure}")
     owned = set(wanted) | {"--partition", "--qos"}  # of whichever site was here before
     owned = owned.union(*(other.fixed(scheduler) for other in sites().values()))
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})

@@ -39,9 +39,9 @@ class SubmitError(RuntimeError):
 
 def scheduler():
     """ "slurm", "pbs", or None where neither answers here. (Debian's Slurm has a qsub too: Slurm is asked first.)"""
-    if shutil.which("sbatch") and _ask("sinfo", "--noheader"):
+    if shutil.which("sbatch") and _asked("sinfo", "--noheader")[0]:
         return "slurm"
-    return "pbs" if shutil.which("qsub") and _ask("qstat", "-Q") else None
+    return "pbs" if shutil.which("qsub") and _asked("qstat", "-Q")[0] else None
 
 
 def submit(name, flags="", via=None):
@@ -78,9 +78,8 @@ class Job:
     def _submitted(self, *command, environ=None, first=None):
         """The number that the scheduler gave to the job of this command. `first`: variables to show in front of it."""
         _show(command, "".join(f"{name}={shlex.quote(value)} " for name, value in (first or {}).items()))
-        done = subprocess.run(
-            command, cwd=self.course, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
+        how = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, cwd=self.course, env=environ, **how)
         said = (done.stdout + done.stderr).strip()
         number = re.search(r"\d+", done.stdout)
         if done.returncode or not number:
@@ -118,7 +117,7 @@ class Job:
     def cancel(self):
         self._cancelled = True
         _show([self.canceller, self.number])
-        _ask(self.canceller, self.number)
+        _asked(self.canceller, self.number)
 
     def watch(self, seconds):
         """Print a line per change of state until the job ends or `seconds` are over; the last state."""
@@ -138,10 +137,8 @@ class Job:
     def tail(self, lines=10):
         """Print the last lines of the job's output, as `tail` does."""
         _show(["tail", "-n", str(lines), self._shown_output()])
-        print(
-            "\n".join(self._lines()[-lines:])
-            or "no output yet: the file appears when the job runs, or at its end where PBS cannot write here"
-        )
+        none = "no output yet: the file appears when the job runs, or at its end where PBS cannot write here"
+        print("\n".join(self._lines()[-lines:]) or none)
 
     def grep(self, text):
         """Print the lines of the job's output that contain `text`, as `grep` does."""
@@ -177,7 +174,7 @@ class SlurmJob(Job):
         if not said:  # forgotten after some minutes; accounting, where there is any, remembers
             if "Invalid job id" not in complaint:
                 return None
-            found = _ask("sacct", "-nXP", "-j", self.number, "-o", "State,ExitCode").partition("|")
+            found = _asked("sacct", "-nXP", "-j", self.number, "-o", "State,ExitCode")[0].partition("|")
             if not found[0]:
                 return self._forgotten()
             said = f"JobState={found[0].split()[0]} ExitCode={found[2]}"
@@ -282,11 +279,6 @@ def _sync(course, name):
 
 def _show(command, first=""):
     print(f"$ {first}" + " ".join(word if " " not in word else f'"{word}"' for word in command), flush=True)
-
-
-def _ask(*command):
-    """What a command of the scheduler prints, "" if it fails."""
-    return _asked(*command)[0]
 
 
 def _asked(*command):

@@ -46,8 +46,7 @@ def command_for(
     """The list that starts `program` (a script and its flags) on every node of where this is. Raises RanksError.
 
     `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else
-    one per core, four at most). `starter`: torchrun (also one per node of an allocation), mpiexec, srun, or None for
-    the usual.
+    one per core, four at most). `starter`: torchrun (on many nodes, one on each), mpiexec, srun, or None: the usual.
     """
     environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)
@@ -63,9 +62,8 @@ def command_for(
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
         if not where.kind.startswith("slurm"):
-            raise RanksError(
-                "srun starts ranks inside a Slurm job, and this is none; use salloc or sbatch, or another --starter"
-            )
+            cure = "use salloc or sbatch, or another --starter"
+            raise RanksError(f"srun starts ranks inside a Slurm job, and this is none; {cure}")
         return [*_srun(where, nproc, environ), sys.executable, *program]
     return [*_mpiexec(where, nproc, environ), sys.executable, *program]
 
@@ -166,9 +164,8 @@ def main(
         prog="launch.py", usage="launch.py [options] [program.py] [-- the program's own flags]",
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument(
-        "program", nargs="?", type=Path, default=TRAIN, help="a script; scripts/train.py if none is named"
-    )
+    says = "a script; scripts/train.py if none is named"
+    parser.add_argument("program", nargs="?", type=Path, default=TRAIN, help=says)
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks per node")
     parser.add_argument("--dry-run", action="store_true", help="print the command and end")
     parser.add_argument("--timeout", type=int, metavar="S", help="end a run that prints nothing for S seconds")
@@ -190,17 +187,11 @@ def main(
     return 0 if args.dry_run else run(command, args.timeout, args.retries)
 
 
-def rank_environment(several: bool) -> dict[str, str]:
-    """What the ranks find in their environment: what is set already, and what makes ranks on CPUs faster."""
-    environ = {"GLIBC_TUNABLES": HUGE_PAGES, **settings.environment()}
-    if several:
-        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
-    return environ
-
-
 def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
     """The exit status of `command`, which is started again up to `retries` times where that may help."""
-    environ = settings.for_python(rank_environment(several="--nproc-per-node=1" not in command), SCRIPTS)
+    environ = settings.for_python({"GLIBC_TUNABLES": HUGE_PAGES, **settings.environment()}, SCRIPTS)
+    if "--nproc-per-node=1" not in command:
+        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
     under_torchrun = TORCHRUN in command
     command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):

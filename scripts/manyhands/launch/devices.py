@@ -4,8 +4,6 @@ The choice is made once for the whole world, because a process group has one bac
 everybody to the CPU. `choose` is pure, it works on what the ranks said.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 
@@ -30,14 +28,9 @@ def look(environ: Mapping[str, str]) -> dict:
     gpus, why_not = {}, {}
     for kind, masks in MASKS.items():
         gpus[kind], why_not[kind] = _gpus(kind, " ".join(environ.get(name, "") for name in masks))
-    return {
-        "host": platform.node(),
-        "cpus": cpus(),
-        "quota": quota_cores(),
-        "omp_threads": environ.get("OMP_NUM_THREADS", ""),
-        "gpus": gpus,
-        "why_not": why_not,
-    }
+    asked = environ.get("OMP_NUM_THREADS", "")
+    here = {"host": platform.node(), "cpus": cpus(), "quota": quota_cores(), "omp_threads": asked}
+    return here | {"gpus": gpus, "why_not": why_not}
 
 
 def _gpus(kind, visible):
@@ -51,15 +44,6 @@ def _gpus(kind, visible):
     # see the same one (a shared node) or two (one GPU bound to each task).
     numbers = [getattr(backend.get_device_properties(i), "uuid", i) for i in range(backend.device_count())]
     return [f"{number} {visible}" for number in numbers], ""
-
-
-def wanted(device: str, environ: Mapping[str, str] | None = None) -> str:
-    """What a program that says `device` gets: "auto" leaves it to MANYHANDS_DEVICE, as a site or a preflight sets it.
-
-    Raises LaunchError where that names no device.
-    """
-    named = settings.device(environ)
-    return named if device == "auto" else device
 
 
 def gpus_here(environ: Mapping[str, str] | None = None) -> tuple[str, int]:

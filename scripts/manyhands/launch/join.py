@@ -8,8 +8,6 @@
 `launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -40,13 +38,9 @@ _again: dict[str, Any] = {}  # the arguments of the last join, until the lesson 
 
 
 def join(
-    lesson: dict | None = None,
-    *,
-    name: str | None = None,
-    device: str = "auto",
-    timeout_s: float = 60,
+    lesson: dict | None = None, *, name: str | None = None, device: str = "auto", timeout_s: float = 60,
     quiet: bool = False,
-) -> Ranks:
+) -> Ranks:  # fmt: skip
     """Enter the process group and say who this process is. All ranks call it; it can be called again.
 
     `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
@@ -62,8 +56,9 @@ def join(
     try:
         if name is None:
             name = _take_flags(lesson, script) if script else settings.value("MANYHANDS_LESSON", "")
-        wanted = devices.wanted(str((lesson or {}).get("device", device)).split(":")[0])
-        ranks = _enter(name, wanted, timeout_s, quiet)
+        named = settings.device()  # first: what makes no sense is refused
+        wanted = str((lesson or {}).get("device", device)).split(":")[0]
+        ranks = _enter(name, named if wanted == "auto" else wanted, timeout_s, quiet)
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
             raise
@@ -176,9 +171,8 @@ def _enter(name, wanted, timeout_s, quiet):
     patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if info.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
-    dist.init_process_group(
-        devices.BACKENDS[kind], store=store, rank=rank, world_size=info.world_size, timeout=patience
-    )
+    at = {"store": store, "rank": rank, "world_size": info.world_size}
+    dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
     dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect says so here
     if rank == 0 and not quiet:
         write(devices.describe(info.launcher, offers, plan) + "\n")

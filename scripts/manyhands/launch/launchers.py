@@ -117,7 +117,7 @@ LAUNCHERS = [
             "local_world_size": "MANYHANDS_LOCAL_WORLD_SIZE", "mpi": "MANYHANDS_MPI",
         },
         details=lambda told, environ: told | {"mpi": bool(told["mpi"])},
-        sets=tuple(f"MANYHANDS_{name}" for name in ("NOTEBOOK", "RANK", "WORLD", "LOCAL", "LESSON", "NUM", "STORE")),
+        sets=tuple(f"MANYHANDS_{name}" for name in ("NOTEBOOK", "RANK", "WORLD", "LOCAL", "LESSON", "STORE")),
         mpi="wheel",
         cure="restart the ranks with hands.restart()",
     ),

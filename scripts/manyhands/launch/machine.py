@@ -3,8 +3,6 @@
 python -m manyhands.launch.machine "make test"      # on a login node: says why not, and ends with status 2
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -104,9 +102,6 @@ def own_threads() -> int:
         with suppress(psutil.Error, OSError):
             total += process.num_threads() if process.uids().real == os.getuid() else 0
     return total
-
-
-# ------------------------------------------------------------------ is it a login node?
 
 
 def login_node() -> str | None:

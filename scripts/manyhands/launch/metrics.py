@@ -44,20 +44,13 @@ class Metrics:
         # the number of ranks is the launcher's, not the lesson's: runs on 2 and on 4 are compared
         lesson_parameters = {k: v for k, v in (parameters or {}).items() if k != "n_ranks"}
         self.content = {
-            "lesson": ranks.lesson,
-            "launcher": ranks.launcher,
-            "world_size": ranks.world_size,
-            "device": ranks.device.type,
-            "backend": ranks.backend,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            "lesson": ranks.lesson, "launcher": ranks.launcher, "world_size": ranks.world_size,
+            "device": ranks.device.type, "backend": ranks.backend,
+            "torch": torch.__version__, "python": platform.python_version(),
             "corpus": corpus.metadata() if corpus is not None else None,
             "parameters": _plain("parameters", lesson_parameters),
-            "exact": {},
-            "close": {},
-            "measured": {},
-            "conditions": {},
-        }
+            "exact": {}, "close": {}, "measured": {}, "conditions": {},
+        }  # fmt: skip
 
     def exact(self, **values: Any) -> None:
         """Values that are the same, to the bit, from every launcher at the same number of ranks."""
@@ -112,8 +105,7 @@ def _plain(name, value):
 def compare(one: Any, other: Any) -> list[str]:
     """How two runs of a lesson differ where they must not: sentences, none if all is well.
 
-    `one` and `other` are contents of metrics.json, or paths of it. Exact values count between runs on as many
-    ranks of the same kind of device.
+    `one` and `other` are contents of metrics.json, or paths of it. Exact values count where ranks and device are alike.
     """
     one, other = (json.loads(Path(m).read_text()) if isinstance(m, (str, Path)) else m for m in (one, other))
     for what in ("lesson", "corpus", "parameters"):
@@ -164,20 +156,20 @@ class StepLog:
             self.file.close()
 
 
-# ------------------------------------------------------------------ on what a run was made
-
-
 def conditions(ranks: Ranks) -> dict:
-    """Under which conditions a run was made: neither host names nor folders are in it.
+    """Under which conditions a run was made, as JSON can hold them: neither host names nor folders are in it.
 
-    {"hardware", "versions": {...}, "commit", "date", "command"} as JSON can hold them; what is unknown is None."""
-    return {
-        "hardware": hardware(ranks),
-        "versions": versions(ranks.device),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command(ranks),
+    {"hardware", "versions": those of what this device uses, "commit", "date", "command"}; what is unknown is None.
+    """
+    cuda = ranks.device.type == "cuda"
+    versions = {
+        "torch": torch.__version__,
+        "cuda": (torch.version.cuda or torch.version.hip) if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "python": platform.python_version(),
     }
+    made = {"hardware": hardware(ranks), "versions": versions, "commit": commit()}
+    return made | {"date": time.strftime("%Y-%m-%d"), "command": command(ranks)}
 
 
 def hardware(ranks: Ranks) -> str:
@@ -189,17 +181,6 @@ def hardware(ranks: Ranks) -> str:
         found = f"{ranks.world_size} x {torch.get_device_module(ranks.device).get_device_name(ranks.device)}"
     nodes = -(-ranks.world_size // ranks.local_world_size)
     return found + (f" on {nodes} nodes" if nodes > 1 else "")
-
-
-def versions(device: torch.device) -> dict[str, str | None]:
-    """Of torch, CUDA, NCCL and Python; None for what this device does not use."""
-    cuda = device.type == "cuda"
-    return {
-        "torch": torch.__version__,
-        "cuda": (torch.version.cuda or torch.version.hip) if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "python": platform.python_version(),
-    }
 
 
 def commit(root: Path = ROOT) -> str | None:

@@ -10,8 +10,6 @@ the process group nor the tree of children holds them all. Each run therefore ca
 what carries the mark belongs to the run, whoever its parent is by now.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -52,11 +50,6 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), number)
-
-
-def _with_us() -> list[str]:
-    """A prefix by which a command is asked to end when the thread that starts it is gone, even without its process."""
-    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
 
 
 class Family:
@@ -145,8 +138,10 @@ class Supervised:
         self.mark, self.grace_s = secrets.token_hex(8), grace_s
         self.family = Family(self.mark)
         self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
+        # it is asked to end when the thread that starts it is gone, even without its process
+        with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         self.process = subprocess.Popen(
-            [*_with_us(), *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
+            [*with_us, *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -179,16 +174,9 @@ class Ended:
 
 
 def supervise(
-    command: Sequence[str],
-    *,
-    log,
-    timeout_s: float,
-    environ: Mapping[str, str] | None = None,
-    cwd=None,
-    program: str = "",
-    stop: threading.Event | None = None,
-    linger_s: float = LINGER_S,
-) -> Ended:
+    command: Sequence[str], *, log, timeout_s: float, environ: Mapping[str, str] | None = None, cwd=None,
+    program: str = "", stop: threading.Event | None = None, linger_s: float = LINGER_S,
+) -> Ended:  # fmt: skip
     """Run `command` with its output in the file `log`; raises nothing for what it does.
 
     Ranks that run `program` at the time-out print their stacks first. Once `stop` is set, the command is ended.

@@ -1,5 +1,4 @@
-"""How every program of the course begins, prints and ends: without a traceback where people stop it, in lines that do
-not run together, and with a status that is heard.
+"""How programs begin, print and end: no traceback where people stop them, whole lines, a status that is heard.
 
     if __name__ == "__main__":
         run_program("plan.py", main)
@@ -40,8 +39,7 @@ MEMORY = (
 def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
-    Ctrl-C ends it with status 130 and one sentence, of rank 0. What ignores it still does (nohup, a shell's
-    background).
+    Ctrl-C ends it with status 130 and one sentence, of rank 0. What ignores it (nohup, `&`) still does.
     """
     mend_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -125,9 +123,6 @@ def read_status() -> int | None:
         return None
 
 
-# ------------------------------------------------------------------ lines
-
-
 def say(text: object) -> None:
     """Print `text` in one write, newline included, with the rank in front of each line of a script.
 
@@ -182,9 +177,6 @@ def write(text: str) -> None:
         mend_streams()
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-# ------------------------------------------------------------------ plots of plain characters
 
 
 def text_plot(values: Sequence[float], title: str, width: int = 72, height: int = 11) -> str:

@@ -1,8 +1,6 @@
-"""Who takes part in a run: `Ranks`, a value that a lesson passes on; how ranks are named in a sentence, and how they
-agree that something failed.
+"""Who takes part in a run: `Ranks`, which a lesson passes on; their names in a sentence; how they agree on errors.
 
-`join` makes one and `remember`s it, so that `say` can label a line and a program's end knows its rank. Everything else
-is handed `ranks`.
+`join` makes one and `remember`s it, for `say`'s labels and a program's end. Everything else is handed `ranks`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manyhands.course.folders import ASSETS, write_whole
+from manyhands.course.lessons import find_lessons
+from manyhands.launch.run_folder import outputs_folder
 
 RECORDED = ASSETS / "recorded"
 ALONE = {"01_one_device"}  # lessons that one process on one GPU runs
@@ -48,8 +50,7 @@ def runs(lesson: str, folder: Path | None = None) -> list[dict]:
 def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> str:
     """A table of this run's numbers beside each recorded run's; without one, the two commands that make it.
 
-    `here`: {label: (value, unit, name in `measured` or `exact`)}. A dot goes into a dict or a list: "times.ddp". What a
-    run did not record is "-".
+    `here`: {label: (value, unit, name in `measured` or `exact`)}. "times.ddp": in a dict or list. "-": not recorded.
     """
     name, others = _full_name(lesson), runs(lesson, folder)
     if not others:
@@ -112,8 +113,6 @@ def default_name(metrics: dict) -> str:
 
 def _full_name(lesson):
     """ "06" -> "06_zero_fsdp". Raises ValueError for a lesson that there is not."""
-    from manyhands.course.lessons import find_lessons
-
     return find_lessons(only=[lesson])[0].name
 
 
@@ -141,11 +140,8 @@ def _shown(value):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    from manyhands.launch.run_folder import outputs_folder
-
-    parser = argparse.ArgumentParser(
-        prog="python -m manyhands.launch.recorded_runs", description="Record a lesson's run on GPUs."
-    )
+    prog = "python -m manyhands.launch.recorded_runs"
+    parser = argparse.ArgumentParser(prog=prog, description="Record a lesson's run on GPUs.")
     parser.add_argument("lesson", help="06 or 06_zero_fsdp")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="the run's folder (default: the lesson's last one)")
     parser.add_argument("--name", help="such as h200x4 (default: made of the hardware and the number of ranks)")

@@ -14,7 +14,7 @@ People and sites set:
     MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.http`); else a new one
 Programs set for the processes that they start:
     MANYHANDS_NOTEBOOK, MANYHANDS_RANK, MANYHANDS_WORLD_SIZE, MANYHANDS_LOCAL_RANK, MANYHANDS_LOCAL_WORLD_SIZE,
-    MANYHANDS_MPI, MANYHANDS_NUM_NODES      a row of `launchers`: who a notebook's rank is
+    MANYHANDS_MPI                           a row of `launchers`: who a notebook's rank is
     MANYHANDS_LESSON, MANYHANDS_STORE       what lesson a notebook's rank is of, and where the ranks meet
     MANYHANDS_RUN, MANYHANDS_CLUSTER        the marks by which `processes` and the watchdog find what belongs together
     MANYHANDS_STATUS_FILE                   where rank 0 says how its program ends: `program`

@@ -9,8 +9,7 @@ GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
 LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
 
-# What CUDA, HIP, NCCL and Intel's XCCL say once a process cannot go on with its device or its peers: it must start
-# again.
+# What CUDA, HIP, NCCL and Intel's XCCL say where a process has lost its device or its peers: it must start again.
 LOST_DEVICE = re.compile(
     r"AcceleratorError|(CUDA|HIP|NCCL|RCCL|XCCL|oneCCL|SYCL|UR) error|device-side assert|NCCL communicator|"
     r"Watchdog caught|UR_RESULT_ERROR|ZE_RESULT_ERROR"
@@ -90,12 +89,13 @@ class Cell:
 
     def _recover(self):
         """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
+        errors = [self.done[rank]["error"] for rank in self.errors]
         if self.dead:
             self.pool.stop(f"rank {min(self.dead)} died")
-        elif self.stuck or any(LOST_DEVICE.search(_said(self.done[r]["error"])) for r in self.errors):
+        elif self.stuck or any(LOST_DEVICE.search(f"{e['name']}: {e['value']}") for e in errors):
             self.pool.restart(quiet=True)
             self.restarted = True
-        elif self.freed or any(LOST_PEER.search(self.done[r]["error"]["value"]) for r in self.errors):
+        elif self.freed or any(LOST_PEER.search(e["value"]) for e in errors):
             try:
                 self.rejoined = self.pool.rejoin()
             except Exception:  # whatever state the ranks are in: fresh ones have none
@@ -115,10 +115,6 @@ class Cell:
     @property
     def failed(self):
         return bool(self.errors or self.dead or self.stuck or self.where or self.interrupted)
-
-
-def _said(error):
-    return f"{error['name']}: {error['value']}"
 
 
 def _get(answer):

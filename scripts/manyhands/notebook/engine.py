@@ -57,9 +57,6 @@ def join_again(cell):
     return rejoin()
 
 
-# ------------------------------------------------------------------ the control line
-
-
 def _tell(**message):
     with contextlib.suppress(OSError):
         _line.sendall(json.dumps(message).encode() + b"\n")
@@ -133,9 +130,6 @@ def where():
     return {"call": call, "line": frame.f_lineno, "source": source}
 
 
-# ------------------------------------------------------------------ running a cell
-
-
 def run_cell(source, cell, live):
     """Run cell number `cell` in this rank's namespace; its text goes to the kernel at once if it is `live`.
 
@@ -171,9 +165,6 @@ def _await_device():
         synchronise(ranks.device)
     finally:
         _awaits_device = False
-
-
-# ------------------------------------------------------------------ what a cell puts out
 
 
 class Recorder(io.TextIOBase):

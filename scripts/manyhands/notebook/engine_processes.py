@@ -37,8 +37,7 @@ OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and somethin
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 LAST_LINES = 10  # of what a process printed, in an error
 START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
-# A rank counts as there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as
-# there.
+# A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
 KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
@@ -88,9 +87,8 @@ class Processes:
             "MPICH_GPU_SUPPORT_ENABLED": "0",  # as in rendezvous: MPI carries what lies on the host
         }  # fmt: skip
         environ = unmarked | {MARK: self.mark}
-        self._spawn(
-            "watchdog", ["manyhands.notebook.engine_processes", str(os.getpid()), self.mark, str(self.folder)], unmarked
-        )
+        watch = ["manyhands.notebook.engine_processes", str(os.getpid()), self.mark, str(self.folder)]
+        self._spawn("watchdog", watch, unmarked)
         for part in ("security", "log", "pid", "startup", "db"):
             (self.folder / "profile" / part).mkdir(parents=True, mode=0o700)
         profile = f"--profile-dir={self.folder / 'profile'}"
@@ -101,9 +99,8 @@ class Processes:
         self.connection_file = security / "ipcontroller-client.json"
         engine = [
             "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}",
-            f"--timeout={START_TIMEOUT_S}",
-            f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}", "--IPEngine.max_heartbeat_misses=200",
-            "--IPEngine.enable_nanny=False", "--log-level=ERROR",
+            f"--timeout={START_TIMEOUT_S}", f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}",
+            "--IPEngine.max_heartbeat_misses=200", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip
         if self.launcher is not None:
             self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])
@@ -210,9 +207,6 @@ def _mapped():
         with contextlib.suppress(OSError):
             maps.append(process.read_text())
     return "".join(maps)
-
-
-# ------------------------------------------------------------------ the watchdog
 
 
 def watch(parent_pid: int, mark: str, folder: str) -> None:

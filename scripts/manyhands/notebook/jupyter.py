@@ -41,9 +41,8 @@ def install_kernel(user):
     data = Path(jupyter_data_dir()) if user else Path(sys.prefix, "share", "jupyter")
     before = _python_of(data / "kernels" / KERNEL)
     try:
-        folder = install(
-            user=user, prefix=None if user else sys.prefix, kernel_name=KERNEL, display_name="Many Hands", env=environ
-        )
+        place = {"user": True} if user else {"prefix": sys.prefix}
+        folder = install(**place, kernel_name=KERNEL, display_name="Many Hands", env=environ)
     except OSError:
         if user or before != sys.executable:
             raise
@@ -107,9 +106,8 @@ def _ask_no_questions():
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("actions", nargs="+", choices=["remember", "kernel", "lab"])
-    parser.add_argument(
-        "--user", action="store_true", help="the kernel is for this user's JupyterLab, wherever it runs"
-    )
+    for_user = "the kernel is for this user's JupyterLab, wherever it runs"
+    parser.add_argument("--user", action="store_true", help=for_user)
     parser.add_argument("--open", choices=["yes", "no"], default="yes", help="open a browser")
     options = parser.parse_args(arguments)
     try:

@@ -72,9 +72,6 @@ def _timeout(line, default_s):
         raise ValueError(f"%%ranks takes only --timeout SECONDS (> 0), not {line.strip()!r}") from None
 
 
-# ------------------------------------------------------------------ output
-
-
 def groups(result):
     """Ranks with the same output, in the order of their lowest rank: [(ranks, items)]; silent ranks are left out."""
     found = []
@@ -163,9 +160,6 @@ class _Live:
     def close(self, followed):
         if self.handle is not None:
             clear_output(wait=followed)  # without output of the ranks nothing would follow that clears it
-
-
-# ------------------------------------------------------------------ failures
 
 
 def report(result):

@@ -59,8 +59,6 @@ class RankPool:
         self._cell = 0
         self._idle = None
 
-    # -------------------------------------------------------------- life
-
     def start(self, quiet=False):
         """Start controller and engines, give each its rank, push the parameters."""
         began = time.monotonic()
@@ -104,18 +102,14 @@ class RankPool:
         nodes = self.client[ids].apply_sync(platform.node)
         self.control = ControlLines(self.world_size, self.processes.host)
         store = self.client[ids[0]].apply_sync(rendezvous.listen, len(set(nodes)) == 1)
-        pending = []
+        address, pending = (self.processes.host, self.control.port), []
         for rank, engine_id in enumerate(ids):
-            identity = {
-                "MANYHANDS_RANK": rank,
-                "MANYHANDS_WORLD_SIZE": self.world_size,
-                "MANYHANDS_LOCAL_RANK": nodes[:rank].count(nodes[rank]),
-                "MANYHANDS_LOCAL_WORLD_SIZE": nodes.count(nodes[rank]),
-                "MANYHANDS_NUM_NODES": len(set(nodes)),
-                "MANYHANDS_MPI": int(self.mpi),
-                "MANYHANDS_LESSON": self.lesson,
-            }
-            identity, address = {k: str(v) for k, v in identity.items()}, (self.processes.host, self.control.port)
+            known = {
+                "RANK": rank, "WORLD_SIZE": self.world_size,
+                "LOCAL_RANK": nodes[:rank].count(nodes[rank]), "LOCAL_WORLD_SIZE": nodes.count(nodes[rank]),
+                "MPI": int(self.mpi), "LESSON": self.lesson,
+            }  # fmt: skip
+            identity = {f"MANYHANDS_{name}": str(value) for name, value in known.items()}
             enter = engine.enter, identity, address, self.control.token, store
             pending.append(self.client[engine_id].apply_async(*enter))
         for answer in pending:
@@ -155,15 +149,10 @@ class RankPool:
         self._idle.daemon = True
         self._idle.start()
 
-    # -------------------------------------------------------------- variables
-
     def __getitem__(self, rank):
         """ipyparallel's view of a rank: hands[2]["x"] reads a variable of it."""
         current_ranks()
         return self.views[rank]
-
-    def __len__(self):
-        return self.world_size
 
     def pull(self, name):
         """The variable `name` of every rank: a list in rank order."""

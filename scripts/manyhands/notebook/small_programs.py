@@ -38,9 +38,8 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
         if command is None:
             return ["there is no MPI here, so this start is left out"]
         try:
-            done = subprocess.run(
-                [*command, str(path)], env=environ, check=False, capture_output=True, text=True, timeout=timeout_s
-            )
+            command = [*command, str(path)]
+            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return [f"no end within {timeout_s:g} s, so it was stopped"]
         said, complained = done.stdout + _logs(folder, "stdout"), done.stderr + _logs(folder, "stderr")

@@ -41,8 +41,7 @@ def start_ranks(lesson, namespace, mpi=None):
 def other_course(root=ROOT):
     """A sentence if this notebook lies in one copy of the course and its kernel runs another one's package, else "".
 
-    A user has one kernel "Many Hands"; `make kernel` in a second copy points it there. A shared environment belongs to
-    no copy.
+    A user has one kernel "Many Hands"; `make kernel` in a second copy points it there. A shared one is nobody's.
     """
     here = Path.cwd().resolve().parent
     if not (root / "pyproject.toml").is_file() or not (here / "scripts" / "manyhands").is_dir() or here == root:

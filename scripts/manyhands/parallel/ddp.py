@@ -97,17 +97,12 @@ class FlatReplicas(NoParallel):
             dist.all_reduce(self.gradients)
 
     def cut(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """The state of an optimizer over `parts` as that of the parameters in them: views, so that loading writes
-        through.
-        """
+        """An optimizer's state over `parts` as that of the parameters in them: views, which loading writes through."""
         ensure_state(optimizer)
         states = [optimizer.state.get(part, {}) for part, _ in self.parts]
         slots = [slot for slot, value in states[0].items() if isinstance(value, torch.Tensor)]
-        return {
-            f"{name}.{slot}": self.view(name, [state[slot] for state in states])
-            for name in self.places
-            for slot in slots
-        }
+        parts = {slot: [state[slot] for state in states] for slot in slots}
+        return {f"{name}.{slot}": self.view(name, of) for name in self.places for slot, of in parts.items()}
 
     def view(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The share of parameter `name` in `tensors`, one per part, such as AdamW's moments; a 0-dim one as it is."""

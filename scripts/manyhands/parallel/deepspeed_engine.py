@@ -1,5 +1,4 @@
-"""ZeRO by DeepSpeed, behind the same interface as every other strategy. An optional extra: `pip install -e
-.[deepspeed]`.
+"""ZeRO by DeepSpeed as a strategy like the others. An optional extra: `pip install -e .[deepspeed]`.
 
     parallel = DeepSpeedParallel(config, layout, options, ranks)     # all ranks; parallelize() calls it
     loss = parallel.forward_backward(ids_bT, targets_bT)
@@ -58,11 +57,9 @@ class DeepSpeedParallel(Strategy):
         self.model = start(config, options).to(ranks.device)
         self.modules = [self.model]
         self.stage, self._clipping = options.parallel.zero_stage, 1.0
+        optimizer = build_optimizer(self, options)
         self.engine, *_ = deepspeed.initialize(
-            model=self.model,
-            optimizer=build_optimizer(self, options),
-            config=self._settings(),
-            dist_init_required=False,
+            model=self.model, optimizer=optimizer, config=self._settings(), dist_init_required=False
         )
         self.optimizer = EngineOptimizer(self.engine)
 
@@ -95,9 +92,7 @@ class DeepSpeedParallel(Strategy):
         return self._full(safe_get_full_fp32_param)
 
     def named_full_gradients(self):
-        """{name: full tensor on the CPU}, on all ranks, between `forward_backward` and the optimizer's step.
-        Collective.
-        """
+        """{name: full tensor on the CPU}, on all ranks, between `forward_backward` and the step. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
         # DeepSpeed scales them only inside its step
@@ -108,9 +103,7 @@ class DeepSpeedParallel(Strategy):
         return {name: get(p).detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
-        """This rank's mean loss; DeepSpeed has the gradients of the mean over the global batch afterwards. All ranks
-        call it.
-        """
+        """This rank's mean loss; DeepSpeed has the global batch's gradients afterwards. All ranks call it."""
         count, total, self._clipping = self.layout.micro_batches, 0.0, 1.0
         for i, (ids, targets) in enumerate(self._micro_batches(ids_bT, targets_bT)):
             self.engine.set_gradient_accumulation_boundary(i == count - 1)
@@ -143,9 +136,7 @@ class DeepSpeedParallel(Strategy):
             return self.engine(ids_BT)[0].float()
 
     def clip(self, max_norm):
-        """The global gradient norm, 0-dim. DeepSpeed scales the gradients to `max_norm` (0: not) inside its step.
-        Collective.
-        """
+        """The global gradient norm, 0-dim. Its step scales the gradients to `max_norm` (0: not). Collective."""
         zero = self.engine.optimizer
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups

@@ -45,13 +45,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     parallel, low = options.parallel, LOW_PRECISION.get(options.train.precision)
     settings: dict[str, Any] = {
         "mesh": mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        if low
-        else MixedPrecisionPolicy(),
+        "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None),
         # pinned memory is a GPU's: a CPU build of torch cannot allocate any
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if parallel.offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(mesh.device_type != "cpu") if parallel.offload else OffloadPolicy(),
         # None: torch's own choice, True for all but the root, which the backward needs first
         "reshard_after_forward": False if _keeps_gathered(options) else None,
     }
@@ -88,11 +84,7 @@ def units(model: Any, wrapping: str) -> list[list[nn.Module]]:
 
 
 def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, in the order of `units`, without those of units further inside; last those of the
-    root.
-
-    What is gathered by one message. The root's list is empty where nothing is left to it.
-    """
+    """The parameters of each unit but those of units inside: what one message gathers. Last, maybe [], the root's."""
     found: list[list[nn.Parameter]] = []
     taken: set[nn.Parameter] = set()
     for unit in [*units(model, wrapping), [model]]:
@@ -120,8 +112,7 @@ def _collect_by_size(module, least, found):
 class Sharded(NoParallel):
     """A model that `shard` has spread: the last backward of a step, and only that one, sums gradients over the ranks.
 
-    Between micro-batches a rank adds up gradients of whole units, and where units stay gathered after the forward they
-    stay so for the next one too.
+    Before it a rank adds up whole units' gradients; units that stay gathered after a forward stay so for the next one.
     """
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
@@ -140,9 +131,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def keep_unsharded(model: nn.Module, kept: bool) -> None:
-    """Whether units stay unsharded after the forwards that follow, as under grad_op (False: as `shard` left them).
-    Local.
-    """
+    """Whether units stay unsharded after the next forwards, as under grad_op (False: as `shard` left them). Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model and not model.keeps_gathered:
             module.set_reshard_after_forward(not kept, recurse=False)
@@ -154,7 +143,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     for axis in range(tensor.device_mesh.ndim):
         if not tensor.placements[axis].is_replicate():
-            tensor = tensor.redistribute(
-                placements=[Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
-            )
+            placements = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
+            tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()

@@ -4,8 +4,7 @@ All ranks build the same full weights from the same seed on the CPU, so that eve
 numbers; each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes
 what `predict.memory` says, but while it starts it needs room for all 4 P bytes in the host's memory.
 
-Order on a model: tensor parallel, activation checkpointing, compilation, then FSDP or DDP: each wraps what the ones
-before made.
+Order on a model, each around the ones before: tensor parallel, activation checkpointing, compilation, FSDP or DDP.
 Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
 """
 

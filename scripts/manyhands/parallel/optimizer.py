@@ -54,9 +54,8 @@ def build_optimizer(parallel: Any, options: Options) -> Any:
     ]
     if wanted.name == "sgd":
         return parallel.make_optimizer(torch.optim.SGD, groups, lr=wanted.lr)
-    return parallel.make_optimizer(
-        torch.optim.AdamW, groups, lr=wanted.lr, betas=(wanted.beta1, wanted.beta2), fused=True
-    )
+    betas = wanted.beta1, wanted.beta2
+    return parallel.make_optimizer(torch.optim.AdamW, groups, lr=wanted.lr, betas=betas, fused=True)
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
@@ -66,11 +65,9 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter):
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                step = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+                moments = {slot: torch.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": step, **moments}
 
 
 @torch.no_grad()
@@ -117,8 +114,7 @@ def _shard_groups(gradient):
 def clip_gradients(
     parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, loss_scale: float = 1.0
 ) -> torch.Tensor:
-    """Divide the gradients by `loss_scale`, and scale them in place so that their global norm is at most `max_norm` (0:
-    any).
+    """Divide gradients by `loss_scale` and scale them, in place, to a global norm of at most `max_norm` (0: any).
 
     `norm` is that of the gradients as they are, with the loss scale in them; returns the norm without it. A norm that
     is not finite leaves the gradients as they are. Nothing waits for the device: the decision is taken on it.

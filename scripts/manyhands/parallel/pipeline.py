@@ -7,13 +7,11 @@
     loss = stages.forward_backward(ids_bT, targets_bT)       # this data rank's share, in layout.micro_batches pieces
     logits_BTV = stages.logits(ids_BT)                       # whole, on all ranks
 
-The GPT is cut into layout.pipeline x layout.stages_per_rank stages. Activations and their
-gradients travel between stages micro-batch by micro-batch, in the order that the schedule gives (GPipe: Huang et al.
-2019; 1F1B: Narayanan et al. 2019; interleaved: Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi
-et al. 2024).
+The GPT is cut into layout.pipeline x layout.stages_per_rank stages. Activations and their gradients travel between them
+micro-batch by micro-batch, in the schedule's order (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019; interleaved:
+Narayanan et al. 2021; zero-bubble, which splits the backward in two: Qi et al. 2024).
 
-Shapes: b sequences of this data rank, T positions, D width, V tokens in the vocabulary; B sequences that all ranks hold
-alike.
+Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, D width, V tokens in the vocabulary.
 """
 
 import contextlib
@@ -45,9 +43,7 @@ def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int
 
 
 def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
-    """A range of layers per stage, sizes differing by one at most; the last stage, which has the head, gets no extra
-    one.
-    """
+    """A range of layers per stage, sizes one apart at most: the last stage, which has the head, gets no extra one."""
     least, extra = divmod(n_layer, num_stages)
     ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -102,10 +98,8 @@ class Stages:
         self.owners = stage_owners(self.parallel.schedule, layout.pipeline, layout.stages_per_rank)
         self.dtype = full_model.positions.weight.dtype
         layers = layers_of_stages(self.config.n_layer, len(self.owners))
-        # this rank's stages by their index
-        self.own = {
-            i: Stage(full_model, layers[i], autocast) for i, rank in enumerate(self.owners) if rank == self.here
-        }
+        here = [i for i, rank in enumerate(self.owners) if rank == self.here]
+        self.own = {i: Stage(full_model, layers[i], autocast) for i in here}  # this rank's stages by their index
         for stage in self.own.values():
             prepare(stage)
         self.has_last = len(self.owners) - 1 in self.own
@@ -165,10 +159,10 @@ class Stages:
                 x = stage(self._receive(ids, source) if source < here else arrived[i], ids)
                 results.append(finish(i, x) if index == last else x)
                 if target > here:
-                    self._send(x, target)
+                    dist.send(x.contiguous(), group=self.group, group_dst=target)
             if target < here:
                 for x in results:
-                    self._send(x, target)
+                    dist.send(x.contiguous(), group=self.group, group_dst=target)
         return results
 
     def _receive(self, ids, source):
@@ -176,9 +170,6 @@ class Stages:
         x = torch.empty(self._stream_shape(ids.shape), dtype=self.dtype, device=self.device)
         dist.recv(x, group=self.group, group_src=source)
         return x
-
-    def _send(self, x, target):
-        dist.send(x.contiguous(), group=self.group, group_dst=target)
 
     def _stream_shape(self, ids_shape):
         """What travels between stages has this shape: under sequence parallelism a share of the positions."""

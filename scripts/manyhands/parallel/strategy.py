@@ -78,23 +78,18 @@ class Strategy:
     def forward_backward_by(
         self, loss_of: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], timer: Any = None
     ) -> torch.Tensor:
-        """`forward_backward` by a loss of one's own: loss_of(model, *share), once for each micro-batch's share of
-        `tensors`.
+        """`forward_backward` by a loss of one's own: loss_of(model, *share) for each micro-batch's share of `tensors`.
 
         model(ids_bT) is (logits_bTV, None), and `loss_of` calls it once. The gradients are those of the mean over
         micro-batches and data ranks. Raises ValueError for a strategy whose ranks do not hold whole logits.
         """
-        raise ValueError(
-            f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use "
-            f"{', '.join(name for name, one in STRATEGIES.items() if one.whole_logits)}"
-        )
+        others = ", ".join(name for name, one in STRATEGIES.items() if one.whole_logits)
+        raise ValueError(f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use {others}")
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """The global gradient norm, and gradients scaled in place to at most `max_norm` (0: any). All ranks must call
-        it.
+        """The global gradient norm; scales gradients in place to at most `max_norm` (0: any). All ranks must call it.
 
-        A 0-dim tensor, the same on all ranks, without the loss scale. If it is not finite, the gradients stay as they
-        are.
+        A 0-dim tensor, the same on all ranks, without the loss scale. Gradients stay as they are if it is not finite.
         """
         raise NotImplementedError
 
@@ -163,11 +158,9 @@ class Strategy:
     # --- its checkpoints
 
     def checkpoint_tensors(self, optimizer: Any) -> Tensors:
-        """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, under names that no strategy changes. All ranks call
-        it.
+        """{"model.<name>" and "optimizer.<name>.<slot>": tensor}, names that no strategy changes. All ranks call it.
 
-        A DTensor is saved as its shards. What is loaded into the tensors is the training's own, or `take_checkpoint`
-        takes it.
+        A DTensor is saved as its shards. What is loaded into them is the training's own, or `take_checkpoint` takes it.
         """
         model = {f"model.{name}": p.detach() for name, p in self.named_parameters().items()}
         state = self.optimizer_state(optimizer)

@@ -22,19 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel as tp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.parallel import loss_parallel as split_loss
 
 from manyhands.parallel.fsdp import is_tied
 
@@ -45,33 +37,31 @@ def apply_tensor_parallel(
     """Split the layers of `model` (a GPT or a stage of one) over `tensor_mesh`, in place. All its ranks call it.
 
     Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, width and (with
-    `sequence_parallel`) block_size must divide by the mesh's size, which `layout` makes sure of; the vocabulary need
-    not.
+    `sequence_parallel`) block_size must divide by the mesh's size (`layout` makes sure), the vocabulary need not.
     """
     tied = is_tied(model)
     between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, tp.ParallelStyle] = {}
     if hasattr(model, "tokens"):
-        plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        plan["tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         if sequence_parallel:
             plan["positions"] = _OwnPositions()
     if len(model.blocks):
         for part, first, last in (("attention", "qkv", "out"), ("mlp", "up", "down")):
-            plan[f"blocks.*.{part}"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-            plan[f"blocks.*.{part}.{first}"] = ColwiseParallel()
-            plan[f"blocks.*.{part}.{last}"] = RowwiseParallel(output_layouts=between)
+            plan[f"blocks.*.{part}"] = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+            plan[f"blocks.*.{part}.{first}"] = tp.ColwiseParallel()
+            plan[f"blocks.*.{part}.{last}"] = tp.RowwiseParallel(output_layouts=between)
         if sequence_parallel:
-            plan["blocks.*.norm_1"] = plan["blocks.*.norm_2"] = SequenceParallel()
+            plan["blocks.*.norm_1"] = plan["blocks.*.norm_2"] = tp.SequenceParallel()
     if hasattr(model, "head"):
-        plan["head"] = ColwiseParallel(
-            input_layouts=between,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
+        logits = Shard(-1) if loss_parallel else Replicate()
+        plan["head"] = tp.ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not loss_parallel
         )
         if sequence_parallel:
-            plan["norm"] = SequenceParallel()
+            plan["norm"] = tp.SequenceParallel()
     # every rank has the full weights and cuts its own share out of them: src_data_rank=None sends nothing
-    parallelize_module(model, tensor_mesh, plan, src_data_rank=None)
+    tp.parallelize_module(model, tensor_mesh, plan, src_data_rank=None)
     if tied:
         model.head.weight = model.tokens.weight
     if sequence_parallel and hasattr(model, "tokens") and hasattr(model, "head"):
@@ -83,18 +73,16 @@ def apply_tensor_parallel(
 
 def sharded_loss(loss_parallel: bool) -> contextlib.AbstractContextManager[None]:
     """The context that loss and backward run in: cross-entropy of logits that stay split over the vocabulary."""
-    return split_loss() if loss_parallel else contextlib.nullcontext()
+    return tp.loss_parallel() if loss_parallel else contextlib.nullcontext()
 
 
 @torch.no_grad()
 def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring each gradient to where its parameter lies; all tensor ranks call it, once per step, after the last
-    backward.
+    """Bring each gradient to where its parameter lies. All tensor ranks call it, after a step's last backward.
 
     Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are
     partial sums (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks
-    drift apart (Megatron-LM#443). The token embedding's gradient is whole on each rank, and is cut without sending
-    anything.
+    drift apart (Megatron-LM#443). The token embedding's gradient is whole on each rank: it is cut, nothing is sent.
     """
     partial_sums: dict[Any, list[Any]] = {}
     parameter: Any  # a DTensor in a Parameter's clothes
@@ -115,7 +103,7 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
 
-class _OwnPositions(ParallelStyle):
+class _OwnPositions(tp.ParallelStyle):
     """The position embedding under sequence parallelism: all weights on each rank, the own T/t positions looked up."""
 
     def _apply(self, module, mesh):

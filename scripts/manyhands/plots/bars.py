@@ -1,5 +1,4 @@
-"""Bars: what ranks hold, send, keep and compute, beside what the formulas say; the planner's plans; and what became of
-a prepared text."""
+"""Bars: what ranks hold, send, keep and compute, beside the formulas; the planner's plans; what became of a text."""
 
 from statistics import median_high
 
@@ -7,10 +6,8 @@ from manyhands.plots import looks
 
 KINDS = ("parameters", "optimizer", "gradients")  # what is there between two steps
 GB = 1e9
-DRAWN_AS = {
-    "accumulated_gradients": "gradients",
-    "workspace": "other",
-}  # those that `looks` has no colour of its own for
+# those that `looks` has no colour of its own for
+DRAWN_AS = {"accumulated_gradients": "gradients", "workspace": "other"}
 COMPUTE, MESSAGES = (("compute", "memory", "optimizer"), ("tensor", "context", "experts", "pipeline", "data", "host"))
 STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
@@ -69,8 +66,7 @@ def kept_and_timed(kept, times, alone_s, title):
     figure, (left, right) = looks.new_figure(9.5, 3.4, 1, 2)
     colour, hatch = looks.BYTES["activations"]
     for i, (measured, whole, share) in enumerate(kept.values()):
-        left.barh(i, whole / 1e6, 0.6, fc=looks.GREY, ec=looks.INK)
-        left.barh(i, (measured - whole) / 1e6, 0.6, left=whole / 1e6, fc=colour, ec=looks.INK, hatch=hatch)
+        looks.stacked(left, i, [(whole / 1e6, looks.GREY, ""), ((measured - whole) / 1e6, colour, hatch)], 0.6)
         _predicted(left, i, (whole + share) / 1e6)
         left.text((max(measured, whole + share)) / 1e6, i, f"  {measured / 1e6:.2f} MB", va="center")
     left.set(xlabel="kept for backward, MB", title=title)
@@ -79,10 +75,8 @@ def kept_and_timed(kept, times, alone_s, title):
 
     rows = {"one rank alone": (alone_s, 0.0, alone_s)} | times
     for i, (total, communication, formula) in enumerate(rows.values()):
-        right.barh(i, 1e3 * (total - communication), 0.6, fc=looks.GREY, ec=looks.INK)
-        if communication:
-            left_ms, style = 1e3 * (total - communication), looks.ACTIVITIES["communication"]
-            right.barh(i, 1e3 * communication, 0.6, left=left_ms, fc="none", **style)
+        pieces = [(1e3 * (total - communication), looks.GREY, ""), (1e3 * communication, "none", looks.HATCH)]
+        looks.stacked(right, i, pieces if communication else pieces[:1], 0.6)
         _predicted(right, i, 1e3 * formula)
         right.text(1e3 * total, i, f"  {1e3 * total:.2f} ms", va="center")
     right.set(xlabel="virtual time of a layer, ms", title="forward and backward, by placement")
@@ -122,14 +116,13 @@ def kept_and_dropped(documents, characters, title):
     names = list(documents)
     figure, (left, right) = looks.new_figure(7.5, 0.9 + 0.36 * len(names), 1, 2, sharey=True)
     places = range(len(names))
-    for axes, counts, unit in ((left, documents, "documents"), (right, characters, "million characters")):
-        scale = 1 if unit == "documents" else 1e6
+    panels = (left, documents, "documents", 1, ",.0f"), (right, characters, "million characters", 1e6, ",.3g")
+    for axes, counts, unit, scale, form in panels:
         values = [counts[name] / scale for name in names]
         fill = [looks.QUIET if name == "kept" else looks.FAINT for name in names]
         axes.barh(places, values, color=fill, edgecolor=looks.EDGE)
         for place, value in zip(places, values, strict=True):
-            text = f" {value:,.0f}" if scale == 1 else f" {value:,.3g}"
-            axes.text(value, place, text, va="center", fontsize=10, color=looks.INK)
+            axes.text(value, place, f" {value:{form}}", va="center", fontsize=10, color=looks.INK)
         axes.set(xlabel=unit, xlim=(0, max([*values, 1e-9]) * 1.25))
     left.set_yticks(places, names)
     left.invert_yaxis()
@@ -150,9 +143,8 @@ def work_per_rank(work, fair):
         axes.set(title=name, xlabel="rank of the group (darkest: step 0)")
         axes.set_xticks(range(len(rows)))
     panels[0].set_ylabel("query-key pairs")
-    panels[-1].annotate(
-        "a fair share", (1, fair), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=10
-    )
+    at_end = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 10}
+    panels[-1].annotate("a fair share", (1, fair), **at_end)
     return figure
 
 
@@ -178,12 +170,8 @@ def skew_and_balance(skewed, shares):
     for i, p in enumerate(popular):
         samples = skewed[p][0]
         left.plot([p] * len(samples), samples, **looks.MEASURED, ls="none", label=None if i else "measured")
-    left.set(
-        xlabel="share of choices that are expert 0",
-        ylabel="bytes at rank 0 / mean",
-        ylim=(0, None),
-        title="what skew costs",
-    )
+    left.set(xlabel="share of choices that are expert 0", ylabel="bytes at rank 0 / mean", ylim=(0, None))
+    left.set_title("what skew costs")
     left.legend(frameon=False)
     for style, (name, seeds) in zip(looks.ALTERNATIVES, shares.items(), strict=False):
         places = range(1, len(seeds[0]) + 1)
@@ -192,9 +180,8 @@ def skew_and_balance(skewed, shares):
     even = 1 / len(seeds[0])
     right.axhline(even, **looks.PREDICTED)
     right.annotate("even", (1.01, even), xycoords=("axes fraction", "data"), va="center", fontsize=10)
-    right.set(
-        xlabel="experts, busiest first", ylabel="share of choices", ylim=(0, None), title="trained routers, all seeds"
-    )
+    right.set(xlabel="experts, busiest first", ylabel="share of choices", ylim=(0, None))
+    right.set_title("trained routers, all seeds")
     right.legend(frameon=False)
     return figure
 
@@ -207,9 +194,10 @@ def plans(rows, memory_bytes, title):
     figure, (left, right) = looks.new_figure(12, 2.6 + 0.36 * len(rows), 1, 2, sharey=True)
     longest = max(sum(seconds.values()) for _, _, seconds in rows)
     for row, (_, held, seconds) in enumerate(rows):
-        _stack(left, row, [(kind.replace("_", " "), size / GB, *_look_of_bytes(kind)) for kind, size in held.items()])
-        shown = [(part, value) for part, value in seconds.items() if value > longest / 500]
-        _stack(right, row, [(part, value, *_look_of_time(part)) for part, value in shown])
+        kinds = [(size / GB, *_look_of_bytes(kind), kind.replace("_", " ")) for kind, size in held.items() if size]
+        parts = [(s, *_look_of_time(part), part) for part, s in seconds.items() if s > longest / 500]
+        for axes, pieces in ((left, kinds), (right, parts)):
+            looks.stacked(axes, row, pieces, 0.62, lw=0.6)
     left.axvline(memory_bytes / GB, **looks.LIMIT, label="memory")
     left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
     left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
@@ -221,14 +209,6 @@ def plans(rows, memory_bytes, title):
         below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
         axes.legend(once.values(), once, frameon=False, ncols=3, fontsize=9, **below)
     return figure
-
-
-def _stack(axes, row, pieces):
-    start = 0.0
-    for label, size, colour, hatch in pieces:
-        if size > 0:
-            axes.barh(row, size, left=start, height=0.62, fc=colour, hatch=hatch, ec=looks.INK, lw=0.6, label=label)
-            start += size
 
 
 def _look_of_bytes(kind):

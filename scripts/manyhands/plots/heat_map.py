@@ -6,12 +6,11 @@ The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darke
 read in black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.
 """
 
-from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure
+from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure, prefix
 
 MOST_NUMBERS = 160  # cells with a number in them; beyond that they would touch
 MOST_TICKS = 17
 MOST_LINES = 40  # between columns, or rows
-PREFIXES = {"s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")), "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))}
 
 
 def heat_map(values_RS, title, unit, virtual=False):
@@ -37,7 +36,7 @@ def heat_maps(maps, unit, virtual=False):
     arrays = {title: np.array(values) for title, values in rows.items()}
     known = np.concatenate([values_RS[np.isfinite(values_RS)] for values_RS in arrays.values()])
     lowest, highest = known.min(initial=0.0), known.max(initial=-np.inf) if known.size else 0.0
-    scale, unit = _prefix(unit, max(abs(lowest), abs(highest)))
+    scale, unit = prefix(unit, max(abs(lowest), abs(highest)))
     span = (lowest / scale, highest / scale if highest > lowest else lowest / scale + 1)
 
     R, S = np.max([values_RS.shape for values_RS in arrays.values()], axis=0)
@@ -69,20 +68,12 @@ def _draw(axes, values_RS, title, span):
     return image
 
 
-def _prefix(unit, largest):
-    """(how many of `unit` are one of the shown unit, the shown unit)."""
-    choices = PREFIXES.get(unit, ((1, unit),))
-    return next((choice for choice in choices if largest >= choice[0]), choices[-1] if largest else choices[0])
-
-
 def _grid(axes, R, S):
     """White lines between cells that are large enough, no frame."""
-    if S <= MOST_LINES:
-        axes.set_xticks([s - 0.5 for s in range(1, S)], minor=True)
-        axes.grid(which="minor", axis="x", color=PAPER, lw=1.0)
-    if R <= MOST_LINES:
-        axes.set_yticks([r - 0.5 for r in range(1, R)], minor=True)
-        axes.grid(which="minor", axis="y", color=PAPER, lw=1.0)
+    for axis, n in ((axes.xaxis, S), (axes.yaxis, R)):
+        if n <= MOST_LINES:
+            axis.set_ticks([i - 0.5 for i in range(1, n)], minor=True)
+            axis.grid(which="minor", color=PAPER, lw=1.0)
     axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
 

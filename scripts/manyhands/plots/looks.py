@@ -63,6 +63,7 @@ ALTERNATIVES = (
 )
 FIELDS = (("sign", QUIET, ""), ("exponent", "#7f1d1d", "++++"), ("fraction", "#4c1d95", ""))  # of a float's bits
 HEAT = "YlGnBu"  # ColorBrewer: only ever darker, no red
+PREFIXES = {"s": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")), "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))}
 
 
 def rank_colour(rank):
@@ -82,6 +83,12 @@ def of_rank(rank, activity="compute"):
         return ACTIVITIES[activity]
     colour = rank_colour(rank)
     return ACTIVITIES[activity] | {"fc": colour if activity == "compute" else tint(colour, 0.3)}
+
+
+def prefix(unit, largest):
+    """(how many of `unit` are one of the shown unit, the shown unit) for numbers up to `largest`."""
+    choices = PREFIXES.get(unit, ((1, unit),))
+    return next((choice for choice in choices if largest >= choice[0]), choices[-1] if largest else choices[0])
 
 
 def new_figure(width, height, rows=1, columns=1, **subplots):
@@ -126,10 +133,10 @@ def end_label(axes, x, y, text, colour, up=0):
 
 
 def stacked(axes, row, pieces, height=0.8, **style):
-    """A bar of `axes` in this row: [(width, colour, hatch)], one after the other. Returns where it ends."""
+    """A bar of `axes` in this row: [(width, colour, hatch[, label])], one after the other. Returns where it ends."""
     start = 0.0
-    for width, colour, hatch in pieces:
-        axes.barh(row, width, height, left=start, fc=colour, ec=INK, hatch=hatch, **style)
+    for width, colour, hatch, *label in pieces:
+        axes.barh(row, width, height, left=start, fc=colour, ec=INK, hatch=hatch, label="".join(label), **style)
         start += width
     return start
 
@@ -164,10 +171,8 @@ def card(width, height, title=None):
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(height, 0), aspect="equal")
     axes.axis("off")
-    corner = "round,pad=0,rounding_size=1.2"
-    axes.add_patch(
-        FancyBboxPatch((0.3, 0.3), width - 0.6, height - 0.6, boxstyle=corner, fc=PAPER, ec=FAINT, lw=1, zorder=0)
-    )
+    style = {"boxstyle": "round,pad=0,rounding_size=1.2", "fc": PAPER, "ec": FAINT, "lw": 1, "zorder": 0}
+    axes.add_patch(FancyBboxPatch((0.3, 0.3), width - 0.6, height - 0.6, **style))
     if title:
         write(axes, 1.5, 2.4, title, size=12, weight="bold", ha="left")
     return figure, axes

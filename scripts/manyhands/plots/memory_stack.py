@@ -1,8 +1,9 @@
 """The picture of a memory timeline: stacked areas over the events of a step; or of several, side by side by phases."""
 
-from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET, kind_keys, new_figure
+from manyhands.plots.looks import BYTES, INK, PAPER, PREDICTED, QUIET, kind_keys, new_figure, prefix
 
 HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
+BESIDE = {"loc": "outside right center", "frameon": False, "handleheight": 1.4}
 
 
 def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=None):
@@ -22,7 +23,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
         raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(BYTES)}")
     figure, axes = new_figure(8, 4.2)
     most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
-    scale, unit = _scale(most)
+    scale, unit = prefix("bytes", most)
     areas = _stack(axes, list(enumerate(sample.bytes for sample in samples)), scale)
     for kind, size in predicted.items():
         _predict(axes, *areas[kind], size / scale)
@@ -35,7 +36,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     _phases(axes, [sample.phase for sample in samples])
     axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
     axes.set(xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title)
-    figure.legend(handles=keys[::-1], loc="outside right center", frameon=False, handleheight=1.4)
+    figure.legend(handles=keys[::-1], **BESIDE)
     return figure
 
 
@@ -85,7 +86,7 @@ def memory_stacks(timelines):
     if not names or any(other != names for other in phases.values()):
         raise ValueError(f"timelines side by side need the same phases, one at least; these have {phases}")
     most = max(s.total for found in samples.values() for s in found)
-    scale, unit = _scale(most)
+    scale, unit = prefix("bytes", most)
     figure, panels = new_figure(1 + 2.9 * len(samples), 4, 1, len(samples), sharey=True, squeeze=False)
     panels = panels[0]
     for axes, (title, found) in zip(panels, samples.items(), strict=True):
@@ -98,9 +99,7 @@ def memory_stacks(timelines):
         axes.set(xlim=(0, len(names)), ylim=(0, most / scale * 1.08 or 1), title=f"{title}\npeak {peak:.1f} {unit}")
     panels[0].set_ylabel(f"memory, {unit}")
     there = [kind for kind in BYTES if any(s.bytes.get(kind) for found in samples.values() for s in found)]
-    figure.legend(
-        handles=kind_keys(reversed(there), lw=0.4), loc="outside right center", frameon=False, handleheight=1.4
-    )
+    figure.legend(handles=kind_keys(reversed(there), lw=0.4), **BESIDE)
     return figure
 
 
@@ -120,7 +119,3 @@ def _stack(axes, points, scale):
             axes.fill_between(at, floor, top, step="post", fc=colour, ec=INK, lw=0.4, hatch=hatch, zorder=2)
         floor = top
     return areas
-
-
-def _scale(most):
-    return next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")) if most >= s or s == 1)

@@ -42,15 +42,8 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     last = everything[-1, 0]
     last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
     last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
-    keys = [
-        Patch(
-            fc=looks.tint(looks.EDGE, 1.2 * SHADES[k]) if k != "F" else looks.GREY,
-            ec=looks.INK,
-            lw=0.6,
-            label=MEANING[k],
-        )
-        for k in kinds
-    ]
+    faces = {k: looks.GREY if k == "F" else looks.tint(looks.EDGE, 1.2 * SHADES[k]) for k in kinds}
+    keys = [Patch(fc=fc, ec=looks.INK, lw=0.6, label=MEANING[k]) for k, fc in faces.items()]
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -60,7 +53,6 @@ def bubbles(series):
 
     Measured is a marker, predicted a dashed line through all micro-batches.
     """
-
     figure, axes = looks.new_figure(7.6, 3.6)
     for (name, (ms, measured, predicted)), look in zip(series.items(), looks.ALTERNATIVES, strict=False):
         axes.plot(ms, [100 * b for b in predicted], **looks.PREDICTED)
@@ -85,20 +77,19 @@ def gantt(spans, title, virtual=False, until_s=None):
 
     ranks = sorted({span.rank for span in spans})
     longest = until_s or max((span.end_s for span in spans), default=0.0)
-    unit, scale = next((u, s) for u, s in (("s", 1), ("ms", 1e3), ("µs", 1e6)) if longest * s >= 1 or u == "µs")
+    seconds, unit = looks.prefix("s", longest)
     figure, axes = looks.new_figure(8, 1.5 + 0.62 * max(len(ranks), 1))
     for span in spans:
         top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
         length = span.end_s - span.start_s
-        axes.broken_barh(
-            [(span.start_s * scale, length * scale)], (top, 0.36), lw=0.7, **looks.of_rank(span.rank, span.lane)
-        )
+        begin_and_length = (span.start_s / seconds, length / seconds)
+        axes.broken_barh([begin_and_length], (top, 0.36), lw=0.7, **looks.of_rank(span.rank, span.lane))
         if span.lane != "waiting" and length > 0.0135 * longest * len(span.name):  # the name fits into the box
             ground = {"boxstyle": "round,pad=0.1", "fc": looks.PAPER, "ec": "none", "alpha": 0.8}
-            middle = (span.start_s + length / 2) * scale
+            middle = (span.start_s + length / 2) / seconds
             axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set(xlim=(0, longest * scale * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
+    axes.set(xlim=(0, longest / seconds * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
     axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
     axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
     present = [lane for lane in looks.ACTIVITIES if any(span.lane == lane for span in spans)]

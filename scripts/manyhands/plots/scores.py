@@ -1,8 +1,7 @@
 """What runs reached: losses of a killed run, scaling laws, rewards of alignment, tokens per call with draft tokens; who
 read what and how far apart trainings are; and the planner's predictions beside published runs.
 
-Series have shades and markers, not the ranks' colours: a curve is a run, a batch or a formula. Whiskers reach from the
-least to the most.
+Series have shades and markers, not the ranks' colours: a curve is a run, a batch, a formula. Whiskers: least and most.
 """
 
 import math
@@ -49,10 +48,8 @@ def estimates(of_ranks, hashes):
         axes.plot(line, [j + sign * s for j, s in zip(line, sigma, strict=True)], **looks.PREDICTED)
     for rank, pairs in enumerate(of_ranks):
         if pairs:
-            axes.plot(
-                *zip(*pairs, strict=True), ls="none", marker="o^sDv<>p"[rank % 8], ms=5, mfc="none",
-                color=looks.rank_colour(rank), label=f"rank {rank}",
-            )  # fmt: skip
+            look = {"color": looks.rank_colour(rank), "marker": "o^sDv<>p"[rank % 8], "ls": "none", "ms": 5}
+            axes.plot(*zip(*pairs, strict=True), **look, mfc="none", label=f"rank {rank}")
     known, colour = "± sqrt(J (1 - J) / K)", looks.PREDICTED["color"]
     looks.note(axes, known, (0.5, 0.5 + sigma[50]), (-8, 6), colour, ha="right")
     axes.legend(frameon=False, loc="lower right")
@@ -97,9 +94,8 @@ def emergence(points):
     ordered = sorted(points, key=lambda point: point["val_loss"])
     one.plot(losses, [100 * point["accuracy"] for point in points], **looks.MEASURED, ls="none")
     five.plot(losses, [100 * point["in_a_row"] for point in points], **looks.MEASURED, ls="none")
-    five.plot(
-        [point["val_loss"] for point in ordered], [100 * point["accuracy"] ** 5 for point in ordered], **looks.PREDICTED
-    )
+    independent = [100 * point["accuracy"] ** 5 for point in ordered]
+    five.plot([point["val_loss"] for point in ordered], independent, **looks.PREDICTED)
     known, colour = "dashed: if guesses were independent", looks.PREDICTED["color"]
     five.text(0.03, 0.93, known, transform=five.transAxes, color=colour)
     one.set(title="the next character is right", ylabel="%")
@@ -144,12 +140,8 @@ def stages(shares, chance):
     axes.axhline(chance, **looks.PREDICTED)
     axes.text(len(shares) - 0.45, chance + 0.015, "chance", ha="right", va="bottom")
     axes.set_xticks(range(len(shares)), list(shares))
-    axes.set(
-        xlim=(-0.5, len(shares) - 0.4),
-        ylim=(-0.03, 1.05),
-        ylabel="held-out words right",
-        title="a point per seed, and their mean",
-    )
+    axes.set(xlim=(-0.5, len(shares) - 0.4), ylim=(-0.03, 1.05), ylabel="held-out words right")
+    axes.set_title("a point per seed, and their mean")
     return figure
 
 
@@ -166,10 +158,8 @@ def tokens_per_call(samples, predicted, alpha):
     axes.plot(ks, [predicted[k] for k in ks], **looks.PREDICTED)
     formula, colour = f"formula, alpha = {alpha:.2f}", looks.PREDICTED["color"]
     looks.note(axes, formula, (ks[-1], predicted[ks[-1]]), (-14, 8), colour, ha="right")
-    axes.set(
-        xlabel="draft tokens k per call of the large model", ylabel="tokens written per call",
-        xticks=ks, ylim=(1, None), title="points: mean of the texts; whiskers: least and most",
-    )  # fmt: skip
+    axes.set(xlabel="draft tokens k per call of the large model", ylabel="tokens written per call")
+    axes.set(xticks=ks, ylim=(1, None), title="points: mean of the texts; whiskers: least and most")
     return figure
 
 
@@ -193,8 +183,7 @@ def times_read(readers):
 def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     """|losses - those of one rank| at each update, on a logarithmic axis, and a line at `limit`.
 
-    pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Where two losses are equal to the last
-    bit there is no point.
+    pairs: {name: (losses [steps], losses of one rank [steps])}, four at most. Equal losses have no point.
     """
     figure, axes = looks.new_figure(7.5, 3.6)
     for (name, (losses, of_one)), look in zip(pairs.items(), looks.ALTERNATIVES, strict=False):
@@ -239,9 +228,8 @@ def noise(sizes, measured, predicted):
     figure, axes = looks.new_figure(5.6, 3.4)
     axes.loglog(sizes, predicted, **looks.PREDICTED)
     axes.loglog(sizes, measured, **looks.MEASURED, ls="none")
-    looks.end_label(
-        axes, sizes[0], predicted[0], "predicted: variance of one × (1/B - 1/256)", looks.PREDICTED["color"]
-    )
+    known = "predicted: variance of one × (1/B - 1/256)"
+    looks.end_label(axes, sizes[0], predicted[0], known, looks.PREDICTED["color"])
     axes.set(xlabel="sequences B", ylabel="squared distance", title="noise of the gradient of B sequences")
     axes.set_xticks(sizes, sizes)
     axes.minorticks_off()
@@ -250,7 +238,6 @@ def noise(sizes, measured, predicted):
 
 def scaling(sizes, virtual_s, curves_s, speed_ups):
     """Left virtual step times on `sizes` ranks and curves up to many ranks, right this machine's speed-ups."""
-
     figure, (left, right) = looks.new_figure(10, 3.8, 1, 2)
     styles = (looks.PREDICTED, {"color": looks.ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})
     for (name, seconds), look in zip(curves_s.items(), styles, strict=True):

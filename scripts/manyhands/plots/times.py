@@ -7,22 +7,7 @@ have shades and markers, not the ranks' colours: a curve is a library or an algo
 import math
 import statistics
 
-from manyhands.plots.looks import (
-    ALTERNATIVES,
-    INK,
-    MEASURED,
-    PREDICTED,
-    QUIET,
-    TRAINING,
-    VALIDATION,
-    WHISKERS,
-    end_label,
-    errorbars,
-    new_figure,
-    note,
-    plain_log_ticks,
-    series_with_ends,
-)
+from manyhands.plots import looks as style
 
 _NUDGE = 1.1  # series beside each other at one size, so that whiskers do not cover each other
 _APART = 0.075  # of the axes' height: names at the ends of lines
@@ -30,11 +15,11 @@ _APART = 0.075  # of the axes' height: names at the ends of lines
 
 def compared(samples, title, unit="ms per step, slowest rank"):
     """A row for each name: the median of its samples and their whiskers. samples: {name: seconds}."""
-    figure, axes = new_figure(7.5, 1.1 + 0.38 * len(samples))
+    figure, axes = style.new_figure(7.5, 1.1 + 0.38 * len(samples))
     for row, times in enumerate(samples.values()):
-        (middle,), errors = errorbars([times], 1e3)
-        axes.errorbar(middle, row, xerr=errors, **WHISKERS | MEASURED)
-        note(axes, f"{middle:.0f}", (middle, row), (0, 7), ha="center")
+        (middle,), errors = style.errorbars([times], 1e3)
+        axes.errorbar(middle, row, xerr=errors, **style.WHISKERS | style.MEASURED)
+        style.note(axes, f"{middle:.0f}", (middle, row), (0, 7), ha="center")
     axes.set_yticks(range(len(samples)), samples)
     axes.set(xlabel=unit, title=title, xlim=(0, None), ylim=(len(samples) - 0.5, -0.7))
     return figure
@@ -45,13 +30,13 @@ def training(losses, looks, vocab_size, title):
 
     losses: [steps]; looks: [(step, validation loss, text)]; vocab_size: how many tokens there are to guess from.
     """
-    figure, (axes, beside) = new_figure(10, 4, 1, 2, width_ratios=[1, 1.1])
-    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **VALIDATION, label="validation")
-    axes.plot(range(len(losses)), losses, **TRAINING, label="training, mean over the ranks")
+    figure, (axes, beside) = style.new_figure(10, 4, 1, 2, width_ratios=[1, 1.1])
+    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **style.VALIDATION, label="validation")
+    axes.plot(range(len(losses)), losses, **style.TRAINING, label="training, mean over the ranks")
     guess = math.log(vocab_size)
-    axes.axhline(guess, **PREDICTED)
+    axes.axhline(guess, **style.PREDICTED)
     known = f"knowing nothing: ln {vocab_size} = {guess:.2f}"
-    note(axes, known, (len(losses), guess), (0, 3), ha="right")
+    style.note(axes, known, (len(losses), guess), (0, 3), ha="right")
     axes.legend(frameon=False, loc="center right")
     axes.set(xlabel="step", ylabel="loss, nats per character", title=title)
     axes.margins(y=0.1)
@@ -59,8 +44,8 @@ def training(losses, looks, vocab_size, title):
     for row, (step, loss, text) in enumerate(looks):
         top, line = 1 - 0.26 * row, text.replace("\n", "/")
         beside.text(0, top, f"step {step}, validation {loss:.2f}", weight="bold", va="top")
-        style = {"family": "monospace", "va": "top", "parse_math": False}
-        beside.text(0, top - 0.07, line[:45] + "\n" + line[45:90], **style)
+        font = {"family": "monospace", "va": "top", "parse_math": False}
+        beside.text(0, top - 0.07, line[:45] + "\n" + line[45:90], **font)
     return figure
 
 
@@ -70,16 +55,16 @@ def bucket_sizes(counts, virtual_s, predicted_s, real_counts, samples, title):
     virtual_s, predicted_s: seconds for each of `counts`. samples: {name: for each of `real_counts` its seconds} of two
     lines, and then {name: seconds} of the step that averages nothing.
     """
-    figure, (virtual, real) = new_figure(10, 3.8, 1, 2)
-    virtual.plot(counts, [1e3 * s for s in predicted_s], **PREDICTED)
-    virtual.plot(counts, [1e3 * s for s in virtual_s], **MEASURED, ls="none")
-    end_label(virtual, counts[-1], 1e3 * predicted_s[-1], "predicted", PREDICTED["color"], up=-1)
+    figure, (virtual, real) = style.new_figure(10, 3.8, 1, 2)
+    virtual.plot(counts, [1e3 * s for s in predicted_s], **style.PREDICTED)
+    virtual.plot(counts, [1e3 * s for s in virtual_s], **style.MEASURED, ls="none")
+    style.end_label(virtual, counts[-1], 1e3 * predicted_s[-1], "predicted", style.PREDICTED["color"], up=-1)
     virtual.set(ylabel="virtual ms per step", title="a network of its own (virtual)")
     *lines, alone = samples
-    series_with_ends(real, real_counts, {name: samples[name] for name in lines}, ALTERNATIVES[1::-1], 1e3)
+    style.series_with_ends(real, real_counts, {name: samples[name] for name in lines}, style.ALTERNATIVES[1::-1], 1e3)
     alone_ms = 1e3 * statistics.median(samples[alone])
-    real.axhline(alone_ms, color=QUIET, lw=1)
-    end_label(real, real_counts[-1], alone_ms, alone, QUIET, up=-1)
+    real.axhline(alone_ms, color=style.QUIET, lw=1)
+    style.end_label(real, real_counts[-1], alone_ms, alone, style.QUIET, up=-1)
     real.set(ylabel="ms per step, slowest rank", title=title)
     for axes, ticks in ((virtual, counts), (real, real_counts)):
         axes.set_xscale("log", base=2)
@@ -94,13 +79,13 @@ def weak_scaling(sizes, samples, tokens_per_rank, title):
 
     samples: for each of `sizes` the seconds of a step in which every rank reads `tokens_per_rank`.
     """
-    figure, axes = new_figure(5.5, 3.4)
+    figure, axes = style.new_figure(5.5, 3.4)
     rates = [[n * tokens_per_rank / s for s in times] for n, times in zip(sizes, samples, strict=True)]
-    middles, errors = errorbars(rates)
-    axes.errorbar(sizes, middles, yerr=errors, **WHISKERS | MEASURED)
-    axes.plot(sizes, [n * middles[0] / sizes[0] for n in sizes], **PREDICTED)
-    end_label(axes, sizes[-1], sizes[-1] * middles[0] / sizes[0], "ideal", PREDICTED["color"])
-    end_label(axes, sizes[-1], middles[-1], "measured", INK)
+    middles, errors = style.errorbars(rates)
+    axes.errorbar(sizes, middles, yerr=errors, **style.WHISKERS | style.MEASURED)
+    axes.plot(sizes, [n * middles[0] / sizes[0] for n in sizes], **style.PREDICTED)
+    style.end_label(axes, sizes[-1], sizes[-1] * middles[0] / sizes[0], "ideal", style.PREDICTED["color"])
+    style.end_label(axes, sizes[-1], middles[-1], "measured", style.INK)
     axes.set(xlabel="ranks", ylabel="tokens/s", xticks=sizes, ylim=(0, None), xlim=(0.7, 1.35 * sizes[-1]), title=title)
     return figure
 
@@ -108,34 +93,26 @@ def weak_scaling(sizes, samples, tokens_per_rank, title):
 def against_trial(steps_s, trial, stopwatch_s, typical_s):
     """Steps after the first `trial` of them in blocks, median and whiskers in ms; as lines, two guesses made before.
 
-    steps_s: seconds of each step; stopwatch_s: all time of the trial, its start too, divided by its steps; typical_s:
-    the median of its steps.
+    steps_s: of each step; stopwatch_s: the trial's whole time, start too, per step; typical_s: the median of its steps.
     """
     size = max(5, (len(steps_s) - trial) // 9)
     starts = range(trial, len(steps_s) - size + 1, size)
     blocks = [[1e3 * s for s in steps_s[start : start + size]] for start in starts]
-    middles, errors = errorbars(blocks)
-    figure, axes = new_figure(7.5, 3.6)
+    middles, errors = style.errorbars(blocks)
+    figure, axes = style.new_figure(7.5, 3.6)
     at = [start + size / 2 for start in starts]
-    whiskers = {"elinewidth": WHISKERS["lw"], "capsize": WHISKERS["capsize"]}
-    axes.errorbar(at, middles, errors, ls="none", **MEASURED, **whiskers)
-    guesses = [
-        (stopwatch_s, {**ALTERNATIVES[2], "marker": ""}, "by stopwatch:"),
-        (typical_s, PREDICTED, f"median of\nsteps 2 to {trial}:"),
-    ]
-    for guess_s, line, text in guesses:
+    axes.errorbar(at, middles, errors, **style.WHISKERS | style.MEASURED | {"ls": "none"})
+    by_stopwatch = (stopwatch_s, {**style.ALTERNATIVES[2], "marker": ""}, "by stopwatch:")
+    for guess_s, line, text in (by_stopwatch, (typical_s, style.PREDICTED, f"median of\nsteps 2 to {trial}:")):
         side = "bottom" if guess_s == max(stopwatch_s, typical_s) else "top"
         axes.axhline(1e3 * guess_s, **line)
         label = f" {text}\n{1e3 * guess_s:.0f} ms".replace("\n", "\n ")
-        axes.text(1, 1e3 * guess_s, label, va=side, size=10, color=INK, transform=axes.get_yaxis_transform())
+        axes.text(1, 1e3 * guess_s, label, va=side, size=10, color=style.INK, transform=axes.get_yaxis_transform())
     ends = [1e3 * stopwatch_s, 1e3 * typical_s, *(value for block in blocks for value in block)]
     axes.set(yscale="log", xlim=(0, len(steps_s)), ylim=(min(ends) / 2, 2 * max(ends)))
     axes.set(xlabel="step", ylabel="ms per step", title=f"Guessed from {trial} steps, and what came after")
-    plain_log_ticks(axes.yaxis)
+    style.plain_log_ticks(axes.yaxis)
     return figure
-
-
-# ------------------------------------------------------------------ against the size of messages
 
 
 def against_size(sizes_b, measured, predicted, title, unit="measured", looks=None, formula="predicted"):
@@ -146,15 +123,15 @@ def against_size(sizes_b, measured, predicted, title, unit="measured", looks=Non
     below, and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured",
     "virtual"), `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
     """
-    figure, (times, ratios) = new_figure(7.5, 5.4, 2, 1, sharex=True, height_ratios=(3, 1))
+    figure, (times, ratios) = style.new_figure(7.5, 5.4, 2, 1, sharex=True, height_ratios=(3, 1))
     looks = looks or _looks([*measured, *predicted])
-    samples = {name: [_samples(seconds) for seconds in found] for name, found in measured.items()}
+    samples = {name: [s if isinstance(s, (list, tuple)) else [s] for s in found] for name, found in measured.items()}
     medians = {name: [statistics.median(some) for some in found] for name, found in samples.items()}
     # a world of one sends nothing, and zero has no place on a logarithmic axis
     positive = any(s > 0 for seconds in medians.values() for s in seconds)
     times.set(xscale="log", yscale="log" if positive else "linear")
     for seconds in predicted.values():
-        times.plot(sizes_b, [1e3 * s for s in seconds], **PREDICTED)
+        times.plot(sizes_b, [1e3 * s for s in seconds], **style.PREDICTED)
     several = len(medians) > 1 and any(len(some) > 1 for found in samples.values() for some in found)
     for place, name in enumerate(medians):
         nudge = _NUDGE ** (place - (len(medians) - 1) / 2) if several else 1
@@ -166,12 +143,12 @@ def against_size(sizes_b, measured, predicted, title, unit="measured", looks=Non
         found += ratio
         ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **looks[name])
     if positive:
-        plain_log_ticks(times.yaxis)
+        style.plain_log_ticks(times.yaxis)
     times.set(ylabel=f"{unit} time, ms", title=title)
     if predicted:
-        times.plot([], [], label=formula, **PREDICTED)
+        times.plot([], [], label=formula, **style.PREDICTED)
         times.legend(frameon=False, loc="upper left")
-    ratios.axhline(1, color=QUIET, lw=1)
+    ratios.axhline(1, color=style.QUIET, lw=1)
     reach = max([2, *(max(ratio, 1 / ratio) for ratio in found)])  # half and twice are equally far from 1
     ratios.set(xlabel="bytes", ylabel=f"{unit} /\n{formula}", yscale="log")
     ratios.set_yticks([1 / 16, 1 / 4, 1, 4, 16] if reach > 4 else [1 / 4, 1 / 2, 1, 2, 4])
@@ -186,7 +163,7 @@ def against_size(sizes_b, measured, predicted, title, unit="measured", looks=Non
 
 def bandwidths(sizes_b, measured, factor, title, looks=None):
     """Two panels: algorithm bandwidth (bytes / seconds), and bus bandwidth (that times `factor`), in MB/s."""
-    figure, panels = new_figure(7.5, 3.2, 1, 2, sharey=True)
+    figure, panels = style.new_figure(7.5, 3.2, 1, 2, sharey=True)
     looks = looks or _looks(measured)
     names = ("algorithm: bytes / time", f"bus: × {factor:g}")
     for axes, name, times in zip(panels, names, (1, factor), strict=True):
@@ -203,21 +180,14 @@ def bandwidths(sizes_b, measured, factor, title, looks=None):
 
 
 def _looks(names):
-    return dict(zip(dict.fromkeys(names), ALTERNATIVES, strict=False))
-
-
-def _samples(seconds):
-    return seconds if isinstance(seconds, (list, tuple)) else [seconds]
+    return dict(zip(dict.fromkeys(names), style.ALTERNATIVES, strict=False))
 
 
 def _points(axes, sizes_b, samples, look, loose):
     """Medians of a series, joined by a line unless they are `loose`, with whiskers where there are several samples."""
-    middle, errors = errorbars(samples, 1e3)
+    middle, errors = style.errorbars(samples, 1e3)
     if any(len(some) > 1 for some in samples):
-        axes.errorbar(
-            sizes_b, middle, yerr=errors, fmt="none", ecolor=look["color"],
-            elinewidth=WHISKERS["lw"], capsize=WHISKERS["capsize"],
-        )  # fmt: skip
+        axes.errorbar(sizes_b, middle, yerr=errors, fmt="none", ecolor=look["color"], **style.WHISKERS)
     axes.plot(sizes_b, middle, ms=5, **({**look, "ls": "none"} if loose else look))
 
 

@@ -1,8 +1,7 @@
 """What the course promises about speed: how soon ranks answer, how long lessons take, the trainer beside a plain loop.
 
 Lessons are runs of the preflight. In every round each row of the trainer runs once, as people start it, and reports its
-tokens per second in a `steps.jsonl`. A ratio compares two runs of one round, so whatever the machine does in the long
-run, it does to both.
+tokens per second in a `steps.jsonl`. A ratio compares runs of one round, to which the machine does the same.
 """
 
 import argparse
@@ -70,7 +69,16 @@ class Number:
 
 def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Returns the exit status."""
-    options = parsed(argv, description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", choices=("lessons", "trainer"), help="one part (default: both)")
+    add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
+    add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
+    add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
+    add("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
+    options = parser.parse_args(argv)
+    if options.lesson:
+        options.only = "lessons"
     try:
         lessons = find_lessons(root, options.lesson) if options.only != "trainer" else []
     except ValueError as error:
@@ -97,21 +105,6 @@ def main(argv=None, description=None, root=ROOT) -> int:
     write_whole(output / "bench.txt", kept.file.getvalue())
     print(f"written: {output / 'bench.txt'} and bench.json")
     return int(any(n.value is None for n in numbers) or any(row.error for row in rows))
-
-
-def parsed(argv=None, description=None):
-    parser = argparse.ArgumentParser(
-        prog="bench.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=("lessons", "trainer"), help="one part (default: both)")
-    parser.add_argument("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
-    parser.add_argument("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
-    options = parser.parse_args(argv)
-    if options.lesson:
-        options.only = "lessons"
-    return options
 
 
 def number_table(numbers):
@@ -226,9 +219,8 @@ def take_turn(row, folder, steps):
         print(f"{row.name}: not measured: {error}", flush=True)
         return
     # what a world reports is its slowest rank's
-    row.tokens_per_s.append(
-        sum(statistics.median(line["tokens_per_s"] for line in lines[WARM_UP_LINES:]) for lines in worlds)
-    )
+    medians = [statistics.median(line["tokens_per_s"] for line in lines[WARM_UP_LINES:]) for lines in worlds]
+    row.tokens_per_s.append(sum(medians))
     row.start_up_s.append(worlds[0][0].get("start_up_s"))
 
 

@@ -65,9 +65,7 @@ def examine(checks):
 
 def main(argv=None, description=None, checks=None) -> int:
     """Print the findings; the exit status is 1 if one of them is an error, else 0."""
-    parser = argparse.ArgumentParser(
-        description=description or __doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="a list of findings for programs")
     options = parser.parse_args(argv)
     findings = []

@@ -260,8 +260,7 @@ def rank_output(folder, log) -> dict[int | None, str]:
 
 
 # ------------------------------------------------------------------ the first error
-# When one rank raises, its neighbours lose their connection and raise too. The error to read is the earliest that is
-# not such a consequence.
+# When one rank raises, its neighbours lose their connection and raise too. The error to read is the first other one.
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LABELS = re.compile(rf"{ANSI.pattern}|^(?:\[rank *\d+\]:? ?)+", re.MULTILINE)  # colours; what torch and `say` put first

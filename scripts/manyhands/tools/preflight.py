@@ -1,7 +1,6 @@
 """Run every lesson in every way before an event, and say what is ready, what is slow and what broke.
 
-`lesson_run` is one run. What came of all of them stands in `report.html`, one page that loads nothing, and for machines
-in `junit.xml`.
+`lesson_run` is one run. What came of all is in `report.html`, one page that loads nothing, and in `junit.xml`.
 """
 
 import argparse
@@ -46,9 +45,7 @@ OFFLINE = (
 
 def parser(description=None):
     """The options of scripts/preflight.py."""
-    parser = argparse.ArgumentParser(
-        description=description or __doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     devices = "where all runs compute (MANYHANDS_DEVICE); they fail where it is not to be had"
     ranks = "ranks of every run (repeatable; default: 2 and 4, notebooks their own)"
     add = parser.add_argument

@@ -1,0 +1,22 @@
+"""Functions and classes of a lesson in a namespace of their own: `ours = taken_from("02_collectives", "exchange")`."""
+
+import ast
+from types import SimpleNamespace
+
+from manyhands.course.catch_up import catch_up
+from manyhands.course.folders import script_of
+
+
+def taken_from(lesson, *names, **given):
+    """A namespace with these definitions of a lesson, over its imports and the globals `given` that they use."""
+    script = script_of(lesson)
+    namespace = {"__name__": lesson}
+    body = ast.parse(script.read_text("utf-8")).body
+    imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), script, "exec"), namespace)  # noqa: S102
+    namespace.update(given, ranks=SimpleNamespace(lesson=lesson))  # by which `catch_up` knows the lesson
+    for name in names:
+        namespace.pop(name, None)
+    catch_up(namespace, *names)
+    namespace["ranks"] = given.get("ranks")
+    return SimpleNamespace(**{name: namespace[name] for name in names})
