@@ -844,9 +844,8 @@ metrics.exact(prepared=report["documents"])
 # %%
 # %%ranks --timeout 300
 from manyhands.measure.timing import gemm_together
-from manyhands.predict.scaling import by_budget, parabola, power_law, residuals, spread
 from manyhands.launch import recorded_runs
-from manyhands.train.isoflop import Point, train_point
+from manyhands.train.isoflop import Point, by_budget, parabola, power_law, residuals, spread, train_point
 
 grid = recorded_runs.numbers("12_isoflop.json")
 live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
@@ -1079,7 +1078,7 @@ checks.next_best(next_best, ranks, solution=True)
 
 # %%
 # %%ranks
-from manyhands.predict.scaling import by_budget, parabola
+from manyhands.train.isoflop import by_budget, parabola
 from manyhands.launch import recorded_runs
 
 if rank == 0:

@@ -23,7 +23,6 @@ from isoflop import GRID, RECIPE, run_grid
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
-from manyhands.predict import scaling
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
 from tokenizers import Tokenizer, models, trainers
@@ -262,18 +261,18 @@ def grid(exponent=0.5, noise=0.0, budgets=(1e10, 1e11, 1e12)):
 
 def test_a_law_without_noise_is_found_again_and_its_range_is_a_point():
     points = grid(exponent=0.5)
-    optima = [scaling.parabola(rows) for rows in scaling.by_budget(points).values()]
-    law = scaling.power_law(optima)
+    optima = [isoflop.parabola(rows) for rows in isoflop.by_budget(points).values()]
+    law = isoflop.power_law(optima)
     assert law.exponent == pytest.approx(0.5, abs=1e-9) and law.loss_exponent == pytest.approx(-0.06, abs=1e-9)
     assert law.at(1e13) == pytest.approx((0.3 * 1e13**0.5, 10 * 1e13**-0.06))
-    low, high = scaling.spread(points, draws=20)["exponent"]
+    low, high = isoflop.spread(points, draws=20)["exponent"]
     assert low == pytest.approx(high, abs=1e-6) and low == pytest.approx(0.5, abs=1e-6)
 
 
 def test_the_range_holds_the_truth_and_grows_with_the_noise():
     widths = []
     for noise in (0.005, 0.02):
-        low, high = scaling.spread(grid(exponent=0.5, noise=noise), draws=300)["exponent"]
+        low, high = isoflop.spread(grid(exponent=0.5, noise=noise), draws=300)["exponent"]
         assert low < 0.5 < high
         widths.append(high - low)
     assert widths[1] > 2 * widths[0]
@@ -288,7 +287,7 @@ def test_the_range_holds_the_truth_and_grows_with_the_noise():
 )
 def test_what_makes_no_parabola_is_a_sentence(points, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        scaling.parabola(points)
+        isoflop.parabola(points)
 
 
 def small_corpus():
@@ -366,7 +365,7 @@ def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
     points = content["points"]
     assert {(p["budget_flops"], p["width"]) for p in points} == {(b, w) for b, ws in GRID.items() for w in ws}
     assert content["recipe"] == RECIPE and "uncommitted" not in content["conditions"]["commit"]
-    for rows in scaling.by_budget(points).values():
+    for rows in isoflop.by_budget(points).values():
         losses = [row["val_loss"] for row in rows]
         assert 0 < losses.index(min(losses)) < len(losses) - 1, "the best size is inside of the grid"
 

@@ -74,13 +74,13 @@ def one_step(report, now, step, step_s=0.5, loss=2.5, grad_norm=1.25):
     timer = report.timer
     timer.step_start()
     now.sleep(0.1 * step_s)
-    timer.batch_ready()
+    timer.mark("batch")
     now.sleep(0.3 * step_s)
-    timer.forward_done()
+    timer.mark("forward")
     now.sleep(0.5 * step_s)
-    timer.backward_done()
+    timer.mark("backward")
     now.sleep(0.1 * step_s)
-    timer.step_done()
+    timer.mark("step")
     report.step(step, torch.tensor(loss), torch.tensor(grad_norm), 1e-3)
 
 
@@ -189,7 +189,7 @@ def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
     report.start()
     report.timer.step_start()
     now.sleep(0.5)
-    report.timer.step_done()
+    report.timer.mark("step")
     report.step(1, torch.tensor(2.5), torch.tensor(1.0), 1e-3)
     report.close("done")
     assert "dtf" not in capsys.readouterr().out
@@ -296,14 +296,14 @@ def test_forward_and_backward_add_up_over_micro_batches_and_leave_the_batch_out(
     for _ in range(3):
         timer.step_start()
         now.sleep(0.25)
-        timer.batch_ready()
+        timer.mark("batch")
         for _ in range(4):
             now.sleep(0.5)
-            timer.forward_done()
+            timer.mark("forward")
             now.sleep(1.0)
-            timer.backward_done()
+            timer.mark("backward")
         now.sleep(0.125)
-        timer.step_done()
+        timer.mark("step")
     timing = timer.take()
     assert (timing.steps, timing.step_s, timing.forward_s, timing.backward_s) == (3, 6.375, 2.0, 4.0)
     assert timer.take().steps == 0
@@ -324,7 +324,7 @@ def test_the_timer_waits_for_a_device_only_when_it_is_read():
     for _ in range(5):
         timer.step_start()
         now.sleep(0.5)
-        timer.step_done()
+        timer.mark("step")
     assert not waits
     assert timer.take().step_s == 0.5
     assert waits

@@ -7,8 +7,8 @@ import nbformat
 import pytest
 from lab import Lab, chromium, opened
 from manyhands.widgets.display import png
-from manyhands.widgets.floats import floats_figure
-from manyhands.widgets.memory import MODELS, memory_figure
+from manyhands.widgets.floats import floats_picture
+from manyhands.widgets.memory import MODELS, memory_picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -141,14 +141,14 @@ def test_a_number_its_bits_and_what_is_stored_follow_each_other(notebook):
     assert widget.control("number").input_value() == str(1.5 + 2**-7)
     widget.control("one up").click()
     widget.says(r"the bits of 1\.515625\..*")
-    assert bits.input_value() == "0 01111111 1000010" and widget.shows(floats_figure(1.5 + 2 * 2**-7))
+    assert bits.input_value() == "0 01111111 1000010" and widget.shows(floats_picture(1.5 + 2 * 2**-7)[0])
     widget.choose("bits in", "fp16")
     widget.control("one down").press("Enter")
     widget.says(r"the bits of 1\.514648438\..* fp16: 0 01111 1000001111, .*")
     assert bits.input_value() == "0 01111 1000001111"
     widget.choose("or take", "70000")
     widget.says(r"the bits of 70000\..* fp16: 0 11111 0000000000, infinity: \+inf")
-    assert widget.shows(floats_figure(70000))
+    assert widget.shows(floats_picture(70000)[0])
 
 
 def test_what_is_no_number_is_said_and_the_picture_stays(notebook):
@@ -157,7 +157,7 @@ def test_what_is_no_number_is_said_and_the_picture_stays(notebook):
     widget.says(r"the bits of 8\..*")
     widget.type("number", "eight")
     widget.output.get_by_text("'eight' is no number; type one such as 0.1 or 1e-8").wait_for()
-    assert widget.shows(floats_figure(8))
+    assert widget.shows(floats_picture(8)[0])
 
 
 def test_ranks_recipe_and_unit_change_the_bytes_of_every_strategy(notebook):
@@ -186,4 +186,4 @@ def test_ranks_recipe_and_unit_change_the_bytes_of_every_strategy(notebook):
     widget.type("memory of a device", "27")
     widget.choose("model", "1B")
     widget.says("GiB on each of 16 ranks for 1B, .*")
-    assert widget.shows(memory_figure("1B", "bf16", ranks=16, sequences=0, device=27, unit="GiB"))
+    assert widget.shows(memory_picture("1B", "bf16", ranks=16, sequences=0, device=27, unit="GiB")[0])

@@ -109,10 +109,10 @@ class DeepSpeedParallel(Strategy):
             self.engine.set_gradient_accumulation_boundary(i == count - 1)
             _, loss = self.engine(ids, targets)
             if timer is not None:
-                timer.forward_done()
+                timer.mark("forward")
             self.engine.backward(loss)  # it divides by the number of micro-batches
             if timer is not None:
-                timer.backward_done()
+                timer.mark("backward")
             total = total + loss.detach()
         return total / count
 

@@ -117,11 +117,11 @@ class MeshStrategy(Strategy):
                 with self.autocast():
                     loss = loss_of(partial(self.replicas, last=last), *share)
                 if timer:
-                    timer.forward_done()
+                    timer.mark("forward")
                 # divided by the micro-batches once, here; by the data ranks where they meet, and by nothing else
                 self.replicas.backward(loss * (self.loss_scale / count), last)
                 if timer:
-                    timer.backward_done()
+                    timer.mark("backward")
             losses.append(loss.detach())
         finish_gradients(self._named.values())
         return torch.stack(losses).mean()

@@ -60,7 +60,7 @@ def estimates(of_ranks, hashes):
 def isoflop(grids, optima, law, live):
     """Left the losses of each budget with its parabola and lowest point, right the lowest points and their line.
 
-    grids: {budget: points}; optima and law: of `predict.scaling`; live: a point that was trained just now.
+    grids: {budget: points}; optima and law: of `train.isoflop`; live: a point that was trained just now.
     """
     figure, (valleys, line) = looks.new_figure(10, 4.2, 1, 2, width_ratios=[1.5, 1])
     for (budget, rows), best, look in zip(grids.items(), optima, looks.ALTERNATIVES[1:], strict=False):

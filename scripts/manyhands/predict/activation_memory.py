@@ -133,23 +133,17 @@ def activation_bytes(config, layout, options) -> int:
 
 def rank_terms(config, layout, options) -> dict[str, float]:
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
-    parallel = options.parallel
-    return _terms(
-        config, sequences_at_once(layout, options), PRECISION_BYTES[options.train.precision], weight_bytes(options),
-        layout.tensor, parallel.sequence_parallel, parallel.loss_parallel,
-    )  # fmt: skip
+    parallel, sequences = options.parallel, sequences_at_once(layout, options)
+    full = _saved(config, sequences, weight_bytes(options))
+    low = _saved(config, sequences, PRECISION_BYTES[options.train.precision])
+    split = {"norms", "final norm"} if parallel.sequence_parallel else set()
+    whole = set(WHOLE) - split - ({"loss"} if parallel.loss_parallel else set())
+    return {term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low}
 
 
 @lru_cache(maxsize=4096)
-def _terms(config, sequences, low_bytes, full_bytes, tensor, sequence_parallel, loss_parallel):
-    config = replace(config, dropout=0.0)
-    full, low = (saved_bytes(config, sequences, size) for size in (full_bytes, low_bytes))
-    whole = set(WHOLE)
-    if sequence_parallel:
-        whole -= {"norms", "final norm"}
-    if loss_parallel:
-        whole -= {"loss"}
-    return {term: (full if term in FULL else low)[term] / (1 if term in whole else tensor) for term in low}
+def _saved(config, sequences, itemsize):
+    return saved_bytes(replace(config, dropout=0.0), sequences, itemsize)
 
 
 def _kept(config, layout, options, a_layer):

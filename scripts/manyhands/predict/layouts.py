@@ -19,6 +19,7 @@ replicate, pipeline.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import islice, product
 from typing import Any, NamedTuple
 
@@ -43,11 +44,6 @@ class Sharing(NamedTuple):
 
     strategy: str
     options: Mapping[str, Any]
-
-    @property
-    def axis(self) -> str:
-        """Of the mesh, on which data ranks stand: replicate or shard."""
-        return STRATEGIES[self.strategy].axis
 
     @property
     def hybrid(self) -> bool:
@@ -129,16 +125,22 @@ class Question:
         """GPUs of a node that take part."""
         return min(self.machine.gpus_per_node, self.gpus)
 
+    @cached_property
+    def base(self) -> Options:
+        """What a command line starts from: the model's preset, or nano with the model's sizes."""
+        name, own = self.model.name, ("dropout", "vocab_size")
+        options = from_preset(name if name in PRESETS else "nano")
+        sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
+        vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size
+        return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
+
     def contexts(self) -> list[int]:
-        """Degrees of context parallelism to try: where a rank keeps SHORTEST positions or more, attention hides the
-        ring."""
+        """Degrees of context parallelism to try: with SHORTEST positions or more, attention hides the ring."""
         if self.context is not None:
             return [self.context]
         positions, degrees = self.model.block_size, [1]
-        while positions >= LONG and positions // (2 * degrees[-1]) >= SHORTEST:
-            if positions % (4 * degrees[-1]) or self.gpus % (2 * degrees[-1]):
-                break
-            degrees.append(2 * degrees[-1])
+        while positions // (ranks := 2 * degrees[-1]) >= SHORTEST and positions % (2 * ranks) == self.gpus % ranks == 0:
+            degrees.append(ranks)
         return degrees
 
 
@@ -180,8 +182,10 @@ def name_of(sharing: str, layout: Layout) -> str:
     return f"{name}, experts over {layout.expert}" if layout.expert > 1 else name
 
 
-def splits(question: Question, base: Options) -> Iterator[tuple[str, Layout]]:
-    """Every (way to share, Layout of one micro-batch) of a question that the strategies do not refuse."""
+def families(
+    question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
+) -> Iterator[Family]:
+    """Every Family that strategies do not refuse: by context ranks, tensor ranks and stages, the fewest first."""
     per_node = question.per_node
     for context in question.contexts():
         for tensor in divisors(question.gpus // context):
@@ -190,14 +194,16 @@ def splits(question: Question, base: Options) -> Iterator[tuple[str, Layout]]:
                 continue
             for pipeline in divisors(question.gpus // context // tensor):
                 group = question.gpus // tensor // pipeline  # data ranks, times context
-                for sharing in _sharings(question, base, context, tensor, pipeline, group):
+                for sharing in _sharings(question, context, tensor, pipeline, group):
                     how = SHARINGS[sharing]
-                    shard = per_node // tensor if how.hybrid else group if how.axis == "shard" else 1
+                    whole = group if STRATEGIES[how.strategy].axis == "shard" else 1
+                    shard = per_node // tensor if how.hybrid else whole
                     degrees = pipeline, group // shard, shard, tensor
                     for expert in _experts(question.model, how, tensor, group, per_node):
                         own = {"context": context, "expert": expert}
                         planned = context > 1 or expert > 1
-                        yield sharing, PlannedLayout(*degrees, **own) if planned else Layout(*degrees)
+                        split = PlannedLayout(*degrees, **own) if planned else Layout(*degrees)
+                        yield _family(question, sharing, split, checkpointing, most_micro_batch)
 
 
 def divisors(n: int) -> list[int]:
@@ -205,14 +211,14 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _sharings(question, base, context, tensor, pipeline, group):
+def _sharings(question, context, tensor, pipeline, group):
     """What makes sense for so many data ranks."""
     within, degrees = question.per_node // tensor, {"tensor": tensor, "pipeline": pipeline, "replicate": 1, "shard": 1}
     for name, how in SHARINGS.items():
         there = question.offload if how.offload else group > 1 or name == ALONE
         if how.hybrid:
             there = 1 < within < group and group % within == 0 and within % context == 0
-        if there and not STRATEGIES[how.strategy].refusal(base, degrees):
+        if there and not STRATEGIES[how.strategy].refusal(question.base, degrees):
             yield name
 
 
@@ -224,24 +230,7 @@ def _experts(model, how, tensor, group, per_node):
     return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= per_node), degrees[-1]})
 
 
-def families(
-    question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
-) -> Iterator[Family]:
-    """Every Family of a question, in order: no context ranks first, then fewest tensor ranks, then fewest stages."""
-    base = base_options(question.model)
-    for sharing, split in splits(question, base):
-        yield _family(question, base, sharing, split, checkpointing, most_micro_batch)
-
-
-def base_options(model: PlannedModel) -> Options:
-    """The Options that a command line starts from: the model's preset, or nano with the model's sizes."""
-    options = from_preset(model.name) if model.name in PRESETS else from_preset("nano")
-    sizes = {f.name: getattr(model, f.name) for f in fields(ModelOptions) if f.name not in ("dropout", "vocab_size")}
-    vocabulary = options.model.vocab_size if model.name in PRESETS else model.vocab_size
-    return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
-
-
-def _family(question, base, sharing, split, checkpointing, most_micro_batch):
+def _family(question, sharing, split, checkpointing, most_micro_batch):
     model, name = question.model, name_of(sharing, split)
     if model.n_kv_head != model.n_head and model.n_kv_head % split.tensor:
         sentence = f"{model.n_kv_head} key-value heads do not split over {split.tensor} tensor ranks"
@@ -250,11 +239,14 @@ def _family(question, base, sharing, split, checkpointing, most_micro_batch):
     if split.pipeline > 1:
         schedules = SCHEDULES if question.schedule is None else (question.schedule,)
     variants, refused, share = [], "", share_of(model, split.context)
-    batches = micro_batches(question.global_batch, split.data, min(most_micro_batch, MOST_TOKENS // share.block_size))
+    # powers of two that divide a data rank's share; resolve_layout refuses one that is no whole number
+    most, own = min(most_micro_batch, MOST_TOKENS // share.block_size), question.global_batch // split.data
+    whole = question.global_batch % split.data == 0
+    batches = [2**i for i in range(max(1, most.bit_length())) if own % 2**i == 0] if whole else [1]
     ways = product(batches, schedules, checkpointing)
     # more stages than layers are refused in any way
     for micro_batch, schedule, kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
-        options = _options(base, question, SHARINGS[sharing], split, micro_batch, schedule, kind)
+        options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, kind)
         try:
             layout = resolve_layout(options, share, question.gpus // split.context)
         except LayoutError as error:
@@ -265,14 +257,7 @@ def _family(question, base, sharing, split, checkpointing, most_micro_batch):
     return Family(name, tuple(variants), "" if variants else refused)
 
 
-def micro_batches(global_batch: int, data: int, most: int) -> list[int]:
-    """Powers of two up to `most` that divide a data rank's share; [1] where that is no whole number."""
-    if global_batch % data:
-        return [1]
-    return [2**i for i in range(max(1, most.bit_length())) if global_batch // data % 2**i == 0]
-
-
-def _options(base, question, how, split, micro_batch, schedule, checkpointing):
+def _options(question, how, split, micro_batch, schedule, checkpointing):
     positions, tensor = question.model.block_size // split.context, split.tensor
     parallel = ParallelOptions(
         strategy=how.strategy,
@@ -286,5 +271,5 @@ def _options(base, question, how, split, micro_batch, schedule, checkpointing):
         **how.options,
     )
     batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
-    train = replace(base.train, **batch, precision="bf16", compile=False)
-    return replace(base, train=train, parallel=parallel)
+    train = replace(question.base.train, **batch, precision="bf16", compile=False)
+    return replace(question.base, train=train, parallel=parallel)

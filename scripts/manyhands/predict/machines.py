@@ -85,8 +85,7 @@ def machine_from_file(path: str | Path) -> Machine:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one GPU sends, on average over its group, inside its node and to other nodes; and copies from and to
-    its host."""
+    """Bytes that one GPU sends, on average over its group: in its node, to other nodes, and to and from its host."""
 
     inside: float = 0.0
     between: float = 0.0

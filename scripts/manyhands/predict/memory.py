@@ -324,11 +324,8 @@ def _within_a_step(model, layout, options):
     way into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
     their way; tokens on their way to experts and back.
     """
-    low, size, sharded = (
-        PRECISION_BYTES[options.train.precision],
-        weight_bytes(options),
-        layout.dp_mode(options) == "fsdp",
-    )
+    low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
+    sharded = layout.dp_mode(options) == "fsdp"
     tokens = sequences_at_once(layout, options) * model.block_size // layout.context
     workspace = 2 * 4 * tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
     if layout.context > 1:

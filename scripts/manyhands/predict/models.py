@@ -45,8 +45,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Sizes, under the names that GPTConfig has for them. Raises ValueError, with the numbers, for what makes no
-    model."""
+    """Sizes, under the names that GPTConfig has for them. Raises ValueError for what makes no model."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     name: str

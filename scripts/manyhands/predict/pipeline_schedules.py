@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")  # names of torch.distributed.pipelining
@@ -136,11 +137,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 def in_flight(order: list[Action]) -> int:
     """The most micro-batches (times stages) whose activations a rank holds at once: from F to B, or to W."""
-    held = most = 0
-    for kind, *_ in order:
-        held += HOLDS[kind]
-        most = max(most, held)
-    return most
+    return max(accumulate((HOLDS[kind] for kind, *_ in order), initial=0))
 
 
 @cache
@@ -180,13 +177,9 @@ def stages_of_ranks(
 
 def _held(order, p, layers):
     """(most layers, most micro-batches of the last stage) that are between F and B, or F and W, at a time."""
-    held, last, most = 0, 0, (0, 0)
-    for kind, stage, _ in order:
-        chunk = stage // p
-        held += HOLDS[kind] * layers[chunk]
-        last += HOLDS[kind] * (chunk == len(layers) - 1)
-        most = max(most[0], held), max(most[1], last)
-    return most
+    held = accumulate(HOLDS[kind] * layers[stage // p] for kind, stage, _ in order)
+    last = accumulate(HOLDS[kind] * (stage // p == len(layers) - 1) for kind, stage, _ in order)
+    return max(held), max(last)
 
 
 def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0, needs=needs) -> Run:
@@ -241,8 +234,7 @@ def _refuse_incomplete(orders):
 
 
 def slots_of(spans: list) -> list[Slot]:
-    """The slots among the spans of a virtual network: its computing, where a span's name is "kind stage
-    micro-batch"."""
+    """The slots of a virtual network's spans: its computing, where a span is named "kind stage micro-batch"."""
     found = []
     for span in spans:
         if span.lane == "compute":

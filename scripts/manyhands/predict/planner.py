@@ -103,20 +103,22 @@ def not_trained(question: Question, candidate: Candidate) -> str:
     return ""
 
 
-def plan(question: Question, assumed: Assumptions | None = None) -> Answer:
+def plan(question: Question) -> Answer:
     """The Answer to a Question."""
     plans, refused, tried, room = {}, [], 0, question.machine.memory_bytes
     for family in families(question):
         tried += len(family.variants)
         held = [(bytes_per_rank(question.model, one.layout, one.options), one) for one in family.variants]
-        fitting = [_timed(question, one, needed, assumed) for needed, one in held if needed.on_gpu <= room]
+        fitting = [_timed(question, one, needed) for needed, one in held if needed.on_gpu <= room]
         if fitting:
             plans[family.name] = fitting
         else:
             refused.append((family.name, family.refused or _does_not_fit(room, held)))
     if not plans:
         return Answer(question, (), float("inf"), tuple(refused), tried)
-    best, fastest_s = _simplest([one for fitting in plans.values() for one in fitting])
+    every = [one for fitting in plans.values() for one in fitting]
+    fastest_s = min(one.step_s for one in every)
+    best = min((one for one in every if one.step_s <= fastest_s * CLOSE), key=Plan.complexity)
     others = [min(fitting, key=lambda one: one.step_s) for name, fitting in plans.items() if name != best.name]
     ranked = (best, *sorted(others, key=lambda one: one.step_s))
     return Answer(question, ranked, fastest_s, tuple(refused), tried, _by_schedule(ranked, plans))
@@ -141,12 +143,6 @@ def _timed(question, candidate, held, assumed=None):
     flops_per_s = model.flops_per_token() * tokens / time.total_s
     rates = flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s
     return Plan(candidate.sharing, candidate.layout, candidate.options, held, time, *rates)
-
-
-def _simplest(plans):
-    """(of the plans that are nearly as fast as the fastest the simplest, seconds of the fastest)."""
-    fastest_s = min(one.step_s for one in plans)
-    return min((one for one in plans if one.step_s <= fastest_s * CLOSE), key=Plan.complexity), fastest_s
 
 
 def _does_not_fit(room, held):

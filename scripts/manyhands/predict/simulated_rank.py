@@ -16,13 +16,13 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from manyhands.config.layout import AXES, LayoutError, resolve_layout
+from manyhands.config.layout import AXES, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
+from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.model import GPT
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.settings import environment, for_python
@@ -31,8 +31,8 @@ from manyhands.parallel.fsdp import shard
 from manyhands.parallel.pipeline import Stage, layers_of_stages, stage_owners
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import SHAKESPEARE_VOCAB_SIZE
 
-VOCAB_SIZE = 65  # of a preset without a vocabulary: the corpus's
 PER_NODE = 8
 
 
@@ -41,9 +41,7 @@ def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) 
 
     Raises ValueError with the sentence of what was refused, subprocess.TimeoutExpired after `timeout_s`.
     """
-    scripts = str(Path(__file__).resolve().parents[2])
-    # a launcher's variables would make a rank of it
-    environ = for_python(without_launchers(environment()), scripts)
+    environ = for_python(without_launchers(environment()), SCRIPTS)  # a launcher's variables would make a rank of it
     command = [sys.executable, "-m", "manyhands.predict.simulated_rank", ",".join(map(str, worlds)), *flags]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
@@ -54,13 +52,13 @@ def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) 
 def simulate(gpus: int, flags: list[str]) -> dict:
     """{"layout", "held", "planned", "seconds"} of rank 0 among `gpus`; held and planned are {kind: bytes}.
 
-    Raises OptionError or LayoutError for flags that do not go together, ValueError for a strategy other than fsdp.
+    Raises OptionError, and LayoutError, for flags that do not go together and for a strategy other than fsdp.
     """
     options = read_options(flags)
-    config = model_config(options, VOCAB_SIZE)
+    config = model_config(options, SHAKESPEARE_VOCAB_SIZE)
     layout = resolve_layout(options, config, gpus, min(PER_NODE, gpus))
     if layout.dp_mode(options) != "fsdp":
-        raise ValueError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")
+        raise OptionError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")
     start = time.perf_counter()
     held = _held(config, layout, options)
     return {
@@ -77,24 +75,21 @@ def _held(config, layout, options):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
-    try:
-        mesh = init_device_mesh("cpu", tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
-        parts = _parts(config, layout, options)
-        for part in parts:
-            if layout.tensor > 1:
-                parallel = options.parallel
-                apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
-            shard(part, mesh, options)
-        model = torch.nn.ModuleList(parts)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()  # Adam's state is made in the first step
-        held = tensor_bytes(model, optimizer)
-        counters = sum(4 for state in optimizer.state.values() if "step" in state)
-        return {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer - counters}
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
+    parts, parallel = _parts(config, layout, options), options.parallel
+    for part in parts:
+        if layout.tensor > 1:
+            apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
+        shard(part, mesh, options)
+    model = torch.nn.ModuleList(parts)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # Adam's state is made in the first step
+    held = tensor_bytes(model, optimizer)
+    counters = sum(4 for state in optimizer.state.values() if "step" in state)
+    dist.destroy_process_group()
+    return {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer - counters}
 
 
 def _parts(config, layout, options):
@@ -108,18 +103,9 @@ def _parts(config, layout, options):
     return [Stage(model, layers[i]) for i, owner in enumerate(owners) if owner == 0]
 
 
-def main(argv: list[str]) -> int:
-    worlds, *flags = argv
-    try:
-        for gpus in worlds.split(","):
-            print(json.dumps(simulate(int(gpus), flags)), flush=True)
-    except (OptionError, LayoutError, ValueError) as error:
-        print(f"simulated_rank: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("simulated_rank", lambda: main(sys.argv[1:]))
+    try:
+        for world in sys.argv[1].split(","):
+            print(json.dumps(simulate(int(world), sys.argv[2:])), flush=True)
+    except OptionError as refused:
+        sys.exit(f"simulated_rank: {refused}")

@@ -48,8 +48,7 @@ class Work:
     layers_flops: float
     head_flops: float
     again_flops: float  # that activation checkpointing repeats
-    # bytes that its forward leaves for its backward; that checkpointing writes once more; of its layers, and around
-    # them
+    # bytes that its forward leaves for its backward; that checkpointing writes again; of layers, and around them
     layers_bytes: float
     again_bytes: float
     around_bytes: float
@@ -90,6 +89,8 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         moved = owned * size * (2 * m + 1)
         sent.append(Message("host", "copy", units * (2 * m + 1), moved, 1, 1))
     spread = layout.expert > 1
+    # autocast reads the weights in fp32 and writes them in low precision, once per forward
+    cast = 0 if STRATEGIES[parallel.strategy].dp_mode == "fsdp" else fullest_share(model, layout).numel
     return Work(
         micro_batches=m,
         layers=layers,
@@ -104,10 +105,7 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         units=units,
         bubble=(layout.pipeline - 1) / layout.stages_per_rank,
         idle_share=1 / 3 if split else 1.0,
-        # autocast reads the weights in fp32 and writes them in low precision, once per forward
-        cast_bytes=0.0
-        if STRATEGIES[parallel.strategy].dp_mode == "fsdp"
-        else fullest_share(model, layout).numel * (size + low),
+        cast_bytes=cast * (size + low),
         offload=parallel.offload,
         expert_flops=layers * tokens * model.expert_flops() / tensor if spread else 0.0,
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer if spread else 0.0,
@@ -185,8 +183,7 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     late_s = max(0.0, launching_s - forward_s - backward_s)
     sent, waits_s = _waits(work, machine, a, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
     around_s = 3 * (work.head_flops * flop_s + work.around_bytes * byte_s)
-    # the bubble is made of layers, and of what each of their micro-batches waits for: the head stands on the last stage
-    # alone
+    # the bubble is made of layers and of what their micro-batches wait for: the head is on the last stage alone
     idle = work.bubble * (work.idle_share if a.halves_fill else 1.0)
     waited_s = sum(waits_s[axis] for axis in ("tensor", "pipeline", "context", "experts")) / m
     optimizer_s, host_s = work.owned * OPTIMIZER_BYTES / machine.memory_bytes_per_s, 0.0

@@ -1,35 +1,37 @@
-"""One point of an isoFLOP grid: a small GPT trained with a budget of FLOPs, and a look at what it has learned.
+"""An isoFLOP grid: small GPTs, each trained with a budget of FLOPs; and what it says of the best size for each budget.
 
     row = train_point(Point(6e10, 24), corpus, ranks)         # by all ranks: lesson 12 does it live
+    optima = [parabola(rows) for rows in by_budget(points).values()]
+    fit = power_law(optima)                    # params = scale * budget ** exponent
+    low, high = spread(points)["exponent"]     # 90 % of what noise as large as the residuals makes of the same grid
 
 One budget's points differ in width only, and in how many tokens the budget then buys: tokens = budget / FLOPs per
 token. The FLOPs are counted exactly, by `models.flops_per_token`; the usual 6 N per token leaves out attention's
-products and counts embeddings, which cost nothing.
+products and counts embeddings, which cost nothing. Points are rows with budget_flops, params and val_loss.
 
 This is the second approach of Hoffmann et al. 2022 (section 3.2, "IsoFLOP profiles") at a millionth of a millionth of
-its scale. `manyhands.predict.scaling` fits what comes out.
+its scale: a budget's losses are fitted by a parabola in log N, and the parabolas' lowest points by a straight line in
+logarithms.
 """
 
+import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import (
-    ModelOptions,
-    OptimizerOptions,
-    Options,
-    ParallelOptions,
-    TrainOptions,
-    model_config,
-)
+from manyhands.config.options import Options, merged, model_config
 from manyhands.data.corpus import Corpus, get_batch
 from manyhands.gpt.sampling import generate
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.optimizer import build_optimizer, learning_rate, set_learning_rate
-from manyhands.parallel.strategy import parallelize
+from manyhands.parallel.strategy import Strategy, parallelize
 from manyhands.predict.models import flops_per_token
 
 LAYERS, HEADS, BLOCK = 2, 2, 32
@@ -45,16 +47,16 @@ class Point:
 
     budget_flops: float
     width: int
-    seed: int = SEED
 
     def options(self, vocab_size: int, strategy: str = "ddp") -> Options:
         """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
-        model = ModelOptions(n_layer=LAYERS, n_head=HEADS, n_embd=self.width, block_size=BLOCK, vocab_size=vocab_size)
-        options = Options(model=model, optimizer=OptimizerOptions(lr=0.3 / self.width))
+        sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": self.width, "block_size": BLOCK}
+        model = sizes | {"vocab_size": vocab_size}
+        groups = {"model": model, "optimizer": {"lr": 0.3 / self.width}, "parallel": {"strategy": strategy}}
+        options = merged(Options(), groups, "isoflop")
         per_step = flops_per_token(model_config(options, vocab_size)) * GLOBAL_BATCH * BLOCK
         steps = max(2, round(self.budget_flops / per_step))
-        train = TrainOptions(steps=steps, global_batch=GLOBAL_BATCH, seed=self.seed)
-        return replace(options, train=train, parallel=ParallelOptions(strategy=strategy))
+        return merged(options, {"train": {"steps": steps, "global_batch": GLOBAL_BATCH, "seed": SEED}}, "isoflop")
 
 
 def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
@@ -70,22 +72,14 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
     optimizer = build_optimizer(parallel, options)
     began, steps = time.perf_counter(), options.train.steps
     for step in range(steps):
-        share = parallel.data_rank, parallel.data_size, options.train.seed
-        batch = get_batch(corpus.train_ids, step, GLOBAL_BATCH, BLOCK, *share)
-        ids, targets = (part.to(ranks.device) for part in batch)
+        batch = get_batch(corpus.train_ids, step, GLOBAL_BATCH, BLOCK, parallel.data_rank, parallel.data_size, SEED)
         set_learning_rate(optimizer, learning_rate(step, options))
-        parallel.forward_backward(ids, targets)
+        parallel.forward_backward(*(part.to(ranks.device) for part in batch))
         parallel.clip(options.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad()
-    seconds = time.perf_counter() - began
-    written = {}
-    if sample:  # what it writes after a line's end: the same on all ranks, which all take part
-        start_11 = corpus.encode("\n").to(ranks.device)[None]
-        ids_1T = generate(parallel, start_11, sample, 1.0, torch.Generator().manual_seed(SEED))
-        written["sample"] = corpus.decode(ids_1T[0, 1:])
-    tokens = steps * GLOBAL_BATCH * BLOCK
-    return {
+    seconds, tokens = time.perf_counter() - began, steps * GLOBAL_BATCH * BLOCK
+    row = {
         "budget_flops": point.budget_flops,
         "flops": tokens * flops_per_token(config),
         "width": point.width,
@@ -93,38 +87,130 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
         "tokens": tokens,
         "epochs": tokens / len(corpus.train_ids),
         "steps": steps,
-        "lr": options.optimizer.lr,
-        "seed": point.seed,
-        **look(parallel, corpus, ranks),
+        **look(parallel, corpus, ranks.device),
         "seconds": seconds,
-        **written,
     }
+    if sample:  # what it writes after a line's end: the same on all ranks, which all take part
+        start_11 = corpus.encode("\n").to(ranks.device)[None]
+        ids_1T = generate(parallel, start_11, sample, 1.0, torch.Generator().manual_seed(SEED))
+        row["sample"] = corpus.decode(ids_1T[0, 1:])
+    return row
 
 
 @torch.no_grad()
-def look(parallel, corpus, ranks) -> dict[str, float]:
-    """What the model knows of the validation text: the same on all ranks, which all call it.
+def look(parallel: Strategy, corpus: Corpus, device: torch.device) -> dict[str, float]:
+    """What the model knows of the validation text, of which each rank reads the same: all of them call it.
 
     val_loss: nats per character; accuracy: how often the likeliest character is the right one; in_a_row: how often it
     is for IN_A_ROW characters one after the other, given the right ones before each.
     """
     rows = min(LOOK_ROWS, (len(corpus.val_ids) - 1) // BLOCK)
-    x_BT, y_BT = (corpus.val_ids[i : i + rows * BLOCK].view(rows, BLOCK) for i in (0, 1))
-    found = torch.zeros(5, dtype=torch.float64)
-    # ranks that hold whole replicas read a share each; others compute all of it together
-    apart = parallel.layout.dp_mode(parallel.options) == "replicas" and parallel.data_size == ranks.world_size
-    for number, first in enumerate(range(0, rows, LOOK_AT_ONCE)):
-        if apart and number % ranks.world_size != ranks.rank:
-            continue
-        x_bT, y_bT = (ids_BT[first : first + LOOK_AT_ONCE].to(ranks.device) for ids_BT in (x_BT, y_BT))
+    x_BT, y_BT = (corpus.val_ids[i : i + rows * BLOCK].view(rows, BLOCK).to(device) for i in (0, 1))
+    loss, right = 0.0, []
+    for x_bT, y_bT in zip(x_BT.split(LOOK_AT_ONCE), y_BT.split(LOOK_AT_ONCE), strict=True):
         logits_bTV = parallel.logits(x_bT).float()
-        loss = torch.nn.functional.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), reduction="sum")
-        right_bT = logits_bTV.argmax(-1) == y_bT
-        rows_right = right_bT.unfold(1, IN_A_ROW, IN_A_ROW).all(-1)
-        counted = (loss, right_bT.sum(), right_bT.numel(), rows_right.sum(), rows_right.numel())
-        found += torch.tensor([float(number) for number in counted], dtype=torch.float64)
-    found = found.to(ranks.device)
-    if apart:
-        dist.all_reduce(found)
-    loss, right, characters, right_rows, groups = found.tolist()
-    return {"val_loss": loss / characters, "accuracy": right / characters, "in_a_row": right_rows / groups}
+        loss += torch.nn.functional.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), reduction="sum").item()
+        right.append(logits_bTV.argmax(-1) == y_bT)
+    right_BT = torch.cat(right)
+    in_a_row = right_BT.unfold(1, IN_A_ROW, IN_A_ROW).all(-1).double().mean().item()
+    return {"val_loss": loss / y_BT.numel(), "accuracy": right_BT.double().mean().item(), "in_a_row": in_a_row}
+
+
+# ------------------------------------------------------------------ what the grid says
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The lowest point of a budget's parabola: loss = c[0] x^2 + c[1] x + c[2] with x = ln(params)."""
+
+    budget_flops: float
+    params: float
+    loss: float
+    coefficients: tuple
+
+    def curve(self, params: float) -> float:
+        """The fitted loss at these numbers of parameters."""
+        return np.polyval(self.coefficients, np.log(params))
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """params = scale * budget ** exponent, loss = loss_scale * budget ** loss_exponent, within the range seen."""
+
+    scale: float
+    exponent: float
+    loss_scale: float
+    loss_exponent: float
+
+    def at(self, budget_flops: float) -> tuple[float, float]:
+        """(params, loss) of the best model for this budget."""
+        return (self.scale * budget_flops**self.exponent, self.loss_scale * budget_flops**self.loss_exponent)
+
+
+def by_budget(points: Sequence[dict]) -> dict[float, list[dict]]:
+    """{budget: its points, by size}, budgets in order."""
+    ordered = sorted(points, key=itemgetter("budget_flops", "params"))
+    return {budget: list(rows) for budget, rows in groupby(ordered, key=itemgetter("budget_flops"))}
+
+
+def parabola(points: Sequence[dict]) -> Optimum:
+    """The `Optimum` of one budget's points. Raises ValueError for two sizes or one, or a curve without a bottom."""
+    budget, sizes = points[0]["budget_flops"], {point["params"] for point in points}
+    if len(sizes) < 3:
+        raise ValueError(f"{len(sizes)} sizes make no parabola; train at least 3 for each budget")
+    x = np.log([point["params"] for point in points])
+    coefficients = np.polyfit(x, [point["val_loss"] for point in points], 2)
+    bend, slope, _ = coefficients
+    if bend <= 0:
+        raise ValueError(f"the losses of {budget:.0e} FLOPs have no lowest point; try smaller and larger models")
+    best = -slope / (2 * bend)
+    return Optimum(budget, math.exp(best), float(np.polyval(coefficients, best)), tuple(map(float, coefficients)))
+
+
+def power_law(optima: Sequence[Optimum]) -> PowerLaw:
+    """The straight lines through the logarithms of the optima. Raises ValueError for fewer than two."""
+    if len(optima) < 2:
+        raise ValueError(f"{len(optima)} budget makes no line; use at least 2")
+    budgets = np.log([optimum.budget_flops for optimum in optima])
+    exponent, scale = np.polyfit(budgets, np.log([optimum.params for optimum in optima]), 1)
+    loss_exponent, loss_scale = np.polyfit(budgets, np.log([optimum.loss for optimum in optima]), 1)
+    return PowerLaw(math.exp(scale), float(exponent), math.exp(loss_scale), float(loss_exponent))
+
+
+def residuals(points: Sequence[dict]) -> tuple[float, list[float]]:
+    """(their standard deviation over all budgets, with three parameters taken by each parabola; the residuals)."""
+    found, free = [], len(points)
+    for rows in by_budget(points).values():
+        optimum, free = parabola(rows), free - 3
+        found += [row["val_loss"] - float(optimum.curve(row["params"])) for row in rows]
+    if free < 1:
+        raise ValueError(f"{len(found)} points leave nothing to judge the noise by; use more than 3 per budget")
+    return math.sqrt(sum(r * r for r in found) / free), found
+
+
+def spread(
+    points: Sequence[dict], draws: int = 1000, share: float = 0.9, seed: int = 0, ahead: float = 10.0
+) -> dict[str, tuple[float, float]]:
+    """Ranges that hold `share` of the fits to `draws` grids: the fitted parabolas plus noise as large as the residuals.
+
+    {"exponent": (low, high), "params": ..., "loss": ...}: the last two at `ahead` times the largest budget. A draw
+    without a lowest point in each budget is drawn again, up to ten times as often. Raises ValueError.
+    """
+    sigma, grids = residuals(points)[0], by_budget(points)
+    curves = {budget: parabola(rows).curve for budget, rows in grids.items()}
+    rng, found, target = np.random.default_rng(seed), [], ahead * max(grids)
+    for _ in range(10 * draws):
+        drawn = [
+            {**row, "val_loss": float(curves[budget](row["params"])) + rng.normal(0, sigma)}
+            for budget, rows in grids.items()
+            for row in rows
+        ]
+        with suppress(ValueError):
+            law = power_law([parabola(rows) for rows in by_budget(drawn).values()])
+            found.append((law.exponent, *law.at(target)))
+        if len(found) == draws:
+            break
+    if not found:
+        raise ValueError("no draw had a lowest point in each budget: the noise is as large as the curves are deep")
+    ranges = np.quantile(found, [(1 - share) / 2, (1 + share) / 2], axis=0).T.tolist()
+    return {name: (low, high) for name, (low, high) in zip(("exponent", "params", "loss"), ranges, strict=True)}

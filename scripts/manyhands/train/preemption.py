@@ -146,9 +146,7 @@ class PreemptionHandler:
 
 
 def write_requeue(folder, stop, step, ranks):
-    """Say in <folder>/requeue.json that `stop` ("SIGUSR1") ended the run after `step` steps. Rank 0 writes, at once
-    whole.
-    """
+    """Say in <folder>/requeue.json that `stop` ("SIGUSR1") ended the run after `step` steps. Rank 0 writes it."""
     if ranks.rank == 0:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
     report = Report(ranks, options, layout, config, corpus, folder, mean_loss)      # all ranks
     report.start()                                                          # who and what runs, and the legend
-    report.timer.step_start() ... report.timer.step_done()                  # around each step, its batch included
+    report.timer.step_start() ... report.timer.mark("step")                 # around each step, its batch included
     report.step(step, loss, grad_norm, lr)                                  # all ranks, every step; steps count from 1
     report.evaluation(step, val_loss); report.sample(step, text); report.note(sentence)
     report.close("300 steps done")
@@ -84,9 +84,7 @@ class Report:
         self.bar.start()
 
     def step(self, step, loss, grad_norm, lr):
-        """Step number `step` is done. All ranks call it. `loss`: this rank's; `grad_norm`: the global one (0-dim
-        tensors).
-        """
+        """Step number `step` is done. All ranks call it. 0-dim tensors: this rank's `loss`, the global `grad_norm`."""
         line = self.first or step % self.options.log.every == 0 or self._evaluated(step)
         self.first = False
         if not line:
@@ -245,9 +243,7 @@ class Report:
 
 
 class Bar:
-    """A progress bar below the lines of a run, where `active`: a terminal. Lines go through `write`, and stand above
-    it.
-    """
+    """A progress bar, where `active`: a terminal. Lines of a run go through `write`, and stand above it."""
 
     def __init__(self, steps, active):
         from rich.console import Console
@@ -440,9 +436,7 @@ def shown_text(text, width):
 
 
 def launch_time(launcher):
-    """When the command was given, as time.time(): the start of the launcher where it is our parent, else of this
-    process.
-    """
+    """When the command was given, as time.time(): the start of our launcher where it is our parent, else ours."""
     process = psutil.Process()
     if launcher in ("torchrun", "mpich"):
         process = process.parent() or process

@@ -146,7 +146,7 @@ class Run:
         batch = self.next_batch()
         lr = learning_rate(self.step, self.options)
         set_learning_rate(self.optimizer, lr)
-        timer.batch_ready()
+        timer.mark("batch")
         if self.scale:
             self.parallel.loss_scale = self.scale.scale
         # here gradients travel between ranks, and with FSDP, tensor or pipeline ranks also weights or activations
@@ -157,7 +157,7 @@ class Run:
         if self.scale is None or self.scale.take(norm.item()):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        timer.step_done()
+        timer.mark("step")
         self.step += 1
         self.report.step(self.step, loss, norm, lr)  # sends something in the last step of an interval only
         return norm
@@ -233,9 +233,7 @@ class Run:
         return self.parallel.checkpoint_tensors(self.optimizer)
 
     def save(self):
-        """A checkpoint of this step, if there is none yet. Raises Diverged or CheckpointError on all ranks, which call
-        it.
-        """
+        """A checkpoint of this step, if there is none. Raises Diverged or CheckpointError on all ranks: all call it."""
         if self.saved == self.step:
             return
         tensors = self.tensors()
@@ -249,9 +247,7 @@ class Run:
     # --- abort on NaN or Inf before saving
 
     def abort_on_nan(self, norm):
-        """Raises Diverged where the global gradient norm, a 0-dim tensor, is NaN or Inf: on all ranks, which have the
-        same.
-        """
+        """Raises Diverged where the global gradient norm, 0-dim, is NaN or Inf: on all ranks, which have the same."""
         if self.scale is None and not math.isfinite(norm.item()):  # fp16 leaves such steps out, and goes on
             raise Diverged(self, f"the gradient norm is {norm.item()}")
 
@@ -308,9 +304,7 @@ def train(options):
 
 
 def carry_out(run, prog, look=lambda run: None):
-    """Resume a run and go to its end: the exit status. `look(run)` may raise CheckpointError first. All ranks must call
-    it.
-    """
+    """Resume a run, go to its end: the exit status. `look(run)` may raise CheckpointError before. All ranks call it."""
     try:
         look(run)
         resume(run)

@@ -137,8 +137,7 @@ class StallWatch:
         """A run that makes progress does not need the store; one that does not, and gets no answer, has lost rank 0."""
         while self._sleep():
             now, (_, _, _, since, patience_s) = time.monotonic(), self._at
-            # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes, unless it is
-            # stopped
+            # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes
             if now - since > min(patience_s, self.stall_s) + self.beat_s and now - self._answered > self.stall_s:
                 _print(
                     f"rank {self.ranks.rank} of {self.ranks.world_size} waits for {now - since:.0f} s at"

@@ -1,7 +1,7 @@
 """Where the time of a step goes: `StepTimer` in every run, `profiled` with `--log.profile`.
 
     timer = StepTimer(device)
-    timer.step_start()    # then, when each is over: batch_ready(), forward_done(), backward_done(), step_done()
+    timer.step_start()    # then, when each is over: mark("batch"), mark("forward"), mark("backward"), mark("step")
     timer.take()          # Timing since the last take: waits for the device, once
 
     with profiled(ranks, options, folder, say, steps) as step_done:      # all ranks; nothing without --log.profile
@@ -59,7 +59,7 @@ class StepTimer:
         self.device = device
         self.event = self._gpu_event if device and device.type != "cpu" else lambda: HostEvent(now)
         self.first_start_s = None  # time.time() at the first step's start
-        self.steps, self.marks = [], []  # since the last take: a step's marks are [(what ended there, event), ...]
+        self.steps = []  # since the last take: of each its marks, [(what ended there, event), ...]
 
     def _gpu_event(self):
         event = torch.get_device_module(self.device).Event(enable_timing=True)
@@ -68,20 +68,11 @@ class StepTimer:
 
     def step_start(self):
         self.first_start_s = self.first_start_s or time.time()
-        self.marks = [("start", self.event())]
+        self.steps.append([("start", self.event())])
 
-    def batch_ready(self):
-        self.marks.append(("batch", self.event()))
-
-    def forward_done(self):
-        self.marks.append(("forward", self.event()))
-
-    def backward_done(self):
-        self.marks.append(("backward", self.event()))
-
-    def step_done(self):
-        self.marks.append(("done", self.event()))
-        self.steps.append(self.marks)
+    def mark(self, ended):
+        """What this step did last is over: "batch", "forward", "backward", or the whole "step"."""
+        self.steps[-1].append((ended, self.event()))
 
     def take(self):
         """The `Timing` of the steps since the last call; the device has done them all when this returns."""

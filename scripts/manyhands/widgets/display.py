@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import sys
+from importlib.util import find_spec
 
 from manyhands.launch.settings import live
 
@@ -13,16 +14,8 @@ def is_live():
 
     Those set MANYHANDS_LIVE=0: what they show is read later, on a web page, without a kernel.
     """
-    if not live():
-        return False
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if not hasattr(shell, "kernel"):
-        return False
-    try:
-        import ipywidgets  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return live() and hasattr(shell, "kernel") and find_spec("ipywidgets") is not None
 
 
 def show_picture(figure, alt):
@@ -52,11 +45,22 @@ def show_with_controls(draw, settings, *rows):
     """Show `draw(**values)` -> (figure, alt) below rows of controls for the values, which start with `settings`.
 
     A row is {name of a value: (class of ipywidgets, value, label, em of the label, em in all, traits)}. Where nobody
-    can use controls there is the picture alone.
+    can use controls there is the picture alone. A ValueError of `draw` is shown as a sentence, with nothing drawn.
     """
     values = {name: value for row in rows for name, (_, value, *_) in row.items()} | settings
+
+    def picture(now):
+        try:
+            return draw(**now)
+        except ValueError as error:
+            from matplotlib.figure import Figure
+
+            figure = Figure(figsize=(9, 1.2))
+            figure.text(0.02, 0.5, str(error), fontsize=11, va="center")
+            return figure, str(error)
+
     if not is_live():
-        show_picture(*draw(**values))
+        show_picture(*picture(values))
         return
     import ipywidgets
 
@@ -66,20 +70,11 @@ def show_with_controls(draw, settings, *rows):
     }  # fmt: skip
     page = Controls(
         [[made[name] for name in row] for row in rows],
-        lambda: draw(**{name: control.value for name, control in made.items()}),
+        lambda: picture({name: control.value for name, control in made.items()}),
     )
     for control in made.values():
         control.observe(page.redraw, "value")
     page.show()
-
-
-def sentence(text):
-    """A matplotlib Figure with a sentence, where there is nothing to draw."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2))
-    figure.text(0.02, 0.5, text, fontsize=11, va="center")
-    return figure
 
 
 class Controls:

@@ -14,7 +14,6 @@ from manyhands.widgets.display import Controls, is_live, labelled, show_picture
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPONENT_BITS = {"fp32": 8, "bf16": 8, "fp16": 5}
-_AS_INTEGER = {4: (torch.int32, 32), 2: (torch.int16, 16)}
 EXAMPLES = {
     "pi": math.pi, "a tenth": 0.1, "1 + 1/128": 1 + 2**-7, "1 + 1/256": 1 + 2**-8, "65504, fp16's largest": 65504.0,
     "70000": 70000.0, "1e-5, a small gradient": 1e-5, "6e-8, fp16's smallest": 5.96e-8, "1e-8": 1e-8, "1e-40": 1e-40,
@@ -60,25 +59,20 @@ class Bits:
 
 
 def bits(value, dtype):
-    """The `Bits` of `value`, a number, in fp32, bf16 or fp16 (a name or torch's dtype), rounded as torch rounds.
-
-    Raises ValueError for another dtype.
-    """
-    name = _name(dtype)
-    stored = torch.tensor(float(value), dtype=torch.float64).to(DTYPES[name])
-    integer, width = _AS_INTEGER[stored.element_size()]
-    return _cut(f"{stored.view(integer).item() % 2**width:0{width}b}", name, stored.item())
+    """The `Bits` of a number in fp32, bf16 or fp16, rounded as torch rounds. Raises ValueError for another format."""
+    integer, width = _integer(dtype)
+    stored = torch.tensor(float(value), dtype=torch.float64).to(DTYPES[dtype])
+    return from_pattern(f"{stored.view(integer).item() % 2**width:0{width}b}", dtype)
 
 
 def from_pattern(pattern, dtype):
     """The `Bits` of a string of 0 and 1, blanks ignored. Raises ValueError for other letters and another length."""
-    name, pattern = _name(dtype), "".join(pattern.split())
-    integer, width = _AS_INTEGER[DTYPES[name].itemsize]
+    (integer, width), pattern = _integer(dtype), "".join(pattern.split())
     if len(pattern) != width or set(pattern) - {"0", "1"}:
-        raise ValueError(f"{name} has {width} bits, each 0 or 1, not {len(pattern)} letters {pattern!r}")
-    number = int(pattern, 2)
-    signed = number - 2**width if number >= 2 ** (width - 1) else number
-    return _cut(pattern, name, torch.tensor(signed, dtype=integer).view(DTYPES[name]).item())
+        raise ValueError(f"{dtype} has {width} bits, each 0 or 1, not {len(pattern)} letters {pattern!r}")
+    value = torch.tensor(int(pattern, 2)).to(integer).view(DTYPES[dtype]).item()
+    end = 1 + EXPONENT_BITS[dtype]
+    return Bits(dtype, pattern[0], pattern[1:end], pattern[end:], value)
 
 
 def neighbour(stored, by):
@@ -91,27 +85,25 @@ def neighbour(stored, by):
     return from_pattern(f"{place < 0:d}{abs(place):0{len(stored.pattern) - 1}b}", stored.dtype)
 
 
-def _cut(pattern, name, value):
-    end = 1 + EXPONENT_BITS[name]
-    return Bits(name, pattern[0], pattern[1:end], pattern[end:], value)
+def _integer(dtype):
+    """(torch's integers as wide as a format, their bits)."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown here; use one of {', '.join(DTYPES)}")
+    return (torch.int32, 32) if dtype == "fp32" else (torch.int16, 16)
 
 
-def _name(dtype):
-    for name, known in DTYPES.items():
-        if dtype in (name, known):
-            return name
-    raise ValueError(f"dtype {dtype!r} is unknown here; use one of {', '.join(DTYPES)}")
-
-
-def floats_figure(value=math.pi):
-    """A matplotlib Figure: sign, exponent and fraction of `value` in each format, and the number they stand for."""
+def floats_picture(value=math.pi):
+    """(a matplotlib Figure, its text): sign, exponent and fraction of `value` in each format, and their number."""
     figure, axes = card(98, 39, f"{value:.10g} in three formats")
+    told = []
     for i, name in enumerate(DTYPES):
-        _row(axes, 8.5 + 10 * i, bits(value, name), value)
+        stored = bits(value, name)
+        _row(axes, 8.5 + 10 * i, stored, value)
+        told.append(f"{name}: {stored.sign} {stored.exponent} {stored.fraction}, {in_words(stored)}")
     for j, (field, colour, hatch) in enumerate(FIELDS):
         _bit(axes, 40 + 15 * j, 1.2, "", colour, hatch)
         write(axes, 43.2 + 15 * j, 2.4, field, size=10, ha="left")
-    return figure
+    return figure, f"the bits of {value:.10g}. {'; '.join(told)}"
 
 
 def _row(axes, y, stored, value):
@@ -159,19 +151,12 @@ def _error(stored, value):
     return "gone" if stored == 0 else f"off by {abs(stored - value) / abs(value):.1e} of it"
 
 
-def _alt(value):
-    return f"the bits of {value:.10g}. " + "; ".join(
-        f"{name}: {' '.join((b.sign, b.exponent, b.fraction))}, {in_words(b)}"
-        for name, b in ((name, bits(value, name)) for name in DTYPES)
-    )
-
-
 def show_floats(value=math.pi):
     """Type a number, or the bits of one format, and step from a number to the next. A picture where nobody can."""
     if is_live():
-        FloatControls(value).show()
+        FloatControls(value).page.show()
     else:
-        show_picture(floats_figure(value), _alt(value))
+        show_picture(*floats_picture(value))
 
 
 class FloatControls:
@@ -193,17 +178,15 @@ class FloatControls:
         )
         self.said = w.HTML()
         rows = [[self.number, self.example], [self.format, self.pattern, self.down, self.up], [self.said]]
-        self.page = Controls(rows, lambda: (floats_figure(self.value), _alt(self.value)))
+        self.page = Controls(rows, lambda: floats_picture(self.value))
         self._fill()
-        self.number.observe(self._typed, "value")
-        self.pattern.observe(self._set_bits, "value")
-        self.example.observe(self._set_example, "value")
+        cure = "is no number; type one such as 0.1 or 1e-8"
+        self.number.observe(lambda one: self._attempt(lambda: float(one.new), f"{one.new!r} {cure}"), "value")
+        self.pattern.observe(lambda one: self._attempt(lambda: from_pattern(one.new, self.format.value).value), "value")
+        self.example.observe(lambda one: one.new is not None and self._attempt(lambda: one.new), "value")
         self.format.observe(lambda _: self._fill(), "value")
         self.down.on_click(lambda _: self._step(-1))
         self.up.on_click(lambda _: self._step(1))
-
-    def show(self):
-        self.page.show()
 
     def _take(self, value):
         self.value = value
@@ -219,25 +202,14 @@ class FloatControls:
         self.pattern.value = f"{stored.sign} {stored.exponent} {stored.fraction}"
         self._filling = False
 
-    def _set_example(self, change):
-        if not self._filling and change.new is not None:
-            self._take(change.new)
-
-    def _typed(self, change):
-        if not self._filling:
-            self._attempt(lambda: float(change.new), f"{change.new!r} is no number; type one such as 0.1 or 1e-8")
-
-    def _set_bits(self, change):
-        if not self._filling:
-            self._attempt(lambda: from_pattern(change.new, self.format.value).value)
-
     def _attempt(self, read, complaint=None):
+        """Show the value that `read` makes of a field, or why it makes none; not where `_fill` has filled it in."""
+        if self._filling:
+            return
         try:
-            value = read()
+            self._take(read())
         except ValueError as error:
             self.said.value = html.escape(complaint or str(error))
-        else:
-            self._take(value)
 
     def _step(self, by):
         self._take(neighbour(bits(self.value, self.format.value), by).value)

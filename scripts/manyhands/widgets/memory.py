@@ -54,18 +54,18 @@ def _unsharded(config, itemsize, n_ranks):
     return bytes_per_rank(config, Layout(shard=n_ranks), options).unsharded_parameters * itemsize / 4
 
 
-def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):
-    """A matplotlib Figure: a bar for each strategy with the bytes of one of `ranks` ranks, by kind.
+def memory_picture(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1, device=80, unit="GB"):
+    """(a matplotlib Figure, its text): a bar for each strategy with the bytes of one of `ranks` ranks, by kind.
 
     `model`: a name in MODELS; `recipe`: a name in RECIPES. `device` is the memory of a device in `unit` (GB or GiB), a
     line; 0 leaves it out.
     """
     config, device_bytes = MODELS[model], device * GIGA[unit]
-    bars = _bars(config, recipe, ranks, sequences)
-    shown, scale = _shown_unit(bars, unit)
-    longest = max(sum(bar.values()) for bar in bars.values()) / scale
+    bars = {name: bytes_by_kind(config, recipe, stage, ranks, sequences) for name, stage in STRATEGIES.items()}
+    longest = max(sum(bar.values()) for bar in bars.values())
+    shown, scale = (unit, GIGA[unit]) if longest >= GIGA[unit] else MEGA[unit]
     figure, axes = new_figure(8.6, 3.3)
-    drawn = {}
+    drawn, totals = {}, []
     for name, bar in bars.items():
         left = 0
         for kind, n_bytes in bar.items():
@@ -73,13 +73,16 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
             drawn[kind] = axes.barh(name, n_bytes / scale, left=left, fc=colour, ec=INK, lw=0.5, hatch=hatch, zorder=2)
             left += n_bytes / scale
         note = "  does not fit" if device and left * scale > device_bytes else ""
-        axes.text(left, name, f"  {_number(left)} {shown}{note}", va="center", zorder=4)
-    right = longest * 1.32
+        size = f"{left:,.0f}" if left >= 100 else f"{left:.3g}"
+        axes.text(left, name, f"  {size} {shown}{note}", va="center", zorder=4)
+        totals.append(f"{name} {size}")
+    right = longest / scale * 1.32
     if device and device_bytes / scale < right:
         axes.axvline(device_bytes / scale, **LIMIT, zorder=3)
         above = {"ha": "center", "transform": axes.get_xaxis_transform()}
         axes.text(device_bytes / scale, 1.01, f"{device:g} {unit}", color=LIMIT["color"], **above)
-    axes.set(xlim=(0, right), xlabel=f"{shown} on {_each_of(ranks)}")
+    where = f"{shown} on " + (f"each of {ranks:,} ranks" if ranks > 1 else "one rank")
+    axes.set(xlim=(0, right), xlabel=where)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.invert_yaxis()
     axes.tick_params(left=False)
@@ -87,13 +90,14 @@ def memory_figure(model="7B", recipe="bf16 + fp32 master", ranks=64, sequences=1
     size = f"{P / 1e9:,.3g} billion" if P >= 1e9 else f"{P / 1e6:.3g} million"
     figure.suptitle(f"{size} parameters, {recipe}", x=0.02, ha="left")
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=7, frameon=False, handleheight=1.3)
-    return figure
+    batch = f" and {sequences} sequence{'s' * (sequences != 1)} per rank" if sequences else ""
+    return figure, f"{where} for {model}, {recipe}{batch}: {', '.join(totals)}"
 
 
 def show_memory(**settings):
-    """Choose model, recipe, ranks, sequences, device and unit (as for `memory_figure`). A picture where nobody can."""
+    """Choose model, recipe, ranks, sequences, device and unit (as for `memory_picture`). A picture where nobody can."""
     show_with_controls(
-        lambda **now: (memory_figure(**now), _alt(**now)), settings,
+        memory_picture, settings,
         {
             "model": ("Dropdown", "7B", "model", 10, 22, {"options": list(MODELS)}),
             "recipe": ("Dropdown", "bf16 + fp32 master", "recipe", 10, 24, {"options": list(RECIPES)}),
@@ -105,33 +109,6 @@ def show_memory(**settings):
             "unit": ("Dropdown", "GB", "unit", 4, 12, {"options": list(GIGA)}),
         },
     )  # fmt: skip
-
-
-def _alt(model, recipe, ranks, sequences, device, unit):
-    bars = _bars(MODELS[model], recipe, ranks, sequences)
-    shown, scale = _shown_unit(bars, unit)
-    totals = (f"{name} {_number(sum(bar.values()) / scale)}" for name, bar in bars.items())
-    batch = f" and {sequences} sequence{'s' * (sequences != 1)} per rank" if sequences else ""
-    return f"{shown} on {_each_of(ranks)} for {model}, {recipe}{batch}: {', '.join(totals)}"
-
-
-def _bars(config, recipe, ranks, sequences):
-    """{strategy: {kind: bytes}}"""
-    return {name: bytes_by_kind(config, recipe, stage, ranks, sequences) for name, stage in STRATEGIES.items()}
-
-
-def _shown_unit(bars, unit):
-    """(name, bytes) of GB or GiB; of MB or MiB where no bar is as long as one of these."""
-    longest = max(sum(bar.values()) for bar in bars.values())
-    return (unit, GIGA[unit]) if longest >= GIGA[unit] else MEGA[unit]
-
-
-def _each_of(ranks):
-    return f"each of {ranks:,} ranks" if ranks > 1 else "one rank"
-
-
-def _number(value):
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # ------------------------------------------------------------------ GB or GiB
@@ -146,26 +123,27 @@ def devices_needed(gigabytes, device, unit):
     return ceil(gigabytes * GIGA["GB"] / (device * GIGA[unit]))
 
 
-def sizes_figure(gigabytes=914.04, device=40, unit="GiB"):
-    """A matplotlib Figure: so many GB (10^9 bytes) on devices of `device` GB, and of `device` GiB, one box each.
-
-    `unit` is what the devices really have; its row stands out.
+def sizes_picture(gigabytes=914.04, device=40, unit="GiB"):
+    """(a matplotlib Figure, its text): so many GB (10^9 bytes) on devices of `device` GB, and of `device` GiB, one box
+    each. `unit` is what the devices really have; its row stands out.
     """
-    rows = {name: devices_needed(gigabytes, device, name) * size for name, size in GIGA.items()}
-    scale = 88 / max(rows.values())  # the same for both rows: a device of GiB is wider, what is full is as long
-    figure, axes = card(92, 36, f"{_both(gigabytes)}, on devices of {device:g}")
-    for i, name in enumerate(GIGA):
-        chosen = name == unit
-        n = devices_needed(gigabytes, device, name)
-        y = 8 + 9.5 * i
+    counts = {name: devices_needed(gigabytes, device, name) for name in GIGA}
+    # the same for both rows: a device of GiB is wider, what is full is as long
+    scale = 88 / max(n * GIGA[name] for name, n in counts.items())
+    held = {name: gigabytes * GIGA["GB"] / n_bytes for name, n_bytes in GIGA.items()}
+    both = " = ".join(f"{size:,.0f} {name}" if size >= 1000 else f"{size:.4g} {name}" for name, size in held.items())
+    figure, axes = card(92, 36, f"{both}, on devices of {device:g}")
+    for i, (name, n) in enumerate(counts.items()):
+        chosen, y = name == unit, 8 + 9.5 * i
         each = f"if {device:g} means {name}: {device * GIGA[name]:,} bytes each, {n:,} device{'s' * (n != 1)}"
         write(axes, 2, y - 1.3, each, ha="left", weight="bold" if chosen else "normal", size=10.5)
-        _boxes(axes, y, n, gigabytes * GIGA["GB"] / (device * GIGA[name]), chosen, GIGA[name] * scale)
+        _boxes(axes, y, n, held[name] / device, chosen, GIGA[name] * scale)
     write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=10)
-    for i, (decimal, binary) in enumerate(PREFIXES, start=1):
-        more = f"{binary} is {100 * (1024**i / 1000**i - 1):.1f} % more than {decimal}"
-        write(axes, 2 + 46 * ((i - 1) % 2), 30.6 + 2.6 * ((i - 1) // 2), more, ha="left", size=10, colour=QUIET)
-    return figure
+    for i, (decimal, binary) in enumerate(PREFIXES):
+        more = f"{binary} is {100 * (1.024 ** (i + 1) - 1):.1f} % more than {decimal}"
+        write(axes, 2 + 46 * (i % 2), 30.6 + 2.6 * (i // 2), more, ha="left", size=10, colour=QUIET)
+    told = " and ".join(f"{n:,} of {device:g} {name}" for name, n in counts.items())
+    return figure, f"{both}: that takes {told}; the devices have {unit}"
 
 
 def _boxes(axes, y, n, filling, chosen, wide):
@@ -177,33 +155,18 @@ def _boxes(axes, y, n, filling, chosen, wide):
         axes.add_patch(Rectangle((2, y), wide * filling, 4, fc=fill, ec=INK, lw=0.7, zorder=2))
         write(axes, 46, y + 2, f"{n:,}", weight="bold")
         return
-    gap = 0.12 * wide
+    box = 0.88 * wide  # and a gap
     for i in range(n):
-        x, full = 2 + wide * i, (wide - gap) * min(1.0, filling - i)
-        axes.add_patch(Rectangle((x, y), full, 4, fc=fill, lw=0, zorder=2))
-        axes.add_patch(  # what is left free
-            Rectangle((x + full, y), wide - gap - full, 4, fc=PAPER, lw=0, zorder=2)
-        )
-        axes.add_patch(Rectangle((x, y), wide - gap, 4, fill=False, ec=INK, lw=0.7, zorder=3))
-
-
-def _exact(value):
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _both(gigabytes):
-    return " = ".join(f"{_exact(gigabytes * GIGA['GB'] / n_bytes)} {unit}" for unit, n_bytes in GIGA.items())
-
-
-def _sizes_alt(gigabytes, device, unit):
-    counts = " and ".join(f"{devices_needed(gigabytes, device, name):,} of {device:g} {name}" for name in GIGA)
-    return f"{_both(gigabytes)}: that takes {counts}; the devices have {unit}"
+        x = 2 + wide * i
+        axes.add_patch(Rectangle((x, y), box, 4, fc=PAPER, lw=0, zorder=2))
+        axes.add_patch(Rectangle((x, y), box * min(1.0, filling - i), 4, fc=fill, lw=0, zorder=2))
+        axes.add_patch(Rectangle((x, y), box, 4, fill=False, ec=INK, lw=0.7, zorder=3))
 
 
 def show_sizes(gigabytes=914.04, device=40, unit="GiB"):
     """Choose a size, a device and what its data sheet's unit means. A picture where nobody can."""
     show_with_controls(
-        lambda **now: (sizes_figure(**now), _sizes_alt(**now)), {},
+        sizes_picture, {},
         {
             "gigabytes": ("BoundedFloatText", gigabytes, "GB to hold", 6.5, 20, {"min": 0.001, "max": 1e7}),
             "device": ("Dropdown", device, "device", 4, 14, {"options": DEVICES}),

@@ -2,28 +2,31 @@
 
 from manyhands.plots.schedule import chart
 from manyhands.predict.pipeline_schedules import SCHEDULES, bubble_formula, orders_of, simulate
-from manyhands.widgets.display import sentence, show_with_controls
+from manyhands.widgets.display import show_with_controls
 
 CHUNKED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
-def pipeline_figure(schedule="1F1B", p=4, m=8, v=1):
-    """A matplotlib Figure: what each of p ranks does when, in m micro-batches and v stages per rank.
+def pipeline_picture(schedule="1F1B", p=4, m=8, v=1):
+    """(a matplotlib Figure, its text): what each of p ranks does when, in m micro-batches and v stages per rank.
 
-    v counts for interleaved schedules only. Where the schedule refuses these numbers, the figure says why.
+    v counts for interleaved schedules only. Raises ValueError where the schedule refuses these numbers.
     """
-    try:
-        run, v = _run(schedule, p, m, v)
-    except ValueError as error:
-        return sentence(str(error))
+    v = v if schedule in CHUNKED else 1
+    run, formula = simulate(orders_of(schedule, p, m, v)), bubble_formula(schedule, p, m, v)
+    chunks = f", v = {v}" if schedule in CHUNKED else ""
+    exact = "" if run.bubble == formula else f" (the formula is for m of p or more: {100 * float(formula):.0f} %)"
+    title = f"{schedule}, p = {p}, m = {m}{chunks}: idle {100 * float(run.bubble):.0f} %{exact}"
     notes = [f"holds {held}{f'/{v}' if v > 1 else ''}" for held in run.in_flight]
-    return chart([(_title(schedule, p, m, v, run), run.slots, notes)], "forwards of a whole rank", scale=1 / v)
+    figure = chart([(title, run.slots, notes)], "forwards of a whole rank", scale=1 / v)
+    held = ", ".join(map(str, run.in_flight))
+    return figure, f"{title}; ranks hold {held} micro-batches{' of a stage' if v > 1 else ''} at most"
 
 
 def show_pipeline(**settings):
-    """Choose schedule, p, m and v (as for `pipeline_figure`). A picture where nobody can."""
+    """Choose schedule, p, m and v (as for `pipeline_picture`). A picture where nobody can."""
     show_with_controls(
-        lambda **now: (pipeline_figure(**now), _alt(**now)), settings,
+        pipeline_picture, settings,
         {
             "schedule": ("Dropdown", "1F1B", "schedule", 6, 20, {"options": list(SCHEDULES)}),
             "p": ("BoundedIntText", 4, "ranks p", 6, 12, {"min": 1, "max": 8}),
@@ -31,24 +34,3 @@ def show_pipeline(**settings):
             "v": ("BoundedIntText", 1, "stages per rank v", 10, 16, {"min": 1, "max": 4}),
         },
     )  # fmt: skip
-
-
-def _run(schedule, p, m, v):
-    v = v if schedule in CHUNKED else 1
-    return simulate(orders_of(schedule, p, m, v)), v
-
-
-def _title(schedule, p, m, v, run):
-    chunks = f", v = {v}" if schedule in CHUNKED else ""
-    formula = bubble_formula(schedule, p, m, v)
-    exact = "" if run.bubble == formula else f" (the formula is for m of p or more: {100 * float(formula):.0f} %)"
-    return f"{schedule}, p = {p}, m = {m}{chunks}: idle {100 * float(run.bubble):.0f} %{exact}"
-
-
-def _alt(schedule, p, m, v):
-    try:
-        run, v = _run(schedule, p, m, v)
-    except ValueError as error:
-        return str(error)
-    held = ", ".join(str(one) for one in run.in_flight)
-    return f"{_title(schedule, p, m, v, run)}; ranks hold {held} micro-batches{' of a stage' if v > 1 else ''} at most"

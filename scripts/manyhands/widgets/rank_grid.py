@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET, box, card, rank_box, write
-from manyhands.widgets.display import sentence, show_with_controls
+from manyhands.widgets.display import show_with_controls
 
 AXES = ("pipeline", "data", "tensor")
 ORDERS = tuple(" x ".join(order) for order in permutations(AXES))
@@ -70,36 +70,42 @@ def between_nodes(sent: dict[tuple[int, int], OnLink], per_node: int) -> dict[st
     return found
 
 
-def rank_grid_figure(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
-    """A matplotlib Figure: left a box per rank, `rank`'s partners with a letter; right the bytes from each to each.
-
-    `order` names the axes, the outermost first. Where the numbers make no grid, the figure says why.
+def rank_grid_picture(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
+    """(a matplotlib Figure, its text): left a box per rank, `rank`'s partners with a letter; right the bytes from each
+    to each. `order` names the axes, the outermost first. Raises ValueError where the numbers make no grid.
     """
-    why = _refused(pipeline, data, tensor, per_node, rank)
-    if why:
-        return sentence(why)
-    sizes = _sizes(pipeline, data, tensor, order)
-    sent = links(sizes, payloads_of_7b(sizes))
+    n, given = pipeline * data * tensor, {"pipeline": pipeline, "data": data, "tensor": tensor}
+    if n > MOST_RANKS:
+        raise ValueError(f"{pipeline} x {data} x {tensor} = {n} ranks are more than {MOST_RANKS}; use fewer")
+    if n % per_node:
+        raise ValueError(f"{n} ranks do not fill nodes of {per_node}; use a divisor of {n}")
+    if rank >= n:
+        raise ValueError(f"there is no rank {rank} among {n}; use 0 to {n - 1}")
+    sizes = {axis: given[axis] for axis in order.split(" x ")}
+    sent, groups = links(sizes, payloads_of_7b(sizes)), partners(sizes, rank)
     across = min(8, per_node)  # boxes in a line; a large node takes several
-    lines = prod(sizes.values()) // per_node * (1.6 + 5.2 * -(-per_node // across))
-    height = max(46, 23 + lines)
-    figure, axes = card(120, height, f"{_said(sizes)}: rank {rank} and its partners")
-    _boxes(axes, partners(sizes, rank), rank, prod(sizes.values()), per_node, across)
-    for i, line in enumerate(_in_words(sizes, sent, rank, per_node)):
+    lines = n // per_node * (1.6 + 5.2 * -(-per_node // across))
+    height, grid = max(46, 23 + lines), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    figure, axes = card(120, height, f"{grid}: rank {rank} and its partners")
+    _boxes(axes, groups, rank, n, per_node, across)
+    words = _in_words(groups, sent, rank, per_node)
+    for i, line in enumerate(words):
         write(axes, 2, lines + 10.5 + 3.4 * i, line, ha="left", weight="bold" if i == 3 else "normal")
     write(axes, 70, 2.4, "GB per step from rank (row) to rank (column)", size=12, weight="bold", ha="left")
-    _matrix(figure, sent, prod(sizes.values()), per_node, height)
-    return figure
+    _matrix(figure, sent, n, per_node, height)
+    told = ", ".join(f"{axis} {' '.join(map(str, group))}" for axis, group in groups.items())
+    said = "; ".join(line.replace("  ", " ") for line in words)
+    return figure, f"rank {rank} of {grid} is in the groups {told}. {said}"
 
 
 def show_rank_grid(**settings):
-    """Choose sizes, order, ranks per node and a rank (as for `rank_grid_figure`). A picture where nobody can."""
+    """Choose sizes, order, ranks per node and a rank (as for `rank_grid_picture`). A picture where nobody can."""
 
     def number(label, value, least=1):
         return "BoundedIntText", value, label, 10, 16, {"min": least, "max": MOST_RANKS}
 
     show_with_controls(
-        lambda **now: (rank_grid_figure(**now), _alt(**now)), settings,
+        rank_grid_picture, settings,
         {
             "pipeline": number("pipeline ranks", 2),
             "data": number("data ranks", 2),
@@ -111,27 +117,6 @@ def show_rank_grid(**settings):
             "order": ("Dropdown", ORDERS[0], "outermost first", 10, 28, {"options": list(ORDERS)}),
         },
     )  # fmt: skip
-
-
-def _sizes(pipeline, data, tensor, order):
-    given = dict(zip(AXES, (pipeline, data, tensor), strict=True))
-    return {axis: given[axis] for axis in order.split(" x ")}
-
-
-def _said(sizes):
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-
-def _refused(pipeline, data, tensor, per_node, rank):
-    """Why these numbers make no picture, or ""."""
-    n = pipeline * data * tensor
-    if n > MOST_RANKS:
-        return f"{pipeline} x {data} x {tensor} = {n} ranks are more than {MOST_RANKS}; use fewer"
-    if n % per_node:
-        return f"{n} ranks do not fill nodes of {per_node}; use a divisor of {n}"
-    if rank >= n:
-        return f"there is no rank {rank} among {n}; use 0 to {n - 1}"
-    return ""
 
 
 def _boxes(axes, groups, rank, n, per_node, across):
@@ -173,10 +158,10 @@ def _matrix(figure, sent, n, per_node, height):
     figure.colorbar(image, cax=bar, ticks=[0.1, 1, 10, 100], format="%g")
 
 
-def _in_words(sizes, sent, rank, per_node):
+def _in_words(groups, sent, rank, per_node):
     """A line for each axis, with the bytes of its link from this rank, then the sum of what goes between nodes."""
     told = []
-    for axis, group in partners(sizes, rank).items():
+    for axis, group in groups.items():
         size = max((one.bytes for pair, one in sent.items() if pair[0] == rank and one.axis == axis), default=0.0)
         nodes = len({one // per_node for one in group})
         where = "alone" if len(group) == 1 else "within a node" if nodes == 1 else f"over {nodes} nodes"
@@ -184,14 +169,3 @@ def _in_words(sizes, sent, rank, per_node):
         told.append(f"{MARKS[axis]}  {axis}: {len(group)} rank{'s' * (len(group) > 1)}, {where}{each}")
     slow, all_of_it = sum(between_nodes(sent, per_node).values()), sum(one.bytes for one in sent.values())
     return [*told, f"between nodes: {slow / GB:,.1f} of {all_of_it / GB:,.1f} GB in a step of a 7B model"]
-
-
-def _alt(pipeline, data, tensor, per_node, rank, order):
-    why = _refused(pipeline, data, tensor, per_node, rank)
-    if why:
-        return why
-    sizes = _sizes(pipeline, data, tensor, order)
-    sent = links(sizes, payloads_of_7b(sizes))
-    told = ", ".join(f"{axis} {' '.join(map(str, group))}" for axis, group in partners(sizes, rank).items())
-    words = "; ".join(line.replace("  ", " ") for line in _in_words(sizes, sent, rank, per_node))
-    return f"rank {rank} of {_said(sizes)} is in the groups {told}. {words}"

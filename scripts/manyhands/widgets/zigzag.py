@@ -1,8 +1,10 @@
 """Who computes which part of causal attention: ranks, positions and a layout, and each rank's work in each step."""
 
+from itertools import groupby
+
 from manyhands.plots.bars import steps_of_ranks
 from manyhands.plots.looks import FAINT, PAPER, PREDICTED, new_figure, rank_colour, tint
-from manyhands.widgets.display import sentence, show_with_controls
+from manyhands.widgets.display import show_with_controls
 
 LAYOUTS = ("in order", "zig-zag", "striped")
 MOST_RANKS, MOST_POSITIONS = 8, 128
@@ -36,26 +38,26 @@ def pairs_by_step(owner_T, n):
     return pairs
 
 
-def zigzag_figure(ranks=4, positions=16, layout="zig-zag"):
-    """A matplotlib Figure: the causal mask in the colours of the ranks whose queries they are, and each rank's pairs.
-
-    Where the positions do not split, the figure says why.
+def zigzag_picture(ranks=4, positions=16, layout="zig-zag"):
+    """(a matplotlib Figure, its text): the causal mask in the colours of the ranks whose queries they are, and each
+    rank's pairs. Raises ValueError where the positions do not split.
     """
-    try:
-        owner_T = owners(layout, positions, ranks)
-    except ValueError as error:
-        return sentence(str(error))
+    owner_T = owners(layout, positions, ranks)
     pairs = pairs_by_step(owner_T, ranks)
     figure, (mask, work) = new_figure(9, 4.2, 1, 2, width_ratios=[1, 1.15])
     _draw_mask(mask, owner_T, layout)
     _draw_work(work, pairs)
-    return figure
+    each = ", ".join(f"{sum(steps):,}" for steps in pairs)
+    return figure, (
+        f"{positions} positions {layout} on {ranks} rank{'s' if ranks > 1 else ''}: {each} query-key pairs; "
+        f"the ring takes {_slowdown(pairs):.2f} times a fair share"
+    )
 
 
 def show_zigzag(**settings):
-    """Choose ranks, positions and layout (as for `zigzag_figure`). A picture where nobody can."""
+    """Choose ranks, positions and layout (as for `zigzag_picture`). A picture where nobody can."""
     show_with_controls(
-        lambda **now: (zigzag_figure(**now), _alt(**now)), settings,
+        zigzag_picture, settings,
         {
             "ranks": ("BoundedIntText", 4, "ranks c", 5, 11, {"min": 1, "max": MOST_RANKS}),
             "positions": ("BoundedIntText", 16, "positions", 6, 13, {"min": 2, "max": MOST_POSITIONS}),
@@ -74,9 +76,12 @@ def _draw_mask(axes, owner_T, layout):
     edge = {"edgecolors": PAPER, "linewidths": 0.6} if T <= 64 else {"linewidths": 0}
     axes.add_collection(PolyCollection(rows, facecolors=faces, **edge))
     axes.plot([0, T, T, 0, 0], [0, 0, T, T, 0], color=FAINT, lw=1)
-    for first, last, rank in _stretches(owner_T):
+    first = 0
+    for rank, stretch in groupby(owner_T):
+        last = first + len(list(stretch))
         if (last - first) / T * 3.3 * 72 > 11:  # inches of the axes, points of the text
             axes.text(-0.015 * T, (first + last) / 2, str(rank), fontsize=10, ha="right", va="center")
+        first = last
     axes.set(xlim=(-0.06 * T, T), ylim=(T, 0), aspect="equal", xlabel="key", ylabel="query, and its rank")
     axes.set_title(f"the causal mask, {layout}", fontsize=11)
     axes.set_xticks([]), axes.set_yticks([])
@@ -95,25 +100,7 @@ def _draw_work(axes, pairs):
     axes.set_title(f"the ring takes {_slowdown(pairs):.2f} times a fair share", fontsize=11)
 
 
-def _stretches(owner_T):
-    """(first, one after the last, rank) of each run of positions that one rank has."""
-    starts = [at for at, rank in enumerate(owner_T) if at == 0 or rank != owner_T[at - 1]]
-    return [(first, last, owner_T[first]) for first, last in zip(starts, [*starts[1:], len(owner_T)], strict=True)]
-
-
 def _slowdown(pairs):
     """The busiest rank of each step, added up, over a fair share: a ring moves on when its slowest rank does."""
     busiest = sum(max(steps) for steps in zip(*pairs, strict=True))
     return busiest * len(pairs) / sum(map(sum, pairs))
-
-
-def _alt(ranks, positions, layout):
-    try:
-        pairs = pairs_by_step(owners(layout, positions, ranks), ranks)
-    except ValueError as error:
-        return str(error)
-    each = ", ".join(f"{sum(steps):,}" for steps in pairs)
-    return (
-        f"{positions} positions {layout} on {ranks} rank{'s' if ranks > 1 else ''}: {each} query-key pairs; "
-        f"the ring takes {_slowdown(pairs):.2f} times a fair share"
-    )
