@@ -602,14 +602,14 @@ unweighted = trajectory(world_size, weigh=False)
 metrics.exact(trajectory=by_n[world_size], trajectory_fp32=all_fp32)
 metrics.close(trajectory_close=by_n[world_size])
 if rank == 0 and world_size > 1:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
     pairs = {
         "mean of means": (unweighted, by_n[1]),
         "float32": (all_fp32, single_fp32),
         "float64": (by_n[world_size], by_n[1]),
     }
-    figure = scores.differences(pairs, 1e-10, f"{world_size} ranks against one")
+    figure = results.differences(pairs, 1e-10, f"{world_size} ranks against one")
     show(
         figure,
         "trajectories",
@@ -734,9 +734,9 @@ best = {
 }
 advised = {kind: learning_rate(kind, best[kind, 4], k, 1, 2) for kind in rates}
 if rank == 0:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
-    figure = scores.by_rate(losses, advised, f"{len(seeds)} seeds")
+    figure = results.by_rate(losses, advised, f"{len(seeds)} seeds")
     show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
     for kind, batch in best:
         found = losses[kind, batch, best[kind, batch]]
@@ -801,9 +801,9 @@ for size in sizes_B:
     measured.append((total / count).item())
     predicted.append(variance * (1 / size - 1 / 256))
 if rank == 0:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
-    show(scores.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
+    show(results.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
     say(f"measured / predicted: {min(ratios):.2f} to {max(ratios):.2f}")
 
@@ -990,7 +990,7 @@ metrics.measured(
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
     for kind, by_n in ups.items():
         for n in sizes[1:]:
@@ -1002,7 +1002,7 @@ if rank == 0:
         "Amdahl's fit": [a + b / n for n in many],
     }
     alt = "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
-    show(scores.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
+    show(results.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]
 # **The residual.** Left: the points lie on the formula, because the formula *is* the schedule. Amdahl's line passes close to the
@@ -1270,11 +1270,11 @@ def who_read(read, i):
 
 
 if rank == 0:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
     found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
     alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
-    show(scores.times_read(found), "three_runs", alt)
+    show(results.times_read(found), "three_runs", alt)
 
 # %% [markdown]
 # **Predict.** Which run is which? In a right run, by how many of four ranks is a sequence read in eight epochs?
@@ -1379,14 +1379,14 @@ if rank == 0:
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.plots import scores
+    from manyhands.plots import results
 
     pairs = {}
     for name, (one, many, dtype) in trainings.items():
         one, many = (torch.tensor(losses, dtype=torch.float64) for losses in (one, many))
         in_eps = torch.finfo(dtype).eps * one  # the rounding of one operation
         pairs[f"{name}, {str(dtype).removeprefix('torch.')}"] = many / in_eps, one / in_eps
-    figure = scores.differences(pairs, 1000, "four ranks against one", "difference, in eps of the loss")
+    figure = results.differences(pairs, 1000, "four ranks against one", "difference, in eps of the loss")
     show(figure, "three_trainings", "differences in eps: those of A and C are below 10, those of B above 1,000")
 
 # %% [markdown]

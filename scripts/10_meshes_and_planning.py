@@ -727,7 +727,7 @@ if rank == 0:  # nothing communicates in there
 
 # %%
 # %%ranks
-from manyhands.plots.scores import table_and_others
+from manyhands.plots.results import table_and_others
 from manyhands.predict.published_runs import FITTED_ON, NARAYANAN, RUNS, predicted_tflops, residual, summary
 
 table = [run for run in RUNS if run.source == NARAYANAN]

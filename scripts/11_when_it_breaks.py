@@ -1266,7 +1266,7 @@ lines = heard_so_far(where) if rank == 0 else []
 processes = list(dict.fromkeys(tuple(line["processes"]) for line in lines))  # of each life
 lives = [{line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes]
 if lives:
-    from manyhands.plots.scores import killed_and_resumed
+    from manyhands.plots.results import killed_and_resumed
 
     figure = killed_and_resumed(undisturbed, lives, f"killed and resumed, {n_children} ranks")
     show(figure, "killed_run", "the losses of all lives lie on the undisturbed curve; the residual is zero")

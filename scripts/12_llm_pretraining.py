@@ -271,7 +271,7 @@ true_N, found_N = np.array([pair for pairs in gathered for pair in pairs]).T
 sigma_N = np.sqrt(true_N * (1 - true_N) / hashes)
 inside = int((np.abs(found_N - true_N) <= sigma_N).sum())
 if rank == 0:
-    from manyhands.plots.scores import estimates
+    from manyhands.plots.results import estimates
 
     alt = "estimated against true similarity of planted copies: points around the diagonal, in a band"
     show(estimates(gathered, hashes), "minhash", alt)
@@ -881,7 +881,7 @@ points = grid["points"]
 optima = [parabola(rows) for rows in by_budget(points).values()]
 law, sure = power_law(optima), spread(points)
 if rank == 0:
-    from manyhands.plots.scores import isoflop
+    from manyhands.plots.results import isoflop
 
     alt = "loss against parameters for three budgets, each a valley; the lowest points go right and down"
     show(isoflop(by_budget(points), optima, law, live), "isoflop", alt)
@@ -953,7 +953,7 @@ if rank == 0:
 from manyhands.launch import recorded_runs
 
 if rank == 0:
-    from manyhands.plots.scores import emergence
+    from manyhands.plots.results import emergence
 
     points = recorded_runs.numbers("12_isoflop.json")["points"]
     alt = "the same 18 models by loss: how often one character is right, and five in a row"

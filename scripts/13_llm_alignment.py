@@ -918,7 +918,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.plots.scores import reward_and_kl
+from manyhands.plots.results import reward_and_kl
 
 if rank == 0:
     runs = {"the verifier": models["grpo", 0][1:], "letters that ascend": hacked_curves}
@@ -1084,7 +1084,7 @@ shares["SFT, GRPO"] = [accuracy(models["grpo", seed][0]) for seed in range(seeds
 
 # %%
 # %%ranks
-from manyhands.plots.scores import stages
+from manyhands.plots.results import stages
 
 if rank == 0:
     show(stages(shares, task.chance), "stages", "held-out accuracy after each stage, a point per seed")

@@ -645,7 +645,7 @@ metrics.exact(per_call=mine)
 
 # %%
 # %%ranks
-from manyhands.plots.scores import tokens_per_call
+from manyhands.plots.results import tokens_per_call
 
 if rank == 0:
     show(tokens_per_call(per_call, predicted, alpha), "tokens_per_call", "tokens per call against draft tokens")

@@ -188,7 +188,7 @@ def _show_published(args):
 
     print(published_text())
     if args.plot:
-        from manyhands.plots.scores import table_and_others
+        from manyhands.plots.results import table_and_others
 
         table, others = [], []
         for run in RUNS:

@@ -1,7 +1,7 @@
 """Lesson 11's plot of a killed run: every life is drawn where it was, and a residual that is not zero is in sight."""
 
 import pytest
-from manyhands.plots.scores import killed_and_resumed
+from manyhands.plots.results import killed_and_resumed
 
 UNDISTURBED = {1: 4.0, 2: 3.0, 3: 2.5, 4: 2.0}
 

@@ -15,7 +15,7 @@ from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import grpo_terms
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.plots.scores import reward_and_kl, stages
+from manyhands.plots.results import reward_and_kl, stages
 
 LESSON = "13_llm_alignment"
 NAMES = (

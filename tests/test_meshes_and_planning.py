@@ -14,7 +14,7 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 from manyhands.plots.bars import planned_and_held
-from manyhands.plots.scores import table_and_others
+from manyhands.plots.results import table_and_others
 from manyhands.predict.simulated_rank import in_own_process
 
 LESSON = "10_meshes_and_planning"
