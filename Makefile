@@ -19,6 +19,7 @@ BIN = $(VENV)/bin
 RUN = PYTHONNOUSERSITE=1 "$(BIN)/python"
 SETUP = "$(PYTHON)" scripts/setup_environment.py
 FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
+ANEW = $(if $(filter yes,$(REBUILD)),--rebuild)
 REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
 PROCESSES ?= 3
@@ -35,8 +36,7 @@ lock: environment  ## write scripts/requirements.lock anew: hashes of the pins i
 	  --no-header --universal --python-version 3.11.7 -o scripts/requirements.lock
 
 environment:
-	@$(SETUP) --venv "$(VENV)" $(if $(ENV_HERE),--use,$(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)") \
-	  $(if $(filter yes,$(REBUILD)),--rebuild))
+	@$(SETUP) --venv "$(VENV)" $(if $(ENV_HERE),--use,$(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")) $(ANEW)
 
 lab: environment  ## JupyterLab on the first lesson (OPEN=no prints the address and opens no browser)
 	@$(FETCH)
@@ -49,7 +49,7 @@ kernel: environment  ## the kernel "Many Hands" for a hub's JupyterLab (ENV=/pat
 
 shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole class
 	@test -n "$(PREFIX)" || { echo "name the folder: make shared PREFIX=/path/that/all/can/read" >&2; exit 2; }
-	@umask 022; $(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)")
+	@umask 022; $(SETUP) --venv "$(PREFIX)" --copy $(if $(SITE_PYTHON),--site-python "$(SITE_PYTHON)") $(ANEW)
 	@umask 022; export MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" PYTHONNOUSERSITE=1; \
 	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" scripts/prepare_data.py && \
 	  "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter kernel

@@ -62,7 +62,12 @@ def main():
     add("--use", action="store_true", help="build nothing: say whether this environment serves the course")
     options = parser.parse_args()
     venv, named, built = options.venv, options.site_python, read_stamp(options.venv)
-    if options.use or (built and built["course"] is None and not options.copy):  # a shared one is used as it is
+    shared = options.use or (built and built["course"] is None)  # somebody's, or a class's: it is used as it is
+    if shared and options.rebuild:
+        why = "may be in use by others, so REBUILD=yes leaves it as it is"
+        sentence = f"{venv} {why}; remove it yourself, then `make shared PREFIX={venv}` builds it anew"
+        stop(sentence) if options.copy else print(f"note: {sentence}", file=sys.stderr)
+    if shared and not options.copy:
         return use(venv, built)
     site_python = shutil.which(named) or named if named else built.get("site_python")
     course = None if options.copy else str(ROOT)
@@ -174,10 +179,12 @@ def numbers(version):
 
 def what_it_is_built_from(copy):
     """A digest of the pins, of this program, and of the package where it is copied."""
-    files = [ROOT / "requirements.txt", LOCK, Path(__file__)]
+    package = ROOT / "scripts" / "manyhands"
+    files = {path.name: path for path in (ROOT / "requirements.txt", LOCK, Path(__file__))}
     if copy:
-        files += sorted((ROOT / "scripts" / "manyhands").rglob("*.py"))
-    named = (str(path.relative_to(path.parents[1])).encode() + path.read_bytes() for path in files)
+        copied = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        files.update((path.relative_to(package).as_posix(), path) for path in copied)
+    named = (name.encode() + files[name].read_bytes() for name in sorted(files))
     return hashlib.sha256(b"".join(named)).hexdigest()
 
 

@@ -1,10 +1,12 @@
 """What attendees get: no output, note or line of a solution, links that lead somewhere, and lessons that go on."""
 
 import re
+import subprocess
 import zipfile
 from types import SimpleNamespace
 
 import pytest
+from course_copy import copy_course
 from manyhands.course import catch_up as catching_up
 from manyhands.course import handouts, pairs
 from manyhands.course.catch_up import SOLUTIONS, catch_up, show_solution
@@ -112,6 +114,33 @@ def test_without_the_packed_solutions_a_stub_is_no_definition(tmp_path, monkeypa
     catching_up.pack_solutions("def ring(x):\n    return x + 1\n", script)
     catch_up(lesson, "ring")
     assert lesson["ring"](1) == 2
+
+
+PRIVATE = (
+    "data/thesis.txt", "data/prepared/tokens.bin", "jobs/mine.pbs", "jobs/train.pbs.orig", "notes.md",
+    "outputs/run/x.txt", "notebooks/notes.ipynb", "scripts/manyhands/__pycache__/x.pyc", "scripts/grades.csv",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_what_somebody_laid_beside_the_course_is_not_handed_out_and_the_corpus_is(tmp_path, git):
+    theirs = copy_course(tmp_path / "theirs")
+    if git:
+        for words in (["init", "-q"], ["add", "."]):
+            subprocess.run(["git", *words], cwd=theirs, check=True)
+        (theirs / "CITATION.cff").unlink()
+    for name in (*PRIVATE, handouts.CORPUS):
+        (theirs / name).parent.mkdir(parents=True, exist_ok=True)
+        (theirs / name).touch()
+    copied = handouts.copy(tmp_path / "copy", theirs)
+    assert [name for name in PRIVATE if (copied / name).exists()] == []
+    assert (copied / handouts.CORPUS).exists() and (copied / "CITATION.cff").exists() == (not git)
+
+
+def test_with_and_without_git_the_same_files_are_the_courses(monkeypatch):
+    by_git = handouts.files_of_the_course(ROOT)
+    monkeypatch.setattr(handouts.subprocess, "run", lambda *words, **how: SimpleNamespace(stdout=b""))
+    assert handouts.files_of_the_course(ROOT) == by_git
 
 
 def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(course, tmp_path):

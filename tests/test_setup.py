@@ -222,6 +222,7 @@ def contents(folder):
 def other_course(course, monkeypatch, tmp_path):
     """From now on it is this clone that builds, not `course`."""
     clone = tmp_path / "clone"
+    clone.parent.mkdir(exist_ok=True)
     shutil.copytree(course, clone)
     monkeypatch.setattr(setup_environment, "ROOT", clone)
     return clone
@@ -239,11 +240,18 @@ def test_a_shared_environment_named_as_ones_own_is_used_as_it_is_with_its_data(
     commands.clear()
     capsys.readouterr()
     build(monkeypatch, venv, *flags)
-    assert commands == [] and contents(venv) == before and capsys.readouterr() == ("", "")
-    (course / "scripts" / "manyhands" / "new.py").touch()
-    build(monkeypatch, venv, *flags)
+    said = f"REBUILD=yes leaves it as it is; remove it yourself, then `make shared PREFIX={venv}`" if flags else ""
     assert commands == [] and contents(venv) == before
-    assert "holds the package of another version of the course" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and (said in err if flags else err == "")
+    for changed in ("new.py", "machines.toml"):
+        clone = other_course(course, monkeypatch, venv.parent / changed)
+        build(monkeypatch, venv, *flags)
+        assert "another version" not in capsys.readouterr().err, "the same files in a folder of another name"
+        (clone / "scripts" / "manyhands" / changed).touch()
+        build(monkeypatch, venv, *flags)
+        assert commands == [] and contents(venv) == before
+        assert "holds the package of another version of the course" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"], ["--copy", "--rebuild"]])
@@ -262,8 +270,10 @@ def test_another_clones_environment_is_refused_with_the_cure_and_kept(
 def test_a_shared_environment_is_not_cleared_even_by_the_word(course, commands, venv, monkeypatch, capsys, tmp_path):
     build(monkeypatch, venv, "--copy")
     before = contents(venv)
-    sentence = refusal(monkeypatch, capsys, venv, "--copy", "--rebuild", "--site-python", site_with(tmp_path / "site"))
-    assert "remove it yourself" in sentence and contents(venv) == before
+    for words in ([], ["--site-python", site_with(tmp_path / "site")]):
+        capsys.readouterr()
+        sentence = refusal(monkeypatch, capsys, venv, "--copy", "--rebuild", *words)
+        assert "remove it yourself" in sentence and contents(venv) == before
 
 
 @pytest.mark.parametrize("flags", [[], ["--rebuild"], ["--copy"]])
@@ -460,6 +470,7 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it
         check, *rest = make("-n", target).stdout.splitlines()
         assert f'--venv "{sys.prefix}" --use' in check
         assert any(line.startswith(f'PYTHONNOUSERSITE=1 "{sys.prefix}/bin/python"') for line in rest), target
+    assert "--use --rebuild" in " ".join(make("-n", "kernel", "REBUILD=yes").stdout.split()), "it says why not"
     own = make("-n", "doctor", "VENV=/own").stdout
     assert '--venv "/own"' in own and "--use" not in own
     assert not make.venv.exists()

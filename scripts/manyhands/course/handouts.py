@@ -26,9 +26,14 @@ from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".ci", ".venv", ".manyhands-env", "outputs", "tests", ORIGINALS, SOLUTIONS, "__pycache__", "*.egg-info",
-    ".*_cache", ".hypothesis", ".ipynb_checkpoints",
+NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/", f"{SOLUTIONS}/")
+CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
+COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
+    ".gitignore", ".github/**/*", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
+    "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt", "assets/**/*",
+    "data/README.md", "jobs/README.md", "jobs/ddp_shakespeare.pbs", "jobs/ddp_shakespeare.slurm", "jobs/sweep.pbs",
+    "jobs/sweep.slurm", "jobs/sweep.tsv", "jobs/train.pbs", "jobs/train.slurm", "jobs/sites/*.toml",
+    "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
 )  # fmt: skip
 
 
@@ -67,8 +72,9 @@ def _original(path, root):
 def copy(target, root):
     """Copy the course below `root` to `target`, a folder or a .zip that does not exist yet, as attendees get it.
 
-    Downloaded data comes along, so that the copy needs no network; the tests, which know the answers, do not. It
-    appears when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's two forms differ.
+    Of the course's own files as they are now, all but the tests, which know the answers; of what else lies there, the
+    corpus alone. It appears when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's
+    two forms differ.
     """
     target, root = Path(target).expanduser().absolute(), Path(root).absolute()
     if target.exists():
@@ -82,7 +88,9 @@ def copy(target, root):
     packed = growing.with_suffix(".zip")
     try:
         course = growing / target.stem if target.suffix == ".zip" else growing
-        shutil.copytree(root, course, ignore=LEFT_OUT, symlinks=True)
+        for name in files_of_the_course(root):
+            (course / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, course / name, follow_symlinks=False)
         for lesson in find_lessons(course):
             _hand_out(lesson)
         if target.suffix == ".zip":
@@ -94,6 +102,23 @@ def copy(target, root):
         shutil.rmtree(growing, ignore_errors=True)
         packed.unlink(missing_ok=True)
     return target
+
+
+def files_of_the_course(root):
+    """Names, relative to `root`, of what attendees get: what git knows there, else COURSE, and the corpus.
+
+    What somebody laid beside them stays theirs: own texts, prepared data, job files of their own.
+    """
+    git = ["git", "ls-files", "-z"]
+    try:
+        names = subprocess.run(git, cwd=root, capture_output=True, check=True).stdout.decode().split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    if not any(names):
+        found = (path for pattern in COURSE for path in root.glob(pattern))
+        names = [path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts]
+    names = {name for name in [*names, CORPUS] if not name.startswith(NOT_HANDED_OUT)}
+    return sorted(name for name in names if (root / name).is_file())  # not what git knows and somebody has removed
 
 
 def _hand_out(lesson):
