@@ -1,11 +1,13 @@
 """Continuous batching over a paged cache: what is written does not depend on who else is served, blocks or reuse."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.gpt.sampling import Sampling
-from manyhands.serve.engine import Engine, generate
+from manyhands.serve.engine import NOT_FINITE, Engine, generate
 from manyhands.serve.paged_cache import BlockPool, chained_digests
 from manyhands.serve.scheduler import CachedSequence, Scheduler
 from test_decoding import gpt
@@ -154,6 +156,33 @@ def test_a_prompt_of_full_blocks_still_computes_its_last_token():
         sequence = engine.add(prompt, 3, HOW, seed=2)
         finish(engine)
     assert sequence.reused == 4 and sequence.ids == alone(prompt, 3, 2)
+
+
+@pytest.mark.parametrize("num_blocks", [13, 16, 60])
+def test_a_neighbour_whose_numbers_are_nan_ends_alone_and_its_blocks_harm_nobody(num_blocks):
+    """Symbol 10 is the poison: those who have read or drawn it fail, and leave NaN in blocks that others get."""
+    poisoned = gpt()
+    with torch.no_grad():
+        poisoned.tokens.weight[10] = torch.nan
+        poisoned.head.bias[10] = -50.0  # nobody draws it: only prompts bring it
+    engine = Engine(poisoned, "a", num_blocks, 4, max_running=6, prefill_tokens=9)
+    asked = requests(7, 30)
+    expected, served = [], []
+    for i, (prompt, n, seed) in enumerate(asked):
+        prompt = [token % 10 for token in prompt]
+        if i % 3 == 1:
+            prompt[i % len(prompt)] = 10
+        expected.append(None if 10 in prompt else generate(poisoned, torch.tensor([prompt]), n, HOW, seed)[0].tolist())
+        served.append(engine.add(prompt, n, HOW, seed))
+        if i % 2:
+            engine.step()
+    finish(engine)
+    for sequence, ids in zip(served, expected, strict=True):
+        if ids is None:
+            assert (sequence.finish, sequence.drawn) == (NOT_FINITE, [])
+        else:
+            assert (sequence.finish, sequence.ids) == ("length", ids)
+    assert engine.pool.held() == 0 and math.isfinite(engine.prompt_nats) and engine.prompt_tokens > 0
 
 
 def test_an_end_token_ends_it_and_tokens_without_a_meaning_are_never_drawn():

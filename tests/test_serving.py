@@ -351,6 +351,38 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
     assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
 
 
+def test_greedy_answers_under_load_are_equal_beside_requests_whose_numbers_are_nan():
+    model = quiet(make_model())
+    with Live(model, running=8, queue=300, blocks=40) as live:
+        with torch.no_grad():  # one symbol's row, which no held-out text and no answer of the others needs
+            model.tokens.weight[VOCAB.index("Q")] = math.nan
+            model.head.bias[VOCAB.index("Q")] = -50.0
+        asked = [(prompt.replace("Q", "O"), n) for prompt, n, _ in mixed_requests(60, seed=5)]
+
+        async def all_at_once():
+            good = [complete(live, prompt, n, stream=i % 2 == 0, temperature=0) for i, (prompt, n) in enumerate(asked)]
+            bad = [complete(live, prompt + "Q", n, stream=i % 2 == 0) for i, (prompt, n) in enumerate(asked)]
+            found = await asyncio.gather(*(one for pair in zip(good, bad, strict=True) for one in pair))
+            return found[::2], found[1::2]
+
+        good, bad = asyncio.run(all_at_once())
+        for (prompt, n), (status, body) in zip(asked, good, strict=True):
+            assert (status, text_of(body)) == (200, written(model, prompt, n, 0, Sampling(temperature=0)))
+        assert {refused(answer)[::2] for answer in bad} == {(500, "not_finite")}
+        assert one(live, "/healthz", None, method="GET")[0] == 200
+        live.wait_until(live.idle)
+        assert math.isfinite(live.service.metrics.prompt_nats())
+
+
+def test_a_model_with_a_weight_that_is_no_number_never_starts_to_serve():
+    for bad in (math.nan, -math.inf):
+        model = make_model()
+        with torch.no_grad():
+            model.tokens.weight[VOCAB.index("Q"), 3] = bad
+        with pytest.raises(ValueError, match="tokens.weight of step 10 holds NaN or infinity; serve another"):
+            Live(model)
+
+
 def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_waiting():
     with Live(quiet(make_model()), running=16, queue=300) as live:
         step, steps, go = live.service.engine.step, [], threading.Event()
@@ -532,7 +564,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         before = live.service.live.version
         for step, words in (
             (1, "worse by more than 0.02"),
-            (2, "nan against"),
+            (2, "head.bias holds NaN or infinity"),
             (3, "its context of 48 is not the 96 that this server was started for"),
             (4, "its vocabulary differs"),
         ):

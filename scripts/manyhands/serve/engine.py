@@ -2,7 +2,7 @@
 
     engine = Engine(model, "step 300", num_blocks=256)
     sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
-    while engine.step():                           # [(sequence, the token that it has drawn)]
+    while engine.step():                           # [(sequence, the token that it has drawn, or None)]
         ...                                        # sequence.finish: why that was its last one, or None
 
 One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing,
@@ -17,6 +17,8 @@ from manyhands.gpt.sampling import Sampling, uniforms, write_next
 from manyhands.serve.decoder import run
 from manyhands.serve.paged_cache import BlockPool, PagedCache
 from manyhands.serve.scheduler import CachedSequence, Scheduler
+
+NOT_FINITE = "not_finite"  # the end of a sequence whose logits are NaN or infinite: no other one notices
 
 
 class Engine:
@@ -69,26 +71,37 @@ class Engine:
         return sequence
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[CachedSequence, int]]:
-        """One step for all that run: [(sequence, the token that it has drawn)]."""
+    def step(self) -> list[tuple[CachedSequence, int | None]]:
+        """One step for all that run: [(sequence, the token that it has drawn)].
+
+        Where logits are NaN or infinite nothing can be drawn: None, and `finish` is NOT_FINITE.
+        """
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
-        drawing, rows = [], []
-        for work, logits_TV in zip(works, self._logits(works), strict=True):
+        self.cache.clear(self.pool.taken)
+        self.pool.taken.clear()
+        failed, drawing, rows = [], [], []
+        for work, logits_TV, finite in self._logits(works):
+            if not finite:  # nor may others share its blocks: a mask does not keep NaN from earlier positions
+                self.scheduler.cancel(work.sequence)
+                work.sequence.finish = NOT_FINITE
+                failed.append((work.sequence, None))
+                continue
             self._note_prompt_loss(work, logits_TV)
             if work.draws:
                 drawing.append(work.sequence)
                 rows.append(logits_TV[-1, : self.vocab_size])
         ids = write_next(drawing, torch.stack(rows)) if drawing else []
         for work in works:
-            self.scheduler.computed(work)
-        return list(zip(drawing, ids, strict=True))
+            if work.sequence.finish != NOT_FINITE:
+                self.scheduler.computed(work)
+        return failed + list(zip(drawing, ids, strict=True))
 
     def idle(self) -> bool:
         """Whether no sequence waits or runs."""
         return not self.scheduler.waiting and not self.scheduler.running
 
     def _logits(self, works):
-        """Logits [T, V] of each work's positions: one row through the layers; only attention tells them apart."""
+        """(work, logits [T, V], all finite?) of each: one row through the layers; only attention tells them apart."""
         if not works:
             return []
         device, lengths = self.cache.device, [work.stop - work.start for work in works]
@@ -96,7 +109,10 @@ class Engine:
         positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
         tables = [work.sequence.table[: self.pool.blocks_for(work.stop)] for work in works]
         attend = self.cache.attend_for(tables, lengths, positions_1N[0])
-        return run(self.model, ids_1N, positions_1N, attend)[0].split(lengths)
+        logits_NV = run(self.model, ids_1N, positions_1N, attend)[0]
+        finite_N = iter(logits_NV.isfinite().all(-1).tolist())
+        finite = [all([next(finite_N) for _ in range(length)]) for length in lengths]
+        return zip(works, logits_NV.split(lengths), finite, strict=True)
 
     def _note_prompt_loss(self, work, logits_TV):
         """Add -log p of the prompt's tokens that this work has predicted: the logits are there anyway."""

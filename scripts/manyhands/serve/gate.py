@@ -61,6 +61,12 @@ def loss_on(model: GPT, ids: torch.Tensor) -> float:
     return sum(losses) / count
 
 
+def not_finite(model: GPT) -> str | None:
+    """The name of the first weight that holds NaN or infinity, or None. The gate's text may need only some of them."""
+    tensors = ((name, tensor) for name, tensor in model.state_dict().items() if tensor.is_floating_point())
+    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
+
+
 def judge(
     candidate: GPT, metadata: dict, live: GPT, live_metadata: dict, ids: torch.Tensor, tolerance: float
 ) -> Verdict:
@@ -71,6 +77,8 @@ def judge(
     if context != room:
         why = f"its context of {context} is not the {room} that this server was started for; start another"
         return Verdict(False, why)
+    if (name := not_finite(candidate)) is not None:
+        return Verdict(False, f"{name} holds NaN or infinity")
     loss, live_loss = loss_on(candidate, ids), loss_on(live, ids)
     passed = loss <= live_loss + tolerance  # a loss of NaN does not
     numbers = f"{loss:.4f} against {live_loss:.4f} nats per token"

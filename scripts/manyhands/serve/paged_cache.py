@@ -52,6 +52,7 @@ class BlockPool:
         self.found_by = {}  # digest -> block
         self.digest_of = {}  # block -> digest
         self.holders = Counter()  # block -> sequences that hold it
+        self.taken = []  # since somebody last cleared this list: they hold what others have left there
 
     def blocks_for(self, positions: int) -> int:
         """How many blocks hold so many positions."""
@@ -90,6 +91,7 @@ class BlockPool:
                 del self.found_by[self.digest_of.pop(block)]
             self.holders[block] += 1
             blocks.append(block)
+        self.taken += blocks
         return blocks
 
     def seal(self, block: int, digest: bytes) -> None:
@@ -121,10 +123,16 @@ class PagedCache:
     """The tensors of `num_blocks` blocks for each layer; who holds which is the pool's business."""
 
     def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
-        # keys and values of a position side by side: one write and one gather for both
-        shape = (num_blocks, block_size, config.n_head, 2, config.n_embd // config.n_head)
-        self.block_size, self.device = block_size, torch.device(device)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        # keys and values of a position side by side: one write and one gather for both; one block more stays zero
+        shape = (config.n_layer, num_blocks + 1, block_size, config.n_head, 2, config.n_embd // config.n_head)
+        self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
+        self.store = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = self.store.unbind()
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeros where another sequence may have left NaN: a mask adds to scores, and NaN stays NaN."""
+        if blocks:
+            self.store[:, blocks] = 0
 
     def attend_for(self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor) -> Callable:
         """attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] of one with tables[b].
@@ -159,8 +167,8 @@ class PagedCache:
     def _group(self, tables, positions_BT):
         """Of sequences with equally many new positions: their places in the store, their tables, and who sees what."""
         longest = max(map(len, tables))
-        # what a shorter table lacks reads block 0, and is masked
-        tables_BP = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=self.device)
+        # what a shorter table lacks reads zeros, and is masked
+        tables_BP = torch.tensor([t + [self.zero] * (longest - len(t)) for t in tables], device=self.device)
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
         seen_BTS = torch.arange(longest * self.block_size, device=self.device) <= positions_BT[..., None]
@@ -169,4 +177,4 @@ class PagedCache:
 
     def num_bytes(self) -> int:
         """Bytes of all blocks, used or not: what the server takes at its start, and never more."""
-        return sum(store.nbytes for store in self.layers)
+        return self.store.nbytes

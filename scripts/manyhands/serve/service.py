@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate
-from manyhands.serve.engine import Engine
+from manyhands.serve.engine import NOT_FINITE, Engine
 from manyhands.serve.scheduler import CachedSequence
 from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
@@ -84,13 +84,16 @@ class Service:
     """Everything but HTTP. `name` is what clients call the model.
 
     `held_out_ids` [n] are what a new checkpoint is judged on, and `tolerance` is the nats per token by which it may be
-    worse. `load(step)` returns the (model, metadata) of one; without it none can be asked for.
+    worse. `load(step)` returns the (model, metadata) of one; without it none can be asked for. Raises ValueError for a
+    model with a weight that is no finite number.
     """
 
     def __init__(
         self, model: GPT, metadata: dict, token: str, held_out_ids: torch.Tensor,
         load: Callable[[str], tuple] | None = None, name="manyhands", limits=Limits(), tolerance=0.02,  # noqa: B008
     ):  # fmt: skip
+        if (bad := gate.not_finite(model)) is not None:
+            raise ValueError(f"{bad} of step {metadata['step']} holds NaN or infinity; serve another checkpoint")
         self.live, self.token, self.name, self.limits = Live(model, metadata), token, name, limits
         self.held_out_ids, self.load, self.tolerance = held_out_ids, load, tolerance
         self.words, self.started = Vocabulary(metadata), int(time.time())
@@ -193,10 +196,13 @@ class Service:
                 continue
             if ticket.first_s is None:
                 ticket.first_s, ticket.version = now - ticket.submitted_s, self.engine.version
-            ticket.ids.append(next_id)
-            ticket.finish = finish  # as of this step: the thread may be further
             if finish is not None:
                 del self.tickets[sequence]
+            if finish == NOT_FINITE:
+                ticket.fail(Refusal(500, "the model's numbers for this text are not finite; change the text", finish))
+                continue
+            ticket.ids.append(next_id)
+            ticket.finish = finish  # as of this step: the thread may be further
             ticket.news.set()
 
     def _drop_all(self):
