@@ -55,10 +55,9 @@ shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole cla
 	  "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter kernel
 	@echo "each attendee, in a copy of the course: make kernel ENV=$$(cd "$(PREFIX)" && pwd), or make lab with the same ENV"
 
-jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... GPUS=4: write these into the job files
-	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp $(if $(SITE),--site "$(SITE)") \
-	  $(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QUEUE),--queue "$(QUEUE)") $(if $(GPUS),--gpus "$(GPUS)") \
-	  $(if $(RESERVATION),--reservation "$(RESERVATION)") $(if $(WALLTIME),--walltime "$(WALLTIME)")
+jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... NODES=2 GPUS=4 MEM=64G: write these into the job files
+	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp --site "$(SITE)" --account "$(ACCOUNT)" \
+	  --queue "$(QUEUE)" --reservation "$(RESERVATION)" --walltime "$(WALLTIME)" --nodes "$(NODES)" --gpus "$(GPUS)" --mem "$(MEM)"
 
 sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
 	@$(RUN) -m manyhands.course.pairs sync $(LESSON)

@@ -79,11 +79,16 @@ MUST_HAVE = [
     ("polaris", FILES[0], {"account": "Hands", "queue": "debug-scaling", "walltime": "00:20:00", "nodes": 4},
      ["#PBS -A Hands", "#PBS -q debug-scaling", "#PBS -l select=4:system=polaris", "#PBS -l place=scatter",
       "#PBS -l filesystems=home:eagle", "#PBS -l walltime=00:20:00",
-      "NPROC_PER_NODE=${NPROC_PER_NODE:-4} ", "${MPIEXEC_FLAGS:---cpu-bind none}"]),
+      "NPROC_PER_NODE=${NPROC_PER_NODE:-4} ", "${MPIEXEC_FLAGS:---cpu-bind none}", 'NCCL_NET="AWS Libfabric"']),
     ("perlmutter", FILES[1], {"account": "m1234_g", "queue": "regular", "reservation": "class"},
      ["#SBATCH --account=m1234_g", "#SBATCH --constraint=gpu", "#SBATCH --gpus-per-node=4", "#SBATCH --qos=regular",
       "#SBATCH --reservation=class"]),
-    ("aurora", FILES[0], {"account": "Hands", "reservation": "R123456"}, ["#PBS -q R123456\n"]),  # it is a queue there
+    ("aurora", FILES[0], {"account": "Hands", "reservation": "R123456"},  # it is a queue there
+     ["#PBS -q R123456\n", "${MPIEXEC_FLAGS:---cpu-bind list:4-27,56-79}"]),
+    ("kempner", FILES[1], {"account": "lab", "queue": "kempner_h100", "gpus": 4, "mem": "360G"},
+     ["#SBATCH --account=lab", "#SBATCH --partition=kempner_h100", "#SBATCH --mem=360G", "#SBATCH --gpus-per-node=4",
+      "#SBATCH --cpus-per-task=64"]),
+    ("frontier", FILES[1], {"account": "Hands"}, ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 "]),
 ]  # fmt: skip
 
 
@@ -117,14 +122,51 @@ def test_each_site_with_gpus_names_its_device_so_that_no_job_trains_on_its_cpus(
 def test_gpus_are_asked_for_on_wish_with_a_rank_for_each_and_left_out_again(folder, root):
     pbs, slurm = (folder / name for name in FILES)
     stamp.stamp("generic", gpus=4, folder=folder)
-    assert "#PBS -l select=2:ncpus=2:mpiprocs=1:ngpus=4" in pbs.read_text().splitlines()
-    assert "#SBATCH --gpus-per-node=4" in slurm.read_text().splitlines()
+    assert "#PBS -l select=2:ncpus=16:mpiprocs=1:ngpus=4" in pbs.read_text().splitlines()
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=16"} < set(slurm.read_text().splitlines())
     stamp.stamp("generic", walltime="00:20:00", folder=folder)
     for path in (pbs, slurm):
         assert "NPROC_PER_NODE=${NPROC_PER_NODE:-4} " in path.read_text()
         assert re.search("ngpus=4|--gpus-per-node=4", path.read_text()) and in_order(path, "generic") == []
     stamp.stamp("generic", gpus=0, walltime="00:10:00", folder=folder)
     assert all(path.read_text() == (root / "jobs" / path.name).read_text() for path in (pbs, slurm))
+
+
+def test_nodes_and_memory_are_asked_for_on_wish_and_the_generic_site_alone_undoes_all(folder, root):
+    committed = {path.name: path.read_text() for path in folder.iterdir()}
+    wishes = {"account": "me", "queue": "big", "reservation": "R1", "walltime": "01:00:00"}
+    stamp.stamp("generic", **wishes, nodes=3, mem="64G", gpus=2, folder=folder)
+    assert "#PBS -l select=3:ncpus=8:mpiprocs=1:ngpus=2:mem=64gb" in (folder / FILES[0]).read_text()
+    assert {"#SBATCH --nodes=3", "#SBATCH --mem=64G"} < set((folder / FILES[1]).read_text().splitlines())
+    stamp.stamp("generic", account="you", folder=folder)
+    assert "#SBATCH --mem=64G" in (folder / FILES[1]).read_text()
+    stamp.stamp("generic", folder=folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == committed
+
+
+@pytest.mark.parametrize(("site", "most"), [("aurora", 1), ("frontier", 1), ("perlmutter", 5)])
+def test_a_sweep_that_is_more_jobs_than_a_queue_takes_of_one_user_is_named_with_what_works(folder, capsys, site, most):
+    stamp.stamp(site, account="Hands", queue="debug", folder=folder)
+    suffix = "pbs" if site == "aurora" else "slurm"
+    (said,) = stamp.crowd_complaints(folder / f"sweep.{suffix}", suffix)
+    assert f"queue debug of {stamp.site_named(site).title} takes {most} of your jobs at a time" in said
+    assert "not 6" in said and f"`bash jobs/sweep.{suffix}` in an interactive job" in said
+    assert stamp.crowd_complaints(folder / f"train.{suffix}", suffix) == []
+
+
+def test_a_checked_sweep_of_a_crowded_queue_is_not_in_order(folder, monkeypatch, capsys):
+    monkeypatch.setattr(stamp, "job_files", lambda _=None, files=stamp.job_files(folder): files)
+    assert stamp.main(["check"]) == 0
+    stamp.main(["stamp", "--site", "frontier", "--account", "Hands", "--queue", "debug"])
+    assert "  but queue debug of Frontier (OLCF) takes 1 of your jobs" in capsys.readouterr().out
+    assert stamp.main(["check"]) == 2
+    assert "sweep.slurm for Frontier (OLCF): queue debug" in capsys.readouterr().out
+
+
+def test_a_table_that_a_user_throttles_still_fits(folder):
+    path = folder / "sweep.slurm"
+    path.write_text(path.read_text().replace("--array=1-6", "--array=1-6%2"))
+    assert in_order(path, "generic") == []
 
 
 def test_make_jobs_needs_no_environment(root, tmp_path):
@@ -135,12 +177,12 @@ def test_make_jobs_needs_no_environment(root, tmp_path):
     shutil.copy(root / "Makefile", course)
     python = program(tmp_path / "bin" / "python3", f'exec {sys.executable} -S "$@"')  # without packages
     done = subprocess.run(
-        ["make", "jobs", "SITE=polaris", "ACCOUNT=Hands", "GPUS=2", f"PYTHON={python}"],
+        ["make", "jobs", "SITE=polaris", "ACCOUNT=Hands", "GPUS=2", "NODES=1", "MEM=9G", f"PYTHON={python}"],
         cwd=course, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "#PBS -A Hands" in (course / "jobs" / FILES[0]).read_text()
-    assert "select=2:system=polaris:ngpus=2" in (course / "jobs" / FILES[0]).read_text()
+    assert "select=1:system=polaris:ngpus=2:mem=9gb" in (course / "jobs" / FILES[0]).read_text()
     assert not (course / ".venv").exists()
 
 
@@ -186,7 +228,7 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, perlmutter, polaris"),
+        ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, kempner, perlmutter, polaris"),
         ({"site": "polaris"}, "charges each job to a project, and none was named: make jobs SITE=polaris ACCOUNT="),
         ({"site": "generic", "walltime": "10"}, "walltime '10' is not hours:minutes:seconds"),
         ({"site": "generic", "walltime": "00:00:00"}, "above zero"),
@@ -196,6 +238,8 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
         ({"site": "generic", "account": "a\nrm"}, "is not a name that a scheduler takes"),
         ({"site": "generic", "queue": "x; rm -rf"}, "QUEUE='x; rm -rf' is not a name"),
         ({"site": "generic", "nodes": 0}, "NODES=0"),
+        ({"site": "generic", "mem": "64"}, "MEM='64' is no memory of a node: write a whole number and M, G or T"),
+        ({"site": "aurora", "account": "a", "queue": "prod", "nodes": 31}, "prod of Aurora (ALCF) takes 256 to 10624"),
     ],
 )
 def test_a_wrong_wish_is_refused_with_its_cure_and_nothing_is_written(folder, wish, sentence):
@@ -232,6 +276,7 @@ WRONG = [
     (1, "#SBATCH --constraint=gpu\n", "", "perlmutter", "needs --constraint"),
     (1, "#SBATCH --gpus-per-node=4\n", "", "perlmutter", "needs --gpus-per-node"),
     (1, "#SBATCH --partition=batch\n", "", "frontier", "needs --partition"),
+    (1, "#SBATCH --mem=64G\n", "", "kempner", "needs --mem"),
 ]  # fmt: skip
 
 

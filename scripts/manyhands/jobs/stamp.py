@@ -33,7 +33,8 @@ SETTINGS = {
     "NPROC_PER_NODE": "2", "MPIEXEC_FLAGS": "", "STARTER": "torchrun", "SRUN_FLAGS": "", "MANYHANDS_DEVICE": "",
     "site_setup": ":",
 }  # fmt: skip
-WISHES = ("account", "queue", "reservation", "walltime", "nodes", "gpus")
+WISHES = ("account", "queue", "reservation", "walltime", "nodes", "gpus", "mem")
+ARRAY = {"pbs": "-J", "slurm": "--array"}
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
 
 
@@ -55,7 +56,8 @@ class Site:
     queue: str | None = None
     pbs: dict | None = None
     slurm: dict | None = None
-    queues: dict = field(default_factory=dict)
+    cores_per_gpu: int | None = None  # None: a job gets whole nodes
+    queues: dict = field(default_factory=dict)  # name -> nodes [least, most], walltime, jobs of one user in any state
     settings: dict = field(default_factory=dict)
 
     @property
@@ -121,10 +123,13 @@ def stamped_site(text):
     return line.group(1) if line else "generic"
 
 
-def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes=None, gpus=None, folder=None):
+def stamp(
+    site, account=None, queue=None, reservation=None, walltime=None, nodes=None, gpus=None, mem=None, folder=None
+):
     """Write `site`'s directives into each job file that its scheduler reads; the paths of these files.
 
-    `gpus`: per node, with a rank for each; 0 asks for none, None leaves them as they stand.
+    `gpus`: per node, with a rank and cores for each; 0 asks for none, None leaves them as they stand. `mem`: of a node,
+    such as "64G". The generic site without a wish brings back what a checkout holds.
     Nothing is written unless all of it can be. Raises JobError: unknown site, missing account, a walltime or a name
     that is none, more than the queue allows, files that cannot be written.
     """
@@ -134,11 +139,14 @@ def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes
             raise JobError(f"{name.upper()}={value!r} is not a name that a scheduler takes: letters, digits and ._@-")
     if nodes is not None and nodes < 1:
         raise JobError(f"NODES={nodes}: a job needs at least one node")
+    if mem and not re.fullmatch("[1-9][0-9]*[MGT]", mem):
+        raise JobError(f"MEM={mem!r} is no memory of a node: write a whole number and M, G or T, as MEM=64G")
+    wishes |= {"walltime": walltime, "nodes": nodes, "gpus": gpus, "mem": mem}
     new = {}
     for path, scheduler in job_files(folder):
         if getattr(site, scheduler):
             text = path.read_text(encoding="utf-8")
-            new[path] = _stamped(text, scheduler, site, wishes | {"walltime": walltime, "nodes": nodes, "gpus": gpus})
+            new[path] = _stamped(text, scheduler, site, wishes)
             if wrong := directives.complaints(new[path], scheduler, site):
                 raise JobError(f"{path.name} for {site.title}: " + "; ".join(wrong))
     for path, text in new.items():
@@ -153,8 +161,10 @@ def stamp(site, account=None, queue=None, reservation=None, walltime=None, nodes
 def _stamped(text, scheduler, site, wishes):
     """The text of a job file, written for `site`."""
     old = {directive.key: directive.value for directive in directives.read(text, scheduler)}
-    same = stamped_site(text) == site.name
-    nodes = wishes["nodes"] or directives.number_of_nodes(old, scheduler) or 2
+    undo = site.name == "generic" and not any(wish is not None for wish in wishes.values())
+    same = stamped_site(text) == site.name and not undo
+    usual = 1 if ARRAY[scheduler] in old else 2  # a row of a sweep is small
+    nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
     account = wanted["-A" if scheduler == "pbs" else "--account"]
     if "account" in site.needs and not account:
@@ -172,27 +182,35 @@ def _stamped(text, scheduler, site, wishes):
 
 def _pbs(site, wishes, nodes, kept):
     """{key: value or None}, in the order in which they will stand. Under PBS a reservation is a queue."""
-    chunk = kept.get("-l select", "").partition(":")[2] or site.pbs["chunk"]
-    if wishes["gpus"] is not None:
-        others = [part for part in chunk.split(":") if not part.startswith("ngpus=")]
-        chunk = ":".join([*others, f"ngpus={wishes['gpus']}"][: len(others) + bool(wishes["gpus"])])
+    chunk = dict(part.partition("=")[::2] for part in site.pbs["chunk"].split(":"))
+    usual_cores = chunk.get("ncpus")
+    if kept.get("-l select"):
+        chunk = dict(part.partition("=")[::2] for part in kept["-l select"].split(":")[1:])
+    if (gpus := wishes["gpus"]) is not None:
+        chunk |= {"ngpus": gpus, "ncpus": (site.cores_per_gpu or 0) * gpus or usual_cores}
+    if wishes["mem"]:
+        chunk["mem"] = f"{wishes['mem'].lower()}b"
     return {
         "-A": wishes["account"] or kept.get("-A"),
         "-q": wishes["reservation"] or wishes["queue"] or kept.get("-q") or site.queue,
-        "-l select": f"{nodes}:{chunk}",
+        "-l select": ":".join([str(nodes), *(f"{name}={value}" for name, value in chunk.items() if value)]),
         **{key: kept.get(key) or value for key, value in site.fixed("pbs").items()},
         "-l walltime": wishes["walltime"] or kept.get("-l walltime") or site.walltime,
     }
 
 
 def _slurm(site, wishes, nodes, kept):
-    fixed = {key: kept.get(key) or value for key, value in site.fixed("slurm").items()}
+    usual = site.fixed("slurm")
+    fixed = {key: kept.get(key) or value for key, value in usual.items()}
     gpus = kept.get("--gpus-per-node") if wishes["gpus"] is None else wishes["gpus"]
+    if wishes["gpus"] is not None and site.cores_per_gpu:
+        fixed["--cpus-per-task"] = str(site.cores_per_gpu * gpus or usual["--cpus-per-task"])
     return {
         "--account": wishes["account"] or kept.get("--account"),
         "--nodes": str(nodes),
         **fixed,
-        "--gpus-per-node": str(gpus) if gpus else fixed.get("--gpus-per-node"),
+        "--gpus-per-node": str(gpus) if gpus else usual.get("--gpus-per-node"),
+        "--mem": wishes["mem"] or kept.get("--mem") or usual.get("--mem"),
         site.queue_option: wishes["queue"] or kept.get(site.queue_option) or site.queue,
         "--reservation": wishes["reservation"] or kept.get("--reservation"),
         "--time": wishes["walltime"] or kept.get("--time") or site.walltime,
@@ -207,9 +225,29 @@ def table_complaints(path, scheduler):
     lines = [line for line in table.read_text(encoding="utf-8").splitlines() if line.strip()]
     rows = len([line for line in lines if not line.lstrip().startswith("#")]) - 1  # the first is the header
     found = {d.key: d.value for d in directives.read(path.read_text(encoding="utf-8"), scheduler)}
-    array, wanted = found.get("-J" if scheduler == "pbs" else "--array"), f"1-{rows}"
-    option = directives.as_line("-J" if scheduler == "pbs" else "--array", wanted, scheduler)
-    return [] if array == wanted else [f"{table.name} has {rows} rows, the array is {array}: write {option}"]
+    array, wanted = found.get(ARRAY[scheduler]), f"1-{rows}"
+    option = directives.as_line(ARRAY[scheduler], wanted, scheduler)
+    fits = (array or "").partition("%")[0] == wanted  # %2: two of them at a time
+    return [] if fits else [f"{table.name} has {rows} rows, the array is {array}: write {option}"]
+
+
+def jobs_at_once(path, scheduler):
+    """(how many jobs of one user the queue of a job file takes, waiting ones included, or None; that queue in words)"""
+    text = path.read_text(encoding="utf-8")
+    site, found = site_named(stamped_site(text)), {d.key: d.value for d in directives.read(text, scheduler)}
+    queue = found.get("-q" if scheduler == "pbs" else site.queue_option)
+    return site.queues.get(queue, {}).get("jobs"), f"queue {queue} of {site.title}"
+
+
+def crowd_complaints(path, scheduler):
+    """What is wrong with the number of jobs of an array for the queue in which it stands, as sentences."""
+    most, queue = jobs_at_once(path, scheduler)
+    found = {d.key: d.value for d in directives.read(path.read_text(encoding="utf-8"), scheduler)}
+    tasks = re.match(r"(\d+)-(\d+)", found.get(ARRAY[scheduler], ""))
+    size = int(tasks[2]) - int(tasks[1]) + 1 if tasks else 1
+    cure = f"take another QUEUE, or `bash jobs/{path.name}` in an interactive job: it runs one row after the other"
+    crowded = most is not None and size > most
+    return [f"{queue} takes {most} of your jobs at a time, waiting ones too, not {size}: {cure}"] if crowded else []
 
 
 def _with_settings(text, settings):
@@ -254,6 +292,8 @@ def _print_stamp(args):
     for path in stamp(site.name, **wishes):
         program = "qsub" if path.suffix == ".pbs" else "sbatch"
         print(f"written for {site.title}; submit with: {program} jobs/{path.name}")
+        for said in crowd_complaints(path, directives.SCHEDULERS[path.suffix]):
+            print(f"  but {said}")
     print(f"Read {site.checked} from {site.sources[0]}. {' '.join(site.verified.split())}")
 
 
@@ -262,7 +302,8 @@ def _print_check(args):
     for path, scheduler in job_files():
         text = path.read_text(encoding="utf-8")
         site = site_named(stamped_site(text))
-        wrong = directives.complaints(text, scheduler, site) + table_complaints(path, scheduler)
+        wrong = directives.complaints(text, scheduler, site)
+        wrong += table_complaints(path, scheduler) + crowd_complaints(path, scheduler)
         print(f"{path.name} for {site.title}: " + ("; ".join(wrong) or "in order"))
         status = 2 if wrong else status
     return status
