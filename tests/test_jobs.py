@@ -155,7 +155,8 @@ def test_a_sweep_that_is_more_jobs_than_a_queue_takes_of_one_user_is_named_with_
 
 
 def test_a_checked_sweep_of_a_crowded_queue_is_not_in_order(folder, monkeypatch, capsys):
-    monkeypatch.setattr(stamp, "job_files", lambda _=None, files=stamp.job_files(folder): files)
+    files = stamp.job_files(folder)
+    monkeypatch.setattr(stamp, "job_files", lambda _=None: files)
     assert stamp.main(["check"]) == 0
     stamp.main(["stamp", "--site", "frontier", "--account", "Hands", "--queue", "debug"])
     assert "  but queue debug of Frontier (OLCF) takes 1 of your jobs" in capsys.readouterr().out
