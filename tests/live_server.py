@@ -105,7 +105,7 @@ class Live:
     def idle(self):
         """Nothing runs, waits, or is held."""
         scheduler = self.service.engine.scheduler
-        empty = not (scheduler.running or scheduler.waiting or self.service.tickets or self.service.changes)
+        empty = not (scheduler.running or scheduler.waiting or self.service.waited_for or self.service.changes)
         return empty and self.service.engine.pool.held() == 0
 
 

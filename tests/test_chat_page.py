@@ -84,7 +84,7 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     page.done()
     expect(page.messages("assistant")).to_have_count(1)
     first = page.messages("assistant").first.inner_text()
-    ids, _ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
+    ids, *_ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
     from manyhands.gpt.sampling import Sampling
     from manyhands.serve.engine import generate
 

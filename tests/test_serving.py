@@ -99,7 +99,7 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
     asked = {"model": "manyhands", "seed": 9, "max_tokens": 30}
     asks_for_nothing = {"presence_penalty": 0.0, "n": 1, "user": "me", "tools": [], "logprobs": None}
     reply = client.chat.completions.create(**asked, **asks_for_nothing, messages=in_parts)
-    ids, _ = live.service.words.encode_chat(messages)
+    ids, *_ = live.service.words.encode_chat(messages)
     assert [VOCAB[i] for i in ids if len(VOCAB[i]) > 1] == [
         "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
     ]  # fmt: skip
@@ -170,7 +170,7 @@ def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
     words = Vocabulary(metadata_of(vocab=sorted({*"\n UserAitan:BE HO"})))
     messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
-    ids, stop_ids = words.encode_chat(messages)
+    ids, stop_ids, _ = words.encode_chat(messages)
     assert "".join(words.vocab[i] for i in ids) == "BE\nUser: HO\nAssistant:"
     assert (stop_ids, words.chat_stops()) == (set(), ("\nUser:",))
 
@@ -187,7 +187,7 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     so_far = TextSoFar(words)
     shown = [so_far.add([i]) for i in [*ids, tokenizer.separator]]
     assert "".join(shown) + so_far.end() == text and "\ufffd" not in "".join(shown), "a character comes whole"
-    asked, stop_ids = words.encode_chat([{"role": "user", "content": "☃"}])
+    asked, stop_ids, _ = words.encode_chat([{"role": "user", "content": "☃"}])
     assert stop_ids == {tokenizer.separator} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
     verdict = gate.judge(make_model(), metadata, make_model(), metadata_of(), None, 0.1)
@@ -222,7 +222,7 @@ ONLY_TEXT = "messages.0.content: only text is understood"
         (TEXT, b"", 400, "Invalid JSON"),
         (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "temperature: Input should be a"),
         (TEXT, {}, 400, "prompt: Field required"),
-        (TEXT, {"prompt": ["HO", "HO"]}, 400, "prompt: Input should be a valid string"),
+        (TEXT, {"prompt": ["HO", ""]}, 400, "prompt: use a text or a list of texts, none of them empty"),
         (TEXT, {"prompt": "HO\ud800"}, 400, "Invalid JSON"),
         (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt and 1 more do not fit"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
@@ -230,8 +230,8 @@ ONLY_TEXT = "messages.0.content: only text is understood"
         (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
         (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is no field of this request; leave it out"),
-        (TEXT, {"prompt": "HO", "presence_penalty": 0.5}, 400, "presence_penalty is not supported with this value"),
-        (TEXT, {"prompt": "HO", "model": ["x"]}, 404, "there is no such model"),
+        (TEXT, {"prompt": "HO", "best_of": 5}, 400, "best_of is not supported with this value"),
+        (TEXT, {"prompt": "HO", "model": "x"}, 404, "there is no such model"),
         (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
         (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
@@ -398,13 +398,13 @@ def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_wait
         async def ask_and_leave():
             body = {"prompt": "HO", "max_tokens": 90, "stop": ["!!!!!!!!"]}
             writers = [(await begin(live, TEXT, body | {"seed": i, "stream": i % 2 == 0}))[1] for i in range(40)]
-            while len(live.service.tickets) < 40:  # more than run at once
+            while len(live.service.waited_for) < 40:  # more than run at once
                 await asyncio.sleep(0.01)
             for writer in writers:
                 writer.close()
 
         asyncio.run(ask_and_leave())
-        live.wait_until(lambda: not live.service.tickets)
+        live.wait_until(lambda: not live.service.waited_for)
         go.set()
         live.wait_until(live.idle)
         assert len(steps) < 10, "texts of those who left were written on"

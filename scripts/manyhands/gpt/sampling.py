@@ -15,12 +15,14 @@ Shapes: B sequences, T positions, V tokens in the vocabulary.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+LEAST = 1e-30  # the temperature below which all the probability is on the likeliest anyway
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Sampling:
     temperature: float = 1.0  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
     top_k: int | None = None  # among the so many likeliest; None: all
     top_p: float = 1.0  # among the fewest likeliest whose probabilities reach top_p together
+    presence_penalty: float = 0.0  # taken from the logits of tokens that it has written
+    frequency_penalty: float = 0.0  # and this for each time
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these ids
+    logprobs: int | None = None  # note log p of each token that is drawn, and of so many of the likeliest
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -38,6 +44,11 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} leaves nothing to draw; use 1 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to keep all tokens")
+
+    @property
+    def weighs(self) -> bool:
+        """Whether logits are changed before anything is drawn."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
 def probabilities(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
@@ -49,7 +60,8 @@ def probabilities(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.T
     logits_BV = logits_BV.detach().to("cpu", torch.float64)
     temperature_B1 = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float64)
     greedy_B1 = temperature_B1 == 0
-    p_BV = torch.softmax(logits_BV / temperature_B1.masked_fill(greedy_B1, 1.0), dim=-1)
+    # with a smaller temperature the quotients would not be finite
+    p_BV = torch.softmax(logits_BV / temperature_B1.masked_fill(greedy_B1, 1.0).clamp(min=LEAST), dim=-1)
     if any(s.top_k is not None or s.top_p < 1 for s in samplings):
         p_BV = _cut(p_BV, samplings)
     if greedy_B1.any():
@@ -80,9 +92,9 @@ def draw(p_BV: torch.Tensor, uniform_B: list[float]) -> torch.Tensor:
     return torch.minimum(ids_B1, last_B1)[:, 0]
 
 
-def uniforms(seed: int | None, n: int) -> list[float]:
-    """n numbers in [0, 1) that depend on the seed alone. With seed None they are drawn from the system."""
-    return np.random.default_rng(np.random.SeedSequence(seed)).random(n).tolist()
+def uniforms(seed: int | None, n: int, which: int = 0) -> list[float]:
+    """n numbers in [0, 1) that depend on the seed, and on which of its texts it is. None: drawn from the system."""
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(which,) * bool(which))).random(n).tolist()
 
 
 @dataclass(eq=False)
@@ -96,6 +108,8 @@ class Sequence:
     stop_ids: Collection[int] = frozenset()  # a drawn one of these ends it
     prompt_length: int = field(init=False)
     finish: str | None = field(default=None, init=False)  # "stop" or "length"
+    # of each drawn token, if `sampling.logprobs` asks for it: log p, and {id: log p} of the likeliest
+    logprobs: list[tuple[float, dict[int, float]]] = field(default_factory=list, init=False)
 
     def __post_init__(self):
         self.prompt_length = len(self.ids)
@@ -117,10 +131,28 @@ class Sequence:
 def write_next(sequences: list[Sequence], logits_BV: torch.Tensor) -> list[int]:
     """One step of a batch: draw the next token of each sequence from its row of logits, and append it. The tokens."""
     numbers = [sequence.uniforms[len(sequence.ids) - sequence.prompt_length] for sequence in sequences]
+    told = [(b, sequence) for b, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+    if told:  # the model's own, whatever is asked for
+        log_p_BV = logits_BV.detach().to("cpu", torch.float64).log_softmax(-1)
+    if any(sequence.sampling.weighs for sequence in sequences):
+        logits_BV = torch.stack([_weighed(*pair) for pair in zip(logits_BV, sequences, strict=True)])
     ids = draw(probabilities(logits_BV, [sequence.sampling for sequence in sequences]), numbers).tolist()
     for sequence, next_id in zip(sequences, ids, strict=True):
         sequence.append(next_id)
+    for b, sequence in told:
+        best = log_p_BV[b].topk(min(sequence.sampling.logprobs, log_p_BV.shape[-1]))
+        likeliest = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        sequence.logprobs.append((log_p_BV[b, ids[b]].item(), likeliest))
     return ids
+
+
+def _weighed(logits_V, sequence):
+    """The logits under OpenAI's penalties and biases."""
+    how, logits_V = sequence.sampling, logits_V.detach().to("cpu", torch.float64)
+    count_V = torch.tensor(sequence.drawn, dtype=torch.long).bincount(minlength=len(logits_V))
+    logits_V = logits_V - how.frequency_penalty * count_V - how.presence_penalty * (count_V > 0)
+    ids, biases = list(how.logit_bias), list(how.logit_bias.values())
+    return logits_V.index_add(0, torch.tensor(ids, dtype=torch.long), torch.tensor(biases, dtype=torch.float64))
 
 
 def generate(parallel, ids_BT, n, temperature=1.0, generator=None):
@@ -166,7 +198,7 @@ def drawing(temperature: float = 1.0, generator: torch.Generator | None = None, 
         if top_k is not None and top_k < logits_BV.shape[-1]:
             least_B1 = logits_BV.topk(top_k).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
-        p_BV = F.softmax(logits_BV / temperature, dim=-1)
+        p_BV = F.softmax(logits_BV / max(temperature, LEAST), dim=-1)
         # drawn where the generator lives: with one on the CPU, a GPU samples as the CPU does
         return torch.multinomial(p_BV.to(generator.device), 1, generator=generator)[:, 0]
 

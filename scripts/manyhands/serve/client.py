@@ -29,6 +29,7 @@ class Client:
 
     def __init__(self, address: str, token: str, timeout_s: float = 120):
         self.address, self.token, self.timeout_s = address.rstrip("/"), token, timeout_s
+        self.dropped_messages = 0  # of the last chat
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @classmethod
@@ -41,17 +42,26 @@ class Client:
         return f"Client({self.address!r}, token=...)"
 
     def chat(self, messages: list[dict], **options) -> Iterator[str]:
-        """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid."""
+        """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid.
+
+        `dropped_messages` then says how many of the oldest the model has not read: they do not fit into its context.
+        """
         body = {"messages": messages, "stream": True, **options}
         with self.open("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.decode().removeprefix("data: ").strip()
-                event = json.loads(data) if data and data != "[DONE]" else {"choices": []}
+                if not data:
+                    continue
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
                 if "error" in event:
                     raise ServerSaid(None, event["error"]["message"])
+                self.dropped_messages = event.get("dropped_messages", 0)
                 for choice in event["choices"]:
                     if piece := choice["delta"].get("content"):
                         yield piece
+        raise ServerSaid(None, "the answer broke off; ask again")
 
     def complete(self, prompt: str, **options) -> str:
         """The text after a prompt, whole. Raises ServerSaid."""
@@ -84,6 +94,9 @@ class Client:
                     for piece in self.chat([*messages, asked]):
                         said += piece
                         print(piece, end="", flush=True)
+                    if self.dropped_messages:
+                        oldest = f"the oldest {self.dropped_messages} messages were left out"
+                        print(f"\n[{oldest}: they do not fit into the model's context]", end="")
                 except (ServerSaid, OSError) as error:
                     print(f"[{error}]", end="")
                 print()

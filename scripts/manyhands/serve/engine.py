@@ -49,9 +49,13 @@ class Engine:
         self.vocab_size = vocab_size or model.config.vocab_size
 
     def new_sequence(
-        self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None, stop_ids=()
-    ) -> CachedSequence:
-        """A sequence that starts as `prompt` (ids, at least one). Raises ValueError for what the model cannot hold."""
+        self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None,
+        stop_ids=(), which: int = 0,
+    ) -> CachedSequence:  # fmt: skip
+        """A sequence that starts as `prompt` (ids, at least one); `which` of those that are drawn from one seed.
+
+        Raises ValueError for what the model cannot hold.
+        """
         context = self.model.config.block_size
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
@@ -61,7 +65,7 @@ class Engine:
             cure = f"ask for at most {room} more" if room > 0 else f"shorten the prompt to {context - 1} or fewer"
             why = f"{len(prompt)} tokens of the prompt and {max_tokens} more"
             raise ValueError(f"{why} do not fit into the model's context of {context}; {cure}")
-        numbers = uniforms(seed, max_tokens)
+        numbers = uniforms(seed if seed is None else seed % 2**64, max_tokens, which)
         return CachedSequence(list(prompt), max_tokens, sampling or Sampling(), numbers, stop_ids)
 
     def add(self, *args, **kwargs) -> CachedSequence:

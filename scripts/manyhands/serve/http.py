@@ -46,7 +46,7 @@ from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.serve import schema
 from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
-from manyhands.serve.service import Service
+from manyhands.serve.service import Piece, Service
 
 PORT = 8000
 VARIABLE = "MANYHANDS_SERVE_TOKEN"
@@ -193,18 +193,19 @@ async def respond(service: Service, http_request: Request, kind: type[schema.Req
     watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
     pieces = ticket.pieces()
     try:
-        text = await anext(pieces)
-        answer = Answer(ticket, kind is ChatRequest, service.name)
+        first = await anext(pieces)
+        answer = Answer(ticket, service.words, kind is ChatRequest, service.name)
         if request.stream:
-            return Stream(service, answer, text, pieces, request.stream_options.include_usage)
-        text += "".join([piece async for piece in pieces])
+            return Stream(service, answer, first, pieces, request.stream_options.include_usage)
+        async for _ in pieces:
+            pass
     except BaseException as error:
         service.close(ticket, getattr(error, "code", "error"))
         raise
     finally:
         watching.cancel()
-    service.close(ticket, ticket.finish)
-    return JSONResponse(answer.whole(text), headers=NO_STORE)
+    service.close(ticket)
+    return JSONResponse(answer.content(), headers=NO_STORE)
 
 
 async def _fail_if_gone(receive, ticket):
@@ -217,7 +218,9 @@ async def _fail_if_gone(receive, ticket):
 class Stream(StreamingResponse):
     """An answer as server-sent events. However it ends, its ticket is closed once."""
 
-    def __init__(self, service: Service, answer: Answer, first: str, pieces: AsyncIterator[str], include_usage: bool):
+    def __init__(
+        self, service: Service, answer: Answer, first: Piece, pieces: AsyncIterator[Piece], include_usage: bool
+    ):
         # no proxy keeps it, or holds it back
         headers = NO_STORE | {"X-Accel-Buffering": "no"}
         super().__init__(self._events(first, pieces, include_usage), media_type="text/event-stream", headers=headers)
@@ -236,13 +239,12 @@ class Stream(StreamingResponse):
     async def _events(self, first, pieces, include_usage):
         answer = self.answer
         try:
-            yield event(answer.chunk(first))
-            async for text in pieces:
-                if text:
-                    yield event(answer.chunk(text))
-            usage = event(answer.usage_chunk()) if include_usage else b""
-            yield event(answer.chunk()) + usage + b"data: [DONE]\n\n"
-            self.reason = answer.ticket.finish  # not earlier: who never reads has not got it
+            yield answer.events(first)
+            async for piece in pieces:
+                if piece.text or piece.finish:
+                    yield answer.events(piece)
+            yield answer.last_events(include_usage)
+            self.reason = None  # not earlier: who never reads has not got it
         except Refusal as error:  # the status is sent: an event says it, which OpenAI's clients raise
             self.reason = error.code
             yield event(error.content)

@@ -28,11 +28,12 @@ class CachedSequence(Sequence):
     digests: list[bytes] = field(default_factory=list, init=False)
     reused: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
     preempted: int = field(default=0, init=False)  # times that it gave its blocks back
+    siblings: "list[CachedSequence]" = field(default_factory=list, init=False)  # of the same request, itself among them
 
     @property
     def started(self) -> bool:
-        """Whether a token has been drawn: what follows must come from the same weights."""
-        return len(self.ids) > self.prompt_length
+        """Whether the request has a token: what follows must come from the same weights."""
+        return any(len(s.ids) > s.prompt_length for s in self.siblings or [self])
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running.append(sequence)
         sequence.computed = len(table) * size
-        if not sequence.started:
+        if len(sequence.ids) == sequence.prompt_length:
             sequence.reused = sequence.computed
         sequence.table = table + more
         return sequence

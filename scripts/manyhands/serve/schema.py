@@ -1,9 +1,9 @@
 """OpenAI's words: what a request may say, as pydantic models, what is sent back, and how the rest is refused.
 
     request = read(body, ChatRequest)                       # bytes of JSON; Refusal (400) for what is wrong
-    ids, stop_ids, stop_strings = request.encode(words)     # ValueError for what the vocabulary cannot say
-    answer = Answer(ticket, chat=True, model_name="manyhands")
-    answer.whole(text)                                      # or, of a stream: event(answer.chunk(text)), ...
+    prompts = request.encode(words, context=64)             # ValueError for what the vocabulary cannot say
+    answer = Answer(ticket, words, chat=True, model_name="manyhands")
+    answer.content()                                          # or, of a stream: answer.events(piece), ...
 
 A field that nobody knows is refused, lest a misspelt one change the answer in silence. To support a field of `NEUTRAL`,
 take it out there and declare it in `Request`.
@@ -13,22 +13,26 @@ import json
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
-# what we do not have, and the values (besides null) that ask for nothing
-NEUTRAL = {
-    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
-    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "tool_calls": ([],),
-    "annotations": ([],), "audio": (), "prediction": (),
-}  # fmt: skip
+from manyhands.gpt.sampling import Sampling
+
 # what changes no answer here
 HARMLESS = {
     "user", "name", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "include_obfuscation",
 }  # fmt: skip
+# what we do not have, and the values (besides null) that ask for nothing
+NEUTRAL = {
+    "best_of": (1,), "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "tool_calls": ([],), "annotations": ([],), "audio": (), "prediction": (), "min_p": (0, 0.0),
+    "repetition_penalty": (1, 1.0), "stop_token_ids": ([],),
+}  # fmt: skip
+TEXTS = 64  # that one request can ask for
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,12 @@ class Strict(BaseModel):
     def without_what_asks_for_nothing(cls, body):
         if not isinstance(body, dict):
             return body
-        idle = [n for n, value in body.items() if value is None or n in HARMLESS or value in NEUTRAL.get(n, ())]
-        return {name: value for name, value in body.items() if name not in idle}
+        return {name: value for name, value in body.items() if not (value is None or cls.asks_for_nothing(name, value))}
+
+    @staticmethod
+    def asks_for_nothing(name, value):
+        # True is no 1
+        return name in HARMLESS or any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ()))
 
 
 class StreamOptions(Strict):
@@ -82,13 +90,17 @@ class StreamOptions(Strict):
 class Request(Strict):
     """What both kinds of request have in common."""
 
-    model: object = None
+    model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)  # none: all that the context has room for
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)  # the newer name, which wins
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)  # the newer name
+    n: int = Field(1, ge=1, le=TEXTS)  # texts for each prompt
     temperature: float = Field(1.0, ge=0, le=2)
     top_k: int | None = Field(None, ge=1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field([], max_length=4)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -98,21 +110,82 @@ class Request(Strict):
     def one_or_many(cls, stop):
         return [stop] if isinstance(stop, str) else stop
 
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def not_two_numbers(cls, value, info):
+        if info.data.get("max_tokens") not in (None, value):
+            raise ValueError(f"{value}, but max_tokens is {info.data['max_tokens']}; send one of them")
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        """Of how many tokens log p is wanted; none: not even of the drawn one."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> int | None:
+        """Tokens to draw at most; none: all that the context has room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def sampling(self, words) -> Sampling:
+        """How to draw. Raises Refusal for a bias on what is no token of `words`."""
+        bias = {int(i): value for i, value in self.logit_bias.items() if i.isdecimal() and i == str(int(i[:9]))}
+        if len(bias) < len(self.logit_bias) or max(bias, default=0) >= len(words):
+            sentence = f"logit_bias: use ids of tokens, 0 to {len(words) - 1}, as its names"
+            raise Refusal(400, sentence, "invalid_value", "logit_bias")
+        penalties = self.presence_penalty, self.frequency_penalty
+        return Sampling(self.temperature, self.top_k, self.top_p, *penalties, bias, self.likeliest)
+
+
+class Prompts(NamedTuple):
+    """What a model is to go on with."""
+
+    ids: list[list[int]]  # of each
+    stop_ids: set[int]  # a drawn one of these ends the text
+    stop_strings: tuple[str, ...] = ()  # and each of these
+    echoes: tuple[str, ...] | None = None  # what stands before each answer
+    dropped_messages: int = 0  # the oldest, for which there was no room
+
 
 class CompletionRequest(Request):
-    """POST /v1/completions: the text after a prompt."""
+    """POST /v1/completions: the text after a prompt, or after each of a list."""
 
     source: ClassVar[str] = "prompt"  # the field with the text
-    prompt: str = Field(min_length=1)
+    prompt: list[str | list[int]] = Field(min_length=1, max_length=TEXTS)  # texts, or ids
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def one_in_a_list(cls, prompt):
-        return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    def a_list_of_prompts(cls, prompt):
+        prompts = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]
+        for one in prompts:
+            if not one or not (isinstance(one, str) or isinstance(one, list) and all(type(i) is int for i in one)):
+                raise ValueError("use a text or a list of texts, none of them empty; or ids of tokens, for each a list")
+        return prompts
 
-    def encode(self, words) -> tuple:
-        """(ids, ids that end the text, strings that end it). Raises ValueError for a character without a token."""
-        return words.encode(self.prompt), words.markers, ()
+    @field_validator("prompt")
+    @classmethod
+    def not_too_many(cls, prompts, info):
+        if (n := info.data.get("n", 1)) * len(prompts) > TEXTS:
+            raise ValueError(f"{len(prompts)} of them, n={n} times, are more than {TEXTS} texts; ask for fewer at once")
+        return prompts
+
+    @field_validator("echo")
+    @classmethod
+    def without_logprobs(cls, echo, info):
+        if echo and info.data.get("logprobs") is not None:
+            raise ValueError("log p of a prompt is not kept; leave out echo or logprobs")
+        return echo
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+    def encode(self, words, context: int) -> Prompts:
+        """Raises ValueError for a character or an id that is no token."""
+        ids = [words.encode(one) if isinstance(one, str) else words.known_ids(one) for one in self.prompt]
+        return Prompts(ids, words.markers, echoes=tuple(map(words.decode, ids)) if self.echo else None)
 
 
 class Message(Strict):
@@ -130,7 +203,10 @@ class Message(Strict):
         """OpenAI's clients may send content as a list of parts."""
         if not isinstance(content, list):
             return content
-        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in content):
+        if any(
+            not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text"
+            or not isinstance(part["text"], str) for part in content
+        ):  # fmt: skip
             raise ValueError("only text is understood")
         return "".join(part["text"] for part in content)
 
@@ -139,12 +215,29 @@ class ChatRequest(Request):
     """POST /v1/chat/completions: the reply to a conversation."""
 
     source: ClassVar[str] = "messages"
-    messages: list[Message] = Field(min_length=1, max_length=256)
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
-    def encode(self, words) -> tuple:
-        """(ids, ids that end the reply, strings that end it). Raises ValueError for what the template refuses."""
-        ids, stop_ids = words.encode_chat([message.model_dump() for message in self.messages])
-        return ids, stop_ids, words.chat_stops()
+    @field_validator("top_logprobs")
+    @classmethod
+    def with_logprobs(cls, value, info):
+        if value and not info.data.get("logprobs"):
+            raise ValueError("is only given with logprobs: true")
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def encode(self, words, context: int) -> Prompts:
+        """The last message, and as many before it as leave room for `most` tokens: for half of the context, if unsaid.
+
+        Raises ValueError for what the template refuses.
+        """
+        messages = [message.model_dump() for message in self.messages]
+        ids, stop_ids, dropped = words.encode_chat(messages, context - (self.most or context // 2))
+        return Prompts([ids], stop_ids, words.chat_stops(), dropped_messages=dropped)
 
 
 class CheckpointRequest(Strict):
@@ -166,9 +259,9 @@ def read(body: bytes, kind):
         return kind.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in fault["loc"])
+    place = ".".join(str(part) for part in fault["loc"])[:80]
     if fault["type"] == "extra_forbidden":
-        reason = "is not supported with this value" if place in NEUTRAL else "is no field of this request"
+        reason = "is not supported with this value" if fault["loc"][-1] in NEUTRAL else "is no field of this request"
         raise Refusal(400, f"{place} {reason}; leave it out", "unsupported_value", place)
     sentence = fault["msg"].removeprefix("Value error, ")
     code = "invalid_json" if fault["type"] == "json_invalid" else "invalid_value"
@@ -176,46 +269,82 @@ def read(body: bytes, kind):
 
 
 class Answer:
-    """What is sent back for a ticket that has its first token: whole or in chunks, of a chat or a plain completion."""
+    """What is sent back for a ticket that has its first token: whole or in events, of a chat or a plain completion."""
 
-    def __init__(self, ticket, chat: bool, model_name: str):
-        self.ticket, self.chat = ticket, chat
-        self.kind = "chat.completion" if chat else "text_completion"
-        self.role = {"role": "assistant"}  # the first chunk says it
+    def __init__(self, ticket, words, chat: bool, model_name: str):
+        self.ticket, self.words, self.chat = ticket, words, chat
+        self.role_unsaid = set(ticket.choices)  # a choice's first chunk says it
         self.head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
             "model": model_name, "system_fingerprint": ticket.version,
+            "object": "chat.completion" if chat else "text_completion",
         }  # fmt: skip
+        if chat:  # not OpenAI's: how many of the oldest messages the model has not read
+            self.head["dropped_messages"] = ticket.dropped_messages
 
-    def whole(self, text: str) -> dict:
+    def content(self) -> dict:
         """The answer to a request without a stream."""
-        part = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        return {"object": self.kind, **self.head, "choices": [self._choice(part)], "usage": self.usage()}
+        choices = []
+        for choice in self.ticket.choices:
+            part: dict = {"text": choice.shown}
+            if self.chat:
+                part = {"message": {"role": "assistant", "content": choice.shown, "refusal": None}}
+            choices.append(self._choice(choice, part, choice.tokens, choice.finish))
+        return self.head | {"choices": choices, "usage": self.usage()}
 
-    def chunk(self, text: str | None = None) -> dict:
-        """Of a stream: the next piece of text; the last chunk has none, and says why the text ended."""
-        part: dict = {"text": text or ""}
+    def events(self, piece) -> bytes:
+        """A Piece of a choice in a stream; behind its last one, why it ended."""
+        choice, text, tokens, finish = piece
+        part: dict = {"text": text}
         if self.chat:
-            part = {"delta": {} if text is None else self.role | {"content": text}}
-            self.role = {}
-        kind = "chat.completion.chunk" if self.chat else self.kind
-        return {"object": kind, **self.head, "choices": [self._choice(part, ended=text is None)]}
+            part = {"delta": ({"role": "assistant"} if choice in self.role_unsaid else {}) | {"content": text}}
+            self.role_unsaid.discard(choice)
+        found = self._chunk([self._choice(choice, part, tokens, None)])
+        if finish is not None:
+            found += self._chunk([self._choice(choice, {"delta": {}} if self.chat else {"text": ""}, [], finish)])
+        return found
 
-    def usage_chunk(self) -> dict:
-        """Behind the last chunk, for who has asked for it."""
-        return self.chunk() | {"choices": [], "usage": self.usage()}
+    def last_events(self, include_usage: bool) -> bytes:
+        """Behind all pieces of a stream."""
+        return (self._chunk([], usage=self.usage()) if include_usage else b"") + b"data: [DONE]\n\n"
 
     def usage(self) -> dict:
-        """OpenAI's count of tokens; cached ones are those whose keys and values were found."""
-        sequence = self.ticket.sequence
-        prompt, drawn = sequence.prompt_length, len(sequence.ids) - sequence.prompt_length
+        """OpenAI's count of tokens, each prompt's once; cached ones are those whose keys and values were found."""
+        sequences = [choice.sequence for choice in self.ticket.choices]
+        firsts = sequences[:: self.ticket.n]
+        prompt, drawn = sum(s.prompt_length for s in firsts), sum(len(s.ids) - s.prompt_length for s in sequences)
         return {
             "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
-            "prompt_tokens_details": {"cached_tokens": sequence.reused},
+            "prompt_tokens_details": {"cached_tokens": sum(s.reused for s in firsts)},
         }  # fmt: skip
 
-    def _choice(self, part, ended=True):
-        return {"index": 0, **part, "logprobs": None, "finish_reason": self.ticket.finish if ended else None}
+    def _chunk(self, choices, **more):
+        kind = {"object": "chat.completion.chunk"} if self.chat else {}
+        return event(self.head | kind | {"choices": choices} | more)
+
+    def _choice(self, choice, part, tokens, finish):
+        logprobs = None
+        if choice.sequence.sampling.logprobs is not None:
+            logprobs = self._chat_logprobs(tokens) if self.chat else self._text_logprobs(tokens)
+        return {"index": choice.index, **part, "logprobs": logprobs, "finish_reason": finish}
+
+    def _text_logprobs(self, tokens):
+        def name(i):
+            return self.words.name(i)[0]
+
+        tops = [{name(j): log_q for j, log_q in ({i: log_p} | likeliest).items()} for i, _, log_p, likeliest in tokens]
+        return {
+            "tokens": [name(i) for i, *_ in tokens], "token_logprobs": [log_p for _, _, log_p, _ in tokens],
+            "top_logprobs": tops, "text_offset": [start for _, start, *_ in tokens],
+        }  # fmt: skip
+
+    def _chat_logprobs(self, tokens):
+        def about(i, log_p):
+            return dict(zip(("token", "bytes"), self.words.name(i), strict=True)) | {"logprob": log_p}
+
+        tops = [[about(*pair) for pair in likeliest.items()] for *_, likeliest in tokens]
+        content = [about(i, p) | {"top_logprobs": top} for (i, _, p, _), top in zip(tokens, tops, strict=True)]
+        return {"content": content, "refusal": None}
 
 
 def event(content: dict) -> bytes:

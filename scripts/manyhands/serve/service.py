@@ -3,7 +3,7 @@
     service = Service(model, metadata, token, held_out_ids, load)
     await service.start()                          # in the event loop that will serve
     ticket = service.submit(request)               # Refusal if it makes no sense, or there is no room
-    async for text in ticket.pieces(): ...         # what has been drawn since, at once; then ticket.finish
+    async for piece in ticket.pieces(): ...        # what has been drawn since, at once
     service.close(ticket, "gone")                  # for every ticket, once, whatever happened
     verdict = await service.consider("newest")     # a new checkpoint, through the gate
     await service.stop()
@@ -19,12 +19,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from manyhands.gpt.model import GPT
-from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate
 from manyhands.serve.engine import NOT_FINITE, Engine
 from manyhands.serve.scheduler import CachedSequence
@@ -34,33 +34,71 @@ from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 log = logging.getLogger("manyhands.serve")
 
 
-class Ticket:
-    """One request, and its text as it comes."""
+class Piece(NamedTuple):
+    """What can be shown of a choice, since the last time."""
 
-    def __init__(self, sequence, text):
-        self.sequence, self.text = sequence, text  # text: a TextSoFar
+    choice: "Choice"
+    text: str
+    tokens: list[tuple]  # of the text, where log p is asked for: (id, where it begins, log p, {id: log p})
+    finish: str | None  # why the text has ended, if it has
+
+
+class Choice:
+    """One of the texts of a request, as it comes."""
+
+    def __init__(self, index: int, sequence: CachedSequence, text: TextSoFar, echo: str):
+        self.index, self.sequence, self.text = index, sequence, text
+        self.ids: list[int] = []  # drawn, and not read yet
+        self.finish: str | None = None
+        self.shown, self.echo = "", echo  # echo: stands before the first piece
+        self.tokens: list[tuple] = []  # of `shown`
+
+    def take(self) -> Piece:
+        """What the ids that have come are worth."""
+        ids, self.ids = self.ids, []
+        piece = self.text.add(ids)
+        if self.text.stopped:  # at a string; the engine may be behind it already
+            self.finish = "stop"
+        elif self.finish is not None:
+            piece += self.text.end()
+        if not self.shown:
+            piece = self.echo + piece
+        self.shown += piece
+        tokens, sequence = [], self.sequence
+        if sequence.sampling.logprobs is not None:
+            for i in range(len(self.tokens), self.text.ids_shown()):
+                start = len(self.echo) + self.text.starts[i]
+                tokens.append((sequence.ids[sequence.prompt_length + i], start, *sequence.logprobs[i]))
+        self.tokens += tokens
+        return Piece(self, piece, tokens, self.finish)
+
+
+class Ticket:
+    """One request, and its texts as they come: `n` choices for each prompt, in the order of prompts."""
+
+    def __init__(self, choices: list[Choice], n: int, dropped_messages: int, drop: Callable[[CachedSequence], None]):
+        self.choices, self.n, self.dropped_messages, self.drop = choices, n, dropped_messages, drop
         self.version = None  # of the model that writes, known with the first token
         self.submitted_s, self.first_s = time.monotonic(), None
-        self.ids, self.finish, self.error = [], None, None  # ids: drawn, and not read yet
+        self.error: Refusal | None = None
         self.news = asyncio.Event()
         self.timer: asyncio.TimerHandle  # fails it when its time is over
 
-    async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text as it can be shown; `finish` then says why it ended. Raises the Refusal that `fail` got."""
-        ended = False
-        while not ended:
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield what can be shown, as it comes. Raises the Refusal that `fail` got."""
+        unfinished = list(self.choices)
+        while unfinished:
             await self.news.wait()
             self.news.clear()
-            if self.error is not None:
-                raise self.error
-            ids, self.ids = self.ids, []
-            shown = self.text.add(ids)
-            if self.text.stopped:  # at a string; the engine may be behind it already
-                self.finish = "stop"
-            elif self.finish is not None:
-                shown += self.text.end()
-            ended = self.finish is not None
-            yield shown
+            for choice in list(unfinished):
+                if self.error is not None:
+                    raise self.error
+                if choice.ids:
+                    piece = choice.take()
+                    if piece.finish is not None:
+                        unfinished.remove(choice)
+                        self.drop(choice.sequence)
+                    yield piece
 
     def fail(self, error: Refusal) -> None:
         """Whoever waits for more gets this instead."""
@@ -100,7 +138,7 @@ class Service:
         size, running = limits.block_size, limits.running
         blocks = limits.blocks or running * -(-self.context // size)
         self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
-        self.tickets: dict[CachedSequence, Ticket] = {}  # sequence -> ticket, of those that are not over for the engine
+        self.waited_for: dict[CachedSequence, tuple[Ticket, Choice]] = {}  # those that are not over for the engine
         self.changes: deque[tuple | None] = deque()  # what is to happen to the engine's schedule before its next step
         self.failed = False  # the last step did
         self.metrics = Metrics(self.engine)
@@ -131,31 +169,52 @@ class Service:
 
     def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
         """A Ticket for a request. Raises Refusal: 400 for what the model cannot read or hold, 429 without room."""
-        code = "invalid_value"
+        code, sampling = "invalid_value", request.sampling(self.words)
+        sequences = []
         try:
-            ids, stop_ids, stop_strings = request.encode(self.words)
+            prompts = request.encode(self.words, self.context)
             code = "context_length_exceeded"
-            max_tokens = request.max_completion_tokens or request.max_tokens or max(1, self.context - len(ids))
-            sampling = Sampling(request.temperature, request.top_k, request.top_p)
-            sequence = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, stop_ids)
+            for ids in prompts.ids:
+                max_tokens = request.most or max(1, self.context - len(ids))
+                for i in range(request.n):
+                    new = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, prompts.stop_ids, i)
+                    sequences.append(new)
         except ValueError as error:
             raise Refusal(400, str(error), code, request.source) from None
-        running, waiting, seconds = self.limits.running, self.limits.queue, self.limits.request_s
-        if len(self.tickets) >= running + waiting:
-            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
-            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
-        ticket = self.tickets[sequence] = Ticket(sequence, TextSoFar(self.words, (*request.stop, *stop_strings)))
+        self._refuse_without_room(len(sequences))
+        choices = []
+        for i, sequence in enumerate(sequences):
+            sequence.siblings = sequences
+            text = TextSoFar(self.words, (*request.stop, *prompts.stop_strings))
+            choices.append(Choice(i, sequence, text, prompts.echoes[i // request.n] if prompts.echoes else ""))
+        ticket = Ticket(choices, request.n, prompts.dropped_messages, self._drop)
+        seconds = self.limits.request_s
         too_late = Refusal(504, f"not finished within {seconds:g} s; ask for fewer tokens", "timeout")
         ticket.timer = asyncio.get_running_loop().call_later(seconds, ticket.fail, too_late)
-        self._change(self.engine.scheduler.add, sequence)
+        for choice in choices:
+            self.waited_for[choice.sequence] = ticket, choice
+            self._change(self.engine.scheduler.add, choice.sequence)
         return ticket
 
-    def close(self, ticket: Ticket, reason: str) -> None:
-        """The request is over, for whatever reason: its place is free before the next step."""
+    def _refuse_without_room(self, texts):
+        running, waiting = self.limits.running, self.limits.queue
+        if texts > running + waiting:
+            sentence = f"{texts} texts are asked for and this server holds {running + waiting}; ask for fewer at once"
+            raise Refusal(400, sentence, "too_many_texts", "n")
+        if len(self.waited_for) + texts > running + waiting:
+            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
+            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
+
+    def close(self, ticket: Ticket, reason: str | None = None) -> None:
+        """The request is over, for `reason`; none: its texts have ended. Its places are free before the next step."""
         ticket.timer.cancel()
-        if self.tickets.pop(ticket.sequence, None) is not None:
-            self._change(self.engine.scheduler.cancel, ticket.sequence)
+        for choice in ticket.choices:
+            self._drop(choice.sequence)
         self.metrics.note_end(ticket, reason)
+
+    def _drop(self, sequence):
+        if self.waited_for.pop(sequence, None) is not None:
+            self._change(self.engine.scheduler.cancel, sequence)
 
     def _change(self, change, sequence):
         self.changes.append((change, sequence))
@@ -192,25 +251,28 @@ class Service:
     def _deliver(self, drawn):
         now, self.failed = time.monotonic(), False
         for sequence, next_id, finish in drawn:
-            if (ticket := self.tickets.get(sequence)) is None:  # closed during the step
+            if sequence not in self.waited_for:  # closed during the step
                 continue
+            ticket, choice = self.waited_for[sequence]
             if ticket.first_s is None:
                 ticket.first_s, ticket.version = now - ticket.submitted_s, self.engine.version
             if finish is not None:
-                del self.tickets[sequence]
+                del self.waited_for[sequence]
             if finish == NOT_FINITE:
                 ticket.fail(Refusal(500, "the model's numbers for this text are not finite; change the text", finish))
                 continue
-            ticket.ids.append(next_id)
-            ticket.finish = finish  # as of this step: the thread may be further
+            choice.ids.append(next_id)
+            choice.finish = finish  # as of this step: the thread may be further
             ticket.news.set()
 
     def _drop_all(self):
         scheduler = self.engine.scheduler
         for sequence in [*scheduler.running, *scheduler.waiting]:
             scheduler.cancel(sequence)
-            if (ticket := self.tickets.pop(sequence, None)) is not None:
-                ticket.fail(Refusal(500, "the engine failed while it computed this; try again", "engine_failed"))
+            if sequence in self.waited_for:
+                self.waited_for.pop(sequence)[0].fail(
+                    Refusal(500, "the engine failed while it computed this; try again", "engine_failed")
+                )
 
     async def consider(self, step: str) -> gate.Verdict:
         """The Verdict on the checkpoint of a step ("newest", "best", or a number); if it has passed, it serves now.
@@ -292,14 +354,15 @@ class Metrics:
         ):
             make(Gauge, name, words).set_function(function)
 
-    def note_end(self, ticket: Ticket, reason: str) -> None:
-        """A text has ended, for `reason`."""
-        sequence = ticket.sequence
-        self.ended.labels(reason).inc()
-        self.put_back.inc(sequence.preempted)
-        self.tokens.labels("prompt").inc(sequence.prompt_length)
-        self.tokens.labels("reused").inc(sequence.reused)
-        self.tokens.labels("drawn").inc(len(sequence.ids) - sequence.prompt_length)
+    def note_end(self, ticket: Ticket, reason: str | None) -> None:
+        """A request has ended, for `reason`; none: each of its texts for its own."""
+        for choice in ticket.choices:
+            sequence = choice.sequence
+            self.ended.labels(reason or choice.finish).inc()
+            self.put_back.inc(sequence.preempted)
+            self.tokens.labels("prompt").inc(sequence.prompt_length)
+            self.tokens.labels("reused").inc(sequence.reused)
+            self.tokens.labels("drawn").inc(len(sequence.ids) - sequence.prompt_length)
         if ticket.first_s is not None:
             self.first_s.observe(ticket.first_s)
         self.whole_s.observe(time.monotonic() - ticket.submitted_s)

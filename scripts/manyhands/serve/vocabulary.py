@@ -2,11 +2,14 @@
 
     words = Vocabulary(metadata)                   # of a checkpoint
     ids = words.encode("Who goes there?")          # ValueError for a character that the model has no token for
-    ids, stop_ids = words.encode_chat(messages)    # the template of lesson 13, or plain text for a base model
+    ids, stop_ids, dropped = words.encode_chat(messages, room=64)    # lesson 13's template; else plain text
     text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as tokens come
 
 Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
 """
+
+import math
+from bisect import bisect_left
 
 from manyhands.align import chat
 from manyhands.checkpoint.export import tokenizer_of
@@ -42,17 +45,44 @@ class Vocabulary:
         """The text without the characters that are no tokens."""
         return "".join(filter(set(self.vocab).__contains__, text)) if self.by_character else text
 
-    def encode_chat(self, messages: list[dict]) -> tuple[list[int], set[int]]:
-        """(ids, ids that end the reply). Raises ValueError for messages that the template refuses.
+    def known_ids(self, ids: list[int]) -> list[int]:
+        """The ids themselves. Raises ValueError for one that is no token."""
+        if strange := [i for i in ids if not 0 <= i < len(self)]:
+            raise ValueError(f"prompt: {str(strange[0])[:20]} is no token's id; use 0 to {len(self) - 1}")
+        return ids
 
-        A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what they say.
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without markers."""
+        return self.tokenizer.decode([i for i in ids if i not in self.markers])
+
+    def name(self, i: int) -> tuple[str, list[int] | None]:
+        """(a token as text, its bytes). A part of a character has no bytes here, and the tokenizer's own spelling."""
+        text = self.tokenizer.decode([i])
+        return (self.vocab[i], None) if "\ufffd" in text else (text, list(text.encode()))
+
+    def encode_chat(self, messages: list[dict], room: float = math.inf) -> tuple[list[int], set[int], int]:
+        """(ids, ids that end the reply, number of messages left out). Raises ValueError for an order that is none.
+
+        Left out are the oldest questions and their answers, until at most `room` ids remain; never the system's words,
+        nor the last. A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what
+        they say.
         """
-        if self.speaks_template:
-            ids, _ = chat.encode(messages, self.vocab, reply=True)
-            return ids, self.markers
-        chat.pieces(messages, reply=True)  # the same order of roles, and the same sentences
-        lines = [ROLE_NAMES[m["role"]] + m["content"] for m in messages]
-        return self.encode("\n".join([*lines, ROLE_NAMES["assistant"].rstrip()])), self.markers
+        chat.pieces(messages, reply=True)  # refuses a wrong order
+        begin = 1 if messages[0]["role"] == "system" else 0
+        head, ids = [i for m in messages[:begin] for i in self._message(**m)], self._message(**messages[-1])
+        ids += [self.vocab.index("<|assistant|>")] if self.speaks_template else self.encode("Assistant:")
+        start = len(messages) - 1
+        while start > begin:
+            turn = [i for m in messages[start - 2 : start] for i in self._message(**m)]
+            if len(head) + len(turn) + len(ids) > room:
+                break
+            start, ids = start - 2, turn + ids
+        return head + ids, self.markers, start - begin
+
+    def _message(self, role, content):
+        if not self.speaks_template:
+            return self.encode(f"{ROLE_NAMES[role]}{content}\n")
+        return [self.vocab.index(f"<|{role}|>"), *self.encode(content), self.vocab.index(chat.END)]
 
     def chat_stops(self) -> tuple[str, ...]:
         """Strings that end a reply besides markers: a base model goes on with the user's next line."""
@@ -70,24 +100,36 @@ class TextSoFar:
     def __init__(self, words: Vocabulary, stop_strings=()):
         self.write, self.stops = words.writer(), tuple(stop_strings)
         self.held, self.stopped = "", False
+        self.written = self.shown = 0  # characters of all ids; and of what `add` and `end` have returned
+        self.starts: list[int] = []  # where the text of each id begins
 
     def add(self, ids: list[int]) -> str:
         """The text that can be shown now. What follows a stop string, and the string itself, never is."""
-        return self._show("".join(self.write(i) for i in ids))
+        text = ""
+        for i in ids:
+            self.starts.append(self.written + len(text))
+            text += self.write(i)
+        return self._show(text)
 
     def end(self) -> str:
         """The rest: nothing more comes."""
         shown = self._show(self.write(None, True))
         rest, self.held = self.held, ""
+        self.shown += len(rest)
         return shown + rest
 
+    def ids_shown(self) -> int:
+        """How many ids, of those that were added, have text that was shown."""
+        return bisect_left(self.starts, self.shown)
+
     def _show(self, text):
+        self.written += len(text)
         text = "" if self.stopped else self.held + text
         met = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        if met:
-            self.stopped, self.held = True, ""
-            return text[: min(met)]
         # the longest end of the text that begins a stop string
         keep = max((n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        shown = text[: min(met)] if met else text[: len(text) - keep]
+        self.stopped = self.stopped or bool(met)
+        self.held = "" if self.stopped else text[len(shown) :]
+        self.shown += len(shown)
+        return shown
