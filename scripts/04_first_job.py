@@ -161,8 +161,9 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: submission</summary>
 #
-# Submission fails in a class for three reasons: no account in the file (`make jobs`), a queue that wants a reservation, or
-# the wrong folder. The scheduler's sentence says which; read it aloud together.
+# Submission fails in a class for four reasons: no account in the file (`make jobs`), a queue that wants a reservation, a queue
+# that takes one job of each user (here a second submission fails), or the wrong folder. The scheduler's sentence says which;
+# read it aloud together.
 #
 # While the reservation is busy, show `squeue` on the projector: the whole class is in it, and everybody sees `Priority` and
 # `Resources` become `R`.
@@ -481,12 +482,16 @@ if rank == 0:
 # That file comes from the `trap` in our job file: 0 is good, and above 128 it is 128 plus a signal (137: SIGKILL, often for want of
 # memory). No file: the job was killed before it could write one. `job.state()` asks in the same order.
 #
-# Cancel what you no longer need: it keeps others waiting. This job lives for a moment only:
+# Cancel what you no longer need: it keeps others waiting. This job lives for a moment only. It comes when your first one has ended,
+# as some queues take one job of yours at a time:
 
 # %% tags=["active-ipynb"]
-# second = submit("ddp_shakespeare", job_flags, via=via)
-# second.cancel()
-# second.watch(20);
+# if job.ended():
+#     second = submit("ddp_shakespeare", job_flags, via=via)
+#     second.cancel()
+#     second.watch(20)
+# else:
+#     print("your first job has not ended: run this cell again when it has")
 
 # %% [markdown]
 # ## When a job fails (CORE, 8 min)

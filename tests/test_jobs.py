@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+from unittest import mock
 
+import jupytext
 import psutil
 import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
@@ -456,6 +458,84 @@ def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(
         submit.submit("ddp_shakespeare", via="slurm")
 
 
+def test_a_limit_on_ones_jobs_is_named_as_the_cause_with_its_number(in_the_course, monkeypatch, tmp_path):
+    """OpenPBS's own sentence and Slurm's: an account or a queue would be the wrong place to look."""
+    refused = {
+        "pbs": ("qsub", "qsub: would exceed queue debug's per-user limit"),
+        "slurm": ("sbatch", "sbatch: error: QOSMaxSubmitJobPerUserLimit"),
+    }
+    for via, (name, sentence) in refused.items():
+        answers(monkeypatch, tmp_path, **{name: f"echo {shlex.quote(sentence)} >&2; exit 1"})
+        with pytest.raises(
+            submit.SubmitError, match="this queue takes only so many of your jobs, waiting ones too"
+        ) as e:
+            submit.submit("ddp_shakespeare", via=via)
+        assert sentence in str(e.value) and "ACCOUNT" not in str(e.value)
+    path = in_the_course / "jobs" / FILES[0]
+    committed = path.read_text()
+    try:
+        stamp.stamp("aurora", account="Hands", folder=in_the_course / "jobs")
+        with pytest.raises(
+            submit.SubmitError, match=r"queue debug of Aurora \(ALCF\) takes 1 of your jobs .*`qstat -u"
+        ):
+            submit.submit("ddp_shakespeare", via="pbs")
+    finally:
+        stamp.stamp("generic", folder=in_the_course / "jobs")
+    assert path.read_text() == committed
+
+
+class FakeTime:
+    """A clock that a sleep turns on at once."""
+
+    def __init__(self):
+        self.now_s, self.pauses_s = 0.0, []
+
+    def monotonic(self):
+        return self.now_s
+
+    time = monotonic
+
+    def sleep(self, seconds):
+        self.pauses_s.append(seconds)
+        self.now_s += seconds
+
+
+def test_a_watched_job_is_asked_about_ever_more_rarely_and_after_its_end_no_more(in_the_course, monkeypatch, tmp_path):
+    """Sixty people watch at once. After a change it looks closely again, as a short job may end soon."""
+    job, clock = pbs_job(monkeypatch, tmp_path), FakeTime()
+    monkeypatch.setattr(submit, "time", clock)
+    waits, runs, ended = (recorded(*PBS_STATES[name][0]) for name in ("held", "runs, history off", "ended well"))
+    asked = tmp_path / "asked"
+    answers(
+        monkeypatch, tmp_path,
+        qstat=f'echo "$1" >>{asked}; case $(wc -l <{asked}) in [1-8])\n{waits}\n;; 9|10)\n{runs}\n;; esac\n'
+        f'if [ "$1" = -x ]; then\n{recorded(*PBS_STATES["ended well"][1])}\nfi\n{ended}',
+    )  # fmt: skip
+    assert job.watch(1000) == "completed"
+    assert clock.pauses_s == [1, 2, 4, 8, 16, 30, 30, 30, 1, 2]
+    calls = len(asked.read_text().splitlines())
+    assert job.state() == ("completed", "") and job.ended()
+    assert len(asked.read_text().splitlines()) == calls
+
+
+def test_a_watch_ends_when_its_time_is_over(in_the_course, monkeypatch, tmp_path, capsys):
+    job, clock = pbs_job(monkeypatch, tmp_path), FakeTime()
+    monkeypatch.setattr(submit, "time", clock)
+    qstat(monkeypatch, tmp_path, *PBS_STATES["held"][:2])
+    assert job.watch(10) == "waiting" and clock.now_s == 10
+    assert "not ended within 10 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_lesson_04_submits_its_second_job_only_when_the_first_has_ended(root, capsys, ended):
+    """Where a queue takes one job of each user, a second one would be refused, and the lesson would stop."""
+    (cell,) = [c.source for c in jupytext.read(root / "notebooks/04_first_job.ipynb").cells if "second = " in c.source]
+    first, submitted = mock.Mock(ended=lambda: ended), mock.Mock()
+    exec(cell, {"job": first, "submit": submitted, "job_flags": "", "via": "pbs"})
+    assert submitted.called == ended
+    assert ("run this cell again when it has" in capsys.readouterr().out) != ended
+
+
 def answers(monkeypatch, folder, **programs):
     """Stand-ins for the scheduler's programs, ahead in PATH: {name: lines of shell}."""
     for name, lines in programs.items():
@@ -541,6 +621,54 @@ def test_of_a_forgotten_job_its_own_file_says_how_it_ended(in_the_course, monkey
         MANYHANDS_OUTPUTS=os.environ["MANYHANDS_OUTPUTS"],
     )  # fmt: skip
     assert job.state() == state
+
+
+SLURMSTEPD = "slurmstepd: error: *** JOB 123 ON nid1 CANCELLED AT 2026-11-23T12:00:00"
+OVER, CANCELLED = ("failed", "over time"), ("cancelled", "")
+NOBODY_KNOWS = ("ended", "how, the scheduler has forgotten: read its output, job.tail(20)")
+ENDS = {
+    # what the job's output holds, the files of its own, the state of a job of which nobody knows any more
+    "over its walltime": ("=>> PBS: job killed: walltime 620 exceeded limit 600\n", {"status": "143"}, OVER),
+    "of memory": ("=>> PBS: job killed: mem 9gb exceeded 8gb\n", {}, ("failed", "mem 9gb exceeded 8gb")),
+    "cancelled elsewhere": ("step 3\n", {"status": "143", "cancelled": ""}, CANCELLED),
+    "cancelled, having saved": ("saved in outputs/train-123\n", {"status": "0", "cancelled": ""}, CANCELLED),
+    "killed in the middle": ("step 3\n", {}, NOBODY_KNOWS),
+    "Slurm's time is over": (f"{SLURMSTEPD} DUE TO TIME LIMIT ***\n", {}, OVER),
+    "cancelled in Slurm": (f"{SLURMSTEPD} ***\n", {"status": "0"}, CANCELLED),
+}
+
+
+@pytest.mark.parametrize(("said", "files", "state"), ENDS.values(), ids=[name.replace(" ", "_") for name in ENDS])
+def test_with_history_off_its_output_and_its_own_files_tell_how_a_job_ended(
+    in_the_course, monkeypatch, tmp_path, said, files, state
+):
+    job = pbs_job(monkeypatch, tmp_path)
+    qstat(monkeypatch, tmp_path, UNKNOWN, NOTHING)
+    job.output = tmp_path / "output"
+    job.output.write_text(said)
+    (tmp_path / "outputs" / "jobs").mkdir(parents=True)
+    for kind, text in files.items():
+        (tmp_path / "outputs" / "jobs" / f"ddp_shakespeare.123.{kind}").write_text(text)
+    assert job.state() == state
+
+
+def test_a_job_of_pbs_that_saved_when_it_was_cancelled_is_cancelled_though_its_status_is_0(
+    in_the_course, monkeypatch, tmp_path
+):
+    job = pbs_job(monkeypatch, tmp_path)
+    qstat(monkeypatch, tmp_path, *PBS_STATES["runs, history off"][:2])
+    answers(monkeypatch, tmp_path, qdel="exit 0")
+    job.cancel()
+    qstat(monkeypatch, tmp_path, *PBS_STATES["ended well"][:2])
+    assert job.state() == ("cancelled", "")
+
+
+def test_a_job_that_had_ended_before_it_was_cancelled_stays_completed(in_the_course, monkeypatch, tmp_path):
+    job = pbs_job(monkeypatch, tmp_path)
+    qstat(monkeypatch, tmp_path, *PBS_STATES["ended well"][:2])
+    answers(monkeypatch, tmp_path, qdel="exit 1")
+    job.cancel()
+    assert job.state() == ("completed", "")
 
 
 def test_a_job_that_we_cancelled_and_the_scheduler_forgot_is_cancelled(in_the_course, monkeypatch, tmp_path):

@@ -107,6 +107,24 @@ def test_under_pbs_a_clock_of_the_jobs_own_rings_before_the_walltime_ends(course
     assert f"saved in {tmp_path}/run: " + sentence.format(run=tmp_path / "run") in said
 
 
+@pytest.mark.parametrize("number, told", [(signal.SIGTERM, "R"), (signal.SIGUSR1, "E")])
+def test_under_pbs_a_job_that_qdel_ends_saves_and_is_not_put_back_into_the_queue(course, tmp_path, number, told):
+    """qdel sends SIGTERM, and leaves the job in state R for a while; where qrerun is granted it would come back."""
+    programs = {
+        "qstat": f'echo "    job_state = {told}"',
+        "qrerun": "echo it came back",
+        "python": f"trap 'echo {{}} > {tmp_path}/run/requeue.json; exit' USR1; mkdir -p {tmp_path}/run\n"
+        "echo hears\nfor i in {1..2000}; do sleep 0.1; done",
+    }
+    run = under_pbs(course, tmp_path, programs, MANYHANDS_OUTPUTS=tmp_path / "out")
+    until(run, "hears")
+    run.send_signal(number)
+    said = run.communicate(timeout=PATIENCE_S)[0]
+    assert run.returncode == 0 and "it came back" not in said
+    assert f"saved in {tmp_path}/run; job 123.server was asked to end, so it is left alone" in said
+    assert (tmp_path / "out" / "jobs" / "train.123.cancelled").exists() == (number == signal.SIGTERM)
+
+
 def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
     programs = {"qstat": 'echo "    Resource_List.walltime = 10:00:00"', "python": "exit 5"}
     family = Family(f"clock-{tmp_path.name}")

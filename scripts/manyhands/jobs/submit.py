@@ -21,6 +21,7 @@ from pathlib import Path
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
+from manyhands.jobs import directives, stamp
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Supervised
 from manyhands.launch.run_folder import outputs_folder
@@ -30,7 +31,13 @@ PASSED_ON = (
     "MPIEXEC", "MPIEXEC_FLAGS",
 )  # fmt: skip
 OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
-ENDED = ("completed", "failed", "cancelled", "ended")
+KNOWN_END = ("completed", "failed", "cancelled")
+ENDED = (*KNOWN_END, "ended")
+SLOWEST_S = 30  # between two questions to a scheduler: sixty people ask it, too
+TOO_MANY = re.compile("per-user limit|MaxSubmitJob|job submit limit")  # OpenPBS's words, Slurm's reasons
+# what schedulers write into a job's output when they end it
+KILLED = re.compile(r"=>> PBS: job killed: (.*)|\*\*\* JOB .* CANCELLED AT .* (DUE TO TIME LIMIT) \*\*\*")
+CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*")
 
 
 class SubmitError(RuntimeError):
@@ -59,10 +66,12 @@ def submit(name, flags="", via=None):
 class Job:
     """What the three kinds share. `number` is the scheduler's, `output` the file that holds what the job prints."""
 
+    slowest_s = SLOWEST_S
+
     def __init__(self, name, flags):
         self.name, self.submitted_at = name, time.time()
         self.course = _course(name)
-        self._seen = "unknown"  # its last state of which the scheduler spoke
+        self._last = "unknown", ""  # its last state of which the scheduler spoke
         self._cancelled = False  # by us
         self._outputs = outputs_folder()
         # the Python environment of this kernel is the job's, too
@@ -84,52 +93,75 @@ class Job:
         number = re.search(r"\d+", done.stdout)
         if done.returncode or not number:
             raise SubmitError(
-                f"the scheduler did not take the job: {said}\nIf it misses an account or a queue: in a terminal, "
-                "`make jobs SITE=... ACCOUNT=... QUEUE=...`, then run this cell again"
+                f"the scheduler did not take the job: {said}\n{self._cure(said)}, then run this cell again"
             )
         print(said)
         return number.group()
+
+    def _cure(self, said):
+        if not TOO_MANY.search(said):
+            return "If it misses an account or a queue: in a terminal, `make jobs SITE=... ACCOUNT=... QUEUE=...`"
+        path = self.course / "jobs" / f"{self.name}{self.suffix}"
+        most, queue = stamp.jobs_at_once(path, directives.SCHEDULERS[self.suffix])
+        here = f"{queue} takes {most} of your jobs at a time" if most else "this queue takes only so many of your jobs"
+        return f"{here}, waiting ones too: wait until one has ended (`{self.lister}` lists them), or cancel it"
 
     def state(self):
         """(state, remark): waiting, running, completed, failed, cancelled, ended (nobody knows how), or unknown.
 
         The remark: why it waits, where it runs, how it ended. A silent scheduler leaves the last state as it was.
         """
+        if self._last[0] in KNOWN_END:
+            return self._last
         found = self._look()  # None where the scheduler does not answer
         if found is None:
-            return self._seen, "the scheduler does not answer"
-        self._seen = found[0]
+            return self._last[0], "the scheduler does not answer"
+        self._last = found
         return found
 
     def _forgotten(self):
-        """The state of a job that the scheduler no longer knows: what its own file says, if it came to writing one."""
-        own = self._outputs / "jobs" / f"{self.name}.{self.number}.status"  # the job file writes its exit status there
+        """The state of a job that the scheduler no longer knows: what its output and its own files say of its end."""
+        if killed := KILLED.search("\n".join(self._lines())):
+            return "failed", killed[1] if killed[1] and "walltime" not in killed[1] else "over time"
+        if self._was_cancelled():
+            return "cancelled", ""
+        own = self._file("status")  # the job file writes its exit status there
         status = own.read_text().strip() if own.exists() else ""
         if status:
             return ("completed", "") if status == "0" else ("failed", f"exit {status}")
-        if self._cancelled:
-            return "cancelled", ""
         return "ended", "how, the scheduler has forgotten: read its output, job.tail(20)"
+
+    def _file(self, kind):
+        return self._outputs / "jobs" / f"{self.name}.{self.number}.{kind}"
+
+    def _was_cancelled(self):
+        """By us, by qdel or scancel: a job that was cancelled may have saved, and ended with status 0."""
+        return self._cancelled or self._file("cancelled").exists() or CANCELLED.search("\n".join(self._lines()))
 
     def ended(self):
         return self.state()[0] in ENDED
 
     def cancel(self):
-        self._cancelled = True
+        self._cancelled = self.state()[0] not in KNOWN_END
         _show([self.canceller, self.number])
         _asked(self.canceller, self.number)
 
     def watch(self, seconds):
-        """Print a line per change of state until the job ends or `seconds` are over; the last state."""
-        shown, deadline = None, time.monotonic() + seconds
+        """Print a line per change of state until the job ends or `seconds` are over; the last state.
+
+        It asks after 1, 2, 4 ... 30 s, and after a change anew.
+        """
+        shown, deadline, pause_s = None, time.monotonic() + seconds, 1
         while True:
             now = self.state()
             if now != shown:
                 print(f"{time.time() - self.submitted_at:4.0f} s  {now[0]}" + (f": {now[1]}" if now[1] else ""))
-                shown = now
-            if now[0] in ENDED or time.monotonic() > deadline:
+                shown, pause_s = now, 1
+            left_s = deadline - time.monotonic()
+            if now[0] in ENDED or left_s <= 0:
                 break
-            time.sleep(1)
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, self.slowest_s)
         if now[0] not in ENDED:
             print(f"not ended within {seconds:g} s: go on with the lesson, and run this cell again later")
         return now[0]
@@ -163,7 +195,7 @@ class Job:
 
 
 class SlurmJob(Job):
-    canceller = "scancel"
+    canceller, lister, suffix = "scancel", "squeue --me", ".slurm"
 
     def _start(self, flags):
         number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=self._environ)
@@ -194,7 +226,7 @@ class SlurmJob(Job):
 
 
 class PbsJob(Job):
-    canceller = "qdel"
+    canceller, lister, suffix = "qdel", "qstat -u $USER", ".pbs"
 
     def _start(self, flags):
         known = self._environ
@@ -224,15 +256,17 @@ class PbsJob(Job):
             return "running", fields.get("exec_host", "")
         if letter not in "FX":
             return "waiting", fields.get("comment", "")
-        if status == "0":
-            return "completed", ""
-        if status in (None, "271", "265"):  # deleted while it waited; 256 + the signal
+        if status == OVER_TIME:
+            return "failed", "over time"
+        if status in (None, "271", "265") or self._was_cancelled():  # deleted while it waited; 256 + the signal
             return "cancelled", ""
-        return "failed", "over time" if status == OVER_TIME else f"exit {status}"
+        return ("completed", "") if status == "0" else ("failed", f"exit {status}")
 
 
 class LocalJob(Job):
     """No scheduler: the same file under bash, at once and on this machine. It ends with the notebook's kernel."""
+
+    slowest_s = 1  # nobody is asked
 
     def _start(self, flags):
         folder = self._outputs / "jobs"
