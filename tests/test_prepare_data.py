@@ -32,7 +32,7 @@ from manyhands.data.documents import (
 from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import memory_map
-from manyhands.data.tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
+from manyhands.data.tokenizer import KEPT_LENGTH, SEPARATOR, characters_of, tokenizer_from, train_bpe
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
@@ -265,6 +265,15 @@ def test_the_merges_are_the_golden_ones():
     merges = [a + b for a, b in tokenizer.content["model"]["merges"]]
     assert merges == ["at", "th", "Ġth", "an", "bat", "hat", "Ġan", "Ġbat"], "Ġ is the space"
     assert tokenizer.encode("that cat").tolist() == [258, 257, 221, 67, 257]
+
+
+def test_what_is_remembered_of_pieces_is_bounded_and_changes_no_ids(bpe, monkeypatch):
+    copy = tokenizer_from(bpe.content)
+    monkeypatch.setattr("manyhands.data.tokenizer.KEPT_PIECES", 50)
+    for seed in range(5):
+        text = essay(seed) + " " + "ab" * 300
+        assert copy.encode(text).tolist() == bpe.encode(text).tolist() == copy.encode(text).tolist()
+        assert 0 < len(copy.known) <= 50 and max(map(len, copy.known)) <= KEPT_LENGTH
 
 
 def test_what_is_no_tokenizer_is_refused():

@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 from live_server import (
+    CONFIG,
     LETTERS,
     TOKEN,
     VOCAB,
@@ -29,6 +30,7 @@ from live_server import (
     written,
 )
 from manyhands.checkpoint.export import newest_in
+from manyhands.data.tokenizer import SEPARATOR, train_bpe
 from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate, load_test
@@ -176,8 +178,6 @@ def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_nex
 
 
 def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
-    from manyhands.data.tokenizer import SEPARATOR, train_bpe
-
     tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
     metadata = metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
     words = Vocabulary(metadata)
@@ -192,6 +192,25 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
     verdict = gate.judge(make_model(), metadata, make_model(), metadata_of(), None, 0.1)
     assert not verdict.passed and "its vocabulary differs" in verdict.sentence
+
+
+def test_a_text_that_cannot_fit_is_refused_by_its_characters_and_never_encoded(live):
+    """The event loop waits for an encoder: 990,000 characters would take it half a second."""
+    words = live.service.words
+    encode, words.tokenizer.encode = words.tokenizer.encode, Mock(side_effect=AssertionError)
+    try:
+        found = refused(one(live, TEXT, {"prompt": "A" * 45_000}))
+    finally:
+        words.tokenizer.encode = encode
+    sentence = "45,000 characters do not fit into the model's context of 96; no text of more than 96 does"
+    assert found == (400, sentence, "context_length_exceeded", "prompt")
+    tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
+    words = Vocabulary(metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}})
+    longest = max(len(token) for token in tokenizer.vocab if token != SEPARATOR)
+    assert 5 < longest == words.most_characters / CONFIG.block_size, "a text of nothing but the longest token fits"
+    with pytest.raises(ValueError, match=f"no text of more than {96 * longest} does"):
+        words.encode("a" * (96 * longest + 1))
+    words.encode("a" * 96 * longest)
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 50])

@@ -9,12 +9,11 @@ A document is [separator, its tokens]: the separator predicts the first token, t
 
 BPE (Sennrich et al. 2016) here is over bytes, as in GPT-2: 256 tokens spell every text there is, and each merge adds
 one. Text is cut into pieces first, which no merge crosses. We cut by ranges of characters that are written out, so that
-every regular-expression engine cuts alike, and remember the ids of each piece: English repeats itself, and a known
+every regular-expression engine cuts alike, and remember the ids of short pieces: English repeats itself, and a known
 piece costs a look-up instead of its merges. The library, `tokenizers`, does the training and encodes new pieces.
 """
 
 import codecs
-import functools
 import itertools
 import json
 import re
@@ -28,6 +27,7 @@ from manyhands.data.shakespeare import DataError
 
 SEPARATOR = "<|document|>"
 CHARACTERS = "manyhands characters 1"
+KEPT_PIECES, KEPT_LENGTH = 2**16, 16  # whose ids are remembered, and the characters of one: 50 MB at most
 # contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, without a word's first space
 PIECES = (
     "'(?:[sdmt]|ll|ve|re)"
@@ -110,15 +110,20 @@ class BpeTokenizer:
         self.content = content
         tokenize, signs = self.inner.model.tokenize, _signs()  # the merges alone: the piece is cut already
 
-        @functools.lru_cache(1_000_000)
-        def ids_of(piece):
-            # half a surrogate pair, as of bytes in a command line that are no UTF-8, is a UnicodeEncodeError
-            return [token.id for token in tokenize("".join([signs[value] for value in piece.encode()]))]
+        class Known(dict):
+            def __missing__(self, piece):
+                # half a surrogate pair, as of bytes in a command line that are no UTF-8, is a UnicodeEncodeError
+                ids = [token.id for token in tokenize("".join([signs[value] for value in piece.encode()]))]
+                if len(piece) <= KEPT_LENGTH:
+                    if len(self) >= KEPT_PIECES:
+                        self.clear()
+                    self[piece] = ids
+                return ids
 
-        self._ids_of = ids_of
+        self.known = Known()
 
     def encode(self, text):
-        found = itertools.chain.from_iterable(map(self._ids_of, _cut(text)))
+        found = itertools.chain.from_iterable(map(self.known.__getitem__, _cut(text)))
         return torch.from_numpy(np.fromiter(found, np.int64))
 
     def decode(self, ids):

@@ -42,11 +42,11 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
         content = named.read_bytes() if named else cached[1] if cached else None
         text = content.decode() if content else shakespeare.offline_text()
         text = text[len(text) * 9 // 10 :]
-    ids = words.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
+    ids = words.tokenizer.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
     if len(ids) < 256:
         why = f"{len(ids)} tokens of {file or 'the corpus'} are known to the model; name a text by --gate-text"
         raise ValueError(why)
-    return torch.tensor(ids)
+    return ids
 
 
 @torch.inference_mode()

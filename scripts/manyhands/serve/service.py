@@ -29,7 +29,7 @@ from manyhands.serve import gate
 from manyhands.serve.engine import NOT_FINITE, Engine
 from manyhands.serve.scheduler import CachedSequence
 from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
-from manyhands.serve.vocabulary import TextSoFar, Vocabulary
+from manyhands.serve.vocabulary import TextSoFar, TooLong, Vocabulary
 
 log = logging.getLogger("manyhands.serve")
 
@@ -180,6 +180,7 @@ class Service:
                     new = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, prompts.stop_ids, i)
                     sequences.append(new)
         except ValueError as error:
+            code = "context_length_exceeded" if isinstance(error, TooLong) else code
             raise Refusal(400, str(error), code, request.source) from None
         self._refuse_without_room(len(sequences))
         choices = []

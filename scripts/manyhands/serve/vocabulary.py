@@ -17,6 +17,10 @@ from manyhands.checkpoint.export import tokenizer_of
 ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
 
 
+class TooLong(ValueError):
+    """A text that cannot fit, whatever its tokens are."""
+
+
 class Vocabulary:
     """The tokens of a checkpoint: characters, or pieces of words. `markers` are those that no text becomes.
 
@@ -31,12 +35,18 @@ class Vocabulary:
         self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
         if self.tokenizer.separator is not None:
             self.markers.add(self.tokenizer.separator)
+        self.context = metadata["config"]["block_size"]
+        longest = 1 if self.by_character else max(len(t) for i, t in enumerate(self.vocab) if i not in self.markers)
+        self.most_characters = self.context * longest
 
     def __len__(self):
         return len(self.vocab)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises ValueError for a character that is no token."""
+        """The ids of a text. Raises ValueError for a character that is no token, and TooLong unread."""
+        if len(text) > self.most_characters:
+            why = f"{len(text):,} characters do not fit into the model's context of {self.context}"
+            raise TooLong(f"{why}; no text of more than {self.most_characters:,} does")
         if not self.by_character:
             text = text.encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
         return self.tokenizer.encode(text).tolist()
