@@ -103,22 +103,73 @@ def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts
     assert per_node(nodefile, [pbs, site])[0] == mpiexec
     shutil.rmtree(site)
     if find_site_mpiexec({"PATH": "/usr/bin:/bin"}) is None:
-        assert per_node(nodefile, [pbs])[3:] == [tmrsh, "x1 x2"]
+        assert per_node(nodefile, [pbs])[2:] == [tmrsh, "x1 x2"]
 
 
-def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_one_does(tmp_path):
-    """A stand-in for pbs_tmrsh, which starts its words as they are, with an empty environment and in another folder."""
-    tmrsh = program_in(
-        tmp_path / "bin",
-        "pbs_tmrsh",
-        f'#!/bin/bash\nhost=$1; shift; cd /; exec env -i HOST="$host" "$@" >{tmp_path}/$host\n',
-    )
+def test_the_mpiexec_that_debians_slurm_installs_is_no_mpis(tmp_path):
+    wrapper, site = program_in(tmp_path / "slurm", "mpiexec.slurm"), program_in(tmp_path / "site", "mpiexec")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec").symlink_to(wrapper)
+    assert find_site_mpiexec({"PATH": f"{tmp_path}/bin"}) is None
+    assert find_site_mpiexec({"PATH": f"{tmp_path}/bin:{tmp_path}/site"}) == [str(site)]
+
+
+def test_what_a_job_of_pbs_shows_first_is_one_line_that_can_be_typed_again(nodefile, tmp_path, monkeypatch, capsys):
+    program_in(tmp_path / "pbs", "pbs_tmrsh")
+    environ = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "PATH": f"{tmp_path}/pbs:/nowhere"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert commands.main(["--starter", "torchrun", "--nproc", "2", "--dry-run", __file__]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    words = shlex.split(line)
+    assert words[:2] == ["$", "bash"] and words[2].endswith("launch/on_nodes.sh")
+    assert words[3:6] == [f"{tmp_path}/pbs/pbs_tmrsh", "x1 x2", sys.executable]
+
+
+@pytest.fixture
+def tmrsh(tmp_path):
+    """A stand-in for pbs_tmrsh, which starts its words as they are, with an empty environment and in another folder.
+
+    Like the real one it passes no signal on: what it has started outlives it.
+    """
+    text = f'#!/bin/bash\nhost=$1; shift; cd /; env -i HOST="$host" "$@" >>{tmp_path}/$host & wait $!\n'
+    return program_in(tmp_path / "bin", "pbs_tmrsh", text)
+
+
+def on_nodes(tmrsh, folder, shown, *words, **environ):
+    environ = os.environ | {"MANYHANDS_OUTPUTS": str(folder / "out")} | environ
+    command = ["bash", commands.ON_NODES, tmrsh, "x1 x2", "bash", "-c", shown, "sh", *words]
+    return subprocess.Popen(command, env=environ, cwd=folder, stderr=subprocess.PIPE, text=True)
+
+
+WAITS = 'trap "echo told; exit $1" TERM; echo runs; for i in {1..6000}; do sleep 0.1; done'
+
+
+def test_where_one_node_fails_the_others_are_ended_and_the_run_has_its_status(tmrsh, tmp_path):
+    run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x2 ]; then until [ -s x1 ]; do :; done; exit 7; fi; {WAITS}', "0")
+    said = run.communicate(timeout=100)[1]
+    assert run.returncode == 7
+    assert said == "launch.py: the part of this run on x2 ended with status 7, so the others end, too\n"
+    assert (tmp_path / "x1").read_text() == "runs\ntold\n"
+    assert list((tmp_path / "out" / "jobs").iterdir()) == []
+
+
+def test_a_signal_reaches_all_nodes_and_a_run_that_leaves_in_good_order_is_well(tmrsh, tmp_path):
+    run = on_nodes(tmrsh, tmp_path, WAITS, "0")
+    while not all((tmp_path / host).exists() and (tmp_path / host).read_text() for host in ("x1", "x2")):
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(signal.SIGUSR1)
+    assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
+    assert [(tmp_path / host).read_text() for host in ("x1", "x2")] == ["runs\ntold\n"] * 2
+
+
+def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_one_does(tmrsh, tmp_path):
     shown = 'echo "$HOST $PWD $WORDS $PBS_TASKNUM|$1"; [ "$HOST" != x2 ]'
-    done = subprocess.run(
-        ["bash", "-c", commands.BY_PBS, tmrsh, "x1 x2", "bash", "-c", shown, "sh", "two  words; $(id)"],
-        env=os.environ | {"WORDS": "it's a \"quoted\" $word", "PBS_TASKNUM": "1"}, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
+    words = {"WORDS": 'it\'s a "quoted" $word', "PBS_TASKNUM": "1"}
+    run = on_nodes(tmrsh, tmp_path, shown, "two  words; $(id)", **words)
+    run.communicate(timeout=100)
+    assert run.returncode == 1
     for host in ("x1", "x2"):
         assert (tmp_path / host).read_text() == f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)\n'
 

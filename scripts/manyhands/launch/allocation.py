@@ -141,13 +141,14 @@ def find_mpiexec() -> list[str] | None:
 
 
 def find_site_mpiexec(environ: Mapping[str, str]) -> list[str] | None:
-    """The first mpiexec in PATH that neither this environment nor PBS brought, as a command, or None.
+    """The first mpiexec in PATH that is neither this environment's nor a scheduler's, as a command, or None.
 
-    PBS's own is a wrapper that looks for another mpiexec, and fails where there is none; pbsdsh lies beside it.
+    PBS's own is a wrapper that looks for another mpiexec, and fails where there is none; pbsdsh lies beside it. Slurm's
+    is one of srun, which Debian installs as mpiexec.
     """
     for folder in environ.get("PATH", "").split(os.pathsep):
         found = shutil.which("mpiexec", path=folder) if folder != f"{sys.prefix}/bin" else None
-        if found and not Path(found).with_name("pbsdsh").exists():
+        if found and not Path(found).with_name("pbsdsh").exists() and Path(found).resolve().name != "mpiexec.slurm":
             return [found]
     return None
 

@@ -28,6 +28,7 @@ from manyhands.launch.processes import keep
 from manyhands.launch.program import INTERRUPTED, MEMORY, NOT_AGAIN, STATUS_FILE, read_status, run_program, write
 
 TRAIN = SCRIPTS / "train.py"
+ON_NODES = Path(__file__).with_name("on_nodes.sh")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun passes them on instead of dying of them
 # glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -90,23 +91,8 @@ def _one_per_node(where, environ):
         return [*_srun(where, 1, environ), f"--cpus-per-task={cpus}"]
     mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
     if mpiexec is None and (tmrsh := shutil.which("pbs_tmrsh", path=environ.get("PATH"))):
-        return ["bash", "-c", BY_PBS, tmrsh, " ".join(where.hosts)]
+        return ["bash", str(ON_NODES), tmrsh, " ".join(where.hosts)]
     return _mpiexec(where, 1, environ, mpiexec)
-
-
-# PBS itself starts a command on each host, in this folder and environment: $0 is pbs_tmrsh, $1 the hosts
-BY_PBS = r"""hosts=$1; shift
-here=$(unset PBS_NODENUM PBS_TASKNUM PBS_MOMPORT; export -p)
-command="cd $(printf %q "$PWD") && exec $(printf '%q ' "$@")"
-for host in $hosts; do "$0" "$host" bash -c "$here; $command" & done
-steps=$(jobs -p) status=0
-trap 'kill -TERM $steps 2>/dev/null' TERM USR1 INT HUP
-for step in $steps; do
-    while kill -0 "$step" 2>/dev/null; do wait "$step"; done
-    wait "$step" || status=$?
-done
-exit "$status"
-"""
 
 
 def _port(where):
