@@ -9,6 +9,7 @@ import torch
 from exercises import exercises_of, heard_alike
 from manyhands import checks
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import in_turn, luck, normal, seeded, sizes
 from manyhands.checks.expect import (
     expect_equal,
     expect_groups,
@@ -56,6 +57,69 @@ def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
         raise Wrong(said)
 
     assert names(lambda: None) == heard
+
+
+def test_a_name_of_the_learners_own_keeps_its_case():
+    @exercise(9, "names")
+    def names(answer, ranks=None):
+        raise Wrong("share is off")
+
+    assert names(lambda share: None) == "share is off."
+    assert names((lambda *_: None, lambda rest: None)) == "Share is off."
+
+
+# ---- twice ----
+
+
+@exercise(7, "twice as much, in any order")
+def twice_as_much(answer, ranks=None):
+    n, m = sizes(1, 2)
+    for i, x in in_turn([(0, normal(0, n)), (1, normal(1, m))]):
+        if not torch.equal(answer(x), 2 * x):
+            raise Wrong(f"case {i} is wrong")
+
+
+def by_the_first(key):
+    """An answer that is right, but that finds its first results again."""
+    kept = {}
+
+    def answer(x):
+        return kept.setdefault(key(x, kept), 2 * x)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda x: x + x, "correct"),
+        (by_the_first(lambda x, kept: tuple(x.tolist())), "correct"),
+        (
+            by_the_first(lambda x, kept: x.shape),
+            "Case 1 is wrong. The first time, with other numbers, it was right: does",
+        ),
+        (by_the_first(lambda x, kept: 0), "Case 1 is wrong."),
+    ],
+)
+def test_what_an_answer_keeps_from_one_call_to_the_next_is_found(answer, sentence):
+    assert twice_as_much(answer).startswith(sentence)
+
+
+def test_a_check_draws_what_it_asks_from_its_seed_and_its_turn():
+    asked = []
+
+    @exercise(8, "what is drawn")
+    def what_is_drawn(answer, ranks=None):
+        three = sizes(5, 3, least=2, most=9)
+        assert math.lcm(*three) == math.prod(three) and len(set(three)) == 3 and {*three} <= {*range(2, 10)}
+        asked.append((three, normal(1, 2).tolist(), luck(1).random(), seeded(lambda: torch.rand(1), 1).item()))
+
+    for seed in (0, 0, 1):
+        assert what_is_drawn(lambda: None, seed=seed) == "correct"
+    (first, second), (again, _), (other, _) = zip(asked[::2], asked[1::2], strict=True)
+    assert again == first and first[0] == second[0], "the same sizes"
+    assert all(a != b for a, b in zip(first[1:], second[1:], strict=True))
+    assert all(a != b for a, b in zip(first, other, strict=True))
 
 
 # ---- answers of the wrong type ----
@@ -128,7 +192,12 @@ def test_a_slip_is_named_only_where_its_value_came():
     )
     assert complaint(expect_number, 3, 2.0, "the mean", "", slips) == "the mean should be 2, not 3: that is one of two"
     assert complaint(expect_number, 5, 2.0, "the mean", "s", slips) == "the mean should be 2 s, not 5 s"
-    assert "as near as float32 comes" in complaint(expect_number, torch.tensor(0.1), 0.1, "it")
+    assert complaint(expect_number, torch.tensor(0.1), 0.1, "it") is None, "it is 0.1 in torch's default dtype"
+    near = {"that is with 1e-7 more": 0.1 + 1e-7}
+    assert complaint(expect_number, torch.tensor(0.1 + 1e-7), 0.1, "it", "", near) == (
+        "it should be 0.1, not 0.1000001: that is with 1e-7 more"
+    )
+    assert complaint(expect_number, torch.tensor(1e8), 1e8 + 1, "it") == "it should be 100,000,001, not 100,000,000"
     assert complaint(expect_equal, (2, 1), [1, 2], "it", {"back to front": [2, 1]}) == (
         "it should be [1, 2], not [2, 1]: back to front"
     )

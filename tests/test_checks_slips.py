@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -143,6 +144,24 @@ def ends_the_group(x, rank, n):
     return x
 
 
+def loops():
+    while True:
+        pass
+
+
+def loops_on():
+    """It catches what stops it, a few times."""
+    for _ in range(3):
+        with contextlib.suppress(BaseException):
+            loops()
+    loops()
+
+
+def comes_later(seconds):
+    """A thread that calls a collective when the check is over, which would meet another call of the others."""
+    threading.Timer(seconds, lambda: dist.all_reduce(torch.ones(100))).start()
+
+
 def waits_for_a_message_on_rank_1(x, rank, n):
     """The others meet in the check, which is none of the learner's business."""
     if rank == 1:
@@ -191,7 +210,7 @@ SLIPS = {
     "in a hook": (unequal_in_a_hook, "Ranks 0-3 call all_reduce with 8, 12, 16 and 20 bytes."),
     "swallowed": (swallows_what_it_is_told, "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes."),
     "no return": (lambda x, rank, n: right(x) is None or None,
-        "Rank 0: Your function returned None: is a `return` missing?"),
+        "Rank 0: Your function returned None, which the check cannot use (AttributeError"),
     "text": (lambda x, rank, n: str(right(x)),
         "Rank 0: Your function returned the text 'tensor([6., 6.])', which the check cannot use "
         "(AttributeError: 'str' object has no attribute 'tolist')."),
@@ -201,6 +220,12 @@ SLIPS = {
     "no numbers on meta": (lambda x, rank, n: torch.ones(2, device="meta").cpu(),
         "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor"),
     "sys.exit": (on_rank_1(sys.exit), "Rank 1: Your code ended the program (SystemExit): return instead."),
+    "os._exit": (on_rank_1(lambda: os._exit(3)), "Rank 1: Your code ended the program (SystemExit): return instead."),
+    "a loop without an end": (on_rank_1(loops), "Rank 1: Your code had not ended after"),
+    "a loop that is hard to end": (on_rank_1(loops_on), "Rank 1: Your code had not ended after"),
+    "a thread that comes later": (on_rank_1(lambda: comes_later(30.0)), "Rank 1: Your code left a thread running (Thr"),
+    "a thread that loops": (on_rank_1(lambda: threading.Thread(target=loops).start()),
+        "Rank 1: Your code left a thread running (Thread-"),
     "no group left": (ends_the_group,
         "Your code ended the process group, which all that follows needs: leave it alone."),
     "a message that never comes": (waits_for_a_message_on_rank_1,
@@ -330,10 +355,15 @@ def appends(numbers):
     numbers.append(3)
 
 
+def prints(x):
+    print(2 * x)
+
+
 def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
     for answer, verdict in [
         ((lambda x: 2 * x, appends), "correct"),
-        ((lambda x: print(2 * x), appends), "Your function returned None: is a `return` missing?"),
+        ((prints, appends), "Your function returned None: is a `return` missing?"),
+        ((lambda x: {}.get(x), appends), "Your function returned None, which the check cannot use (TypeError"),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append'."),
         ((lambda x: "6", appends), "Your function returned the text '6', which the check cannot use (TypeError"),
         ((lambda x: 2 * x, lambda numbers: [][0]), "Your code raised IndexError: list index out of range."),
@@ -376,7 +406,15 @@ def test_an_empty_function_is_not_attempted_and_one_that_forgets_its_return_is(c
     def forgetful(x):
         x *= 2
 
-    assert [handed_out_empty(answer) for answer in (empty, described)] == ["not attempted"] * 2
+    @torch.no_grad()
+    def decorated(x): ...
+
+    def in_parts(x):
+        first = second = ...
+        return first, second
+
+    answers = (empty, described, decorated, in_parts, lambda x: {"a": ...}, (empty, ...))
+    assert [handed_out_empty(answer) for answer in answers] == ["not attempted"] * len(answers)
     assert handed_out_empty(forgetful) == "Your function returned None: is a `return` missing?"
 
 

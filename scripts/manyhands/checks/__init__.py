@@ -20,20 +20,27 @@ An answer can leave messages behind that poison whatever comes next on the same 
 process group of its own, which is thrown away afterwards, and calls that do not match are told before gloo ends a
 process over them (`trial`). The verdict travels over the ranks' own group. What an answer sets for the whole
 process is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the
-learner's code (`witness`).
+learner's code (`witness`). An answer that never ends is stopped, and so are the threads that it leaves behind (`stop`).
+
+Each answer is judged twice, with other numbers of the same sizes: so what it keeps from one call to the next is found.
 """
 
 import functools
 import re
+from contextvars import ContextVar
 
 import torch.distributed as dist
 
+from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
 from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
-from manyhands.checks.witness import Witness, said
+from manyhands.checks.witness import Witness, said, unfinished
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
+TURN = ContextVar(
+    "turn", default=(0, 0)
+)  # (seed of the whole check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
 _CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\()|(x|y|dx|dy)\b")  # a sentence that begins with a name
@@ -60,18 +67,23 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
     `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE
     that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls.
 
-    The check is called by all ranks as `check(answer, ranks, solution=False, **given)`. It says its verdict on rank 0
-    and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
+    The check is called by all ranks as `check(answer, ranks, solution=False, seed=0, **given)`. It says its verdict on
+    rank 0 and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
     NotImplementedError), or the sentence of the lowest rank that found a fault. `ranks` None judges in this process
-    alone, without a process group.
+    alone, without a process group. With another seed other sizes and numbers are drawn.
     """
 
     def decorate(body):
         @functools.wraps(body)
-        def check(answer, ranks=None, solution=False, **given):
-            with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
-                verdict = _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ)
-            verdict = _agree(verdict, ranks)
+        def check(answer, ranks=None, solution=False, seed=0, **given):
+            for turn in range(2):
+                verdict = _one_turn((seed, turn), body, answer, ranks, given, timeout_s, if_calls_differ)
+                if verdict != CORRECT:
+                    break
+            if turn and verdict != CORRECT:
+                verdict += (
+                    " The first time, with other numbers, it was right: does it keep what a call before it found?"
+                )
             kind = "exercise" if str(number).isdigit() else "build"
             label = f"{'solution' if solution else kind} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
@@ -86,9 +98,22 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
     return decorate
 
 
+def _one_turn(turn, body, answer, ranks, given, timeout_s, if_calls_differ):
+    """The verdict of all ranks on one trial of an answer."""
+    before = TURN.set(turn)
+    try:
+        with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
+            verdict = _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ)
+        return _agree(verdict, ranks)
+    except RuntimeError as error:
+        raise RuntimeError("a rank's process ended while its answer was judged: start the ranks anew") from error
+    finally:
+        TURN.reset(before)
+
+
 def _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ):
     """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
-    if answer is None or answer is ...:
+    if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
     witness = Witness(body)
     watched = witness.watched(answer)
@@ -96,7 +121,7 @@ def _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ):
         return _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
     matching = Matching(group, timeout_s, witness.is_running)
     with matching:
-        verdict = _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
+        verdict = _verdict(stopped_after(timeout_s, lambda: body(watched, ranks, **given)), witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
@@ -109,11 +134,13 @@ def _verdict(trial, witness, timeout_s):
     try:
         trial()
     except Wrong as fault:
-        return _WRONG, _sentence(_with_return(str(fault), witness))
+        return _WRONG, _sentence(_with_return(str(fault), witness), witness.names())
     except NobodyCalls as fault:
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
             return _ALONE, _sentence(str(fault))
         return _WAITED, _sentence(f"{fault}: all ranks make the same calls, in the same order")
+    except (NeverEnds, LeftRunning) as fault:
+        return _RAISED, _sentence(str(fault))
     except BaseException as error:  # noqa: BLE001 - also sys.exit() of one rank, for which the others would wait
         stated = witness.said_so(error)
         if isinstance(error, KeyboardInterrupt) and not stated:
@@ -139,10 +166,10 @@ def _with_return(text, witness):
     return text if hint in text or not witness.forgot_to_return() else text.replace("not None", hint, 1)
 
 
-def _sentence(text):
-    """The first line as a sentence; a name of the learner's code stays as it is."""
+def _sentence(text, names=()):
+    """The first line as a sentence; a name of the learner's code, as those of its parameters, stays as it is."""
     text = text.strip().split("\n")[0]
-    begins = text[:1] if _CODE.match(text) else text[:1].upper()
+    begins = text[:1] if _CODE.match(text) or text.split(" ")[0] in names else text[:1].upper()
     return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 

@@ -1,31 +1,71 @@
 """Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer.
 
+    for case in in_turn([(3, 4), (5, 2)]):                       # the second time in another order
+        n, m = sizes(1, 2, least=2, most=20)                     # unequal, without a common divisor
+        x_nm, first = normal(2, n, m), luck(3).randrange(n)      # other numbers the second time
+
+A check with another seed draws all of them anew. An answer is judged twice, the second time with other numbers, in
+another order, of the same sizes: who keeps sums by their shape is found.
+
 And a model that sees how an answer calls it (Watched), and what the gradient of a loss over tokens should be.
 """
 
+import math
+import random
 import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.checks import Wrong
+from manyhands.checks import TURN, Wrong
 from manyhands.checks.expect import expect_tensor
 
 CLOSE = 1e-6  # of the largest: a count divided by a count is a float32, and right all the same
 IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it
 
 
+def generator(seed):
+    """A torch.Generator for this seed, of this turn of the check."""
+    return torch.Generator().manual_seed(_of_turn(seed))
+
+
+def luck(seed):
+    """A random.Random for this seed, of this turn of the check."""
+    return random.Random(_of_turn(seed))
+
+
 def normal(seed, *shape, dtype=torch.float64):
     """Normally distributed numbers of a shape."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return torch.randn(*shape, generator=generator(seed), dtype=dtype)
 
 
 def seeded(make, seed):
     """What `make()` draws after this seed; the generator of the process is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(_of_turn(seed))
         return make()
+
+
+def sizes(seed, how_many, least=2, most=20):
+    """Unequal sizes from least to most, no two of which have a common divisor; in both turns of a check the same."""
+    whole_check, _ = TURN.get()
+    draws = random.Random(1_000_003 * whole_check + seed)
+    while True:
+        found = draws.sample(range(least, most + 1), how_many)
+        if math.prod(found) == math.lcm(*found):
+            return found
+
+
+def in_turn(cases):
+    """A list of cases as it stands the first time, and back to front the second."""
+    _, turn = TURN.get()
+    return list(cases)[:: -1 if turn else 1]
+
+
+def _of_turn(seed):
+    whole_check, turn = TURN.get()
+    return seed + 1_000_003 * (2 * whole_check + turn)
 
 
 def flat(tensors):

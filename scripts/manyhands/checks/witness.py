@@ -6,6 +6,8 @@ the check. So an error is told by its traceback: code that is neither the check'
 
 import dis
 import functools
+import inspect
+import itertools
 import reprlib
 import sys
 import sysconfig
@@ -51,7 +53,7 @@ class Witness:
             try:
                 with unspoilt(SETTINGS):
                     self._returned = answer(*args, **kwargs)
-                if self._returned is ... or (self._returned is None and _is_blank(answer)):
+                if unfinished(self._returned) or (self._returned is None and _is_blank(answer)):
                     raise NotImplementedError  # an exercise as it is handed out
             except BaseException as error:
                 self._raised = error
@@ -79,10 +81,16 @@ class Witness:
             frame = frame.f_back
         return False
 
+    def names(self):
+        """What the learner's functions call their arguments."""
+        answers = self._answer if type(self._answer) is tuple else (self._answer,)
+        codes = [code for code in map(_code, answers) if code]
+        return {name for code in codes for name in code.co_varnames[: code.co_argcount]} - {"a"}
+
     def forgot_to_return(self):
-        """Whether None came back, where the check needs a value, from a function that does something."""
+        """Whether None came back, where the check needs a value, from a function that returns no value anywhere."""
         came_back = self._called is not None and self._raised is None
-        return came_back and self._returned is None and self._is_used()
+        return came_back and self._returned is None and self._is_used() and not _returns_something(self._called)
 
     def what_came_back(self, error):
         """A sentence for `error`, which the check's own code raised because of what it was given."""
@@ -102,6 +110,12 @@ class Witness:
         code, at = self._caller
         following = (step.opname for step in dis.get_instructions(code) if step.offset > at)
         return next(following, "") != "POP_TOP"
+
+
+def unfinished(found):
+    """Whether it is, or holds, the `...` of an exercise as it is handed out."""
+    parts = found.values() if type(found) is dict else found if type(found) in (list, tuple) else ()
+    return found is ... or any(part is ... for part in parts)
 
 
 def said(error):
@@ -144,8 +158,20 @@ def _is_blank(function):
     def blank():
         """Do nothing."""
 
-    code = getattr(function, "__code__", None)
+    code = _code(function)
     return code is not None and _steps(code) == _steps(blank.__code__)
+
+
+def _returns_something(function):
+    """Whether a function has a `return` with a value, as far as one can see."""
+    steps = list(dis.get_instructions(_code(function))) if _code(function) else []
+    before_returns = [a for a, b in itertools.pairwise(steps) if b.opname == "RETURN_VALUE"]
+    return any(a.opname != "LOAD_CONST" or a.argval is not None for a in before_returns)
+
+
+def _code(function):
+    """The code of a function, below its decorators; None where there is none in Python."""
+    return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
 
 
 def _steps(code):

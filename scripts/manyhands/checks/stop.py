@@ -1,0 +1,87 @@
+"""Ends what an answer does not end: a loop, the process of a rank, a thread that goes on behind the check's back."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+WALL = 6  # times the patience: a process that waits for a busy machine, or for others, uses little time of its own
+_LOOK_EVERY_S = 0.5
+
+
+class NeverEnds(BaseException):
+    """Stops an answer; no `except Exception` of the answer may keep it."""
+
+
+class LeftRunning(Exception):
+    """An answer has returned, and a thread that it started had not ended."""
+
+
+def stopped_after(patience_s, act):
+    """A function that does `act()`, in the main thread for no longer than so many seconds of processor time.
+
+    It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns. os._exit raises
+    SystemExit, and threads that are left behind are ended, before they make another call, with LeftRunning.
+    """
+
+    def acts():
+        before, left = set(threading.enumerate()), []
+        try:
+            with _limited(patience_s), _stays_here():
+                act()
+        finally:
+            left += _ended([thread for thread in threading.enumerate() if thread not in before], patience_s)
+        if left:
+            raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
+
+    return acts
+
+
+@contextmanager
+def _limited(patience_s):
+    if threading.current_thread() is not threading.main_thread():  # no signal reaches it
+        yield
+        return
+    began, began_cpu = time.monotonic(), time.process_time()
+
+    def look(*_):
+        if time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
+            raise NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
+
+    handler = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, patience_s, _LOOK_EVERY_S)  # again and again: it may be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def _stays_here():
+    """os._exit raises SystemExit in this process; children that were forked from it may go."""
+    here, leave = os.getpid(), os._exit
+
+    def stays(status):
+        if os.getpid() != here:
+            leave(status)
+        raise SystemExit(status)
+
+    with mock.patch.object(os, "_exit", stays):
+        yield
+
+
+def _ended(threads, patience_s):
+    """Those that did not end by themselves; each raises SystemExit as soon as it runs Python code again."""
+    deadline = time.monotonic() + patience_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread for thread in threads if thread.is_alive()]
+    for thread in left:
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    return left
