@@ -209,6 +209,17 @@ def test_away_from_the_course_a_shared_environment_says_where_to_go(tmp_path, mo
     assert capsys.readouterr().err.startswith("error: there are no job files here: go to the course's folder")
 
 
+@pytest.mark.parametrize("wrong", ['needs = ["account"', 'acount = "me"'])
+def test_a_site_file_that_is_none_is_named_with_what_is_wrong(tmp_path, root, monkeypatch, capsys, wrong):
+    shutil.copytree(root / "jobs" / "sites", tmp_path / "jobs" / "sites")
+    with open(tmp_path / "jobs" / "sites" / "mine.toml", "w") as file:
+        file.write((root / "jobs" / "sites" / "generic.toml").read_text().replace("needs = []", wrong))
+    monkeypatch.chdir(tmp_path)
+    assert stamp.main(["sites"]) == 2
+    said = capsys.readouterr().err
+    assert "sites/mine.toml is no site (" in said and "generic.toml shows the form" in said and said.count("\n") == 1
+
+
 def test_stamping_again_keeps_what_the_user_wrote(folder):
     path = folder / FILES[0]
     stamp.stamp("polaris", account="Hands", folder=folder)

@@ -95,11 +95,14 @@ def jobs_folder():
 
 
 def sites():
-    """{name: Site} of every file in jobs/sites, by name."""
-    return {
-        path.stem: Site(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
-        for path in sorted((jobs_folder() / "sites").glob("*.toml"))
-    }
+    """{name: Site} of every file in jobs/sites, by name. Raises JobError for one that is none."""
+    found = {}
+    for path in sorted((jobs_folder() / "sites").glob("*.toml")):
+        try:
+            found[path.stem] = Site(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise JobError(f"{path} is no site ({error}); jobs/sites/generic.toml shows the form") from None
+    return found
 
 
 def site_named(name):
