@@ -151,7 +151,7 @@ def serve(options):
         path = outputs_folder() / "serve" / f"serving-{bound.getsockname()[1]}.json"
         tell = partial(tell_address, options, address, token, path)  # not before a signal ends it as it should
         try:
-            http.Server(app, options.cap.connections, options.drain_s, tell).run_until_signal(bound)
+            http.Server(app, options.cap, options.drain_s, tell).run_until_signal(bound)
         finally:
             path.unlink(missing_ok=True)
 

@@ -66,7 +66,7 @@ class Live:
             lambda step: self.loads[step], limits=Limits(**{"block_size": 8} | limits), tolerance=tolerance,
         )  # fmt: skip
         self.app = make_app(self.service)
-        self.server = Server(self.app, drain_s=drain_s)
+        self.server = Server(self.app, self.service.limits, drain_s)
         self.ended = False
 
     def __enter__(self):

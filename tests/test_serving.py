@@ -1,11 +1,13 @@
 """The server as its clients meet it: OpenAI's own, wrong requests, many at once, slow ones, and those that leave."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
 import random
+import resource
 import threading
 import time
 from unittest.mock import Mock
@@ -35,8 +37,9 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate, load_test
 from manyhands.serve.client import Client, ServerSaid
+from manyhands.serve.connections import OnceAMinute, allowed
 from manyhands.serve.engine import generate
-from manyhands.serve.http import watch
+from manyhands.serve.http import Server, watch
 from manyhands.serve.service import Metrics
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
 
@@ -285,6 +288,105 @@ def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
     many = asyncio.run(too_much())
     assert slow.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 2 s" in slow
     assert many.status_code == 413
+
+
+def test_only_the_time_in_which_the_client_is_waited_for_counts_for_a_body():
+    """The loop stands still for twice as long as a body may take, in the middle of one that comes in time."""
+    with Live(body_s=1) as live:
+        content = json.dumps({"prompt": "A" * 900_000}).encode()  # more than the loop reads at once
+
+        async def in_two_parts():
+            reader, writer = await begin(live, TEXT, content[:9], length=len(content))
+            await asyncio.sleep(0.3)
+            live.loop.call_soon_threadsafe(time.sleep, 2)
+            writer.write(content[9:])
+            return await asyncio.wait_for(reader.read(), 30)
+
+        assert asyncio.run(in_two_parts()).startswith(b"HTTP/1.1 400 "), "it is read, and is too long"
+
+
+def test_thirty_megabytes_and_many_long_prompts_at_once_get_a_status_and_no_reset():
+    with Live(running=8, queue=300) as live:
+
+        async def post(c, size, headers):
+            content = b'{"prompt": "' + b"A" * size + b'"}'
+            return (await c.post(TEXT, content=content, headers=headers)).status_code
+
+        async def all_at_once():
+            async with httpx.AsyncClient(base_url=live.address, trust_env=False, timeout=100) as c:
+                long = [post(c, 990_000, token_header()) for _ in range(64)]
+                large = [post(c, 30_000_000, token_header(t)) for t in (TOKEN, TOKEN, "wrong" * 5)]
+                return await asyncio.gather(*long), await asyncio.gather(*large)
+
+        assert asyncio.run(all_at_once()) == ([400] * 64, [413, 413, 401])
+
+
+# ---------------------------------------------------------------- sockets without a request
+
+
+def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed():
+    """More than there may be connections, and clients that go on asking meanwhile."""
+    with Live(running=8, queue=300, connections=60, head_s=3, body_s=3) as live:
+        asked = mixed_requests(30, seed=6)
+
+        async def slow(reader, writer):  # a head that never ends
+            writer.write(b"GET / HTTP/1.1\r\n")
+            while not reader.at_eof():
+                writer.write(b"X-Slow: 1\r\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 0.2)
+
+        async def all_at_once():
+            halves = [await begin(live, TEXT, b"{", length=100) for _ in range(8)]
+            while len(live.server.server_state.tasks) < 8:
+                await asyncio.sleep(0.01)
+            sockets = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(200)]
+            slowly = [asyncio.ensure_future(slow(*socket)) for socket in sockets[::2]]
+            good = await asyncio.gather(*(complete(live, *request) for request in asked))
+            ended = await asyncio.gather(*(reader.read() for reader, _ in sockets[1::2]), return_exceptions=True)
+            await asyncio.gather(*slowly, return_exceptions=True)
+            assert len(ended) == 100, "each idle socket was closed"
+            return good, await asyncio.gather(*(reader.read() for reader, _ in halves))
+
+        good, halves = asyncio.run(asyncio.wait_for(all_at_once(), 60))
+        for request, (status, body) in zip(asked, good, strict=True):
+            assert (status, text_of(body)) == (200, written(live.model, *request))
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in halves), "who has the token is told"
+        live.wait_until(lambda: not live.server.server_state.connections)
+
+
+def test_when_every_connection_has_asked_for_something_the_next_is_told_in_openais_words():
+    with Live(quiet(make_model()), connections=3) as live:
+        go = hold_engine(live)
+
+        async def one_too_many():
+            tasks = [asyncio.ensure_future(complete(live, "HO", 5, i)) for i in range(3)]
+            while len(live.service.engine.scheduler.waiting) + len(live.service.changes) < 3:
+                await asyncio.sleep(0.01)
+            told = await ask(live, "/healthz", None, method="GET")
+            go.set()
+            return told, await asyncio.gather(*tasks)
+
+        told, good = asyncio.run(one_too_many())
+        assert refused(told) == (503, "all connections are in use; try again later", "connections_full", None)
+        assert [text_of(body) for _, body in good] == [written(live.model, "HO", 5, i) for i in range(3)]
+
+
+def test_what_strangers_can_bring_about_is_one_line_a_minute(caplog, monkeypatch):
+    errors = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(errors, "filters", [OnceAMinute()])
+    server = Server(None)
+    loop = Mock()
+    for _ in range(50):
+        server.note(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "no files")})
+        errors.warning("Invalid HTTP request received.")
+    assert len(caplog.records) == 2 and "no connection can be accepted: [Errno 24] no files" in caplog.text
+    server.note(loop, {"message": "something else"})
+    assert loop.default_exception_handler.call_count == 1
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    errors.warning("Invalid HTTP request received.")
+    assert len(caplog.records) == 3
 
 
 # ---------------------------------------------------------------- the token
@@ -677,3 +779,14 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
     for text in (caplog.text, metrics):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")
     assert 'route="another path",status="404"' in metrics
+
+
+def test_there_are_fewer_connections_than_files_may_be_open(monkeypatch):
+    limits = {"now": (64, 300)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.update(now=values))
+    assert allowed(1024) == 300 - 128 and limits["now"] == (300, 300)
+    limits["now"] = (1024, resource.RLIM_INFINITY)
+    assert allowed(1024) == 1024 and limits["now"] == (1152, resource.RLIM_INFINITY)
+    limits["now"] = (resource.RLIM_INFINITY,) * 2
+    assert allowed(5000) == 5000

@@ -33,6 +33,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -45,12 +46,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.serve import schema
+from manyhands.serve.connections import SPARE, Connection, OnceAMinute, allowed
 from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
 from manyhands.serve.service import Piece, Service
 
 PORT = 8000
+BACKLOG = 1024  # connections that wait to be accepted
 VARIABLE = "MANYHANDS_SERVE_TOKEN"
 LEAST = 16  # characters of a token
+TICK_S = 0.1  # of the clock of a body
 LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
 NO_STORE = {"Cache-Control": "no-store"}
 PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
@@ -168,9 +172,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     What is too large is read to its end and thrown away: who is still sending would lose the answer.
     """
-    content, size = bytearray(), 0
+    content, size, loop = bytearray(), 0, asyncio.get_running_loop()
+
+    def tick(left_s):  # a loop that is late is late for this clock too: only the client's time counts
+        nonlocal timer
+        timer = loop.call_later(TICK_S, tick, left_s - TICK_S) if left_s > 0 else clock.reschedule(loop.time())
+
     try:
-        async with asyncio.timeout(limits.body_s):
+        async with asyncio.timeout(None) as clock:
+            timer = loop.call_later(0, tick, limits.body_s)
             async for part in request.stream():
                 size += len(part)
                 if size <= limits.body_bytes:
@@ -179,6 +189,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
     except ClientDisconnect:
         raise Refusal(499, "the client has gone", "gone") from None
+    finally:
+        if timer is not None:
+            timer.cancel()
     if size > limits.body_bytes:
         raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
     return bytes(content)
@@ -309,7 +322,7 @@ def listen(host: str, port: int | None = None) -> socket.socket:
     for candidate in (PORT, 0) if port is None else (port,):
         try:
             bound.bind((host, candidate))
-            bound.listen(1024)
+            bound.listen(BACKLOG)
             return bound
         except OSError as error:
             why = error.strerror
@@ -335,18 +348,28 @@ def write_address(path: Path, address: str, token: str) -> None:
 class Server(uvicorn.Server):
     """uvicorn on an app. `on_start()` is called when it listens, and a signal ends it as it should."""
 
-    def __init__(self, app, connections: int = 1024, drain_s: int = 30, on_start: Callable[[], object] = lambda: None):
+    def __init__(self, app, limits=Limits(), drain_s: int = 30, on_start: Callable[[], object] = lambda: None):  # noqa: B008
+        connection = partial(Connection, idle={}, most=allowed(limits.connections), head_s=limits.head_s)
         # uvicorn's own lines about requests, which hold their queries, are off
         super().__init__(uvicorn.Config(
             app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
-            limit_concurrency=connections, timeout_keep_alive=5, timeout_graceful_shutdown=drain_s,
+            http=connection, backlog=SPARE, timeout_keep_alive=5, timeout_graceful_shutdown=drain_s,
         ))  # fmt: skip
         self.on_start = on_start
 
     async def startup(self, sockets=None):
+        asyncio.get_running_loop().set_exception_handler(self.note)
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(BACKLOG)  # uvicorn's number is also how many asyncio accepts in one go
         if self.started:
             self.on_start()
+
+    def note(self, loop, context):
+        """What a callback of the loop has raised. No files left for a connection: a line, and not a traceback each."""
+        if "accept" not in context["message"]:
+            return loop.default_exception_handler(context)
+        logging.getLogger("uvicorn.error").error("no connection can be accepted: %s", context["exception"])
 
     def run_until_signal(self, bound: socket.socket) -> None:
         """Serve on the socket, with a line on stderr per event. A second signal: KeyboardInterrupt.
@@ -357,6 +380,7 @@ class Server(uvicorn.Server):
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         # who does not wait gets no traceback for each request that is cut off
         handler.addFilter(lambda record: not self.force_exit)
+        logging.getLogger("uvicorn.error").filters = [OnceAMinute()]
         for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
             logger = logging.getLogger(name)  # httpx and others, which show URLs, stay silent
             logger.handlers, logger.propagate = [handler], False

@@ -43,8 +43,9 @@ class Limits:
     queue: int = 256  # requests that wait for them; one more gets 429
     request_s: float = 120.0  # seconds for a whole request, its wait included
     connections: int = 1024  # open at once
+    head_s: float = 10.0  # seconds for a request's head, and how long nothing may be asked on a connection
     body_bytes: int = 1_000_000  # of a request's body
-    body_s: float = 10.0  # seconds for a request's body to arrive
+    body_s: float = 10.0  # seconds that the server waits for a request's body
     blocks: int | None = None  # of the cache; none: for all that run, at full length
     block_size: int = 16  # positions in a block
     prefill_tokens: int = 256  # of prompts in one step
