@@ -1,40 +1,72 @@
-"""The chat page in real Chromium: the token from the fragment, a streamed reply, stopping, errors, a hub's prefix."""
+"""The chat page in real Chromium behind the real jupyter-server-proxy: streams, stopping, errors, tabs, reloads."""
 
+import functools
+import json
+import os
 import re
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
 from lab import chromium
 from live_server import TOKEN, Live, make_model, quiet
+from manyhands.gpt.sampling import Sampling
+from manyhands.serve.engine import generate
+from manyhands.serve.schema import event
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
-PREFIX = "/user/rosalind/proxy/8123"
-
-
-def proxied(app, outside):
-    """`app` as jupyter-server-proxy shows it: below PREFIX, which is cut off; `outside` gets the hub's own requests."""
-
-    async def hub(scope, receive, send):
-        if scope["type"] == "http":
-            if not scope["path"].startswith(PREFIX):
-                outside.append(scope["path"])
-            scope = scope | {"path": scope["path"].removeprefix(PREFIX) or "/"}
-        await app(scope, receive, send)
-
-    return hub
 
 
 @pytest.fixture(scope="module")
 def live():
-    live = Live(quiet(make_model()), running=4, queue=4)
-    live.outside = []
-    live.server.config.app = proxied(live.app, live.outside)
-    with live:
+    with Live(quiet(make_model()), running=4, queue=4) as live:
         yield live
 
 
 @pytest.fixture(scope="module")
+def jupyter(tmp_path_factory):
+    """The address of a Jupyter server as a hub starts one, and its token: it has jupyter-server-proxy."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    command = [sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root", "--ServerApp.port=0"]
+    command += [f"--ServerApp.root_dir={folder}", "--ServerApp.base_url=/user/rosalind/"]
+    environ = os.environ | {f"JUPYTER_{name}_DIR": str(folder / name) for name in ("RUNTIME", "DATA", "CONFIG")}
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not (found := list(folder.glob("RUNTIME/jpserver-*.json"))):
+            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.1)
+        about = json.loads(found[0].read_text())
+        yield f"http://127.0.0.1:{about['port']}/user/rosalind", about["token"]
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture
+def context(browser, jupyter):
+    """A browser whose user is logged in."""
+    address, token = jupyter
+    context = browser.new_context()
+    assert context.request.get(f"{address}/api/status?token={token}").ok
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def address(jupyter, live):
+    return f"{jupyter[0]}/proxy/{live.port}/"
+
+
+@pytest.fixture(scope="module")
 def browser():
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
     with chromium() as browser:
         yield browser
 
@@ -42,9 +74,9 @@ def browser():
 class Page:
     """The page as a reader sees it."""
 
-    def __init__(self, browser, address):
-        self.page = browser.new_page()
-        self.page.set_default_timeout(20_000)
+    def __init__(self, context, address):
+        self.page = context.new_page()
+        self.page.set_default_timeout(60_000)
         self.faults, self.urls = [], []
         self.page.on("console", lambda m: self.faults.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
@@ -61,18 +93,21 @@ class Page:
     def done(self):
         from playwright.sync_api import expect
 
-        expect(self.page.get_by_role("button", name="Send")).to_be_enabled(timeout=20_000)
+        expect(self.page.get_by_role("button", name="Send")).to_be_enabled(timeout=60_000)
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come true"
+            self.page.wait_for_timeout(20)
 
     def told(self):
         return self.page.get_by_role("status")
 
 
 @pytest.fixture
-def page(browser, live):
-    page = Page(browser, f"{live.address}{PREFIX}/#token={TOKEN}")
-    yield page
-    page.page.close()
-    live.outside.clear()
+def page(context, address):
+    return Page(context, f"{address}#token={TOKEN}")
 
 
 def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live):
@@ -85,9 +120,6 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     expect(page.messages("assistant")).to_have_count(1)
     first = page.messages("assistant").first.inner_text()
     ids, *_ = live.service.words.encode_chat([{"role": "user", "content": "HELLO"}])
-    from manyhands.gpt.sampling import Sampling
-    from manyhands.serve.engine import generate
-
     new = generate(live.model, torch.tensor([ids]), 12, Sampling(0))[0, len(ids) :].tolist()
     expected = "".join(live.service.words.vocab[i] for i in new)
     assert page.messages("assistant").first.evaluate("e => e.textContent") == expected
@@ -99,13 +131,30 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     assert first and not page.faults
 
 
-def test_the_token_leaves_the_address_at_once_and_is_in_no_request_line(page, live):
+def test_a_reply_is_read_while_it_is_written(page, live):
+    """Each step of the engine waits until the page shows what the one before it has drawn."""
+    allowed, step = threading.Semaphore(0), live.service.engine.step
+    live.service.engine.step = lambda: (allowed.acquire(timeout=60), step())[1]
+    try:
+        page.page.get_by_label("at most, tokens").fill("4")
+        page.say("HELLO")
+        for n in range(1, 5):
+            allowed.release()
+            page.wait_until(lambda n=n: [len(e.text_content()) for e in page.messages("assistant").all()] == [n])
+        page.done()
+    finally:
+        live.service.engine.step = step
+        allowed.release(100)
+    assert not page.faults
+
+
+def test_the_token_leaves_the_address_at_once_and_is_in_no_request_line(page, live, address):
     page.say("HELLO")
     page.done()
-    assert page.page.url == f"{live.address}{PREFIX}/" and TOKEN not in page.page.content()
+    assert page.page.url == address and TOKEN not in page.page.content()
     assert all(TOKEN not in url.partition("#")[0] for url in page.urls)
-    assert all(url.startswith((f"{live.address}{PREFIX}/", "data:")) for url in page.urls), "nothing from elsewhere"
-    assert live.outside == [] and not page.faults
+    assert all(url.startswith((address, "data:")) for url in page.urls), "nothing from elsewhere"
+    assert not page.faults
 
 
 def test_what_is_refused_is_said_and_the_message_goes_back_to_the_field(page):
@@ -115,9 +164,13 @@ def test_what_is_refused_is_said_and_the_message_goes_back_to_the_field(page):
     page.done()
     expect(page.messages("error")).to_have_text("'h' is not among the vocabulary's 37 tokens; leave it out")
     expect(page.page.get_by_label("message")).to_have_value("hello")
+    page.say("hello")
+    page.done()
+    expect(page.messages("error")).to_have_count(1)
     page.say("HELLO")
     page.done()
     expect(page.messages("assistant")).to_have_count(1)
+    expect(page.messages("error")).to_have_count(0)
 
 
 def test_markup_that_a_user_or_a_model_writes_stays_text(page):
@@ -129,23 +182,74 @@ def test_markup_that_a_user_or_a_model_writes_stays_text(page):
     expect(page.messages("error")).to_contain_text("'<' is not among the vocabulary")
 
 
-def test_without_a_token_the_page_asks_for_one_and_a_wrong_one_is_asked_for_again(browser, live):
+def test_without_a_token_the_page_asks_for_one_and_a_wrong_one_is_asked_for_again(context, address):
     from playwright.sync_api import expect
 
-    context = browser.new_context()
-    page = Page(context, f"{live.address}{PREFIX}/")
-    field = page.page.get_by_label("token", exact=True)
+    page = Page(context, address)
+    field = page.page.get_by_label("token (the server's terminal has it")
     for token, seen in (("wrong", 0), (TOKEN, 1)):
         expect(field).to_be_visible()
         field.fill(token)
         page.say("HELLO")
         page.done()
         expect(page.messages("assistant")).to_have_count(seen)
-    expect(page.messages("error")).to_have_text(
-        "the token is missing or wrong; the server's terminal, or the file that it names there, has it"
-    )
+        if not seen:
+            expect(page.messages("error")).to_contain_text("the token is missing or wrong; the server's terminal")
     expect(field).to_be_hidden()
-    context.close()
+
+
+def test_a_second_tab_has_the_token_and_a_talk_of_its_own_which_a_reload_keeps(page, context, address):
+    from playwright.sync_api import expect
+
+    page.say("HELLO")
+    page.done()
+    said = page.messages("assistant").first.evaluate("e => e.textContent")
+    second = Page(context, address)
+    expect(second.page.get_by_label("token (the")).to_be_hidden()
+    expect(second.messages("message")).to_have_count(0)
+    second.say("HO")
+    second.done()
+    expect(second.messages("assistant")).to_have_count(1)
+    page.page.reload()
+    expect(page.messages("user")).to_have_text("HELLO")
+    assert page.messages("assistant").first.evaluate("e => e.textContent") == said
+    page.say("AND THEN?")
+    page.done()
+    expect(page.messages("assistant")).to_have_count(2)
+    page.page.get_by_role("button", name="New chat").click()
+    page.page.reload()
+    expect(page.messages("message")).to_have_count(0)
+    assert TOKEN not in page.page.url and not page.faults
+
+
+def test_a_stream_without_its_end_is_said_to_have_broken_off_and_what_came_stays(page, live, address):
+    from playwright.sync_api import expect
+
+    part = {"choices": [{"index": 0, "delta": {"content": "HO"}, "finish_reason": None}], "dropped_messages": 0}
+    for body, seen in ((event(part), 1), (b"", 0)):
+        answer = functools.partial(lambda body, route: route.fulfill(body=body), body)
+        page.page.route("**/v1/chat/completions", answer, times=1)
+        page.say("HELLO")
+        page.done()
+        expect(page.messages("error")).to_have_text("the answer broke off before its end")
+        expect(page.page.get_by_label("message")).to_have_value("" if seen else "HELLO")
+    expect(page.messages("assistant")).to_have_text("HO")
+    page.page.route("**/v1/chat/completions", lambda route: route.abort(), times=1)
+    page.say("HELLO")
+    page.done()
+    expect(page.messages("error")).to_have_text("the server does not answer; is it still running?")
+
+
+def test_any_temperature_can_be_sent_and_a_long_talk_says_what_was_left_out(page, live):
+    from playwright.sync_api import expect
+
+    page.page.get_by_label("temperature").fill("0.85")
+    for turn in range(3):
+        page.say("A" * 30)
+        page.done()
+        expect(page.messages("assistant")).to_have_count(turn + 1)
+    expect(page.told()).to_contain_text("the oldest 4 messages were left out: they do not fit into the model's context")
+    expect(page.messages("left-out")).to_have_count(4)
 
 
 def test_stop_ends_the_reply_on_the_server_too(page, live):
@@ -154,8 +258,6 @@ def test_stop_ends_the_reply_on_the_server_too(page, live):
     step = live.service.engine.step
 
     def slowly():
-        import time
-
         time.sleep(0.2)
         return step()
 
