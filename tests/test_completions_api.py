@@ -383,7 +383,7 @@ def check_error(body):
     assert error["type"] == "invalid_request_error" and len(error["param"] or "") <= 80
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chat=st.booleans(), more=st.lists(fields, max_size=5), alone=st.none() | any_json)
 def test_any_request_is_answered_or_refused_in_a_sentence_and_nothing_strange_is_accepted(live, chat, more, alone):
     path, base = (CHAT, {"messages": [USER]}) if chat else (TEXT, {"prompt": "HO"})

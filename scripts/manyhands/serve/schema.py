@@ -260,7 +260,7 @@ def read(body: bytes, kind):
         return kind.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in fault["loc"])[:80]
+    place = repr(".".join(str(part) for part in fault["loc"]))[1:-1][:80]  # a field may be named by a new line
     if fault["type"] == "extra_forbidden":
         reason = "is not supported with this value" if fault["loc"][-1] in NEUTRAL else "is no field of this request"
         raise Refusal(400, f"{place} {reason}; leave it out", "unsupported_value", place)

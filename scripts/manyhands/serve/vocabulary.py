@@ -83,7 +83,10 @@ class Vocabulary:
         ids += [self.vocab.index("<|assistant|>")] if self.speaks_template else self.encode("Assistant:")
         start = len(messages) - 1
         while start > begin:
-            turn = [i for m in messages[start - 2 : start] for i in self._message(**m)]
+            try:
+                turn = [i for m in messages[start - 2 : start] for i in self._message(**m)]
+            except TooLong:
+                break
             if len(head) + len(turn) + len(ids) > room:
                 break
             start, ids = start - 2, turn + ids
