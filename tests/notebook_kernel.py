@@ -60,7 +60,8 @@ class Kernel:
         (folder / "notebooks").mkdir(exist_ok=True)
         (folder / "scripts" / "90_tiny.py").write_text(TINY)
         self.folder, self.root = folder, root
-        self.environ = {**os.environ, "MANYHANDS_LIVE": "0", **(environ or {})}
+        # patience: whatever else runs here, what hangs is freed after the same time
+        self.environ = {**os.environ, "MANYHANDS_LIVE": "0", "MANYHANDS_PATIENCE": "2", **(environ or {})}
 
     def __enter__(self):
         self.manager, self.client = start_new_kernel(

@@ -1,13 +1,15 @@
 """A cell on a rank and on all of them, without starting any: whose error it is, how long it may take, what follows."""
 
+import re
 import types
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from manyhands.launch import join, launchers
+from manyhands.launch import join, launchers, settings
 from manyhands.launch import ranks as who
-from manyhands.notebook import cell, engine, magic
+from manyhands.launch.allocation import RanksError
+from manyhands.notebook import cell, engine, engine_processes, magic
 
 
 @pytest.fixture
@@ -32,28 +34,127 @@ def broken_device(device):
 
 def test_what_a_device_still_does_when_the_lines_are_done_fails_in_that_cell(a_rank_on):
     a_rank_on("cuda", broken_device)
-    result = engine.run_cell("print('queued')", 1, live=False)
+    result = engine.run_cell("print('queued')", 1)
     assert result["items"] == [("text", "queued\n")]
     assert result["error"]["value"] == "CUDA error: device-side assert triggered on cuda"
-    assert engine.run_cell("1 / 0", 2, live=False)["error"]["name"] == "ZeroDivisionError", "the first error stays"
+    assert engine.run_cell("1 / 0", 2)["error"]["name"] == "ZeroDivisionError", "the first error stays"
     a_rank_on("cpu", broken_device)
-    assert engine.run_cell("pass", 3, live=False)["error"] is None, "a CPU has nothing to wait for"
+    assert engine.run_cell("pass", 3)["error"] is None, "a CPU has nothing to wait for"
 
 
 def test_a_rank_that_waits_for_its_device_says_so(a_rank_on, monkeypatch):
     seen = []
     a_rank_on("cuda", lambda _: seen.append(engine.where()))
     monkeypatch.setattr(engine.get_ipython(), "user_ns", {})
-    engine.run_cell("pass", 1, live=False)
+    engine.run_cell("pass", 1)
     assert seen == [{"call": "synchronize", "line": 0, "source": ""}]
     assert magic._place(seen[0]) == "waiting in synchronize"
+
+
+def recorded(*pieces, whole=False):
+    recorder = engine.Recorder(whole)
+    for piece in pieces:
+        recorder.write(piece)
+    ((_, text),) = recorder.result()["items"]
+    return recorder, text
+
+
+def test_of_100_000_lines_both_ends_are_kept_and_the_rest_is_counted():
+    lines = [f"line {i}\n" for i in range(100_000)]
+    recorder, text = recorded(*lines)
+    assert len(recorder.items[0][1].pieces) < 40_000, "memory is bounded, too"
+    first, left_out, last = re.split(
+        r"\n\[\.\.\. ([\d,]+) characters left out: %%ranks --all shows them \.\.\.\]\n", text
+    )
+    assert first.startswith("line 0\nline 1\n") and last.endswith("line 99998\nline 99999\n")
+    assert min(len(first), len(last)) >= engine.KEPT_CHARS > len(text) / 5
+    assert len(first) + int(left_out.replace(",", "")) + len(last) == len("".join(lines))
+    assert recorder.tail().split("\n")[-3:] == ["line 99998", "line 99999", ""]
+    assert recorded(*lines, whole=True)[1] == "".join(lines)
+    assert "left out" not in recorded("x" * engine.KEPT_CHARS, "y" * 3 * engine.KEPT_CHARS)[1]
+
+
+def test_of_one_endless_line_both_ends_are_kept():
+    _, text = recorded("a" + "x" * 10**6 + "b", "\n")
+    assert text.startswith("ax") and text.endswith("xb\n") and "[... 950,002 characters left out" in text
+
+
+class Answer:
+    """A rank's answer, there once the clock says so."""
+
+    def __init__(self, clock, told, after):
+        self.clock, self.told, self.after = clock, told, after
+
+    def ready(self):
+        return any(do == "interrupt" and self.clock.now >= at + self.after for do, at in self.told)
+
+    def get(self, timeout):
+        return {"items": [], "error": None}
+
+
+@pytest.mark.parametrize(("load", "treated"), [(1, ["restart"]), (20, ["rejoin"])])
+def test_ranks_are_given_the_longer_to_wake_the_busier_the_machine(monkeypatch, load, treated):
+    """They wake 15 s after the interrupt: stuck where nothing else runs, only slow where ten processes share a core."""
+    clock, told = types.SimpleNamespace(now=0.0), []
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr(engine_processes, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(cell, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(settings.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(settings.os, "cpu_count", lambda: 2)
+    monkeypatch.delenv("MANYHANDS_PATIENCE", raising=False)
+    monkeypatch.setenv("MANYHANDS_LIVE", "1")
+    pool = Pool()
+    pool.world_size, pool.next_cell = 2, lambda: 1
+    pool.views = [types.SimpleNamespace(apply_async=lambda *_: Answer(clock, told, 15)) for _ in range(2)]
+    pool.control = types.SimpleNamespace(
+        dead=set(), where=lambda ranks: {}, tell=lambda ranks, do: told.append((do, clock.now))
+    )
+    ended = cell.Cell(pool)
+    ended.run("dist.barrier()", 60)
+    assert pool.treated == treated
+    assert ended.timed_out == {1: "60 s", 20: "600 s (60 s, 10.0 times as this machine is busy)"}[load]
+
+
+def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "7.5")
+    assert settings.patience() == 7.5
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "much")
+    with pytest.raises(launchers.LaunchError, match="invalid MANYHANDS_PATIENCE 'much'"):
+        settings.patience()
+
+
+@pytest.mark.parametrize("line", ["1", "--fast", "--timeout", "--timeout soon", "--timeout -1", "--timeout 1 2", "'"])
+def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(monkeypatch, line):
+    monkeypatch.setattr(magic, "current_ranks", Pool)
+    with pytest.raises(magic.CellFailed, match="takes only --timeout SECONDS .* and --all, not ") as refused:
+        magic.ranks(line, "pass")
+    assert " ".join(refused.value._render_traceback_()) == str(refused.value)
+
+
+def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank_on):
+    """JupyterLab's dark page makes IPython's colours unreadable, and 1000 pixels hold 71 characters."""
+    a_rank_on("cpu", None)
+    said = "a sentence " * 12 + "with a cure"
+    lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1)["error"]["traceback"]
+    assert lines[0] == "ValueError: Traceback (most recent call last)" and "the cell, line 2" in lines[1]
+    ended = types.SimpleNamespace(
+        world_size=2, dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False, rejoined=True,
+        done={r: {"error": {"name": "ValueError", "value": said, "traceback": []}} for r in range(2)}, first_error=0,
+    )  # fmt: skip
+    ended.where = {0: {"call": "all_reduce", "line": 9, "source": "dist.all_reduce(x) " * 5}}
+    lines += magic.report(ended)[1] + RanksError(said)._render_traceback_()
+    long = [line for line in lines if len(line) > 70 and "raise" not in line]
+    assert long == [] and not any("\x1b" in line for line in lines)
 
 
 class Pool:
     """Two ranks that did what they are told to have done; they note how they were treated."""
 
     def __init__(self):
-        self.treated, self.joined = [], True
+        self.treated, self.joined, self.control = [], True, types.SimpleNamespace()
 
     def rejoin(self):
         self.treated.append("rejoin")
@@ -95,7 +196,7 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
 
     pool = Started()
     monkeypatch.setattr(magic, "current_ranks", lambda: pool)
-    for pool.joined, line in ((False, ""), (True, ""), (False, "--timeout 7")):
+    for pool.joined, line in ((False, "# slow"), (True, ""), (False, "--timeout 7")):
         with pytest.raises(KeyboardInterrupt):
             magic.ranks(line, "pass")
     assert given == [300, 60, 7]
@@ -112,4 +213,4 @@ def test_the_group_of_a_notebook_is_more_patient_than_any_cell(monkeypatch):
     for launcher in ("notebook", "alone"):
         monkeypatch.setattr(join, "resolve", lambda launcher=launcher: launchers.RankInfo(launcher, 0, 1, 0, 1))
         join._enter("02_collectives", "auto", 60, quiet=True)
-    assert [patience.total_seconds() for patience in given] == [3600, 60]
+    assert [patience.total_seconds() for patience in given] == [86_400, 60]

@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ipyparallel.serialize import canning
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.launch.processes import Family
-from manyhands.notebook import engine_processes
+from manyhands.notebook import engine_processes, magic
 from manyhands.notebook.engine_processes import engine_launcher
 from manyhands.notebook.rank_pool import ControlLines, RankPool
 
@@ -79,7 +81,8 @@ def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_pa
     launcher.write_text("#!/bin/sh\necho 'step creation temporarily disabled, retrying'\nexec sleep 600\n")
     launcher.chmod(0o755)
     monkeypatch.setenv("MANYHANDS_MPIEXEC", str(launcher))
-    monkeypatch.setattr(engine_processes, "START_TIMEOUT_S", 3)
+    monkeypatch.setattr(engine_processes, "START_S", 3)
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "1")
     processes = engine_processes.Processes(2, Allocation("local", ("here",)), mpi=True)
     try:
         with pytest.raises(RanksError) as late:
@@ -91,6 +94,25 @@ def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_pa
     assert f"What was printed ({launcher} -n 2):\n" in said
     assert said.endswith("engines: step creation temporarily disabled, retrying")
     assert Family(processes.mark, engine_processes.MARK).members() == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mpi", [True, False])
+def test_a_rank_that_is_killed_while_it_starts_is_named_at_once_with_what_it_printed(mpi, tmp_path, monkeypatch):
+    """Its launcher does not hear of it, so that a rank that dies later takes no other one along."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('PMI_RANK', '1') == '1' and 'ipyparallel.engine' in ' '.join(sys.orig_argv):\n"
+        "    print('no memory for that', flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    ranks = RankPool("02_collectives", {"n_ranks": 2}, mpi=mpi)
+    monkeypatch.setattr(engine_processes.TimeLimit, "over", lambda limit: False)
+    with pytest.raises(RanksError) as died:
+        ranks.start()
+    who = "rank 1 ended with status 137; 137 is a kill" if mpi else r"engine-0 ended with status -9"
+    assert str(died.value).startswith(f"the ranks did not start; {who}")
+    assert "no memory for that" in str(died.value)
 
 
 @pytest.mark.ranks
@@ -108,6 +130,61 @@ def test_ranks_start_anew_where_another_process_took_a_port_of_their_controller(
             assert ranks.run("1 + 1", 30).done and next(drawn, None) is None
         finally:
             ranks.stop()
+
+
+@pytest.fixture
+def load_of_20():
+    """Twenty processes that compute; they yield to ours, or the test would take twice as long."""
+    burners = [subprocess.Popen(["nice", "sh", "-c", "while :; do :; done"]) for _ in range(20)]
+    yield
+    for burner in burners:
+        burner.kill()
+        burner.wait()
+
+
+LESSON = (
+    "from manyhands import join; ranks = join(globals(), quiet=True); rank = ranks.rank",
+    "import torch, torch.distributed as dist; x = torch.ones(3) * rank; dist.all_reduce(x)",
+    "for i in range(40_000): print(i)",
+    "assert rank == 0, 'an error that everybody makes'; dist.barrier()",
+    "dist.barrier(); print(x.sum().item())",
+)
+
+
+def attend(attendee):
+    """What an attendee with two ranks sees, cell by cell: [(what rank 1 said or raised, whether ranks were lost)]."""
+    hands = RankPool("02_collectives", {"n_ranks": 2}, mpi=attendee % 2 == 0)
+    hands.start(quiet=True)
+    try:
+        cells = [hands.run(source, magic.CELL_S if hands.joined else magic.START_CELL_S) for source in LESSON]
+        assert hands.joined
+        return [
+            (
+                c.done[1]["error"]["name"] if 1 in c.errors else "".join(i[1] for i in c.items(1)),
+                c.restarted or bool(c.dead),
+            )
+            for c in cells
+        ]
+    finally:
+        hands.stop()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_ten_attendees_who_start_at_once_under_a_load_of_20_all_finish_their_lesson(load_of_20):
+    """They start and meet, compute, print, fail and go on, with the time limits that a class has."""
+    canning.uncan(
+        canning.can(1)
+    )  # fills tables of ipyparallel's; each attendee has a process of their own, not a thread
+    with ThreadPoolExecutor(10) as room:
+        seen = list(room.map(attend, range(10)))
+    for joined, computed, printed, failed, went_on in seen:
+        assert (joined, computed, failed, went_on) == (
+            ("", False), ("", False), ("AssertionError", False), ("3.0\n", False),
+        )  # fmt: skip
+        assert (
+            printed[0].startswith("0\n1\n") and printed[0].endswith("\n39999\n") and "characters left out" in printed[0]
+        )
 
 
 def talk(lines, **hello):

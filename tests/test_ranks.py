@@ -72,6 +72,7 @@ def test_figures_of_a_rank_arrive_as_pictures(notebook):
             plt.plot([1, 2])
     """)
     assert len(output.pictures) == 1 and output.error is None
+    assert output.text.startswith("rank 1 |"), "one sees whose it is"
 
 
 def test_the_kernel_reads_what_each_rank_holds(notebook):
@@ -140,8 +141,27 @@ def test_live_output_ends_in_the_same_output(notebook):
     assert quiet.text.splitlines()[:2] == ["rank 0    | 0 of rank 0", "rank 0    | 1 of rank 0"]
 
 
-def test_the_magic_refuses_what_it_does_not_know(notebook):
-    assert "takes only --timeout SECONDS" in notebook.run("%%ranks --fast\npass").error[1]
+def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(notebook):
+    _, sentence, lines = notebook.run("%%ranks 1\npass").error
+    assert "takes only --timeout SECONDS" in sentence and " ".join(lines.split()) == sentence
+
+
+def test_a_cell_that_prints_100_000_lines_keeps_the_ranks_and_says_what_it_leaves_out(notebook):
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '1'")
+    cell = "kept = 7\nfor i in range(100_000): print(f'line {i} of {rank}')"
+    short = notebook.run(f"%%ranks\n{cell}").text
+    assert "characters left out" in short and "%%ranks --all" in short and len(short.splitlines()) < 40_000
+    assert [f"line 99999 of {rank}" in short for rank in range(4)] == [True] * 4
+    whole = notebook.run(f"%%ranks --all --timeout 300\nif rank == 0:\n    {cell.split(chr(10))[1]}").text
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '0'")
+    assert len(whole.splitlines()) == 100_000 and "left out" not in whole
+    assert notebook.run("%%ranks\ndist.barrier(); say(kept)").text == "all ranks | 7\n"
+
+
+@pytest.mark.parametrize("call", ["breakpoint()", "input('lr? ')"])
+def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
+    said = notebook.run(f"%%ranks\n{call}").error[1]
+    assert f"{call.partition('(')[0]}() needs a keyboard, and a rank has none" in said
 
 
 def test_nothing_of_ours_listens_beyond_loopback(notebook):
@@ -208,7 +228,7 @@ def test_idle_ranks_stop_and_the_next_cell_says_why(tmp_path, root):
 def test_on_a_login_node_two_ranks_start_without_mpi_and_the_notebook_says_so(tmp_path, root):
     with Kernel(tmp_path, root, {"MANYHANDS_LOGIN_NODE": "1"}) as kernel:
         text = kernel.start(n_ranks=4).text
-        assert "This is a login node (MANYHANDS_LOGIN_NODE says so): 2 ranks, without MPI" in text
+        assert "2 ranks, without MPI, as this is a login node (MANYHANDS_LOGIN_NODE says so)" in text
         assert kernel.run(JOIN + "\nsay(f'{rank} of {ranks.world_size}, {mpi_world()}')").text.splitlines() == [
             "rank 0 | 0 of 2, None",
             "rank 1 | 1 of 2, None",

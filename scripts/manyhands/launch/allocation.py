@@ -17,6 +17,7 @@ from pathlib import Path
 
 from manyhands.launch.launchers import expand_counts, expand_hosts
 from manyhands.launch.machine import cores_here
+from manyhands.launch.ranks import wrapped
 from manyhands.launch.settings import environment, value
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +29,7 @@ class RanksError(RuntimeError):
     """The ranks could not start, or are gone; the message says what to do."""
 
     def _render_traceback_(self):  # in a notebook the sentence is what helps
-        return [f"{type(self).__name__}: {self}"]
+        return wrapped(f"{type(self).__name__}: {self}")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_
 
 PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
-NOTEBOOK_S = 3600  # more than the --timeout of any cell
+NOTEBOOK_S = 86_400  # more than the --timeout of any cell, on a busy machine too
 _again: dict[str, Any] = {}  # the arguments of the last join, until the lesson leaves
 
 
@@ -155,7 +155,7 @@ def _enter(name, wanted, timeout_s, quiet):
         info = ask_mpi(info)
     if info.single_node:
         settings.set_default(**loopback_gloo())
-    store = store_for(info, timeout_s)
+    store = store_for(info, timeout_s * settings.patience() if info.launcher == "notebook" else timeout_s)
     offers, plan = _agree(store, info, wanted)
     if "error" in plan:
         raise LaunchError(plan["error"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,6 +48,12 @@ def remember(ranks: Ranks | None) -> None:
 def joined() -> Ranks | None:
     """What the last `join` returned, also after `leave`."""
     return _joined
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Its lines, at most 70 characters long: JupyterLab breaks longer ones within words, in a window of 1000 pixels."""
+    how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
+    return [part for line in text.split("\n") for part in textwrap.wrap(line, 70, **how) or [""]]
 
 
 def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:

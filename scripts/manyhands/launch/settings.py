@@ -10,6 +10,8 @@ People and sites set:
     MANYHANDS_MPIEXEC=COMMAND     the mpiexec of a notebook's ranks, with its flags; empty: there is none
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
     MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
+    MANYHANDS_PATIENCE=TIMES      how many times as long a notebook waits for its ranks as on an idle machine, for a hub
+                                  say 10; else the machine's load per core, 1 to 20
     MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
     MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.http`); else a new one
 Programs set for the processes that they start:
@@ -80,14 +82,24 @@ def store_address() -> tuple[str, int]:
 
 def idle_s() -> float:
     """Seconds without a cell after which a notebook's ranks end."""
-    said = os.environ.get("MANYHANDS_IDLE_S") or "1800"
+    return _positive("MANYHANDS_IDLE_S", "seconds") or 1800.0
+
+
+def patience() -> float:
+    """How many times as long as on an idle machine a notebook waits for its ranks."""
+    return _positive("MANYHANDS_PATIENCE", "times") or min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 20.0)
+
+
+def _positive(name: str, unit: str) -> float | None:
+    """The number that a variable holds; None where it is not set."""
+    said = os.environ.get(name)
     try:
-        seconds = float(said)
+        number = float(said) if said else None
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise LaunchError(f"invalid MANYHANDS_IDLE_S {said!r} (seconds, more than 0)")
-    return seconds
+        number = math.nan
+    if number is not None and not 0 < number < math.inf:
+        raise LaunchError(f"invalid {name} {said!r} ({unit}, more than 0)")
+    return number
 
 
 def live() -> bool:

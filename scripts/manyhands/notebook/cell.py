@@ -4,6 +4,7 @@ import re
 import time
 
 from manyhands.notebook import engine
+from manyhands.notebook.engine_processes import TimeLimit
 
 GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
@@ -27,31 +28,29 @@ class Cell:
         self.pool, self.world_size = pool, pool.world_size
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
-        self.timed_out_s, self.interrupted, self.rejoined, self.restarted = None, False, False, False
+        self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
         self._pending = {}
 
-    def run(self, source, timeout_s, on_wait=None):
-        """Run `source` on every rank; returns once all are done, freed or given up."""
-        live = self.pool.control.on_output is not None
+    def run(self, source, timeout_s, on_wait=None, whole=False):
+        """Run `source` on every rank; returns once all are done, freed or given up. `whole`: all that they print."""
         number = self.pool.next_cell()
         self._pending = {
-            rank: view.apply_async(engine.run_cell, source, number, live and rank == 0)
-            for rank, view in enumerate(self.pool.views)
+            rank: view.apply_async(engine.run_cell, source, number, whole) for rank, view in enumerate(self.pool.views)
         }
-        began = time.monotonic()
-        deadline, failed_s = began + timeout_s, None
+        began, limit = time.monotonic(), TimeLimit(timeout_s)
+        telling = deadline = None  # once a rank has failed
         while self._pending:
             try:
                 time.sleep(0.01)
                 self._collect(self.done)
                 now = time.monotonic()
-                if failed_s is None and (self.errors or self.dead):
-                    failed_s, deadline = now, min(deadline, now + GRACE_S)
-                if self._pending and now > deadline:
-                    if failed_s is not None and now < failed_s + TELLING_S and self._some_are_telling():
+                if deadline is None and (self.errors or self.dead):
+                    telling, deadline = TimeLimit(TELLING_S), now + GRACE_S
+                if self._pending and (limit.over() if deadline is None else now > deadline):
+                    if deadline and not telling.over() and self._some_are_telling():
                         deadline = now + 0.5
                         continue
-                    self.timed_out_s = timeout_s
+                    self.timed_out = str(limit)
                     self._free()
                 elif on_wait is not None:
                     on_wait(time.monotonic() - began)
@@ -80,8 +79,8 @@ class Cell:
         self.where = self.pool.control.where(list(self._pending))
         for do, patience_s in (("free", 2.0), ("interrupt", 4.0)):
             self.pool.control.tell(list(self._pending), do)
-            deadline = time.monotonic() + patience_s
-            while self._pending and time.monotonic() < deadline:
+            limit = TimeLimit(patience_s)
+            while self._pending and not limit.over():
                 time.sleep(0.01)
                 self._collect(self.freed)
         self.stuck = sorted(self._pending)

@@ -7,10 +7,12 @@ frees it, or ends it, and the rank ends itself when the line breaks, because the
 """
 
 import base64
+import builtins
 import contextlib
 import io
 import json
 import linecache
+import math
 import os
 import re
 import signal
@@ -23,8 +25,10 @@ from IPython import get_ipython
 from IPython.core.displaypub import CapturingDisplayPublisher
 
 from manyhands.launch import rendezvous, settings
-from manyhands.launch.ranks import joined
+from manyhands.launch.ranks import joined, wrapped
 
+KEPT_CHARS = 25_000  # at least, of a very long output, at its beginning and at its end
+SHOWN_LINES = 25  # of a cell that runs
 _line = None  # the control line of this process: one rank per process, one line per rank
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
 _running = threading.Event()
@@ -39,12 +43,21 @@ def enter(identity, control, token, store_address):
     """
     global _line
     settings.set_variables(**identity, MANYHANDS_STORE=store_address)
-    _line = socket.create_connection(control, timeout=20)
+    _line = socket.create_connection(control, timeout=60)
     _line.settimeout(None)
     _tell(hello=int(identity["MANYHANDS_RANK"]), pid=os.getpid(), token=token)
     _own_sockets.update(_sockets())
     threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
     show_figures_as_png(get_ipython())
+    sys.breakpointhook, builtins.input = _needs_a_keyboard("breakpoint"), _needs_a_keyboard("input")
+
+
+def _needs_a_keyboard(name):
+    def refuse(*_, **__):
+        cure = "print what you want to see, or set the variable in the cell"
+        raise RuntimeError(f"{name}() needs a keyboard, and a rank has none: {cure}")
+
+    return refuse
 
 
 def join_again(cell):
@@ -68,6 +81,8 @@ def _listen():
             message = json.loads(text)
             if message["do"] == "where":
                 _tell(reply=message["id"], where=where())
+            elif message["do"] == "said" and _running.is_set():
+                _tell(said=_recorder.tail())
             elif message["do"] == "free":
                 if _recorder is not None:
                     _recorder.deaf = True
@@ -130,8 +145,8 @@ def where():
     return {"call": call, "line": frame.f_lineno, "source": source}
 
 
-def run_cell(source, cell, live):
-    """Run cell number `cell` in this rank's namespace; its text goes to the kernel at once if it is `live`.
+def run_cell(source, cell, whole=False):
+    """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless `whole`.
 
     Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far.
     """
@@ -139,7 +154,7 @@ def run_cell(source, cell, live):
     rendezvous.begin_cell(cell)
     shell = get_ipython()
     try:
-        with recording(shell, (lambda text: _tell(output=text)) if live else None) as _recorder:
+        with recording(shell, whole) as _recorder:
             _running.set()
             shell.run_cell(source, store_history=False)
             try:
@@ -167,29 +182,52 @@ def _await_device():
         _awaits_device = False
 
 
-class Recorder(io.TextIOBase):
-    """Stands in for stdout and stderr, and collects displays and the error of the cell beside the text.
+class Text:
+    """What is printed in a row; of more than 4 times `kept` characters the middle is left out."""
 
-    on_text(text) is called with each piece of text as it comes, or None.
-    """
+    def __init__(self, kept):
+        self.kept, self.pieces, self.held, self.left_out = kept, [], 0, 0
+
+    def add(self, piece):
+        self.pieces.append(piece)
+        self.held += len(piece)
+        if self.held > 4 * self.kept:  # rarely enough for the time to grow with the text alone
+            text = "".join(self.pieces)
+            self.pieces = [text[: self.kept], text[-self.kept :]]
+            self.left_out += self.held - 2 * self.kept
+            self.held = 2 * self.kept
+
+    def __str__(self):
+        notice = (
+            f"\n[... {self.left_out:,} characters left out: %%ranks --all shows them ...]\n" if self.left_out else ""
+        )
+        return _last_states("".join([*self.pieces[:1], notice, *self.pieces[1:]]))
+
+
+class Recorder(io.TextIOBase):
+    """Stands in for stdout and stderr, and collects displays and the error of the cell beside the text."""
 
     encoding = "utf-8"
 
-    def __init__(self, on_text=None):
-        self.items, self.error, self.on_text, self.lock = [], None, on_text, threading.Lock()
+    def __init__(self, whole=False):
+        self.items, self.error, self.lock = [], None, threading.Lock()
+        self.kept = math.inf if whole else KEPT_CHARS
         self.deaf = False  # once a rank is being freed, what it says is about that and no longer the cell's
 
     def write(self, text):
         if self.deaf:
             return len(text)
         with self.lock:  # autograd's thread prints too
-            if self.items and self.items[-1][0] == "text":
-                self.items[-1][1].append(text)
-            else:
-                self.items.append(("text", [text]))
-        if self.on_text is not None:
-            self.on_text(text)
+            if not self.items or self.items[-1][0] != "text":
+                self.items.append(("text", Text(self.kept)))
+            self.items[-1][1].add(text)
         return len(text)
+
+    def tail(self):
+        """The last SHOWN_LINES lines of what was printed last."""
+        with self.lock:
+            pieces = next((item[1].pieces[-1000:] for item in reversed(self.items) if item[0] == "text"), [])
+        return "\n".join(_last_states("".join(pieces)[-5000:]).split("\n")[-SHOWN_LINES:])
 
     def writable(self):
         return True
@@ -205,7 +243,7 @@ class Recorder(io.TextIOBase):
 
     def result(self):
         """{"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or name, value, traceback}."""
-        joined = [("text", _last_states("".join(i[1]))) if i[0] == "text" else i for i in self.items]
+        joined = [("text", str(item[1])) if item[0] == "text" else item for item in self.items]
         return {"items": [item for item in joined if item[1]], "error": self.error}
 
 
@@ -215,9 +253,9 @@ class _Publisher(CapturingDisplayPublisher):
 
 
 @contextlib.contextmanager
-def recording(shell, on_text=None):
+def recording(shell, whole=False):
     """Within the block everything that IPython's `shell` puts out goes into the Recorder that this yields."""
-    recorder = Recorder(on_text)
+    recorder = Recorder(whole)
 
     def display_value(value):  # of a cell's last line
         if value is not None:
@@ -264,8 +302,8 @@ def _last_states(text):
 
 
 def _lines_of_the_cell(traceback_lines):
-    """Name the places in a traceback as the reader knows them: lines of the cell, not of `In[1]`."""
-    colour = r"((?:\x1b\[[\d;]*m)*)"
-    text = "\n".join(traceback_lines)
-    text = re.sub(rf"Cell{colour} ?{colour}In ?\[\d+\]{colour}, line", r"\1\2the cell\3, line", text)
-    return text.split("\n")
+    """A traceback that reads well on light and dark pages: no colours, narrow, and "the cell" for `In[1]`."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", "\0".join(traceback_lines))
+    text = re.sub(r"Cell In ?\[\d+\], line", "the cell, line", text)
+    *frames, said = re.sub(r"^-{20,}\0(\w+) +Traceback", r"\1: Traceback", text).split("\0")
+    return [*"\n".join(frames).split("\n"), *wrapped(said)]

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.course.folders import SCRIPTS
+from manyhands.course.folders import SCRIPTS, write_whole
 from manyhands.launch import settings
 from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
 from manyhands.launch.processes import Family
@@ -36,11 +36,34 @@ MARK = "MANYHANDS_CLUSTER"
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 LAST_LINES = 10  # of what a process printed, in an error
-START_TIMEOUT_S = 300  # a cold environment on a parallel file system is read slowly
+START_S = 300  # a cold environment on a parallel file system is read slowly
+NEVER_S = 86_400  # the kernel ends what it no longer waits for
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
-# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine.
-KEEP_QUIET = ["/bin/sh", "-c", '"$@"; [ $? -lt 128 ] || exec sleep 86400', "sh"]
+DIED = "died"  # a file in the folder: engines that were killed, a line for each
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine and
+# notes it in the file that is its $0.
+KEEP_QUIET = """"$@"
+status=$?
+[ $status -lt 128 ] && exit $status
+echo "rank ${PMI_RANK-${OMPI_COMM_WORLD_RANK-$SLURM_PROCID}} ended with status $status" >> "$0"
+exec sleep 86400"""
+
+
+class TimeLimit:
+    """`over()` once `seconds` have passed, times the highest load per core that was seen meanwhile."""
+
+    def __init__(self, seconds):
+        self.seconds, self.times, self._began = seconds, 1.0, time.monotonic()
+
+    def over(self):
+        self.times = max(self.times, settings.patience())
+        return time.monotonic() - self._began > self.seconds * self.times
+
+    def __str__(self):
+        if self.times < 1.05 or not settings.live():  # what is stored tells no times of the machine it ran on
+            return f"{self.seconds:g} s"
+        return f"{self.seconds * self.times:.0f} s ({self.seconds:g} s, {self.times:.1f} times as this machine is busy)"
 
 
 def engine_launcher(allocation, n, mpi):
@@ -96,14 +119,15 @@ class Processes:
         controller += [*HEARTBEATS, f"--ports={_free_ports(self.host)}"]
         self._spawn("controller", [*controller, f"--ip={self.host}", f"--location={self.host}"], environ)
         security = self.folder / "profile" / "security"
-        self.connection_file = security / "ipcontroller-client.json"
+        self.connection_file, self._for_engines = security / "ipcontroller-client.json", security / "for-engines.json"
         engine = [
-            "ipyparallel.engine", profile, f"--file={security / 'ipcontroller-engine.json'}",
-            f"--timeout={START_TIMEOUT_S}", f"--IPEngine.wait_for_url_file={START_TIMEOUT_S}",
+            "ipyparallel.engine", profile, f"--file={self._for_engines}",
+            f"--timeout={NEVER_S}", f"--IPEngine.wait_for_url_file={NEVER_S}",
             "--IPEngine.max_heartbeat_misses=200", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
         ]  # fmt: skip
         if self.launcher is not None:
-            self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *KEEP_QUIET])
+            quiet = ["/bin/sh", "-c", KEEP_QUIET, str(self.folder / DIED)]
+            self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *quiet])
         else:
             for rank in range(self.n):
                 self._spawn(f"engine-{rank}", engine, environ)
@@ -122,28 +146,39 @@ class Processes:
         return "Address already in use" in (self.folder / "controller.log").read_text(errors="replace")
 
     def can_be_reached(self):
-        """Whether the controller has written how a client reaches it."""
-        return self.connection_file.exists() and self.connection_file.stat().st_size > 0
+        """Whether the controller has written how a client and the engines reach it; then the engines are told."""
+        theirs = self.connection_file.with_name("ipcontroller-engine.json")
+        if not all(file.exists() and file.stat().st_size for file in (self.connection_file, theirs)):
+            return False
+        write_whole(self._for_engines, theirs.read_bytes(), 0o600)  # an engine that finds half a file ends
+        return True
 
     def wait_until(self, there, late):
         """Wait until `there()`. Raises RanksError with the end of what was printed: at once where a process has ended,
-        with `late()` after START_TIMEOUT_S."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        with `late()` after START_S."""
+        limit = TimeLimit(START_S)
         while not there():
-            ended = [child for child in self._children if child.poll() is not None]
-            if ended:
-                why = f"{ended[0].name} ended with status {ended[0].returncode}"
-                raise RanksError(f"the ranks did not start; {why}: {self._printed(ended[0]) or 'no output'}")
+            for child in self._children:
+                died = self._died() if child.name == "engines" else ""
+                if died or child.poll() is not None:
+                    why = died or f"{child.name} ended with status {child.returncode}"
+                    raise RanksError(f"the ranks did not start; {why}: {self._printed(child) or 'no output'}")
             if self.port_taken():
                 raise RanksError("the ranks did not start: another process took a port of their controller")
-            if time.monotonic() > deadline:
+            if limit.over():
                 starter = f" ({shlex.join(self.launcher)})" if self.launcher else ""
                 printed = [f"{child.name}: {text}" for child in self._children if (text := self._printed(child))]
                 raise RanksError(
-                    f"{late()} within {START_TIMEOUT_S} s; run `make doctor`, or start fewer with n_ranks. "
+                    f"{late()} within {limit}; run `make doctor`, or start fewer with n_ranks. "
                     + "\n".join([f"What was printed{starter}:", *(printed or ["nothing"])])
                 )
-            time.sleep(0.05)
+            time.sleep(0.02)
+
+    def _died(self):
+        """What the shells of killed engines have noted, as a phrase."""
+        lines = (self.folder / DIED).read_text().splitlines() if (self.folder / DIED).exists() else []
+        killed = "; 137 is a kill, such as by a memory limit" if any(line.endswith(" 137") for line in lines) else ""
+        return ", ".join(lines) + killed
 
     def _printed(self, child):
         """The last lines of a process."""

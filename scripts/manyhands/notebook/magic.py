@@ -1,21 +1,23 @@
 """`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
 
-    %%ranks [--timeout SECONDS]       default 60, for the whole cell; 300 until the ranks have met
+    %%ranks [--timeout SECONDS] [--all]
 
+The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, or by
+MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines.
 In a script the line is a comment and the cell's lines run anyway, on every rank.
 """
 
+import argparse
 import html
 import re
 import shlex
-import textwrap
 import time
 
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
 from manyhands.launch import settings
-from manyhands.launch.ranks import name_ranks
+from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
@@ -44,12 +46,12 @@ def register():
 
 
 def ranks(line, cell):
-    """%%ranks [--timeout SECONDS]: run this cell on every rank."""
+    """%%ranks [--timeout SECONDS] [--all]: run this cell on every rank."""
     pool = current_ranks()
-    timeout_s = _timeout(line, CELL_S if pool.joined else START_CELL_S)
-    live = _Live() if settings.live() else None
+    timeout_s, whole = _flags(line, CELL_S if pool.joined else START_CELL_S)
+    live = _Live(pool.control) if settings.live() else None
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
-    result = pool.run(source, timeout_s, live and live.update, live and live.add)
+    result = pool.run(source, timeout_s, live and live.update, whole)
     shown = sections(result)
     if live:
         live.close(followed=bool(shown))
@@ -59,17 +61,19 @@ def ranks(line, cell):
         raise CellFailed(*report(result))
 
 
-def _timeout(line, default_s):
-    words = shlex.split(line.split("#")[0])
+def _flags(line, default_s):
+    """(seconds, whether all that is printed is shown) of the magic's line."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--timeout", type=float, default=default_s)
+    parser.add_argument("--all", action="store_true")
     try:
-        if not words:
-            return default_s
-        (flag, value) = words if len(words) == 2 else words[0].split("=", 1)
-        if flag != "--timeout" or float(value) <= 0:
-            raise ValueError
-        return float(value)
-    except ValueError:
-        raise ValueError(f"%%ranks takes only --timeout SECONDS (> 0), not {line.strip()!r}") from None
+        options, unknown = parser.parse_known_args(shlex.split(line, comments=True))
+    except (ValueError, argparse.ArgumentError):
+        unknown = True
+    if unknown or not options.timeout > 0:
+        said = f"%%ranks takes only --timeout SECONDS (> 0) and --all, not {line.strip()!r}"
+        raise CellFailed(said, wrapped(said))
+    return options.timeout, options.all
 
 
 def groups(result):
@@ -103,6 +107,8 @@ def sections(result):
             elif set(item[1]) <= {"text/plain"}:
                 rows.append((label, colour, item[1].get("text/plain", "")))
             else:
+                if len(group) < result.world_size and (not rows or rows[-1][0] != label):
+                    rows.append((label, colour, ""))  # whose figure it is
                 flush()
                 out.append((item[1], item[2]))
     flush()
@@ -134,18 +140,18 @@ def _bar(colour):
 class _Live:
     """What is shown while a cell runs longer than two seconds: elapsed time and what rank 0 says."""
 
-    def __init__(self):
-        self.text, self.handle, self.last = "", None, 0.0
-
-    def add(self, rank, text):
-        self.text += text
+    def __init__(self, control):
+        self.control, self.handle, self.last = control, None, 0.0
+        control.said = ""
 
     def update(self, elapsed_s):
-        if elapsed_s < LIVE_AFTER_S or time.monotonic() - self.last < 0.25:
+        if elapsed_s < LIVE_AFTER_S - 0.25 or time.monotonic() - self.last < 0.25:
             return
         self.last = time.monotonic()
-        lines = [part.rstrip("\r").rsplit("\r", 1)[-1] for part in self.text.split("\n")][-25:]
-        shown = _ANSI.sub("", "\n".join(lines)).rstrip()
+        self.control.tell([0], "said")  # the answer is shown at the next update
+        if elapsed_s < LIVE_AFTER_S:
+            return
+        shown = _ANSI.sub("", self.control.said).rstrip()
         page = {
             "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
             "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">'
@@ -175,11 +181,12 @@ def report(result):
     elif result.interrupted:
         message = "interrupted: the ranks were freed"
     else:
-        message = f"the cell did not end within {result.timed_out_s:g} s (%%ranks --timeout)"
+        message = f"the cell did not end within {result.timed_out} (%%ranks --timeout)"
     if not lines:
-        lines.append(message)
-    lines += [f"  rank {rank}: {_state(result, rank)}" for rank in range(result.world_size)]
-    lines += textwrap.wrap(_outlook(result), 96)  # JupyterLab breaks long lines of an error within words
+        lines += wrapped(message)
+    for rank in range(result.world_size):
+        lines += wrapped(f"  rank {rank}: {_state(result, rank)}", indent="    ")
+    lines += wrapped(_outlook(result))
     return message, lines
 
 

@@ -51,7 +51,7 @@ class RankPool:
         self.mpi = settings.value("MANYHANDS_MPI") != "off" if mpi is None else mpi
         reason = login_node() if self.allocation.kind == "local" else None
         if reason and (self.world_size > 2 or self.mpi):
-            print(f"This is a login node ({reason}): 2 ranks, without MPI. Run the notebook in a job for more.")
+            print(f"2 ranks, without MPI, as this is a login node ({reason}).\nRun the notebook in a job for more.")
             self.world_size, self.mpi = min(self.world_size, 2), False
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
@@ -64,7 +64,7 @@ class RankPool:
         began = time.monotonic()
         if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
             self.mpi = False
-            print("No mpiexec here: the ranks start without MPI, and cells that need MPI say so.")
+            print("No mpiexec here: the ranks start without MPI;\ncells that need MPI say so.")
         for tries_left in (2, 1, 0):
             self.control, self.joined = None, False
             self.processes = Processes(self.world_size, self.allocation, self.mpi)
@@ -82,13 +82,19 @@ class RankPool:
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
             took = f", after {time.monotonic() - began:.0f} s" if settings.live() else ""
-            print(f"{self.world_size} ranks on {place} ({kind}){took}. A cell that begins with %%ranks runs on all.")
+            print(f"{self.world_size} ranks on {place} ({kind}){took}. %%ranks runs a cell on all.")
 
     def _connect(self):
         import ipyparallel
 
         self.processes.wait_until(self.processes.can_be_reached, lambda: "the controller did not start")
-        self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=30)
+
+        def answers():  # asked anew after 5 s: a controller may end, or be slow, at any moment of its start
+            with contextlib.suppress(ipyparallel.error.TimeoutError):
+                self.client = ipyparallel.Client(str(self.processes.connection_file), timeout=5)
+            return self.client is not None
+
+        self.processes.wait_until(answers, lambda: "the controller did not answer")
         self.processes.wait_until(
             lambda: len(self.client.ids) >= self.world_size,
             lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
@@ -99,9 +105,9 @@ class RankPool:
     def _enter(self):
         """Give every engine its identity, in the order of their MPI ranks."""
         ids = sorted(self.client.ids)
-        nodes = self.client[ids].apply_sync(platform.node)
+        nodes = self._answers([self.client[one].apply_async(platform.node) for one in ids])
         self.control = ControlLines(self.world_size, self.processes.host)
-        store = self.client[ids[0]].apply_sync(rendezvous.listen, len(set(nodes)) == 1)
+        (store,) = self._answers([self.client[ids[0]].apply_async(rendezvous.listen, len(set(nodes)) == 1)])
         address, pending = (self.processes.host, self.control.port), []
         for rank, engine_id in enumerate(ids):
             known = {
@@ -112,12 +118,21 @@ class RankPool:
             identity = {f"MANYHANDS_{name}": str(value) for name, value in known.items()}
             enter = engine.enter, identity, address, self.control.token, store
             pending.append(self.client[engine_id].apply_async(*enter))
-        for answer in pending:
-            answer.get(timeout=30)
-        if missing := self.control.wait_for_all(30):
-            raise RanksError(f"ranks {missing} did not open their control line")
+        self._answers(pending)
+        self.processes.wait_until(
+            lambda: not self.control.wait_for_all(0),
+            lambda: f"ranks {self.control.wait_for_all(0)} did not open their control line",
+        )
         self.views = [self.client[engine_id] for engine_id in ids]
-        self.client[ids].push(self.values, block=True)
+        self._answers([view.push(self.values, block=False) for view in self.views])
+
+    def _answers(self, pending):
+        """What the ranks answer while they start. Raises RanksError as soon as one of them has died."""
+        self.processes.wait_until(
+            lambda: all(answer.ready() for answer in pending),
+            lambda: f"rank {next(r for r, answer in enumerate(pending) if not answer.ready())} did not answer",
+        )
+        return [answer.get() for answer in pending]
 
     def restart(self, quiet=False):
         """Fresh ranks: all their variables are gone; run the start cells again."""
@@ -159,21 +174,19 @@ class RankPool:
         current_ranks()
         return [view.pull(name, block=True) for view in self.views]
 
-    def run(self, source, timeout_s, on_wait=None, on_output=None):
+    def run(self, source, timeout_s, on_wait=None, whole=False):
         """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
 
-        on_wait(elapsed_s) is called while it runs, on_output(rank, text) with what rank 0 prints meanwhile.
+        on_wait(elapsed_s) is called while it runs. Of a very long text the middle is left out, unless `whole`.
         """
         self._idle.cancel()
-        self.control.on_output = on_output
         cell = Cell(self)
         try:
-            cell.run(source, timeout_s, on_wait)
+            cell.run(source, timeout_s, on_wait, whole)
             if not cell.restarted:
                 self.joined = self.joined or any(done.get("joined") for done in cell.done.values())
         finally:
             if self.client is not None:
-                self.control.on_output = None
                 self._touch()
         return cell
 
@@ -186,7 +199,8 @@ class RankPool:
         """After a failure: a fresh process group of all ranks. False if none of them had joined one."""
         number = self.next_cell()
         answers = [view.apply_async(engine.join_again, number) for view in self.views]
-        return any([answer.get(timeout=20) for answer in answers])
+        patience_s = 20 * settings.patience()
+        return any([answer.get(timeout=patience_s) for answer in answers])
 
 
 class ControlLines:
@@ -199,7 +213,7 @@ class ControlLines:
 
     def __init__(self, n, host="127.0.0.1"):
         self.n, self.token = n, secrets.token_hex(16)
-        self.pids, self.dead, self.on_output = {}, set(), None
+        self.pids, self.dead, self.said = {}, set(), ""
         self._lines, self._replies, self._next_id = {}, {}, 0
         self._changed = threading.Condition()
         self._listener = socket.create_server((host, 0), backlog=max(n, 8))
@@ -215,7 +229,7 @@ class ControlLines:
             threading.Thread(target=self._read, args=(line,), name="manyhands-rank", daemon=True).start()
 
     def _read(self, line):
-        line.settimeout(20)
+        line.settimeout(60)
         with line, line.makefile("r") as messages:
             try:
                 hello = json.loads(next(messages))
@@ -236,9 +250,8 @@ class ControlLines:
                 self._changed.notify_all()
 
     def _receive(self, rank, message):
-        if "output" in message:
-            if self.on_output is not None:
-                self.on_output(rank, message["output"])
+        if "said" in message:
+            self.said = message["said"]
             return
         with self._changed:
             self._replies[message["reply"], rank] = message["where"]
@@ -256,8 +269,9 @@ class ControlLines:
                 with contextlib.suppress(OSError):
                     self._lines[rank].sendall(json.dumps({"do": do}).encode() + b"\n")
 
-    def where(self, ranks, timeout_s=4):
+    def where(self, ranks, timeout_s=None):
         """Where each rank is: rank -> {"call", "line", "source"}, None (no cell runs), or "silent"."""
+        timeout_s = timeout_s or 4 * settings.patience()
         self._next_id += 1
         question = self._next_id
         for rank in ranks:
@@ -271,7 +285,6 @@ class ControlLines:
 
     def close(self):
         """Hang up: every rank that is still there ends itself."""
-        self.on_output = None
         self._listener.close()
         for line in list(self._lines.values()):
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from manyhands.course import lesson_parameters
 from manyhands.course.folders import ROOT, script_of
 from manyhands.launch.allocation import RanksError
+from manyhands.launch.ranks import wrapped
 from manyhands.notebook import magic
 from manyhands.notebook.rank_pool import RankPool, replace_ranks
 
@@ -28,10 +29,10 @@ def start_ranks(lesson, namespace, mpi=None):
     values = {p.name: namespace[p.name] for p in known if p.name in namespace}
     lesson_parameters.validate(known, values)
     if notice := other_course():
-        print(notice)
+        print("\n".join(wrapped(notice)))
     pool = RankPool(lesson, values, mpi)
     if notice := parameters_not_run(known, namespace, pool.world_size):
-        print(notice)
+        print("\n".join(wrapped(notice)))
     replace_ranks(pool)
     pool.start()
     magic.register()

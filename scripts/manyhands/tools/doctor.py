@@ -209,6 +209,7 @@ def mpi(launcher=None, login=None, run=ask):
     """Do two ranks say hello to each other?"""
     from manyhands.launch.allocation import loopback_mpi, mpi_launcher
     from manyhands.launch.machine import login_node
+    from manyhands.launch.settings import patience
 
     launcher = launcher or mpi_launcher(2)
     install = f"{sys.executable} -m pip install mpich mpi4py, or load the site's MPI module; all else works without"
@@ -217,7 +218,7 @@ def mpi(launcher=None, login=None, run=ask):
     if login := login or login_node():
         raise warning(f"not tried: a login node ({login}) may forbid it", "run the doctor on a compute node")
     environ = {**loopback_mpi(), **os.environ}
-    _, text = run([*launcher, sys.executable, "-c", HELLO], timeout_s=MPI_TIMEOUT_S, environ=environ)
+    _, text = run([*launcher, sys.executable, "-c", HELLO], timeout_s=MPI_TIMEOUT_S * patience(), environ=environ)
     said, command = re.findall(r"hello (\d+) (\d+)", text), f"`{' '.join(launcher)}"
     if said == [("1", "1")] * 2:
         remedy = f"use the mpiexec beside {sys.executable}, or pip install --no-binary mpi4py mpi4py"
