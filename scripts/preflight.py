@@ -5,10 +5,12 @@
     python scripts/preflight.py --lesson 03          # one lesson
     python scripts/preflight.py --short --notebooks  # a quick look at the notebooks
     python scripts/preflight.py --device cuda --ranks 8
+    python scripts/preflight.py --resume             # after an interruption: what went well is kept
 
-Each script runs on 2 and on 4 ranks, and the metrics of all runs of a lesson must agree. You see one line per run, and
-in the end the place of `outputs/preflight/report.html`: what is ready, what is slow and what broke, with the first
-error and its rank. Exit status: 0 all is well, 1 not, 2 refused.
+Each script runs on 2 and on 4 ranks, in a job of several nodes on all of them where the ranks split evenly, and the
+metrics of all runs of a lesson must agree. You see one line per run, and in the end the place of
+`outputs/preflight/report.html`, which is written after each run: what is ready, what is slow and what broke, with the
+first error and its rank. Exit status: 0 all is well, 1 not, 2 refused, 130 interrupted.
 A run that fails or hangs does not stop the others; one that hangs is ended after --timeout seconds.
 """
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import fake_course
 import psutil
@@ -32,23 +33,25 @@ def flown(tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("course")
     fake_course.write_course(root)
-    found, statuses = [], []
+    found, statuses, judged = [], [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "cores_here", lambda: 24)  # all at once: what hangs is waited for once
         patch.setattr(preflight, "available_memory_bytes", lambda: 2**40)
         patch.setenv("MANYHANDS_LOGIN_NODE", "0")
 
         def keep(outcomes, inner=preflight.judge):
-            found.extend(results := inner(outcomes))
-            return results
+            judged[:] = inner(outcomes)  # again after each run
+            return judged
 
         patch.setattr(preflight, "judge", keep)
         ending = [f"--lesson={number}" for number in ("01", "02", "04")]
         statuses.append(preflight.main(["--ranks", "2", *ending], root=root))
+        found += judged
         slowest_s = max(outcome.ended.seconds for result in found for outcome in result.outcomes)
         timeout_s = min(120, max(25, round(3 * slowest_s)))
         hanging = ["--lesson=03", "--lesson=05", f"--timeout={timeout_s}", f"--output={root / 'hanging'}"]
         statuses.append(preflight.main(["--ranks", "2", *hanging], root=root))
+        found += judged
     outcomes = {(r.lesson.name, o.run.way): o for r in found for o in r.outcomes}
     return root, statuses, outcomes, {r.lesson.name: r for r in found}, timeout_s
 
@@ -209,10 +212,132 @@ def test_a_preflight_that_is_ended_leaves_none_of_its_runs(tmp_path, root, how):
         else:
             flight.terminate()
             _, said = flight.communicate(timeout=120)
-            assert flight.returncode == 130 and "all its runs were ended" in said
+            report = tmp_path / "outputs" / "preflight" / "report.html"
+            assert flight.returncode == 130 and "interrupted after 0 of 1 run; all its runs were ended" in said
+            assert f"report: {report}; go on with --resume" in said
+            assert "Not ready: 1 run not ended" in report.read_text()
     finally:
         flight.kill()
     assert of_course(tmp_path) == []
+
+
+def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flown, monkeypatch, capsys):
+    root, made = flown[0], []
+    script = root / "scripts" / "04_differs.py"
+    before = script.read_text()
+
+    def fly_again(run, timeout_s, stop):
+        made.append((run.lesson.name, run.way))
+        return flown[2][run.lesson.name, run.way]
+
+    monkeypatch.setattr(runs.Run, "carry_out", fly_again)
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    again = ["--ranks", "2", "--lesson=01", "--lesson=02", "--lesson=04", "--resume"]
+    try:
+        script.write_text(before + "# edited\n")
+        assert preflight.main(again, root=root) == 1
+    finally:
+        script.write_text(before)
+    edited = [("04_differs", way) for way in ("torchrun", "mpiexec")]
+    assert sorted(made) == sorted([("02_raises", way) for way in WAYS] + edited)
+    assert "4 runs of 9 went well before: kept" in capsys.readouterr().out
+
+
+def test_the_report_is_written_after_each_run_and_says_how_many_are_still_to_come(tmp_path, monkeypatch):
+    """Power fails, the wall time ends with SIGKILL: what was found so far is there."""
+    for name in ("01_good", "02_also"):
+        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
+    said, report = [], tmp_path / "outputs" / "preflight" / "report.html"
+
+    def fly(run, timeout_s, stop):
+        said.append("Not ready: 1 run not ended" in report.read_text() if report.exists() else None)
+        nothing = {
+            "lesson": run.lesson.name,
+            "corpus": None,
+            "parameters": {},
+            "device": "cpu",
+            "exact": {},
+            "close": {},
+        }
+        return runs.Outcome(run, processes.Ended(0, 1.0, 0), None, nothing | {"world_size": 4})
+
+    monkeypatch.setattr(runs.Run, "carry_out", fly)
+    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    assert preflight.main(["--notebooks"], root=tmp_path) == 0
+    assert said == [None, True] and "Ready" in report.read_text()
+
+
+# ------------------------------------------------------------------ in a job of several nodes
+
+
+@pytest.fixture
+def on_two_nodes(tmp_path, monkeypatch):
+    """Variables of a PBS job on two nodes."""
+    (tmp_path / "nodes").write_text("x1\nx2\n")
+    for name, value in {
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PBS_JOBID": "77.server",
+        "MPIEXEC": "mpiexec",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    return {(run.way, run.n_ranks): run for run in preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[2, 3])}
+
+
+def test_scripts_run_on_all_nodes_of_a_job_where_their_ranks_split_evenly(on_two_nodes):
+    torchrun, alone = on_two_nodes["torchrun", 2].command(), on_two_nodes["torchrun", 3].command()
+    assert {"--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=x1:20077"} < set(torchrun)
+    assert "--standalone" in alone and "--nnodes=2" not in alone
+    assert on_two_nodes["mpiexec", 2].command()[:5] == ["mpiexec", "-n", "2", "-ppn", "1"]
+    again = "python scripts/launch.py --starter torchrun --nproc 1 scripts/01_good.py --"
+    assert on_two_nodes["torchrun", 2].again() == again
+
+
+def test_mpi_is_not_held_to_loopback_in_a_job_of_several_nodes(on_two_nodes, monkeypatch):
+    monkeypatch.setattr(runs, "loopback_mpi", lambda: {"FI_TCP_IFACE": "lo"})
+    assert "FI_TCP_IFACE" not in on_two_nodes["mpiexec", 2].environ({})
+    monkeypatch.delenv("PBS_NODEFILE")
+    assert on_two_nodes["mpiexec", 2].environ({})["FI_TCP_IFACE"] == "lo"
+
+
+def test_a_run_on_several_nodes_runs_alone(on_two_nodes):
+    one, other = on_two_nodes["torchrun", 2], on_two_nodes["mpiexec", 2]
+    assert preflight.at_once(one, [], 64, 2**40) and not preflight.at_once(one, [other], 64, 2**40)
+
+
+def test_the_report_names_the_job_and_its_nodes(on_two_nodes, tmp_path):
+    assert preflight.gather_metadata(tmp_path)["job"] == "77 of pbs on x1, x2"
+
+
+def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
+    by_way = {run.way: run.parameters for run in preflight.plan(find_lessons(only=["04"]), Path("x"), ranks=[2])}
+    assert by_way["notebook"] == {"submit_via": "bash"} and by_way["torchrun"] == {}
+    (notebook,) = preflight.plan(find_lessons(only=["04"]), Path("x"), notebooks_only=True)
+    assert "--short" not in notebook.again()
+    (short,) = preflight.plan(find_lessons(only=["04"]), Path("x"), notebooks_only=True, short=True)
+    assert short.parameters.keys() > {"submit_via", "steps"} and "--short" in short.again()
+
+
+def test_no_limit_within_a_run_is_shorter_than_the_time_out_that_was_asked_for(tmp_path, monkeypatch):
+    """Papermill waits 60 s for a kernel, a notebook 60 s for a cell and 300 s for its ranks, unless they are told."""
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    (run,) = preflight.plan(find_lessons(tmp_path), tmp_path / "runs", notebooks_only=True)
+    seen = {}
+
+    def look(command, environ, **_):
+        seen.update(command=command, patience=environ["MANYHANDS_PATIENCE"])
+        run.log.write_text("")
+        return processes.Ended(0, 1.0, 0)
+
+    monkeypatch.setattr(runs, "supervise", look)
+    run.carry_out(1800)
+    assert seen["command"][seen["command"].index("--start-timeout") + 1] == "1800" and float(seen["patience"]) == 30
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "7")
+    run.carry_out(1800)
+    assert seen["patience"] == "7"
 
 
 # ------------------------------------------------------------------ what is refused

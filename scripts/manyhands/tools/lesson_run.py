@@ -4,6 +4,7 @@ Who runs lessons starts them here: the preflight, the bench, the tests.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -11,12 +12,14 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from manyhands.course.folders import write_whole
 from manyhands.course.lessons import Lesson
 from manyhands.course.pairs import LANGUAGE
-from manyhands.launch.allocation import loopback_mpi, mpi_launcher
+from manyhands.launch.allocation import Allocation, loopback_mpi, mpi_launcher
+from manyhands.launch.commands import command_for
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
 from manyhands.launch.settings import environment
@@ -24,6 +27,7 @@ from manyhands.launch.settings import environment
 KERNEL = "manyhands"
 WAYS = ("notebook", "torchrun", "mpiexec")
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
+CELL_S = 60  # the shortest of the limits that MANYHANDS_PATIENCE multiplies
 
 
 def positive(text: str) -> int:
@@ -65,6 +69,12 @@ class Run:
     def flags(self) -> list[str]:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters.items()]
 
+    @property
+    def nodes(self) -> int:
+        """On how many nodes of a scheduler's job a script's ranks run: on all where they split evenly, else on one."""
+        nodes = Allocation.find().num_nodes
+        return nodes if self.way != "notebook" and self.n_ranks % nodes == 0 else 1
+
     def missing(self) -> str:
         """Why this run cannot even start: a sentence, or ""."""
         if not self.source.exists():
@@ -73,31 +83,45 @@ class Run:
             return "no mpiexec here: `pip install mpich`, or load the site's MPI module"
         return ""
 
-    def command(self) -> list[str]:
+    def command(self, timeout_s: int = 60) -> list[str]:
         ranks = self.folder / "ranks"  # each rank's output in files of its own
+        script = [str(self.source), *self.flags]
         if self.way == "notebook":
             values = self.parameters | ({"n_ranks": self.n_ranks} if self.n_ranks else {})
             words = ["-m", "papermill", self.source, self.executed, "-k", KERNEL, "--cwd", self.source.parent]
-            return list(map(str, [sys.executable, *words, "--no-progress-bar", "-y", json.dumps(values)]))
+            words += ["--no-progress-bar", "--start-timeout", timeout_s, "-y", json.dumps(values)]
+            return list(map(str, [sys.executable, *words]))
+        if self.nodes > 1 and not (self.way == "mpiexec" and "SLURM_STEP_ID" in environment()):  # mpiexec dies in there
+            return command_for(script, None, self.n_ranks // self.nodes, self.way)
         if self.way == "torchrun":
             words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.n_ranks]
             launcher = [sys.executable, *words, "--redirects", "3", "--log-dir", ranks]
         else:
             launcher = [*mpi_launcher(self.n_ranks, ranks), sys.executable]
-        return list(map(str, [*launcher, self.source, *self.flags]))
+        return list(map(str, [*launcher, *script]))
 
     def again(self) -> str:
         """The command of this run alone, as one would type it, with all that this run was given."""
         if self.way == "notebook":
             asked = ["--lesson", self.lesson.number, "--notebooks"]
             asked += ["--ranks", str(self.n_ranks)] * bool(self.n_ranks) + ["--device", self.device] * bool(self.device)
-            return shlex.join(["python", "scripts/preflight.py", *asked, *["--short"] * bool(self.parameters)])
+            short = self.lesson.short and self.lesson.short.items() <= self.parameters.items()
+            return shlex.join(["python", "scripts/preflight.py", *asked, *["--short"] * bool(short)])
         n = str(self.n_ranks)
+        hidden = "CUDA_VISIBLE_DEVICES= " if self.device == "cpu" else ""  # a script takes what it sees
+        if self.nodes > 1:
+            words = [
+                "--starter",
+                self.way,
+                "--nproc",
+                str(self.n_ranks // self.nodes),
+                f"scripts/{self.lesson.name}.py",
+            ]
+            return hidden + shlex.join(["python", "scripts/launch.py", *words, "--", *self.flags])
         launcher = {
             "torchrun": ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n],
             "mpiexec": ["mpiexec", "-n", n, "python"],
         }[self.way]
-        hidden = "CUDA_VISIBLE_DEVICES= " if self.device == "cpu" else ""  # a script takes what it sees
         return hidden + shlex.join([*launcher, f"scripts/{self.lesson.name}.py", *self.flags])
 
     def environ(self, base=None) -> dict[str, str]:
@@ -115,7 +139,8 @@ class Run:
         if self.device == "cpu":  # nor does a lesson see a GPU
             environ |= {"CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
         if self.way == "mpiexec":
-            environ = {**loopback_mpi(), "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
+            alone = loopback_mpi() if Allocation.find().num_nodes == 1 else {}
+            environ = {**alone, "OMPI_MCA_rmaps_base_oversubscribe": "1", **environ}
         return environ
 
     def carry_out(self, timeout_s, stop=None) -> "Outcome":
@@ -126,15 +151,31 @@ class Run:
         (self.folder / "ranks").mkdir(parents=True)
         if self.way == "notebook":
             write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
+        patience = {"MANYHANDS_PATIENCE": f"{max(1, timeout_s / CELL_S):g}"}  # no limit inside ends it sooner
         ended = supervise(
-            self.command(), log=self.log, timeout_s=timeout_s, environ=self.environ(), cwd=self.lesson.root,
-            program=str(self.source), stop=stop,
+            self.command(timeout_s), log=self.log, timeout_s=timeout_s, environ=patience | self.environ(),
+            cwd=self.lesson.root, program=str(self.source), stop=stop,
         )  # fmt: skip
         texts = rank_output(self.folder / "ranks", self.log)
         if self.executed.exists():
             write_page(self.executed, self.executed.with_suffix(".html"))
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
-        return Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
+        outcome = Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
+        if not outcome.error:
+            write_whole(self._kept, json.dumps({"of": self._identity(), "ended": asdict(ended), "metrics": metrics}))
+        return outcome
+
+    @property
+    def _kept(self):
+        return self.folder / "outcome.json"
+
+    def _identity(self):
+        return [self.again(), hashlib.sha256(self.source.read_bytes()).hexdigest()]
+
+    def earlier(self) -> "Outcome | None":
+        """What came of this run before if it went well, with the same file, parameters and device; or None."""
+        kept = json.loads(self._kept.read_text()) if self._kept.exists() and not self.missing() else {"of": None}
+        return Outcome(self, Ended(**kept["ended"]), None, kept["metrics"]) if kept["of"] == self._identity() else None
 
     def first_error(self, ended, timeout_s, metrics, texts) -> "FirstError | None":
         """What went wrong in this run, or None if it is well; `texts`: see `rank_output`."""

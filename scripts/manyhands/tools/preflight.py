@@ -1,9 +1,11 @@
 """Run every lesson in every way before an event, and say what is ready, what is slow and what broke.
 
-`lesson_run` is one run. What came of all is in `report.html`, one page that loads nothing, and in `junit.xml`.
+`lesson_run` is one run. What came of all is in `report.html`, one page that loads nothing, and in `junit.xml`; both are
+written again after each run.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import platform
@@ -25,15 +27,15 @@ from rich.console import Console
 from rich.text import Text
 
 from manyhands.course import pairs
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
-from manyhands.launch.allocation import find_mpiexec
+from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
 from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
-from manyhands.tools.lesson_run import NOTEBOOK_RANKS, WAYS, Outcome, Run, positive
+from manyhands.tools.lesson_run import NOTEBOOK_RANKS, WAYS, Run, positive
 
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 PACKAGES = {"torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill"}
@@ -55,6 +57,7 @@ def parser(description=None):
     add("--timeout", type=positive, default=600, metavar="S", help="seconds for one run (default: %(default)s)")
     add("--short", action="store_true", help="short parameters: about 10 s of work per run")
     add("--notebooks", action="store_true", help="only the notebooks, no launchers")
+    add("--resume", action="store_true", help="keep what went well in the same --output, and make the other runs")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
     return parser
 
@@ -67,32 +70,47 @@ def main(argv=None, description=None, root=ROOT) -> int:
     try:
         if refusal := refuse_on_login_node("make preflight"):
             raise ValueError(refusal)
+        Allocation.find()  # a job whose nodes cannot be read
         lessons = find_lessons(root, options.lesson)
         runs = plan(
             lessons, output / "runs", ranks=options.ranks, device=options.device, short=options.short,
             notebooks_only=options.notebooks,
         )  # fmt: skip
-    except ValueError as error:
+        outcomes = {run: outcome for run in runs if options.resume and (outcome := run.earlier())}
+    except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
+    if outcomes:
+        console.print(f"{_count(len(outcomes), 'run')} of {len(runs)} went well before: kept")
+
+    def report(**more):
+        """Write what there is so far: (results, warnings)."""
+        results = judge([outcomes[run] for run in runs if run in outcomes])
+        metadata = gather_metadata(root, results) | more
+        metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
+        warnings = [OFFLINE] if "offline" in corpora(results) else []
+        missing = len(runs) - len(outcomes)
+        output.mkdir(parents=True, exist_ok=True)
+        write_whole(
+            output / "report.html", page(output, results, metadata, warnings, time.monotonic() - started, missing)
+        )
+        write_junit(output / "junit.xml", results, metadata)
+        return results, warnings
+
     try:
         with sigterm_interrupts():
-            results = judge(carry_out(runs, options.timeout, console))
+            carry_out(runs, options.timeout, console, outcomes, report)
     except KeyboardInterrupt:
-        print("preflight: interrupted; all its runs were ended, there is no report", file=sys.stderr)
+        report()
+        ended = f"interrupted after {len(outcomes)} of {_count(len(runs), 'run')}; all its runs were ended"
+        cure = "go on with --resume"
+        print(f"preflight: {ended}; report: {output / 'report.html'}; {cure}", file=sys.stderr)
         return 130
+    results, warnings = report()
     # what a short run measures is not what a lesson shows
-    recorded = [] if options.short else export_recorded(results, output / "recorded")
-    metadata = gather_metadata(root, results)
-    if recorded:
-        metadata["recorded"] = f"{', '.join(path.name for path in recorded)} in {output / 'recorded'}"
-    metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
-    warnings = [OFFLINE] if "offline" in corpora(results) else []
-    written = page(output, results, metadata, warnings, time.monotonic() - started)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "report.html").write_text(written, encoding="utf-8")
-    write_junit(output / "junit.xml", results, metadata)
+    if recorded := [] if options.short else export_recorded(results, output / "recorded"):
+        report(recorded=f"{', '.join(path.name for path in recorded)} in {output / 'recorded'}")
     state, verdict = verdict_of(results, warnings)
     bad = [f"{result.lesson.name} {said}" for result in results for said in result.complaints]
     lines = [(line, "bold red") for line in bad] + [(f"warning: {warning}", "yellow") for warning in warnings]
@@ -119,27 +137,35 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
         if unknown := parameters.keys() - known:
             raise ValueError(f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have")
         most = max(ranks) if ranks else None
+        # a job that lesson 04 submits would wait in the queue, and a queue may take one of each user: this one
+        at_once = parameters | ({"submit_via": "bash"} if "submit_via" in known else {})
         ways = [("notebook", most)] + [(way, n) for n in ranks or (2, 4) for way in WAYS if way != "notebook"]
         for way, n in ways:
             own = folder / lesson.name / (f"{way}-{n}" if n else way)
-            (notebooks if way == "notebook" else scripts).append(Run(lesson, way, n, own, parameters, device))
+            if way == "notebook":
+                notebooks.append(Run(lesson, way, n, own, at_once, device))
+            else:
+                scripts.append(Run(lesson, way, n, own, parameters, device))
     return notebooks if notebooks_only else notebooks + scripts
 
 
 def at_once(run, running, cores, memory_bytes) -> bool:
-    """May `run` start beside the `running` ones? Alone it always may."""
+    """May `run` start beside the `running` ones? Alone it always may, and on several nodes only alone."""
+    if any(r.nodes > 1 for r in [run, *running]):
+        return not running
     wanted = sum((r.n_ranks or NOTEBOOK_RANKS) for r in [run, *running])
     on_gpus = run.device not in (None, "cpu")
     return not running or (not on_gpus and wanted <= cores and (len(running) + 1) * AIM_BYTES <= memory_bytes)
 
 
-def carry_out(runs, timeout_s, console) -> list[Outcome]:
-    """Carry out all runs, in order, several at once where cores and memory allow; their Outcomes, in order.
+def carry_out(runs, timeout_s, console, outcomes, report) -> None:
+    """Carry out the runs that `outcomes` {Run: Outcome} lacks, in order, several at once where cores and memory allow.
 
-    Interrupted (Ctrl-C, the end of a job), it ends the processes of all runs before it passes the interrupt on.
+    Each Outcome goes into `outcomes`, then `report()` is called. Interrupted (Ctrl-C, the end of a job), it ends the
+    processes of all runs before it passes the interrupt on.
     """
     cores, memory_bytes = cores_here(), available_memory_bytes()
-    waiting, running, outcomes, stop = list(runs), {}, {}, threading.Event()
+    waiting, running, stop = [run for run in runs if run not in outcomes], {}, threading.Event()
     with ThreadPoolExecutor(max_workers=cores) as pool:
         try:
             while waiting or running:
@@ -153,9 +179,9 @@ def carry_out(runs, timeout_s, console) -> list[Outcome]:
                     style = {"ok": "green", "slow": "yellow", "failed": "bold red"}[outcome.state]
                     name = f"[{len(outcomes):>2}/{len(runs)}] {run.lesson.name} {run.title}: "
                     console.print(Text(name).append(outcome.words, style))
+                    report()
         finally:
             stop.set()  # nothing runs any more, or nothing should
-    return [outcomes[run] for run in runs]
 
 
 # ------------------------------------------------------------------ what came of them
@@ -177,6 +203,11 @@ class LessonResult:
         return [f"metrics: {said}" for said in self.differences] + [self.stale] * bool(self.stale)
 
 
+@functools.cache
+def _stale(lesson):
+    return pairs.difference(lesson) or ""
+
+
 def judge(outcomes) -> list[LessonResult]:
     """One LessonResult per lesson. Each run's metrics are compared with the first's, and with those of the first on as
     many ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
@@ -186,7 +217,7 @@ def judge(outcomes) -> list[LessonResult]:
         results.setdefault(lesson, LessonResult(lesson)).outcomes.append(outcome)
     for result in results.values():
         if result.lesson.notebook.exists() and result.lesson.script.exists():
-            result.stale = pairs.difference(result.lesson) or ""
+            result.stale = _stale(result.lesson)
         complete = [outcome for outcome in result.outcomes if outcome.metrics is not None]
         result.compared = len(complete) if len(complete) > 1 else 0
         first_of = {}
@@ -220,10 +251,12 @@ def export_recorded(results, folder) -> list[Path]:
 def gather_metadata(root, results=()) -> dict[str, str]:
     """When, where, devices, versions, corpus, commit: name -> text."""
     gpu = next((backend for backend in (torch.cuda, torch.xpu) if backend.is_available()), None)
+    where = Allocation.find()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     metadata = {
         "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "host": platform.node(),
+        "job": "" if where.kind == "local" else f"{where.job} of {where.kind} on {', '.join(where.hosts)}",
         "system": platform.platform(terse=True),
         "cores": f"{cores_here()} of {os.cpu_count()}",
         "memory": f"{available_memory_bytes() / 2**30:.1f} GiB free of {psutil.virtual_memory().total / 2**30:.1f} GiB",
@@ -243,8 +276,8 @@ def corpora(results) -> set[str]:
     return {m["corpus"]["name"] for m in metrics if m.get("corpus")}
 
 
-def verdict_of(results, warnings) -> tuple[str, str]:
-    """("ready" | "warned" | "broken", a sentence)."""
+def verdict_of(results, warnings, missing=0) -> tuple[str, str]:
+    """("ready" | "warned" | "broken", a sentence). `missing`: runs that have not ended yet."""
     states = [outcome.state for result in results for outcome in result.outcomes]
     failed, slow = states.count("failed"), states.count("slow")
     differing = sum(bool(result.differences) for result in results)
@@ -252,7 +285,8 @@ def verdict_of(results, warnings) -> tuple[str, str]:
     bad = [f"{failed} of {_count(len(states), 'run')} failed"] * bool(failed)
     bad += [f"{_count(differing, 'lesson')} with metrics that differ"] * bool(differing)
     bad += [f"{_count(stale, 'lesson')} with a stale half"] * bool(stale)
-    bad += ["nothing was run"] * (not results)
+    bad += ["nothing was run"] * (not results and not missing)
+    bad += [f"{_count(missing, 'run')} not ended"] * bool(missing)
     worth_a_look = [_count(len(warnings), "warning")] * bool(warnings) + [f"{slow} slow"] * bool(slow)
     if bad:
         return "broken", "Not ready: " + ", ".join(bad)
@@ -268,13 +302,14 @@ def duration(seconds) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def page(folder, results, metadata, warnings, seconds) -> str:
+def page(folder, results, metadata, warnings, seconds, missing=0) -> str:
     """The HTML; links are relative to `folder`.
 
-    `metadata`: name -> text; `warnings`: sentences; `seconds`: of the whole preflight.
+    `metadata`: name -> text; `warnings`: sentences; `seconds`: of the whole preflight; `missing`: runs that have not
+    ended yet.
     """
     outcomes = [outcome for result in results for outcome in result.outcomes]
-    state, verdict = verdict_of(results, warnings)
+    state, verdict = verdict_of(results, warnings, missing)
     slow = [f"{o.run.lesson.name} as a {o.run.title} took {o.slow}" for o in outcomes if o.slow]
     what = f"{_count(len(results), 'lesson')}, {_count(len(outcomes), 'run')} in {duration(seconds)}"
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
