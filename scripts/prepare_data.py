@@ -17,11 +17,12 @@ Files are plain text or JSON lines in UTF-8, each also as .gz; a folder stands f
 see what was dropped and why, with an example of each, and how many tokens are left; report.json and report.png say it
 again.
 
-Status 2: a wrong file, a corrupt download or a full disk, with the cure. Ctrl-C leaves a FOLDER that no program takes
-for a prepared text: start again with --replace.
+Status 2: a wrong file, a corrupt download or a full disk, with the cure. What was interrupted or killed is no prepared
+text: start again. Two at once do not write into one FOLDER: the second ends.
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def prepare(given):
         refuse(str(error))
     if ranks.rank == 0:
         print(shown_report(report))
-        print(f"{given.to}: python scripts/train.py --data.folder {given.to}")
+        print(f"{given.to}: python scripts/train.py --data.folder {shlex.quote(str(given.to))}")
     leave()
     return 0
 

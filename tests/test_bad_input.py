@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+from manyhands.data.documents import Quality
+from manyhands.data.preparation import PrepareConfig, prepare_text
 from rank_pool import _server
 
 pytestmark = pytest.mark.ranks
@@ -151,6 +153,29 @@ def test_folders_that_cannot_be_written_are_refused_by_name(tmp_path, corpus):
     refused(TINY, nowhere, tmp_path, (str(tmp_path / "file" / "out"), "cannot be written"))
     refused(TINY, nowhere, tmp_path, ("cannot be written",), ranks=2)
     refused([*TINY, "--checkpoint.folder", str(tmp_path / "file")], corpus, tmp_path, (str(tmp_path / "file"),))
+
+
+def broken_text(pool, tmp_path, change):
+    """A prepared text of one symbol, whose shard of validation `change`d behind its back."""
+    (tmp_path / "a.txt").write_text("\n\n\n".join("a" * n for n in (300, 301)))
+    config = PrepareConfig(tokenizer="char", near=2, quality=Quality(0, 0, 1, 1))
+    pool.run(1, prepared, tmp_path / "a.txt", tmp_path / "text", config)
+    change(tmp_path / "text" / "validation-00000.bin")
+    return [*TINY, "--data.folder", str(tmp_path / "text")]
+
+
+def prepared(ranks, file, folder, config):
+    prepare_text([file], folder, config, ranks, tell=lambda text: None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_token_that_the_vocabulary_lacks_ends_a_run_in_one_sentence(pool, corpus, tmp_path, ranks):
+    flags = broken_text(pool, tmp_path, lambda shard: shard.write_bytes(b"\xff" * shard.stat().st_size))
+    status, out, errors = run(flags, corpus, tmp_path, ranks)
+    assert (status, "Traceback" in errors + out) == (2, False), errors
+    said = [line for line in errors.splitlines() if line.startswith("train.py: token ")]
+    assert 1 <= len(said) <= ranks, errors
+    assert "validation-00000.bin is 65535, and the vocabulary has 2: it has changed; copy it again" in said[0]
 
 
 # ------------------------------------------------------------------ checkpoints

@@ -21,6 +21,7 @@ from manyhands.config.options import (
     read_options,
 )
 from manyhands.data.corpus import open_text
+from manyhands.data.documents import Quality
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
 from one_process import assert_equal, one_process, options_of, steps_of
@@ -221,6 +222,20 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
         assert text == program("sample").shown(expected) + "\n"
         assert "\ufffd" not in text[:6]
         assert tokenizer.encode("kann bée").tolist() == open_text(texts["bpe"]).encode("kann bée").tolist()
+
+
+def prepare_anything(ranks, files, folder):
+    config = PrepareConfig(tokenizer="char", near=2, quality=Quality(0, 0, 1, 1))
+    prepare_text([files], folder, config, ranks, tell=lambda text: None)
+
+
+@pytest.mark.parametrize("text", ["a", "\U0001f600\U0001f680", "\u3042\u0301", "\t", "one line without an end"])
+def test_a_text_of_any_alphabet_prepares_and_trains(pool, tmp_path, text):
+    (tmp_path / "a.txt").write_text("\n\n\n".join(f".{text * n}." for n in (60, 70, 80)), "utf-8")
+    pool.run(1, prepare_anything, tmp_path / "a.txt", tmp_path / "text")
+    corpus = open_text(tmp_path / "text")
+    assert corpus.decode(corpus.train_ids[1:5]) == f".{text * 9}"[:4] and "\n" not in corpus.vocab
+    assert pool.run(1, train, tmp_path / "text", tmp_path / "run")[0][0] == 0
 
 
 # --- what the trainer says before it starts

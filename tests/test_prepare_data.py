@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from manyhands.course import folders
+from manyhands.data import preparation
 from manyhands.data.corpus import open_text, read_manifest, verify_text
 from manyhands.data.documents import (
     ORDERS,
@@ -33,6 +35,8 @@ from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import memory_map
 from manyhands.data.tokenizer import KEPT_LENGTH, SEPARATOR, characters_of, tokenizer_from, train_bpe
+from rank_pool import run_on_ranks
+from test_manifests import json_of, signed
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
@@ -113,6 +117,8 @@ BAD = {
     "a zero": (b"text\n\n\n\nmore \0", "a.txt", r"a.txt is not text: byte 13 is zero; extract its text first"),
     "Latin-1": ("Grüße\n".encode("latin1"), "a.txt", r"not UTF-8: byte 2 is 0xfc; .*iconv -f latin1 -t utf-8"),
     "UTF-16": ("text".encode("utf-16"), "a.txt", r"a.txt is UTF-16, not UTF-8; convert it: iconv -f UTF-16"),
+    "UTF-32": ("text".encode("utf-32"), "a.txt", r"a.txt is UTF-32, not UTF-8; convert it: iconv -f UTF-32"),
+    "UTF-32BE": (b"\0\0\xfe\xff\0\0\0a", "a.txt", r"a.txt is UTF-32BE, not UTF-8; convert it: iconv -f UTF-32BE"),
     "empty": (b"", "a.txt", r"a.txt is empty; leave it out"),
     "blank": (b" \n\n\n", "a.txt", r"a.txt is empty; leave it out"),
     "cut gzip": (gzip.compress(os.urandom(500))[:-20], "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*again"),
@@ -133,9 +139,29 @@ def test_a_bad_file_is_one_sentence_with_the_cure(case, tmp_path):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=r"a.txt(.gz)? cannot be read \(not a regular file\); leave it out"):
+        documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_text_is_cut_alike_whatever_ends_its_lines(tmp_path, end):
+    path = tmp_path / "a.txt"
+    path.write_bytes(end.join(["one", "more", "", "", "two", ""]).encode())
+    assert documents(path) == [(1, "one\nmore"), (5, "two")]
+
+
 def test_a_name_that_is_not_there_and_a_folder_without_text_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"nowhere.txt is not there; check the name"):
         find_files([tmp_path / "nowhere.txt"])
+    with pytest.raises(DataError, match=r"~nobody-here/a.txt is not there; check the name"):
+        find_files(["~nobody-here/a.txt"])
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"file/below cannot be read \(Not a directory\); leave it out"):
+        find_files([tmp_path / "file" / "below"])
+    (tmp_path / "file").unlink()
     with pytest.raises(DataError, match=r"is a folder without text files \(.txt, .*name the files themselves"):
         find_files([tmp_path])
 
@@ -306,7 +332,7 @@ def prepare(ranks, files, folder, config=CONFIG, replace=False):
 
 
 def all_bytes(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("report.png", ".writer")}
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +373,7 @@ def test_the_tokens_are_the_kept_documents_each_begun_by_the_separator(prepared,
     kept = [text_of(raw) for i, raw in enumerate(raws) if i < 30 or 35 <= i < 60]
     assert sorted(found) == sorted(kept)
     assert len(list(folder.glob("train-*.bin"))) > 2
-    assert read_manifest(folder).splits["validation"].documents == report["splits"]["validation"]["documents"] > 3
+    assert read_manifest(folder).splits.validation.documents == report["splits"]["validation"]["documents"] > 3
     assert verify_text(folder) == 2 * (len(text.train_ids) + len(text.val_ids))
 
 
@@ -371,7 +397,7 @@ def damaged(prepared, tmp_path, name, change):
     ("name", "change", "sentence"),
     [
         ("train-00001.bin", lambda b: b[:-2], r"train-00001.bin has \d+ bytes, but .* copy it again"),
-        ("tokenizer.json", lambda b: b + b" ", r"tokenizer.json has changed since it was written; prepare"),
+        ("tokenizer.json", lambda b: b + b" ", r"tokenizer.json cannot be used \(it has changed since it was"),
         ("manifest.json", lambda b: b[:-9], r"manifest.json cannot be used"),
         ("manifest.json", lambda b: b.replace(b"train-00000", b"../rain-000"), r"cannot be used|cannot be read"),
     ],
@@ -386,6 +412,79 @@ def test_a_flipped_byte_is_found_by_reading_everything(prepared, tmp_path):
     open_text(folder)
     with pytest.raises(DataError, match=r"train-00001.bin has changed since it was written"):
         verify_text(folder)
+
+
+def test_a_token_that_the_vocabulary_lacks_is_named_with_its_place_when_it_is_read(prepared, tmp_path):
+    folder = damaged(prepared, tmp_path, "train-00001.bin", lambda b: b[:40] + b"\x2c\x01" + b[42:])
+    ids = open_text(folder).train_ids
+    first = len(memory_map(folder / "train-00000.bin"))
+    assert len(ids[: first + 20]) == first + 20
+    with pytest.raises(DataError, match=r"token 20 of .*train-00001.bin is 300, and the vocabulary has 300: it has ch"):
+        ids[torch.arange(first - 3, first + 30)]
+
+
+@pytest.mark.parametrize("left", [0, 1, 40])
+def test_a_shard_that_is_cut_while_it_is_read_is_a_sentence(prepared, tmp_path, left):
+    """Under a memory map it would end the process, with SIGBUS and no word."""
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    ids, first = open_text(folder).train_ids, len(memory_map(folder / "train-00000.bin"))
+    window = torch.arange(first - 3, first + 30)
+    ids[window]
+    os.truncate(folder / "train-00001.bin", left)
+    with pytest.raises(
+        DataError, match=r"train-00001.bin ends before token 30 of [\d,]+: it was cut since this run ope"
+    ):
+        ids[window]
+
+
+def test_a_text_that_is_written_anew_under_a_run_does_not_change_what_the_run_reads(prepared, tmp_path):
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    ids = open_text(folder).train_ids
+    before = ids[:]
+    for file in folder.glob("*.bin"):
+        file.with_suffix(".new").write_bytes(bytes(file.stat().st_size))
+        file.with_suffix(".new").replace(file)
+    assert torch.equal(ids[:], before)
+
+
+CONTRADICTIONS = {  # a change of manifest.json, whose sha256 fits, and what is said
+    "train: tokens is 1, and its shards have": (1, "splits", "train", "tokens"),
+    r"train-00001.bin is missing, and 'train-00000.bin' stands": (
+        "train-00000.bin",
+        "splits",
+        "train",
+        "shards",
+        1,
+        "file",
+    ),
+    r"train-00000.bin is missing, and '../train-00000.bin' st": (
+        "../train-00000.bin",
+        "splits",
+        "train",
+        "shards",
+        0,
+        "file",
+    ),
+    "shards: list should have at least 1 item": ([], "splits", "validation", "shards"),
+    "validation: field required|validation: input": (None, "splits", "validation"),
+    "tokenizer.json cannot be used .it is not the one": (299, "tokenizer", "symbols"),
+    "documents: input should be greater than or equal to 0": (-1, "splits", "train", "documents"),
+    "characters: input should be less than": (10**30, "splits", "train", "characters"),
+}
+
+
+@pytest.mark.parametrize("said", CONTRADICTIONS)
+def test_a_manifest_that_contradicts_itself_is_refused(prepared, tmp_path, said):
+    def change(content):
+        values = inside = json.loads(content)
+        new, *names, last = CONTRADICTIONS[said]
+        for name in names:
+            inside = inside[name]
+        inside[last] = new
+        return json_of(signed(values))
+
+    with pytest.raises(DataError, match=said):
+        open_text(damaged(prepared, tmp_path, "manifest.json", change))
 
 
 def test_a_folder_that_is_no_prepared_text_says_how_to_make_one(tmp_path):
@@ -434,6 +533,55 @@ def test_a_text_is_written_anew_only_where_that_is_asked_for(pool, files, tmp_pa
     assert open_text(folder).tokenizer.kind == "char"
     assert len(list(folder.glob("train-*.bin"))) == 1
     assert (folder / "notes.txt").read_text() == "kept"
+
+
+def test_what_a_killed_preparation_left_is_written_anew_without_a_word(pool, files, prepared, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in (".writer", ".train-00000.bin.4711.0a1b2c3d", "train-00001.bin", "tokenizer.json"):
+        (folder / name).write_text("half")
+    pool.run(1, prepare, files, folder)
+    assert all_bytes(folder) == all_bytes(prepared[0])
+
+
+def test_a_file_of_somebody_elses_that_is_named_like_ours_stays(pool, files, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("theirs")
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="holds something already; --replace writes it anew"):
+            pool.run(1, prepare, files, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["tokenizer.json"]
+
+
+def refused_beside_another(ranks, files, folder):
+    folders.PATIENCE_S = 0.1
+    with pytest.raises(DataError) as raised:
+        prepare(ranks, files, folder, CONFIG, True)
+    return str(raised.value)
+
+
+def test_two_preparations_do_not_write_into_one_folder(files, prepared, tmp_path):
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    with folders.lock(folder, "process 7 on host7"):
+        for sentence in run_on_ranks(2, refused_beside_another, files, folder):
+            assert sentence.startswith(f"another program (process 7 on host7) prepares a text in {folder}; wait until")
+    assert all_bytes(folder) == all_bytes(prepared[0])
+
+
+def no_room(ranks, files, folder):
+    preparation.write_whole = lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    with pytest.raises(DataError) as raised:
+        prepare(ranks, files, folder)
+    return str(raised.value)
+
+
+def test_a_disk_that_takes_no_more_is_a_sentence_on_all_ranks(files, tmp_path):
+    said = run_on_ranks(2, no_room, files, tmp_path / "mine")
+    assert (
+        said
+        == [f"{tmp_path}/mine cannot be written: No space left on device; mend that, or name another folder with --to"]
+        * 2
+    )
 
 
 # --- the program

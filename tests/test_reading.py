@@ -125,7 +125,7 @@ def described(**change):
         ("t.bin", lambda content: content[:-1], r"t\.bin has 199 bytes, but 100 tokens of 2 bytes were written"),
         ("t.bin", None, r"t\.bin cannot be read \(No such file"),
         ("t.bin.json", None, r"t\.bin\.json cannot be read \(No such file"),
-        ("t.bin.json", lambda content: b"{", r"t\.bin\.json does not describe .* \(its content: invalid json"),
+        ("t.bin.json", lambda content: b"{", r"t\.bin\.json does not describe .* \(invalid JSON"),
         (
             "t.bin.json",
             described(dtype="float64"),

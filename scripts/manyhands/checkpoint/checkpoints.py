@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
+from manyhands.course.folders import lock
+from manyhands.data.schema import visible
 from manyhands.launch.program import say
 from manyhands.launch.ranks import Agreement, said
 
@@ -53,7 +55,6 @@ class Checkpoints:
         self._agreement = Agreement(ranks, self._group, CheckpointError)
         self.folder = self._agreement.on_rank_0(lambda: Path(folder).absolute())
         self._lock = None  # on rank 0: the open file that holds the folder's lock
-        self._claimed = False
         self._writer, self._writing = ThreadPoolExecutor(1, "checkpoint"), None  # a save in the background, a future
         self._verified = None  # what `newest` has just read in full: `load` need not read it twice
         self._broken = set()  # what `newest` passed over
@@ -67,8 +68,7 @@ class Checkpoints:
         """
         self.wait()
         json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
-        self.claim()
-        partial = self._agreement.on_rank_0(lambda: manifest.make_partial(self.folder, step, self._broken))
+        partial = self._agreement.on_rank_0(lambda: self._begin(step))
         self._broken.clear()
         self._agreement.all(lambda: self._see(partial))
         tensors = dict(tensors) | self._own(rank_state)
@@ -91,10 +91,7 @@ class Checkpoints:
 
         Raises CheckpointError on all ranks if another run that still lives writes there, or if it cannot be written.
         """
-        if not self._claimed:
-            owner = f"process {os.getpid()} on {self.ranks.host}"
-            self._agreement.on_rank_0(lambda: setattr(self, "_lock", manifest.lock(self.folder, owner)))
-            self._claimed = True
+        self._agreement.on_rank_0(self._hold)
 
     def close(self):
         """Let a save in the background end, whatever becomes of it, and give the folder and the group back."""
@@ -148,6 +145,22 @@ class Checkpoints:
         except CheckpointException as error:  # on all ranks
             raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
         return metadata | {"rank_state_restored": restored}
+
+    def _begin(self, step):
+        self._hold()
+        return manifest.make_partial(self.folder, step, self._broken)
+
+    def _hold(self):
+        """The folder's lock; anew where somebody has removed the folder since."""
+        if self._lock is None or not os.path.exists(self._lock.name):
+            try:
+                self._lock = lock(self.folder, f"process {os.getpid()} on {self.ranks.host}")
+            except BlockingIOError as other:
+                why = f"another run ({other.strerror}) writes its checkpoints into {self.folder}"
+                raise CheckpointError(f"{why}; wait until it ends, or name another folder") from None
+            except OSError as error:
+                why = f"{self.folder} cannot be written: {error.strerror}"
+                raise CheckpointError(f"{why}; name another folder") from None
 
     def _write(self, tensors, partial, step, metadata, val_loss):
         """All ranks write and describe what they wrote, then rank 0 makes it count."""
@@ -240,8 +253,29 @@ def read_tensors(folder, tensors, group, no_dist=False):
 
 
 def _index(folder):
-    """{name: DCP's description of the tensor}, from the files' headers."""
-    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    """{name: DCP's description of the tensor}, from the files' headers. Raises CheckpointError."""
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # noqa: BLE001 - DCP trusts what a header says: all kinds
+        raise CheckpointError(f"{folder} cannot be read ({visible(said(None, error))}); use another step") from None
+    for name, entry in found.items():
+        if not _is_whole(entry):  # what no file holds, DCP would leave as it was
+            why = f"{folder} does not hold all of {visible(name)}, or some of it twice"
+            raise CheckpointError(f"{why}; use another step")
+    return found
+
+
+def _is_whole(entry):
+    """Whether the pieces of a tensor are all of it, and none of it twice."""
+    sizes = [chunk.sizes.numel() for chunk in entry.chunks]
+    if sum(sizes) != entry.size.numel() or any(len(c.offsets) != len(c.sizes) for c in entry.chunks):
+        return False
+    if len(sizes) == 1:
+        return True
+    seen = torch.zeros(entry.size, dtype=torch.bool)
+    for chunk in entry.chunks:
+        seen[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = True
+    return bool(seen.all())
 
 
 def whole_tensors(folder, prefix=""):

@@ -9,13 +9,12 @@ the checkpoint, under any strategy; one process reads it, and needs memory for t
 checkpoint that can be trusted, or no room for the file.
 """
 
-import json
 import math
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,23 +22,26 @@ from safetensors.torch import load_file, save_file
 
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import whole_tensors
-from manyhands.checkpoint.manifest import CheckpointError, File, ModelMetadata, step_of, steps_in
+from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
 from manyhands.course.folders import write_whole
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
-from manyhands.gpt.lora import folded
+from manyhands.gpt.lora import A, folded
 from manyhands.gpt.model import GPT, GPTConfig
 
-FORMAT = "manyhands export 1"
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
 
 
-class Export(ModelMetadata):
-    """The file beside exported weights."""
+@contextmanager
+def _readable():
+    """A sentence where the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.filename} cannot be read ({error.strerror})"
+        raise CheckpointError(f"{why}; mend that, or name another place") from None
 
-    format: Literal["manyhands export 1"]
-    file: File
 
-
+@_readable()
 def find_checkpoint(source, step="best", tell=print):
     """The folder of a verified checkpoint in `source`: a folder of checkpoints, a run's folder, or one step's.
 
@@ -53,8 +55,8 @@ def find_checkpoint(source, step="best", tell=print):
     paths = steps_in(_checkpoints_of(source))
     if not paths:
         raise CheckpointError(f"{source} holds no checkpoint; name the folder in which a run keeps them")
-    if str(step).isdigit():
-        there, paths = paths, [path for path in paths if step_of(path) == int(step)]
+    if str(step).isdecimal():
+        there, paths = paths, [path for path in paths if str(step_of(path)) == (str(step).lstrip("0") or "0")]
         if not paths:
             raise CheckpointError(f"{source} has no step {step}, only {', '.join(str(step_of(p)) for p in there)}")
     elif step not in ("best", "newest"):
@@ -77,6 +79,7 @@ def _loss(path):
     return math.inf
 
 
+@_readable()
 def newest_in(source: Path | str) -> int | None:
     """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written."""
     source = Path(source)
@@ -89,6 +92,7 @@ def _checkpoints_of(source):
     return source / "checkpoints" if (source / "checkpoints").is_dir() else source
 
 
+@_readable()
 def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT, dict[str, Any]]:
     """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints: see `find_checkpoint`.
 
@@ -101,9 +105,13 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
         source = find_checkpoint(source, step, tell)
         about = manifest.read_manifest(source)
         weights, metadata = whole_tensors(source, "model."), about.metadata | {"val_loss": about.val_loss}
-        if lora := metadata.get("lora"):  # adapters beside the weights that they change: one model again
-            weights = folded(weights, lora["alpha"] / lora["rank"])
     try:
+        lora = metadata.get("lora") or {}
+        ranks = {len(tensor) for name, tensor in weights.items() if name.endswith(A)}
+        if ranks != {lora[name] for name in lora if name == "rank"}:
+            raise ValueError(f"lora={lora or None}, with adapters of rank {ranks or None}")
+        if lora:  # adapters beside the weights that they change: one model again
+            weights = folded(weights, lora["alpha"] / lora["rank"])
         size, vocab = metadata["config"]["vocab_size"], tokenizer_of(metadata).vocab
         if not 0 < len(vocab) <= size:
             raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
@@ -125,14 +133,13 @@ def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
     """A GPT with `weights`, as sized by metadata["config"].
 
-    Raises TypeError or ValueError for sizes that are none, RuntimeError for names and shapes that do not fit.
+    Raises ValueError or RuntimeError for names, types and shapes that do not fit.
     """
-    sizes = dict(metadata["config"])
-    if "document_mark" in sizes:  # its name in checkpoints of older runs
-        sizes["separator"] = sizes.pop("document_mark")
-    config = GPTConfig(**sizes)
+    config = GPTConfig(**metadata["config"])
     if config.n_layer > len(weights):  # before they are built, on no matter what
         raise ValueError(f"n_layer={config.n_layer} with {len(weights)} tensors")
+    if len(types := {tensor.dtype for tensor in weights.values()}) > 1 or not all(t.is_floating_point for t in types):
+        raise ValueError(f"weights of {', '.join(sorted(map(str, types)))}")
     with torch.device("meta"):  # shapes only: the weights are already here
         model = GPT(config)
     tied = {"head.weight": weights["tokens.weight"]} if config.tie else {}
@@ -145,38 +152,39 @@ def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
 def write_export(weights, metadata, target):
     """Write {name: tensor} to `target` (.safetensors) and the metadata that belong to them beside it (.json).
 
-    Raises CheckpointError if there is no room.
+    Raises CheckpointError if there is no room, ValueError for metadata that `load_model` would refuse.
     """
     target = Path(target)
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target} does not end in .safetensors; name such a file")
     partial = target.with_suffix(".partial")
-    about = {"format": FORMAT} | {name: metadata[name] for name in KEPT if name in metadata}
+    kept = {name: metadata[name] for name in KEPT if name in metadata}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
-        about["file"] = manifest.describe_file(partial).model_dump()
+        file = manifest.describe_file(partial).model_dump()
+        about = Export.signed(format="manyhands export 2", metadata=kept, file=file)
         os.replace(partial, target)
-        write_whole(target.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        partial.unlink(missing_ok=True)
+        write_whole(target.with_suffix(".json"), about.content())
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror}; name another place") from None
+    except SafetensorError as error:  # its own for a full disk
         raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """({name: tensor}, metadata) of what `write_export` wrote. Raises CheckpointError."""
-    about = path.with_suffix(".json")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
-    content = manifest.read_small(about, f"it says what {path.name} holds: export it again")
+    about = manifest.read_beside(Export, path.with_suffix(".json"), f"it says what {path.name} holds: export it again")
+    manifest.verify_file(path, about.file)
     try:
-        expected = Export.read(content).file
-    except ValueError as error:
-        why = f"{about}, which says what {path.name} holds, cannot be used ({error}); export it again"
-        raise CheckpointError(why) from None
-    manifest.verify_file(path, expected)
-    metadata = {name: value for name, value in json.loads(content).items() if name not in ("format", "file")}
-    return load_file(path), metadata
+        return load_file(path), about.metadata
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} holds no tensors ({error}); export it again") from None
 
 
 def main(argv):

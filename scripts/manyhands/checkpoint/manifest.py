@@ -11,8 +11,6 @@ Nothing here communicates: rank 0 alone changes the folder. The order of renames
 them leaves, of each step, the old checkpoint or the new one, complete and under a name that `steps_in` lists.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -22,17 +20,21 @@ import shutil
 import time
 from collections.abc import Container
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, create_model, model_validator
 
-from manyhands.data.token_files import Schema, Sha256
+from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular
+from manyhands.data.tokenizer import Tokens
+from manyhands.gpt.model import GPTConfig
 
 MANIFEST = "manifest.json"
 FORMAT = "manyhands checkpoint 2"
 COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")  # .replaced: its successor of the same step is being moved in
-PATIENCE_S = 5  # a run that was just killed may take so long to let go of its folder
+S = TypeVar("S", bound=Schema)
+Scalar = str | int | float | bool | None
 
 
 class CheckpointError(ValueError):
@@ -40,30 +42,67 @@ class CheckpointError(ValueError):
 
 
 class File(Schema):
-    """A file beside a manifest."""
-
-    bytes: NonNegativeInt
+    bytes: Count
     sha256: Sha256
 
 
-class RunText(Schema):
-    """What a run was trained on: it goes on with no other."""
+# the config of a GPT, with all its names
+Sizes = create_model(
+    "Sizes", __base__=Schema, **{f.name: (Count if f.type is int else f.type, ...) for f in fields(GPTConfig)}
+)
 
-    model_config = ConfigDict(extra="allow")
+
+class ModelText(Partly):  # what a model reads and writes
+    vocab_size: Count | None = None
+    alphabet: Tokens | None = None  # this, or
+    vocabulary: dict[str, Any] | None = None  # see `data.tokenizer`
+
+
+class RunText(ModelText):  # what a run was trained on: it goes on with no other
     name: str
     sha256: str
 
 
-class ModelMetadata(Schema):
-    """What weights are, as far as somebody reads it; there may be more."""
+class RunOptions(Partly):  # of `train.py`: a run that goes on says what has changed
+    train: dict[str, Scalar] = {}
+    optimizer: dict[str, Scalar] = {}
+    parallel: dict[str, Scalar] = {}
 
-    model_config = ConfigDict(extra="allow")
-    step: NonNegativeInt
-    config: dict[str, int | float | bool | None]  # of the GPT
-    corpus: dict[str, Any]  # with an `alphabet` or a `vocabulary`: see `data.tokenizer`
-    val_loss: FiniteFloat | None = None
-    tokens: NonNegativeInt | None = None
-    options: dict[str, dict[str, Any] | bool | int | float | str | None] = {}
+
+class ModelMetadata(Partly):
+    """What weights are."""
+
+    step: Count
+    config: Sizes
+    corpus: ModelText
+    val_loss: float | None = None
+    tokens: Count | None = None
+    options: RunOptions = RunOptions()
+
+    @model_validator(mode="after")
+    def _is_a_model(self):
+        GPTConfig(**self.config.model_dump())
+        text, size = self.corpus, self.config.vocab_size
+        if text.alphabet is not None and text.vocabulary is not None:
+            raise ValueError("corpus: an alphabet and a vocabulary, and one of them is read")
+        said, found = text.vocab_size or 0, len(text.alphabet or ())
+        if said > size or (said and found and said != found):
+            raise ValueError(f"corpus.vocab_size is {said}, with an alphabet of {found}, config.vocab_size {size}")
+        return self
+
+
+class LossScale(Schema):  # of fp16: see `parallel.optimizer`
+    scale: Annotated[float, Field(gt=0)]
+    good_steps: Count
+
+
+class Lora(Schema):  # adapters beside the weights: see `gpt.lora`
+    rank: Annotated[Count, Field(ge=1)]
+    alpha: float
+
+
+class Stage(Partly):  # of `align.py`
+    method: str
 
 
 class RunMetadata(ModelMetadata):
@@ -72,27 +111,46 @@ class RunMetadata(ModelMetadata):
     corpus: RunText
     layout: str
     world_size: PositiveInt
-    loss_scale: dict[str, float] | None = None  # of fp16: see `parallel.optimizer`
-    lora: dict[str, Any] | None = None  # adapters beside the weights: see `gpt.lora`
-    alignment: dict[str, Any] | None = None
-
-
-class Manifest(Schema):
-    """The content of a manifest; `metadata` is as the run wrote it, and fits `RunMetadata`."""
-
-    format: Literal["manyhands checkpoint 2"]
-    step: NonNegativeInt
-    val_loss: FiniteFloat | None
-    time: str
-    metadata: dict[str, Any]
-    files: dict[Annotated[str, Field(pattern=r"^shard-[\d]+-model-[\d]+-of-[\d]+\.safetensors$")], File]
-    sha256: Sha256
+    loss_scale: LossScale | None = None
+    lora: Lora | None = None
+    alignment: Stage | None = None
 
     @model_validator(mode="after")
-    def _metadata_fits(self):
-        if RunMetadata.model_validate(self.metadata).step != self.step:
-            raise ValueError(f"metadata.step is {self.metadata['step']}, and step is {self.step}")
+    def _has_its_ranks(self):
+        if math.prod(map(int, re.findall("[0-9]+", self.layout))) != self.world_size:
+            raise ValueError(f"layout is {self.layout}, and world_size is {self.world_size}")
         return self
+
+
+def _fits(schema):
+    """For a dict that is kept as somebody wrote it: does it fit `schema`?"""
+    return AfterValidator(lambda values: schema.parsed(json.dumps(values)) and values)
+
+
+class Manifest(Signed):
+    """The content of a checkpoint's manifest."""
+
+    format: Literal["manyhands checkpoint 2"]
+    step: Count
+    val_loss: float | None
+    time: str
+    metadata: Annotated[dict[str, Any], _fits(RunMetadata)]  # as the run wrote it
+    files: dict[Annotated[str, Field(pattern=r"^shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors$")], File]
+
+    @model_validator(mode="after")
+    def _agrees(self):
+        for name in ("step", "val_loss"):
+            if (other := self.metadata.get(name)) not in (None, getattr(self, name)):
+                raise ValueError(f"metadata.{name} is {other}, and {name} is {getattr(self, name)}")
+        return self
+
+
+class Export(Signed):
+    """The content of the file beside exported weights."""
+
+    format: Literal["manyhands export 2"]
+    metadata: Annotated[dict[str, Any], _fits(ModelMetadata)]
+    file: File
 
 
 def step_of(path: Path | str) -> int | None:
@@ -113,13 +171,7 @@ def read_manifest(path: Path | str) -> Manifest:
     """The manifest of the checkpoint in `path`, its own sha256 checked. Raises CheckpointError."""
     path = Path(path)
     file = path / MANIFEST
-    content = read_small(file, f"{path} is not a complete checkpoint, use another step")
-    try:
-        manifest = Manifest.read(content)
-        if manifest.sha256 != _fingerprint(json.loads(content)):
-            raise ValueError("it has changed since it was written: its sha256 does not fit")
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be used ({error}); use another step") from None
+    manifest = read_beside(Manifest, file, f"{path} is not a complete checkpoint, use another step")
     if step_of(path) not in (None, manifest.step):
         why = f"{file} is of step {manifest.step}, but its folder says step {step_of(path)}"
         raise CheckpointError(f"{why}; give the folder its old name")
@@ -128,13 +180,15 @@ def read_manifest(path: Path | str) -> Manifest:
     return manifest
 
 
-def read_small(file: Path, missing: str) -> bytes:
-    """The content of a JSON file beside weights. Raises CheckpointError, with `missing` where there is none."""
+def read_beside(kind: type[S], file: Path, cure: str) -> S:
+    """The JSON file that says what lies beside it. Raises CheckpointError, with `cure`."""
     try:
-        return file.read_bytes()
+        return kind.read(file)
     except OSError as error:
-        why = f"missing; {missing}" if isinstance(error, FileNotFoundError) else f"unreadable: {error.strerror}"
-        raise CheckpointError(f"{file} is {why}") from None
+        why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+        raise CheckpointError(f"{file} is {why}; {cure}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be used ({error}); {cure}") from None
 
 
 def verify(path: Path | str) -> None:
@@ -146,57 +200,23 @@ def verify(path: Path | str) -> None:
 def verify_file(path: Path, expected: File) -> None:
     """Compare one file with its description. Raises CheckpointError naming it."""
     try:
-        found = describe_file(path)
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno()).st_size
+        same = found != expected.bytes or describe_file(path) == expected  # of another size it is not read
     except OSError as error:
         why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
         raise CheckpointError(f"{path} is {why}; use another step") from None
-    if found.bytes != expected.bytes:
-        cut = f"{path} has {found.bytes} bytes, but was written with {expected.bytes}: it is cut or changed"
+    if found != expected.bytes:
+        cut = f"{path} has {found} bytes, but was written with {expected.bytes}: it is cut or changed"
         raise CheckpointError(f"{cut}; use another step")
-    if found != expected:
+    if not same:
         raise CheckpointError(f"{path} has changed since it was written (other sha256); use another step")
 
 
 def describe_file(path: Path) -> File:
     """Size and hash of a file, as the manifest records them."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return File(bytes=os.fstat(file.fileno()).st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _fingerprint(content):
-    rest = {name: value for name, value in content.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def lock(folder: Path, owner: str) -> TextIO:
-    """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
-
-    The system lets go of it however the process ends. On a file system without locks nobody can be asked, and two runs
-    in one folder are not noticed. `owner` is what the other run is told. Raises CheckpointError.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".writer", "a+")  # noqa: SIM115 - it is held while the run lives
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}; name another folder") from None
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                break
-            if time.monotonic() > deadline:
-                file.seek(0)
-                why = f"another run ({file.read().strip() or 'unknown'}) writes its checkpoints into {folder}"
-                raise CheckpointError(f"{why}; wait until it ends, or name another folder") from None
-            time.sleep(0.2)
-    file.truncate(0)
-    file.write(f"{owner}\n")
-    file.flush()
-    os.fsync(file.fileno())
-    return file
 
 
 def make_partial(folder: Path, step: int, broken: Container[Path]) -> Path:
@@ -249,17 +269,15 @@ def complete(partial: Path, step: int, val_loss: float | None, metadata: dict, f
 def write_manifest(path: Path, step: int, val_loss: float | None, metadata: dict, files: dict[str, File]) -> None:
     """Write the manifest of the checkpoint in `path`, on the disk when this returns.
 
-    Raises TypeError if `metadata` holds what JSON cannot, OSError if the disk is full.
+    Raises TypeError or ValueError if `metadata` could not be read again, OSError if the disk is full.
     """
-    content = {
-        "format": FORMAT, "step": step,
-        "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "metadata": metadata,
-        "files": {name: file.model_dump() for name, file in files.items()},
-    }  # fmt: skip
-    content["sha256"] = _fingerprint(content)
+    about = Manifest.signed(
+        format=FORMAT, step=step, metadata=metadata, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+        files={name: file.model_dump() for name, file in files.items()},
+    )  # fmt: skip
     with open(path / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+        file.write(about.content())
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,8 +1,11 @@
 """Where the course lies, and how a file comes into being whole."""
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[3]  # of a clone; a package that was cop
 SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
 DATA = ROOT / "data"
+WRITER = ".writer"
+PATIENCE_S = 5  # a program that was just killed may take so long to let go of its folder
 
 
 def script_of(lesson, root=ROOT):
@@ -44,3 +49,30 @@ def write_whole(path, content, mode=None):
         with suppress(OSError):
             beside.unlink()
     return path
+
+
+def lock(folder, owner):
+    """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
+
+    The system lets go of it however the process ends. On a file system without locks nobody can be asked, and two
+    writers are not noticed. Raises OSError; a BlockingIOError's strerror is the `owner` who holds it.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder) / WRITER, "a+")  # noqa: SIM115 - it is held while the writer lives
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                break
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise BlockingIOError(errno.EAGAIN, file.read(200).strip() or "unknown", str(folder)) from None
+            time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"{owner}\n")
+    file.flush()
+    os.fsync(file.fileno())
+    return file

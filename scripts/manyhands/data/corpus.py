@@ -14,15 +14,16 @@ manual that every Python carries, which every run then says. A text of your own 
               validation-00000.bin(.json)
               report.json, report.png  what was dropped, and why: see `preparation`
 
-Its tokens stay on the disk: a rank reads those of its windows, through the memory map that all ranks of a node share. A
-window begins anywhere, so it packs what follows each other: the end of one document, some whole ones, the beginning of
-another. Data sets of other kinds: `samplers` says which items a rank reads, `token_files` brings tokens to the ranks.
+Its tokens stay on the disk: a rank reads those of its windows. A window begins anywhere, so it packs what follows each
+other: the end of one document, some whole ones, the beginning of another. Data sets of other kinds: `samplers` says
+which items a rank reads, `token_files` brings tokens to the ranks.
 
 Shapes: T positions, B sequences in the global batch, b this rank's.
 """
 
+import functools
 import hashlib
-import json
+import itertools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +32,12 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, model_validator
 
 from manyhands.data import shakespeare
+from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular, read_regular, visible
 from manyhands.data.shakespeare import DataError
-from manyhands.data.token_files import Schema, Sha256, describe_tokens, memory_map, verify_tokens
+from manyhands.data.token_files import describe_tokens, verify_tokens
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.launch.join import refuse
 from manyhands.launch.program import say
@@ -43,6 +45,7 @@ from manyhands.launch.ranks import Agreement
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a text of one's own
 SPLITS = ("train", "validation")
+OPEN_FILES = 100  # at once; most systems allow 1,024
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,9 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
     draw = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(step,)))
     start_B = draw.integers(0, len(ids) - block, size=global_batch)
     start_b = torch.from_numpy(start_B).chunk(world_size)[rank].to(ids.device)
-    index_bT = start_b[:, None] + torch.arange(block, device=ids.device)
     # .long(): a memory map has two bytes per token, and only what is picked here becomes eight
-    return ids[index_bT].long(), ids[index_bT + 1].long()
+    window_bT = ids[start_b[:, None] + torch.arange(block + 1, device=ids.device)].long()
+    return window_bT[:, :-1].contiguous(), window_bT[:, 1:].contiguous()
 
 
 def load_corpus(ranks=None):
@@ -145,68 +148,102 @@ def _find():
 
 
 class Shard(Schema):
-    file: str = Field(pattern=r"^(train|validation)-\d{5,}\.bin$")
-    tokens: NonNegativeInt
+    file: str  # its split and its number
+    tokens: Count
     dtype: Literal["uint16", "uint32"]
     sha256: Sha256
 
 
 class Split(Schema):
-    documents: NonNegativeInt
-    characters: NonNegativeInt
-    bytes: NonNegativeInt
-    tokens: NonNegativeInt
-    shards: list[Shard]
+    documents: Count
+    characters: Count
+    bytes: Count
+    tokens: Count
+    shards: list[Shard] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees(self):
+        if self.tokens != (total := sum(shard.tokens for shard in self.shards)):
+            raise ValueError(f"tokens is {self.tokens}, and its shards have {total}")
+        return self
+
+
+class Splits(Schema):
+    train: Split
+    validation: Split
+
+    @model_validator(mode="after")
+    def _names(self):
+        for name in SPLITS:
+            for i, shard in enumerate(getattr(self, name).shards):
+                if shard.file != f"{name}-{i:05d}.bin":
+                    raise ValueError(f"{name}-{i:05d}.bin is missing, and {visible(shard.file)!r} stands there")
+        return self
 
 
 class TokenizerFile(Schema):
     kind: Literal["bpe", "char"]
-    symbols: NonNegativeInt  # the size of the vocabulary
-    mark: int  # the separator's id
+    symbols: Count  # the size of the vocabulary
+    mark: Count  # the separator's id
     sha256: Sha256
 
 
-class Manifest(Schema):
-    """manifest.json of a prepared text."""
+class Manifest(Signed):
+    """manifest.json of a prepared text. Two texts with the same sha256 give the same batches."""
 
-    format: Literal["manyhands text 1"] = "manyhands text 1"
+    format: Literal["manyhands text 2"]
     tokenizer: TokenizerFile
-    splits: dict[Literal["train", "validation"], Split]
-    sha256: str = ""  # see `identity`
-
-    def identity(self) -> str:
-        """sha256 over tokenizer and tokens: two texts with the same one give the same batches."""
-        parts = [self.tokenizer.sha256]
-        parts += [f"{name} {shard.sha256}" for name, split in self.splits.items() for shard in split.shards]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    splits: Splits
 
 
 class ShardedTokens:
-    """The tokens of several files as one row: `ids[index]` are torch.long, on `device`, of an index of any shape."""
+    """The tokens of several files as one row: `ids[index]` are torch.long, on `device`, of an index of any shape.
 
-    def __init__(self, shards, device="cpu"):
-        """`shards`: arrays [N]. What is picked of them goes to `device`."""
+    They are read from the files, not mapped: a file that is cut under a memory map ends the process without a word.
+    """
+
+    def __init__(self, files, num_tokens, device="cpu"):
+        """`files`: their `Tokens`; an id of `num_tokens` or more is refused. What is picked goes to `device`."""
         self.device = torch.device(device)
-        self._shards, self._ends = shards, np.cumsum([0, *map(len, shards)])[1:]
+        self._files, self._num_tokens = files, num_tokens
+        self._ends = np.cumsum([0, *(file.count for file in files)])
+        self._opened = functools.lru_cache(OPEN_FILES)(lambda i: open_regular(files[i].path))
 
     def __len__(self):
         return int(self._ends[-1])
 
     def to(self, device):
         """The same tokens, which stay where they are, for another device."""
-        return ShardedTokens(self._shards, device)
+        return ShardedTokens(self._files, self._num_tokens, device)
 
     def __getitem__(self, index):
-        """Raises IndexError for a place behind the last."""
+        """Raises IndexError for a place behind the last, DataError for a file that has changed."""
         if isinstance(index, slice):
             index = torch.arange(*index.indices(len(self)))
         places = torch.as_tensor(index).cpu().numpy()
-        which = np.searchsorted(self._ends, places, side="right")
-        found = np.empty(places.shape, np.int64)
-        for i in np.unique(which):
-            shard = self._shards[i]
-            found[which == i] = shard[places[which == i] - (self._ends[i] - len(shard))]
-        return torch.from_numpy(found).to(self.device)
+        flat, found = places.ravel(), np.empty(places.size, np.int64)
+        which = np.searchsorted(self._ends[1:], flat, side="right")
+        # each run of tokens that follow each other in one file is read at once: a window, mostly
+        begins = np.flatnonzero((np.diff(flat, prepend=-2) != 1) | (np.diff(which, prepend=-1) != 0))
+        for begin, end in itertools.pairwise([*begins, len(flat)]):
+            i = which[begin]
+            found[begin:end] = self._read(i, int(flat[begin] - self._ends[i]), end - begin)
+        return torch.from_numpy(found.reshape(places.shape)).to(self.device)
+
+    def _read(self, i, place, count):
+        tokens = self._files[i]
+        try:
+            content = os.pread(self._opened(i).fileno(), count * tokens.itemsize, place * tokens.itemsize)
+        except OSError as error:
+            raise DataError(f"{tokens.path} cannot be read ({error.strerror}); copy it again") from None
+        if len(content) != count * tokens.itemsize:
+            why = f"{tokens.path} ends before token {place + count:,} of {tokens.count:,}: it was cut"
+            raise DataError(f"{why} since this run opened it; copy it again")
+        ids = np.frombuffer(content, np.dtype(tokens.dtype).newbyteorder("<"))
+        if len(ids) and ids.max() >= self._num_tokens:
+            why = f"token {place + int(ids.argmax()):,} of {tokens.path} is {ids.max()}"
+            raise DataError(f"{why}, and the vocabulary has {self._num_tokens:,}: it has changed; copy it again")
+        return ids
 
 
 def open_text(folder, ranks=None):
@@ -226,44 +263,57 @@ def open_text(folder, ranks=None):
 def _open(folder):
     folder = Path(os.path.expanduser(folder))
     manifest = read_manifest(folder)
-    try:
-        content = (folder / TOKENIZER).read_bytes()
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror}); copy the folder again") from None
-    if hashlib.sha256(content).hexdigest() != manifest.tokenizer.sha256:
-        raise DataError(f"{folder / TOKENIZER} has changed since it was written; prepare the text again")
-    rows = {}
-    for split, about in manifest.splits.items():
-        tokens = [describe_tokens(folder / shard.file) for shard in about.shards]
-        for found, shard in zip(tokens, about.shards, strict=True):
-            if found.sha256 != shard.sha256:
+    tokenizer = _tokenizer_in(folder, manifest.tokenizer)
+    splits, rows = [getattr(manifest.splits, name) for name in SPLITS], []
+    for split in splits:
+        files = [describe_tokens(folder / shard.file) for shard in split.shards]
+        for found, shard in zip(files, split.shards, strict=True):
+            if (found.sha256, found.count, found.dtype) != (shard.sha256, shard.tokens, shard.dtype):
                 raise DataError(f"{found.path} is not the file that {MANIFEST} names; copy the folder again")
-        rows[split] = ShardedTokens([memory_map(found.path).numpy() for found in tokens])
-    splits = manifest.splits.values()
+            if found.largest >= manifest.tokenizer.symbols:
+                why = f"{found.path} holds token {found.largest}, and the vocabulary has {manifest.tokenizer.symbols:,}"
+                raise DataError(f"{why}; prepare the text again")
+        rows.append(ShardedTokens(files, manifest.tokenizer.symbols))
     counts = {name: sum(getattr(one, name) for one in splits) for name in ("characters", "documents", "tokens")}
-    tokenizer = tokenizer_from(json.loads(content))
-    return Corpus(folder.resolve().name, manifest.sha256, tokenizer, rows["train"], rows["validation"], counts)
+    return Corpus(folder.resolve().name, manifest.sha256, tokenizer, *rows, counts)
+
+
+def _tokenizer_in(folder, about):
+    path = folder / TOKENIZER
+    try:
+        content = read_regular(path)
+        if hashlib.sha256(content).hexdigest() != about.sha256:
+            raise ValueError("it has changed since it was written")
+        tokenizer = tokenizer_from(Partly.parsed(content).model_dump())
+        found = tokenizer.kind, len(tokenizer.vocab), tokenizer.separator
+        if found != (about.kind, about.symbols, about.mark):
+            raise ValueError(f"it is not the one that {MANIFEST} describes")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); copy the folder again") from None
+    except ValueError as error:
+        raise DataError(f"{path} cannot be used ({error}); prepare the text again") from None
+    return tokenizer
 
 
 def read_manifest(folder):
     """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
     path = Path(os.path.expanduser(folder)) / MANIFEST
-    if not path.exists():
-        why = f"{folder} is not a prepared text (it has no {MANIFEST})"
-        raise DataError(f"{why}; make one: python scripts/prepare_data.py FILES --to data/mine")
     try:
-        manifest = Manifest.read(path.read_bytes())
-        if manifest.sha256 != manifest.identity():
-            raise ValueError("sha256: it is that of other files")
+        return Manifest.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        why = f"{folder} is not a prepared text (it has no {MANIFEST})"
+        raise DataError(f"{why}; make one: python scripts/prepare_data.py FILES --to data/mine") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); mend that, or copy the folder again") from None
     except ValueError as error:
         raise DataError(f"{path} cannot be used ({error}); prepare the text again") from None
-    return manifest
 
 
 def verify_text(folder):
     """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
     _open(folder)
     folder = Path(os.path.expanduser(folder))
-    shards = [shard for split in read_manifest(folder).splits.values() for shard in split.shards]
+    splits = read_manifest(folder).splits
+    shards = [*splits.train.shards, *splits.validation.shards]
     read = [verify_tokens(folder / shard.file) for shard in shards]
     return sum(tokens.count * tokens.itemsize for tokens in read)

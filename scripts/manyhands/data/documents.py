@@ -25,6 +25,7 @@ import gzip
 import hashlib
 import json
 import mmap
+import os
 import re
 import sys
 import unicodedata
@@ -36,11 +37,15 @@ from pathlib import Path
 
 import numpy as np
 
+from manyhands.data.schema import open_regular
 from manyhands.data.shakespeare import DataError
 
 TEXTS, RECORDS = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
 UTF_8_MARK = b"\xef\xbb\xbf"
-BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16BE"}
+# the longer ones first: those of UTF-32 begin like those of UTF-16
+BYTE_ORDER_MARKS = {
+    b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32BE", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16BE"
+}  # fmt: skip
 REASONS = ("too short", "few letters", "repeated lines", "long runs")
 RUN = 8  # so many equal characters in a row are no word
 ORDERS, BANDS, ROWS = 128, 21, 6
@@ -69,10 +74,17 @@ class RawDocument:
 def find_files(names: Iterable[str | Path]) -> list[Path]:
     """The files that `names` (files and folders) stand for, a folder's in order. Raises DataError."""
     found, endings = [], (*TEXTS, *RECORDS)
-    for path in (Path(name).expanduser() for name in names):
-        if not path.exists():
-            raise DataError(f"{path} is not there; check the name")
-        inside = sorted(p for p in path.rglob("*") if _kind(p) in endings and p.is_file()) if path.is_dir() else [path]
+    for path in (Path(os.path.expanduser(name)) for name in names):
+        try:
+            path.stat()
+            inside = [path]
+            if path.is_dir():
+                os.listdir(path)  # `rglob` says nothing of what it may not read
+                inside = sorted(p for p in path.rglob("*") if _kind(p) in endings and p.is_file())
+        except FileNotFoundError:
+            raise DataError(f"{path} is not there; check the name") from None
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); leave it out") from None
         if not inside:
             why = f"{path} is a folder without text files ({', '.join(endings)}, each also with .gz)"
             raise DataError(f"{why}; name the files themselves")
@@ -88,6 +100,8 @@ def raw_documents(paths: Iterable[Path], blank_lines: int = 2, text_field: str =
         # what lies between two documents; a file that is one has no such gap
         gap = b"\n" if records else rb"\n(?:[ \t\r\f\v]*\n){%d,}" % (blank_lines or 10**9)
         content, line = _content(path), 1
+        if content.find(b"\n") < 0 and content.find(b"\r") >= 0:  # Macs until 2001, and Excel's export to this day
+            content = content[:].replace(b"\r", b"\n")
         begin = len(UTF_8_MARK) if content[:3] == UTF_8_MARK else 0  # Windows puts it in front
         # the whole file at once: line by line, Python would take longer than for all that comes after it
         for end, after in chain((found.span() for found in re.finditer(gap, content)), [(len(content),) * 2]):
@@ -111,9 +125,9 @@ def _kind(path):
 def _content(path):
     """What is in a file, unpacked. What is not packed is read where it is looked at, once for all ranks of a node."""
     try:
-        if path.suffix == ".gz":
-            return gzip.decompress(path.read_bytes())
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            if path.suffix == ".gz":
+                return gzip.decompress(file.read())
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be unpacked ({error}); copy or pack it again") from None
@@ -124,7 +138,8 @@ def _content(path):
 def text_of(raw: RawDocument) -> str:
     """The text of a document. Raises DataError, with file and place, for what is no UTF-8 or no record with text."""
     content, convert = raw.content, "convert it: iconv -f {} -t utf-8 " + f"{raw.path} > new.txt"
-    if raw.begin == 0 and (name := BYTE_ORDER_MARKS.get(content[:2])):
+    name = next((name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark)), None)
+    if raw.begin == 0 and name:
         raise DataError(f"{raw.path} is {name}, not UTF-8; {convert.format(name)}")
     if (at := content.find(b"\0")) >= 0:
         why = f"{raw.path} is not text: byte {raw.begin + at:,} is zero; extract its text first, or leave it out"

@@ -9,6 +9,7 @@ decides what stays and learns the tokenizer: one place, so that the answer does 
 takes 512 bytes: a million documents need half a gigabyte there.)
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands.course.folders import write_whole
+from manyhands.course.folders import WRITER, lock, write_whole
 from manyhands.data import documents
 from manyhands.data.corpus import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
 from manyhands.data.documents import REASONS, Quality, copies_among
@@ -71,35 +72,55 @@ def prepare_text(names, folder, config, ranks, replace=False, tell=print):
 
     Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is not a prepared text.
     """
-    agreement = Agreement(ranks, None, DataError)
+    agreement, held = Agreement(ranks, None, DataError), contextlib.ExitStack()
     if ranks.world_size > 1:  # ranks share the cores; alone, the library learns on all of them
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    folder = Path(folder).expanduser()
-    paths = agreement.on_rank_0(lambda: _begin(names, folder, replace))
-    say = tell if ranks.rank == 0 else lambda text: None
-    say(f"reading {len(paths)} file{'s' * (len(paths) != 1)}")
-    seen = agreement.all(lambda: _look(paths, config, ranks))
-    gathered = [None] * ranks.world_size if ranks.rank == 0 else None
-    dist.gather_object(seen, gathered, dst=0)
-    plan, report, content = agreement.on_rank_0(lambda: _decide(gathered, paths, config, say))
-    own = agreement.all(lambda: _write_shards(paths, folder, config, plan, content, ranks))
-    shards = [shard for one in agreement.gather(own) for shard in one]
-    return agreement.on_rank_0(lambda: _finish(folder, shards, report, content))
+    folder = Path(os.path.expanduser(folder))
+    with held:  # the lock, on rank 0
+        paths = agreement.on_rank_0(lambda: _begin(names, folder, replace, held, ranks.host))
+        say = tell if ranks.rank == 0 else lambda text: None
+        say(f"reading {len(paths)} file{'s' * (len(paths) != 1)}")
+        seen = agreement.all(lambda: _look(paths, config, ranks))
+        gathered = [None] * ranks.world_size if ranks.rank == 0 else None
+        dist.gather_object(seen, gathered, dst=0)
+        plan, report, content = agreement.on_rank_0(lambda: _decide(gathered, paths, config, say))
+        own = agreement.all(lambda: _written(folder, _write_shards, paths, config, plan, content, ranks))
+        shards = [shard for one in agreement.gather(own) for shard in one]
+        return agreement.on_rank_0(lambda: _written(folder, _finish, shards, report, content))
 
 
-def _begin(names, folder, replace):
-    """The files, and an empty folder."""
+def _begin(names, folder, replace, held, host):
+    """The files, and a folder without any text of ours, which nobody else writes while `held` lasts."""
     paths = documents.find_files(names)
-    there = list(folder.iterdir()) if folder.is_dir() else []
+    _written(folder, _ours, replace)  # before a file of ours is put into somebody else's folder
+    held.enter_context(_written(folder, lock, f"process {os.getpid()} on {host}"))
+    # the manifest first: from there on it is not a prepared text
+    for path in sorted(_ours(folder, replace), key=lambda path: path.name != MANIFEST):
+        path.unlink()
+    return paths
+
+
+def _ours(folder, replace):
+    """The files of a text that may go. Raises DataError where that was not asked for: a text is whole, or foreign."""
+    there = [path for path in folder.iterdir() if path.name != WRITER] if folder.is_dir() else []
     ours = [path for path in there if re.fullmatch(OURS, path.name)]
-    if there and not (replace and ours):
+    killed = (folder / WRITER).exists() and not (folder / MANIFEST).exists()
+    if there and not (ours and (replace or killed)):
         cure = "--replace writes it anew" if ours else "name another one with --to"
         raise DataError(f"{folder} holds something already; {cure}")
-    # the manifest first: from there on it is not a prepared text
-    for path in sorted(ours, key=lambda path: path.name != MANIFEST):
-        path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    return paths
+    return ours
+
+
+def _written(folder, action, *about):
+    """`action(folder, *about)`. Raises DataError for what the disk says, or for another who writes there."""
+    try:
+        return action(folder, *about)
+    except BlockingIOError as other:
+        why = f"another program ({other.strerror}) prepares a text in {folder}"
+        raise DataError(f"{why}; wait until it ends, or name another folder with --to") from None
+    except OSError as error:
+        why = f"{error.filename or folder} cannot be written: {error.strerror}"
+        raise DataError(f"{why}; mend that, or name another folder with --to") from None
 
 
 def _look(paths, config, ranks):
@@ -203,7 +224,7 @@ def _learn(paths, config, kept, shown):
     return found, train_bpe(texts(), config.vocab_size).content
 
 
-def _write_shards(paths, folder, config, plan, content, ranks):
+def _write_shards(folder, paths, config, plan, content, ranks):
     """Encode this rank's shards and write them: [(split, {"file", "tokens", "dtype", "sha256"})]."""
     tokenizer = tokenizer_from(content)
     mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
@@ -237,15 +258,14 @@ def _finish(folder, shards, report, content):
         own = sorted((about for name, about in shards if name == split), key=lambda about: about["file"])
         counts["tokens"] = sum(about["tokens"] for about in own)
         splits[split] = counts | {"shards": own}
-    manifest = Manifest(tokenizer=described, splits=splits)
-    manifest = manifest.model_copy(update={"sha256": manifest.identity()})
+    manifest = Manifest.signed(format="manyhands text 2", tokenizer=described.model_dump(), splits=splits)
     report["tokenizer"] = described.model_dump()
     figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
     FigureCanvasAgg(figure)
     write_whole(folder / TOKENIZER, text)
     write_whole(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     figure.savefig(folder / "report.png", dpi=120)
-    write_whole(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
+    write_whole(folder / MANIFEST, manifest.content())
     return report
 
 
@@ -267,7 +287,8 @@ def shown_report(report):
     lines += ["", f"tokenizer: {tokenizer['kind']}, a vocabulary of {tokenizer['symbols']:,}"]
     for split, about in report["splits"].items():
         each = f"{about['tokens']:,} tokens of {about['bytes'] / max(1, about['tokens']):.2f} bytes on average"
-        lines.append(f"{split + ':':<12}{about['documents']:,} documents, {each}")
+        several = "s" * (about["documents"] != 1)
+        lines.append(f"{split + ':':<12}{about['documents']:,} document{several}, {each}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from manyhands.course.folders import DATA, write_whole
+from manyhands.data.schema import read_regular
 from manyhands.launch import settings
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -38,7 +39,7 @@ def find():
     """
     if named := settings.path("MANYHANDS_SHAKESPEARE"):
         try:
-            content = named.read_bytes()
+            content = read_regular(named)
         except OSError as error:
             why = f"MANYHANDS_SHAKESPEARE={named} cannot be read ({error.strerror})"
             raise DataError(f"{why}; name the file or unset the variable") from None
@@ -79,7 +80,7 @@ def from_cache():
     for folder in cache_folders():
         path = folder / FILE_NAME
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except OSError:  # not there, or not ours to read
             continue
         return path, checked(content, path, "delete it, or name the right file in MANYHANDS_SHAKESPEARE")

@@ -19,20 +19,20 @@ lies before it. Shares are contiguous, differ by at most one token, and together
 """
 
 import hashlib
-import json
 import os
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
 from manyhands.course.folders import write_whole
+from manyhands.data.schema import Count, Schema, Sha256, open_regular
 from manyhands.data.shakespeare import DataError
 from manyhands.launch.ranks import Agreement
 
@@ -40,36 +40,23 @@ DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 END = object()  # what reading gives behind the last batch
 
 
-class Schema(BaseModel):
-    """A JSON file of ours: these names, of these types, and no others."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    @classmethod
-    def read(cls, content: bytes):
-        """The values in a file's content. Raises ValueError with the first thing that is wrong."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where, why = ".".join(map(str, first["loc"])) or "its content", first["msg"].lower()
-            if first["type"] == "literal_error":  # another format, most of all
-                why = f"{first['input']!r} was found, and {first['ctx']['expected']} is read"
-            raise ValueError(f"{where}: {why}") from None
-
-
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
 class Tokens(Schema):
     """What a file of tokens holds; all but `path` stands in its .json."""
 
     format: Literal["manyhands tokens 1"] = "manyhands tokens 1"
-    count: int = Field(ge=0)  # tokens
+    count: Count  # tokens
     dtype: Literal["uint16", "uint32"]  # little-endian
-    largest: int = Field(ge=-1)  # the largest id, -1 if there is none: a vocabulary must be larger
+    largest: int = Field(ge=-1, lt=2**32)  # the largest id, -1 if there is none: a vocabulary must be larger
     sha256: Sha256  # of all bytes of the file
     path: str = Field("", exclude=True)
+
+    @model_validator(mode="after")
+    def _agrees(self):
+        if (self.count == 0) != (self.largest == -1):
+            raise ValueError(f"count is {self.count}, and largest is {self.largest}")
+        if self.dtype == "uint16" and self.largest >= 2**16:
+            raise ValueError(f"largest is {self.largest}, and dtype is uint16")
+        return self
 
     @property
     def itemsize(self):
@@ -95,7 +82,7 @@ def write_tokens(path, ids):
     path.parent.mkdir(parents=True, exist_ok=True)
     beside.unlink(missing_ok=True)  # an old one must not describe the new file, should this end here
     write_whole(path, content.data if len(ids) else b"")
-    write_whole(beside, json.dumps(tokens.model_dump(), indent=1) + "\n")
+    write_whole(beside, tokens.content())
     return tokens
 
 
@@ -103,12 +90,12 @@ def describe_tokens(path):
     """The Tokens in `path`, by its .json and its size; their bytes are not read. Raises DataError naming the file."""
     beside = Path(f"{path}.json")
     try:
-        content, num_bytes = beside.read_bytes(), os.stat(path).st_size
+        tokens = Tokens.read(beside).model_copy(update={"path": str(path)})
+        with open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
         why = f"{error.filename} cannot be read ({error.strerror}); write both files with write_tokens()"
         raise DataError(why) from None
-    try:
-        tokens = Tokens.read(content).model_copy(update={"path": str(path)})
     except ValueError as error:
         why = f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
         raise DataError(why) from None
@@ -131,7 +118,7 @@ def memory_map(path):
 def verify_tokens(path):
     """Read all of `path` and compare it with its sha256: Tokens. Raises DataError naming the file."""
     tokens = describe_tokens(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         _compare(tokens, hashlib.file_digest(file, "sha256").hexdigest())
     return tokens
 

@@ -18,11 +18,13 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field
 
+from manyhands.data.schema import Schema
 from manyhands.data.shakespeare import DataError
 
 SEPARATOR = "<|document|>"
@@ -38,6 +40,22 @@ PIECES = (
     "|[\\t\\n\\r ]+"
 )
 _cut = re.compile(PIECES).findall
+
+
+def _each_once(tokens):
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("a token stands in it twice")
+    return tokens
+
+
+Tokens = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1), AfterValidator(_each_once)]
+
+
+class Characters(Schema):
+    """What a file keeps of a CharTokenizer."""
+
+    format: Literal["manyhands characters 1"] = CHARACTERS
+    symbols: Tokens
 
 
 class Tokenizer(Protocol):
@@ -173,5 +191,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 def tokenizer_from(content: dict) -> Tokenizer:
     """The tokenizer that `content`, of its `.content`, describes. Raises DataError for what is none."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:
-        return CharTokenizer(content["symbols"])
+        try:
+            return CharTokenizer(Characters.parsed(json.dumps(content)).symbols)
+        except ValueError as error:
+            raise DataError(f"these are no characters of prepare_data.py's ({error}); use others") from None
     return BpeTokenizer(content)

@@ -123,7 +123,10 @@ class Agreement:
             return said(self.ranks.rank, error), None
 
 
-def said(rank: int, error: BaseException) -> str:
-    """An exception of `rank` as part of a sentence."""
+def said(rank: int | None, error: BaseException) -> str:
+    """An exception of `rank`, or of a process that is none, as part of a sentence."""
     text = str(error).strip()
-    return f"rank {rank}: {type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"
+    why = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"
+    if isinstance(error, OSError) and error.strerror:
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return why if rank is None else f"rank {rank}: {why}"

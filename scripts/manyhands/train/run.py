@@ -18,10 +18,11 @@ from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config, to_dict
 from manyhands.data.corpus import get_batch
+from manyhands.data.shakespeare import DataError
 from manyhands.gpt.sampling import generate
 from manyhands.launch.join import end, join, leave, refuse
 from manyhands.launch.metrics import Metrics
-from manyhands.launch.program import DIVERGED, INTERRUPTED, say_status
+from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, say_status
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
@@ -312,6 +313,8 @@ def carry_out(run, prog, look=lambda run: None):
     except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
         run.close()
         refuse(str(error))
+    except DataError as error:  # on the ranks that read it: a shard was cut or changed
+        end(f"{prog}: {error}", REFUSED, everybody=True)
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
         end(f"{prog}: {error}", DIVERGED)
