@@ -106,6 +106,23 @@ def test_more_texts_than_the_server_holds_are_refused_for_good_and_too_many_now_
         assert answer(small, TEXT, {"prompt": ["A"] * 3, "max_tokens": 1})[0] == 200
 
 
+def test_others_are_answered_while_many_prompts_are_read(live, monkeypatch):
+    order, words, read = [], live.service.words, live.service.words.encode
+    monkeypatch.setattr(words, "encode", lambda text: (order.append("read"), read(text))[1])
+    request = schema.read(json.dumps({"prompt": ["WHO"] * 9, "max_tokens": 1}).encode(), schema.CompletionRequest)
+
+    async def among_others():
+        task = asyncio.ensure_future(live.service.submit(request))
+        while not task.done():
+            order.append("another")
+            await asyncio.sleep(0)
+        live.service.close(task.result(), "gone")
+
+    asyncio.run_coroutine_threadsafe(among_others(), live.loop).result(60)
+    assert order[:18] == ["another", "read"] * 9
+    live.wait_until(live.idle)
+
+
 def test_texts_of_one_request_come_from_one_model_when_another_is_about_to_serve():
     engine = Engine(make_model(), "old", num_blocks=64, block_size=8, max_running=1)
     first, second, other = (engine.add([3], 3) for _ in range(3))

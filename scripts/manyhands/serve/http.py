@@ -202,7 +202,7 @@ async def respond(service: Service, http_request: Request, kind: type[schema.Req
     request = schema.read(await read_body(http_request, service.limits), kind)
     if request.model not in (None, service.name):
         raise Refusal(404, f"there is no such model; the one here is {service.name}", "model_not_found", "model")
-    ticket = service.submit(request)
+    ticket = await service.submit(request)
     watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
     pieces = ticket.pieces()
     try:

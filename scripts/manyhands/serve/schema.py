@@ -12,6 +12,7 @@ take it out there and declare it in `Request`.
 import json
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -102,6 +103,7 @@ class Request(Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    logprobs: int | None = Field(None, ge=0, le=20)  # log p of each token, and of so many of the likeliest
     stop: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field([], max_length=4)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -119,11 +121,6 @@ class Request(Strict):
         return value
 
     @property
-    def likeliest(self) -> int | None:
-        """Of how many tokens log p is wanted; none: not even of the drawn one."""
-        raise NotImplementedError
-
-    @property
     def most(self) -> int | None:
         """Tokens to draw at most; none: all that the context has room for."""
         return self.max_completion_tokens or self.max_tokens
@@ -135,16 +132,19 @@ class Request(Strict):
             sentence = f"logit_bias: use ids of tokens, 0 to {len(words) - 1}, as its names"
             raise Refusal(400, sentence, "invalid_value", "logit_bias")
         penalties = self.presence_penalty, self.frequency_penalty
-        return Sampling(self.temperature, self.top_k, self.top_p, *penalties, bias, self.likeliest)
+        return Sampling(self.temperature, self.top_k, self.top_p, *penalties, bias, self.likeliest())
+
+    def likeliest(self) -> int | None:
+        """Of how many tokens log p is wanted; none: not even of the drawn one."""
+        return self.logprobs
 
 
 class Prompts(NamedTuple):
     """What a model is to go on with."""
 
-    ids: list[list[int]]  # of each
+    each: Iterable[tuple[list[int], str]]  # (ids, what the answer begins with), encoded as one asks for it
     stop_ids: set[int]  # a drawn one of these ends the text
     stop_strings: tuple[str, ...] = ()  # and each of these
-    echoes: tuple[str, ...] | None = None  # what stands before each answer
     dropped_messages: int = 0  # the oldest, for which there was no room
 
 
@@ -153,7 +153,6 @@ class CompletionRequest(Request):
 
     source: ClassVar[str] = "prompt"  # the field with the text
     prompt: list[str | list[int]] = Field(min_length=1, max_length=TEXTS)  # texts, or ids
-    logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
     @field_validator("prompt", mode="before")
@@ -179,14 +178,14 @@ class CompletionRequest(Request):
             raise ValueError("log p of a prompt is not kept; leave out echo or logprobs")
         return echo
 
-    @property
-    def likeliest(self) -> int | None:
-        return self.logprobs
-
     def encode(self, words, context: int) -> Prompts:
-        """Raises ValueError for a character or an id that is no token."""
-        ids = [words.encode(one) if isinstance(one, str) else words.known_ids(one) for one in self.prompt]
-        return Prompts(ids, words.markers, echoes=tuple(map(words.decode, ids)) if self.echo else None)
+        """Its parts raise ValueError for a character or an id that is no token."""
+
+        def encoded(one):
+            ids = words.encode(one) if isinstance(one, str) else words.known_ids(one)
+            return ids, words.decode(ids) if self.echo else ""
+
+        return Prompts(map(encoded, self.prompt), words.markers)
 
 
 class Message(Strict):
@@ -218,7 +217,7 @@ class ChatRequest(Request):
     source: ClassVar[str] = "messages"
     messages: list[Message] = Field(min_length=1, max_length=1024)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int = Field(0, ge=0, le=20)
 
     @field_validator("top_logprobs")
     @classmethod
@@ -227,9 +226,8 @@ class ChatRequest(Request):
             raise ValueError("is only given with logprobs: true")
         return value
 
-    @property
-    def likeliest(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def likeliest(self):
+        return self.top_logprobs if self.logprobs else None
 
     def encode(self, words, context: int) -> Prompts:
         """The last message, and as many before it as leave room for `most` tokens: for half of the context, if unsaid.
@@ -238,7 +236,7 @@ class ChatRequest(Request):
         """
         messages = [message.model_dump() for message in self.messages]
         ids, stop_ids, dropped = words.encode_chat(messages, context - (self.most or context // 2))
-        return Prompts([ids], stop_ids, words.chat_stops(), dropped_messages=dropped)
+        return Prompts([(ids, "")], stop_ids, words.chat_stops(), dropped)
 
 
 class CheckpointRequest(Strict):

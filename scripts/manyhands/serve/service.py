@@ -2,7 +2,7 @@
 
     service = Service(model, metadata, token, held_out_ids, load)
     await service.start()                          # in the event loop that will serve
-    ticket = service.submit(request)               # Refusal if it makes no sense, or there is no room
+    ticket = await service.submit(request)         # Refusal if it makes no sense, or there is no room
     async for piece in ticket.pieces(): ...        # what has been drawn since, at once
     service.close(ticket, "gone")                  # for every ticket, once, whatever happened
     verdict = await service.consider("newest")     # a new checkpoint, through the gate
@@ -167,32 +167,32 @@ class Service:
     def healthy(self) -> bool:
         return not self.failed and not self.writing.done()
 
-    def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
+    async def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
         """A Ticket for a request. Raises Refusal: 400 for what the model cannot read or hold, 429 without room."""
         code, sampling = "invalid_value", request.sampling(self.words)
-        sequences = []
+        choices: list[Choice] = []
         try:
             prompts = request.encode(self.words, self.context)
-            code = "context_length_exceeded"
-            for ids in prompts.ids:
+            for ids, echo in prompts.each:
+                code = "context_length_exceeded"
                 max_tokens = request.most or max(1, self.context - len(ids))
                 for i in range(request.n):
                     new = self.engine.new_sequence(ids, max_tokens, sampling, request.seed, prompts.stop_ids, i)
-                    sequences.append(new)
+                    text = TextSoFar(self.words, (*request.stop, *prompts.stop_strings))
+                    choices.append(Choice(len(choices), new, text, echo))
+                await asyncio.sleep(0)  # others are answered while many prompts are read
+                code = "invalid_value"
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else code
             raise Refusal(400, str(error), code, request.source) from None
-        self._refuse_without_room(len(sequences))
-        choices = []
-        for i, sequence in enumerate(sequences):
-            sequence.siblings = sequences
-            text = TextSoFar(self.words, (*request.stop, *prompts.stop_strings))
-            choices.append(Choice(i, sequence, text, prompts.echoes[i // request.n] if prompts.echoes else ""))
+        self._refuse_without_room(len(choices))
+        siblings = [choice.sequence for choice in choices]
         ticket = Ticket(choices, request.n, prompts.dropped_messages, self._drop)
         seconds = self.limits.request_s
         too_late = Refusal(504, f"not finished within {seconds:g} s; ask for fewer tokens", "timeout")
         ticket.timer = asyncio.get_running_loop().call_later(seconds, ticket.fail, too_late)
         for choice in choices:
+            choice.sequence.siblings = siblings
             self.waited_for[choice.sequence] = ticket, choice
             self._change(self.engine.scheduler.add, choice.sequence)
         return ticket
