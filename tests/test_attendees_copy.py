@@ -1,8 +1,11 @@
 """What attendees get: no output, note or line of a solution, links that lead somewhere, and lessons that go on."""
 
+import os
 import re
 import subprocess
+import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +80,16 @@ def test_every_link_of_a_lesson_and_of_the_readme_leads_to_a_file_of_the_copy(co
                 if not re.match(r"[a-z]+:", target) and not (here / target).exists():
                     dead.append(f"{path}: {target}")
     assert dead == []
+
+
+def test_a_command_that_a_text_prints_can_be_run_as_it_stands(course, texts):
+    pages = {path: text for path, text in texts.items() if path.suffix == ".md"}
+    bare = {name for text in pages.values() for name in re.findall(r"(?:`|^|\n)(scripts/[\w/]+\.py) -", text)}
+    assert [name for name in bare if not os.access(course / name, os.X_OK)] == []
+    (check,) = re.findall(r"`PYTHONPATH=scripts python3 (-m [\w.]+ check)`", pages[Path("jobs/README.md")])
+    without_packages = [sys.executable, "-S", *check.split()]
+    done = subprocess.run(without_packages, cwd=course, env={"PYTHONPATH": "scripts"}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_nobody_has_written_yet_is_the_courses_and_what_somebody_has_is_theirs(course, monkeypatch):

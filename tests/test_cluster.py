@@ -97,21 +97,27 @@ def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_pa
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mpi", [True, False])
-def test_a_rank_that_is_killed_while_it_starts_is_named_at_once_with_what_it_printed(mpi, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mpi", "end", "said"),
+    [
+        (True, "kill(os.getpid(), 9)", "rank 1 ended with status 137; 137 is a kill"),
+        (True, "_exit(3)", "rank 1 ended with status 3: "),
+        (False, "kill(os.getpid(), 9)", "engine-0 ended with status -9"),
+    ],
+)
+def test_a_rank_that_dies_while_it_starts_is_named_at_once_with_what_it_printed(mpi, end, said, tmp_path, monkeypatch):
     """Its launcher does not hear of it, so that a rank that dies later takes no other one along."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('PMI_RANK', '1') == '1' and 'ipyparallel.engine' in ' '.join(sys.orig_argv):\n"
-        "    print('no memory for that', flush=True); os.kill(os.getpid(), 9)\n"
+        f"    print('no memory for that', flush=True); os.{end}\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     ranks = RankPool("02_collectives", {"n_ranks": 2}, mpi=mpi)
     monkeypatch.setattr(engine_processes.TimeLimit, "over", lambda limit: False)
     with pytest.raises(RanksError) as died:
         ranks.start()
-    who = "rank 1 ended with status 137; 137 is a kill" if mpi else r"engine-0 ended with status -9"
-    assert str(died.value).startswith(f"the ranks did not start; {who}")
+    assert str(died.value).startswith(f"the ranks did not start; {said}")
     assert "no memory for that" in str(died.value)
 
 

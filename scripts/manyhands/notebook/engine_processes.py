@@ -40,14 +40,14 @@ START_S = 300  # a cold environment on a parallel file system is read slowly
 NEVER_S = 86_400  # the kernel ends what it no longer waits for
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
-DIED = "died"  # a file in the folder: engines that were killed, a line for each
-# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine and
-# notes it in the file that is its $0.
+DIED = "died"  # a file in the folder: engines that failed, a line for each
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
+# fails, and tells us of failures in the file that is its $0.
 KEEP_QUIET = """"$@"
 status=$?
-[ $status -lt 128 ] && exit $status
+[ $status = 0 ] && exit
 echo "rank ${PMI_RANK-${OMPI_COMM_WORLD_RANK-$SLURM_PROCID}} ended with status $status" >> "$0"
-exec sleep 86400"""
+[ $status -lt 128 ] || exec sleep 86400"""
 
 
 class TimeLimit:
@@ -175,7 +175,7 @@ class Processes:
             time.sleep(0.02)
 
     def _died(self):
-        """What the shells of killed engines have noted, as a phrase."""
+        """What the shells of failed engines have noted, as a phrase."""
         lines = (self.folder / DIED).read_text().splitlines() if (self.folder / DIED).exists() else []
         killed = "; 137 is a kill, such as by a memory limit" if any(line.endswith(" 137") for line in lines) else ""
         return ", ".join(lines) + killed
