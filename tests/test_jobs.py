@@ -456,6 +456,21 @@ def command_of(process):
         return ""
 
 
+def test_a_job_of_pbs_that_is_asked_to_end_leaves_a_mark_of_it(course, tmp_path):
+    waits = 'trap "exit 143" TERM; echo hears; for i in {1..2000}; do sleep 0.1; done'
+    python = program(tmp_path / "bin" / "python", f'[ "$2" = manyhands.course.pairs ] || {{ {waits}; }}')
+    environ = {"VENV": "", "PATH": f"{python.parent}:{os.environ['PATH']}", "MANYHANDS_OUTPUTS": str(tmp_path)}
+    command = ["bash", course / "jobs" / FILES[0]]
+    run = subprocess.Popen(
+        command, cwd=course, env=os.environ | environ | {"PBS_JOBID": "5.head"}, stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout.readline() == "hears\n"
+    run.terminate()
+    assert run.wait(100) == 143
+    assert (tmp_path / "jobs" / "ddp_shakespeare.5.status").read_text() == "143\n"
+    assert (tmp_path / "jobs" / "ddp_shakespeare.5.cancelled").exists()
+
+
 def test_a_failed_job_says_so(in_the_course, capsys):
     job = submit.submit("ddp_shakespeare", "--no-such-flag 1", via="bash")
     assert job.watch(200) == "failed"

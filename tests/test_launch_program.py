@@ -164,6 +164,18 @@ def test_a_signal_reaches_all_nodes_and_a_run_that_leaves_in_good_order_is_well(
     assert [(tmp_path / host).read_text() for host in ("x1", "x2")] == ["runs\ntold\n"] * 2
 
 
+def test_on_sigterm_the_first_node_is_left_alone_as_qdel_has_told_it(tmrsh, tmp_path):
+    """A second SIGTERM would end its torchrun before its ranks have saved; that one rank hears is enough."""
+    first = f"trap 'echo twice' TERM; echo runs; until grep -q told {tmp_path}/x2; do sleep 0.1; done"
+    run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x1 ]; then {first}; exit; fi; {WAITS}', "0")
+    while not all((tmp_path / host).exists() and (tmp_path / host).read_text() for host in ("x1", "x2")):
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
+    assert (tmp_path / "x1").read_text() == "runs\n"
+
+
 def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_one_does(tmrsh, tmp_path):
     shown = 'echo "$HOST $PWD $WORDS $PBS_TASKNUM|$1"; [ "$HOST" != x2 ]'
     words = {"WORDS": 'it\'s a "quoted" $word', "PBS_TASKNUM": "1"}

@@ -186,6 +186,22 @@ def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, shor
     assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
 
 
+@pytest.mark.lesson
+def test_a_preflight_inside_a_job_runs_scripts_on_all_its_nodes(slurm, course, environ, tmp_path):
+    """Under both launchers; MPI on loopback would hang here."""
+    words = f"scripts/preflight.py --lesson 02 --ranks 2 --short --output {tmp_path}/report"
+    job = slurm.submit(
+        "sbatch", f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={tmp_path}/out",
+        f"--wrap={sys.executable} {words}", environ=environ | {"MANYHANDS_LOGIN_NODE": "0"}, cwd=course,
+    )  # fmt: skip
+    state = slurm.wait(job, timeout_s=PATIENCE_S)
+    assert state == "COMPLETED", (tmp_path / "out").read_text()
+    assert f"{job} of slurm on node1, node2" in (tmp_path / "report" / "report.html").read_text()
+    for way in ("torchrun", "mpiexec"):
+        log = tmp_path / "report" / "runs" / "02_collectives" / f"{way}-2" / "log.txt"
+        assert "node1: rank 0" in log.read_text() and "node2: rank 1" in log.read_text(), log.read_text()
+
+
 def test_a_batch_script_is_no_rank(slurm, environ, hello):
     """It has SLURM_PROCID=0 and SLURM_NTASKS=4, and runs as a world of one."""
     output = hello.with_name("out")

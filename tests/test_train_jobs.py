@@ -113,7 +113,7 @@ def test_under_pbs_a_job_that_qdel_ends_saves_and_is_not_put_back_into_the_queue
     programs = {
         "qstat": f'echo "    job_state = {told}"',
         "qrerun": "echo it came back",
-        "python": f"trap 'echo {{}} > {tmp_path}/run/requeue.json; exit' USR1; mkdir -p {tmp_path}/run\n"
+        "python": f"trap 'echo {{}} > {tmp_path}/run/requeue.json; exit' TERM USR1; mkdir -p {tmp_path}/run\n"
         "echo hears\nfor i in {1..2000}; do sleep 0.1; done",
     }
     run = under_pbs(course, tmp_path, programs, MANYHANDS_OUTPUTS=tmp_path / "out")

@@ -2,7 +2,8 @@
 #
 #     bash on_nodes.sh pbs_tmrsh "x1 x2" COMMAND ...
 #
-# The first node whose part fails ends the others. pbs_tmrsh passes no signal on, so a second one goes after the first.
+# The first node whose part fails ends the others. pbs_tmrsh passes no signal on, so a second one goes after the first;
+# with SIGTERM not to the first node, this one: qdel has told the part on it, and torchrun ends at once on a second one.
 tmrsh=$1 hosts=$2; shift 2
 mkdir -p "${MANYHANDS_OUTPUTS:-outputs}/jobs" && pids=$(mktemp -d "${MANYHANDS_OUTPUTS:-outputs}/jobs/nodes-XXXXXX") || exit
 pids=$(cd "$pids" && pwd)
@@ -15,11 +16,12 @@ for host in $hosts; do
     "$tmrsh" "$host" bash -c "$here; echo \$\$ >$(printf %q "$pids/$host"); $command" &
     part[$host]=$!
 done
-tell() {
+tell() {                                  # all, but the host $1
     told=yes
-    for host in "${!part[@]}"; do "$tmrsh" "$host" bash -c "kill -TERM \$(<$(printf %q "$pids/$host"))" 2>/dev/null & done
+    for host in "${!part[@]}"; do [ "$host" = "$1" ] || "$tmrsh" "$host" bash -c "kill -TERM \$(<$(printf %q "$pids/$host"))" 2>/dev/null & done
 }
-trap tell TERM USR1 INT HUP
+trap 'tell ""' USR1 INT HUP
+trap 'tell "${hosts%% *}"' TERM
 while [ "${#part[@]}" -gt 0 ] && [ "$patience" != 0 ]; do
     sleep 0.2
     for host in "${!part[@]}"; do
@@ -29,7 +31,7 @@ while [ "${#part[@]}" -gt 0 ] && [ "$patience" != 0 ]; do
         [ "$code" != 0 ] && [ "$status" = 0 ] || continue
         echo "launch.py: the part of this run on $host ended with status $code, so the others end, too" >&2
         status=$code patience=${told:+600} patience=${patience:-150}  # fifths of a second: who was told to leave may save
-        [ -n "$told" ] || tell
+        [ -n "$told" ] || tell ""
     done
     [ -z "$patience" ] || patience=$((patience - 1))
 done
