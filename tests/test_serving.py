@@ -733,7 +733,35 @@ def test_a_file_that_is_written_again_is_something_newer(tmp_path):
     file.write_bytes(b"a")
     before = newest_in(file)
     os.utime(file, ns=(1, 1))
-    assert newest_in(file) != before and newest_in(tmp_path / "nowhere") is None
+    assert newest_in(file) != before and newest_in(tmp_path / "nowhere") == []
+
+
+def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_it_is_whole(tmp_path):
+    """Half of it lies still for a while: it is looked at in vain, and again when the rest has come."""
+    seen = []
+
+    class Service:
+        async def consider(self, step):
+            seen.append(sorted(file.name for file in tmp_path.glob("*/*")))
+
+    async def copy():
+        task = asyncio.ensure_future(watch(Service(), tmp_path, 0.01))
+        await asyncio.sleep(0.05)
+        (tmp_path / "step-00000010").mkdir()
+        for n, name in enumerate(("rank-0.safetensors", "manifest.json"), 1):
+            (tmp_path / "step-00000010" / name).write_text("{}")
+            while len(seen) < n or name not in seen[-1]:
+                await asyncio.sleep(0.01)
+        with open(tmp_path / "step-00000010" / "manifest.json", "a") as file:
+            file.write(" ")
+        looks = len(seen)
+        while len(seen) == looks:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(seen) == looks + 1, "what stays as it is, is considered once"
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(copy(), 30))
 
 
 # ---------------------------------------------------------------- what is measured, what is logged

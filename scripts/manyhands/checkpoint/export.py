@@ -80,12 +80,14 @@ def _loss(path):
 
 
 @_readable()
-def newest_in(source: Path | str) -> int | None:
-    """What changes when `source`, as of `load_model`, has something newer: a step, or when the file was written."""
+def newest_in(source: Path | str) -> list[tuple]:
+    """What changes when `source`, as of `load_model`, has something newer, or more of it: names, sizes and times."""
     source = Path(source)
-    if source.is_file():
-        return source.stat().st_mtime_ns
-    return next((step_of(path) for path in steps_in(_checkpoints_of(source))), None)
+    if source.suffix == ".safetensors":
+        paths = [source, source.with_suffix(".json")]
+    else:
+        paths = [p for step in steps_in(_checkpoints_of(source))[:1] for p in (step, *sorted(step.rglob("*")))]
+    return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
 
 
 def _checkpoints_of(source):

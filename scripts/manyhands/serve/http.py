@@ -139,16 +139,16 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
 
 
 async def watch(service: Service, source: Path, every_s: float) -> None:
-    """For ever: whatever is newer in the folder `source` is considered once."""
-    seen = newest_in(source)
+    """For ever: what is newer in `source` is considered when it has stopped growing, and again if it grows on."""
+    seen = before = newest_in(source)
     while True:
         await asyncio.sleep(every_s)
-        newest = await asyncio.to_thread(newest_in, source)
-        if newest == seen:
-            continue
-        seen = newest
         try:
-            await service.consider("newest")
+            newest = await asyncio.to_thread(newest_in, source)
+            grows, before = newest != before, newest
+            if newest != seen and not grows:
+                seen = newest
+                await service.consider("newest")
         except Exception:  # a checkpoint that cannot be read must not end the watch
             log.exception("the newest checkpoint could not be considered")
 
