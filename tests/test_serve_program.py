@@ -189,8 +189,22 @@ def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path)
     path.chmod(0o644)
     write_address(path, "http://127.0.0.1:8000", "t" * 20)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid()}
+    expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid(), "host": socket.gethostname()}
     assert json.loads(path.read_text()) == expected
+
+
+def test_what_a_killed_server_has_left_with_its_token_goes_when_the_next_one_starts(tmp_path):
+    killed = subprocess.Popen(["sleep", "100"])
+    killed.kill()
+    killed.wait()
+    mine = {"address": "", "token": "t" * 20, "pid": killed.pid, "host": socket.gethostname()}
+    kept = {"lives": mine | {"pid": os.getpid()}, "elsewhere": mine | {"host": "another node"}, "odd": [], "old": {}}
+    for name, about in {"dead": mine, **kept}.items():
+        (tmp_path / f"serving-{name}.json").write_text(json.dumps(about))
+    (tmp_path / "serving-cut.json").write_text('{"addr')
+    write_address(tmp_path / "serving-8000.json", "http://127.0.0.1:8000", "t" * 20)
+    left = {path.stem.removeprefix("serving-") for path in tmp_path.iterdir()}
+    assert left == {*kept, "cut", "8000"}
 
 
 def test_a_server_that_cannot_start_says_so_ends_with_status_2_and_leaves_no_address(

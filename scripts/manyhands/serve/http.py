@@ -37,6 +37,7 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
+import psutil
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -338,11 +339,17 @@ def address_of(bound: socket.socket) -> str:
 
 
 def write_address(path: Path, address: str, token: str) -> None:
-    """Where the server is, and its token, as a file that only its owner reads."""
+    """Where the server is, and its token, as a file that only its owner reads. Files of dead servers beside it go."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for other in path.parent.glob("serving-*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of somebody else's making
+            about = json.loads(other.read_text())
+            if about["host"] == socket.gethostname() and not psutil.pid_exists(about["pid"]):
+                other.unlink()
     path.unlink(missing_ok=True)  # of an earlier server, perhaps with another mode
     path.touch(0o600, exist_ok=False)
-    path.write_text(json.dumps({"address": address, "token": token, "pid": os.getpid()}))
+    about = {"address": address, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
+    path.write_text(json.dumps(about))
 
 
 class Server(uvicorn.Server):
