@@ -119,7 +119,7 @@ def _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ):
     watched = witness.watched(answer)
     if group is None:
         return _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
-    matching = Matching(group, timeout_s, witness.is_running)
+    matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group)
     with matching:
         verdict = _verdict(stopped_after(timeout_s, lambda: body(watched, ranks, **given)), witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):

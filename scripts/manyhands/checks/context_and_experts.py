@@ -6,12 +6,12 @@ so that every rank knows the right answer without communicating.
 """
 
 import math
+from itertools import product
 
 import torch
-import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import normal
+from manyhands.checks.drawn import CLOSE, generator, luck, normal, sizes
 from manyhands.checks.expect import (
     count,
     expect_equal,
@@ -22,9 +22,9 @@ from manyhands.checks.expect import (
     expect_traffic,
     expect_unchanged,
 )
+from manyhands.checks.trial import groups_of
 from manyhands.measure import wire
 
-B, H, S, K = 2, 2, 3, 4  # sequences, heads, queries, numbers per head
 STATE = {
     "largest": "the largest score so far",
     "total": "the sum of exp(score - largest) over all keys so far",
@@ -39,6 +39,7 @@ MANY = 200_000  # tokens in exercise 3, where a loop over them would take second
 @exercise("A", "take in a block")
 def absorb(answer, ranks=None):
     """`answer(state, s_BHsu, v_BHuK)` is the state (largest, total, weighted) after one more block of keys."""
+    B, H, (S, K) = 2, 2, sizes(1, 2, 3, 7)
     s, v = [normal(220 + i, B, H, S, i + 2) for i in range(3)], [normal(230 + i, B, H, i + 2, K) for i in range(3)]
     masked = torch.full_like(s[0], -math.inf)
     for case, blocks in {
@@ -91,6 +92,11 @@ def _mistaken_states(state, s, v):
 @exercise("B", "one block's gradients")
 def block_gradients(answer, ranks=None):
     """`answer(q, k, v, s, log_sums, d_out, delta)` are the block's part of (d_q, d_k, d_v) under the whole softmax."""
+    for H, S, K in ((2, 3, 5), sizes(2, 3, 2, 9)):  # heads, queries, numbers per head
+        _judge_block_gradients(answer, 2, H, S, K)
+
+
+def _judge_block_gradients(answer, B, H, S, K):
     q, d_out = normal(201, B, H, S, K), normal(202, B, H, S, K)
     keys, values = normal(203, B, H, 2 * S, K), normal(204, B, H, 2 * S, K)
     q_at, k_at = torch.arange(S) + S, torch.arange(2 * S)
@@ -111,12 +117,14 @@ def block_gradients(answer, ranks=None):
 
 def _block_gradients(q, k, v, s, log_sums, d_out, delta):
     """{"" or a mistake: the gradients that it gives}, the right ones first."""
-    p, d_p, root = (s - log_sums).exp(), d_out @ v.mT, math.sqrt(K)
+    p, d_p, root = (s - log_sums).exp(), d_out @ v.mT, math.sqrt(q.shape[-1])
     alone = s.softmax(-1)
     own_delta = (alone * d_p).sum(-1, keepdim=True)
     ways = {
         "": (p, p * (d_p - delta) / root),
         "that is without the 1 / sqrt(K) of the scores": (p, p * (d_p - delta)),
+        "that is divided by K, not by its square root": (p, p * (d_p - delta) / root**2),
+        "that is with the opposite sign": (p, p * (delta - d_p) / root),
         "that is without delta: every probability pulls at the others": (p, p * d_p / root),
         "that is normalised over this block alone": (alone, alone * (d_p - own_delta) / root),
         "that is with a softmax over this block alone": (alone, alone * (d_p - delta) / root),
@@ -152,20 +160,21 @@ def zig_zag(answer, ranks=None):
 @exercise(1, "positions to heads")
 def to_heads(answer, ranks):
     """`answer(x_BHsK, group)` is [B, h, T, K]: all positions of this rank's heads, for one all-to-all."""
-    n, rank = ranks.world_size, ranks.rank
-    for each in (1, 2):  # heads of a rank
-        full = normal(210 + each, B, each * n, S * n, K)
+    B, S, K = sizes(3, 3, 2, 7)
+    for (group, members, where), each in product(groups_of(ranks), (1, 2)):  # heads of a rank
+        n, rank = len(members), group.rank()
+        full = normal(210 + each + 10 * members[0], B, each * n, S * n, K)
         mine = full.chunk(n, 2)[rank]
         given = mine.clone()
         with wire.watch() as seen:
-            found = answer(given, dist.group.WORLD)
+            found = answer(given, group)
         expect_unchanged(given, mine, "x_BHsK")
         wanted = full.chunk(n, 1)[rank]
         slips = {
             "those are its heads, positions out of order": torch.stack(wanted.chunk(n, 2), dim=3).flatten(2, 3),
             "those are another rank's heads; rank r has heads r·h to (r+1)·h - 1": full.chunk(n, 1)[(rank + 1) % n],
         }
-        case, it_is = f"with {each * n} heads what to_heads returns", "all positions of this rank's heads"
+        case, it_is = f"{where}with {each * n} heads what to_heads returns", "all positions of this rank's heads"
         expect_tensor(found, wanted, case, slips, it_is)
         expect_traffic(seen, f"{case} is right", "one all_to_all does", calls=1, volume=given.nbytes)
 
@@ -176,23 +185,22 @@ def to_heads(answer, ranks):
 def _choices(seed, N, E, k):
     """k different experts for each token, the low ones popular; [N, k]."""
     k = min(k, E)
-    draw = torch.Generator().manual_seed(seed)
-    return (torch.rand(N, E, generator=draw) - torch.arange(E) / (3 * E)).topk(k).indices
+    return (torch.rand(N, E, generator=generator(seed)) - torch.arange(E) / (3 * E)).topk(k).indices
 
 
 @exercise("D", "the sizes of the parts")
 def split_sizes(answer, ranks):
     """`answer(experts_Nk, E, group)`: rows to each rank and from each, and [n, e] of the latter."""
-    n, rank = ranks.world_size, ranks.rank
-    for e, k in ((1, 1), (3, 2)):
-        E, N = e * n, 7
-        choices = [_choices(300 + 10 * k + r, N + r, E, k) for r in range(n)]  # a different N on each rank
+    N = luck(4).randint(5, 9)
+    for (group, members, where), (e, k) in product(groups_of(ranks), ((1, 1), (3, 2))):
+        n, rank, E = len(members), group.rank(), e * len(members)
+        choices = [_choices(300 + 10 * k + r, N + r, E, k) for r in members]  # a different N on each rank
         sent = torch.stack([torch.bincount(c.flatten(), minlength=E) for c in choices]).view(n, n, e)
         given = choices[rank].clone()
         with wire.watch() as seen:
-            to_each, from_each, arriving_ne = answer(given, E, dist.group.WORLD)
+            to_each, from_each, arriving_ne = answer(given, E, group)
         expect_unchanged(given, choices[rank], "experts_Nk")
-        case = f"with {count(E, 'expert')} on {count(n, 'rank')} and k = {k}"
+        case = f"{where}with {count(E, 'expert')} on {count(n, 'rank')} and k = {k}"
         leaving, arriving = sent[rank].sum(1).tolist(), sent[:, rank].sum(1).tolist()
         slips = {
             f"that is for each expert; add up the {e} experts of a rank": sent[rank].flatten().tolist(),
@@ -219,7 +227,7 @@ def split_sizes(answer, ranks):
 @exercise("E", "combine")
 def combine(answer, ranks=None):
     """`answer(rows_RD, order_R, gates_Nk)` is [N, D]: each token's results times their gates, with both gradients."""
-    N, D = 5, 3
+    N, D = sizes(5, 2, 2, 8)
     for k in (1, 2, 3):
         order = _choices(330 + k, N, 4, k).flatten().argsort(stable=True)
         rows, gates = normal(331, N * k, D), normal(332, N, k + 1).softmax(-1)[:, :k]
@@ -245,6 +253,9 @@ def combine(answer, ranks=None):
             raise Wrong(f"{case} is right, but no gradient reaches rows or gates")
         use = normal(333, N, D)
         d_rows, d_gates = torch.autograd.grad(found, leaves, use, allow_unused=True)
+        for gradient, name in ((d_rows, "rows_RD"), (d_gates, "gates_Nk")):
+            if gradient is None:
+                raise Wrong(f"{case} is right, but no gradient reaches {name}: was it detached?")
         per_choice = use.repeat_interleave(k, 0)
         wanted_rows, wanted_gates = (per_choice * gates.reshape(-1, 1))[order], (per_choice * back).sum(1).view(N, k)
         expect_tensor(d_rows, wanted_rows, f"for k = {k} the gradient of rows_RD", it_is="gate times gradient")
@@ -257,33 +268,41 @@ def combine(answer, ranks=None):
 @exercise("F", "finish the gradients")
 def finish(answer, ranks):
     """`answer(copies, experts, group)`: those of copies are averaged, experts' divided by n, unsent."""
-    n, rank, shapes = ranks.world_size, ranks.rank, ((4, 3), (5,), (2, 3, 4), (2, 4, 3))
-    gradients = [[normal(340 + 10 * r + i, *shape) for i, shape in enumerate(shapes)] for r in range(n)]
+    a, b, c = sizes(6, 3, 2, 6)
+    for group, members, where in groups_of(ranks):
+        _judge_finish(answer, ((a, b), (c,), (a, b, c), (a, c, b)), group, members, where, ranks.world_size)
+
+
+def _judge_finish(answer, shapes, group, members, where, world):
+    n, rank = len(members), group.rank()
+    gradients = [[normal(340 + 10 * r + i, *shape) for i, shape in enumerate(shapes)] for r in members]
     weights = [normal(345 + i, *shape) for i, shape in enumerate(shapes)]
     parameters = [torch.nn.Parameter(w.clone()) for w in weights]
     for p, gradient in zip(parameters, gradients[rank], strict=True):
         p.grad = gradient.clone()
     with wire.watch() as seen:
-        answer(parameters[:2], parameters[2:], dist.group.WORLD)
+        answer(parameters[:2], parameters[2:], group)
     for i, (p, w) in enumerate(zip(parameters, weights, strict=True)):
         expect_unchanged(p.detach(), w, "a weight", ": only gradients are to be finished")
-        own, total = gradients[rank][i], sum(gradients[r][i] for r in range(n))
+        own, total = gradients[rank][i], sum(of_rank[i] for of_rank in gradients)
         if i < 2:
             slips = {
                 "that is the sum; each rank's loss is a mean over its own tokens, so divide by the ranks": total,
                 "that is this rank's own; the others' tokens are missing": own,
                 "that is this rank's own divided by the ranks; add the ranks' gradients up": own / n,
                 "that is divided by the ranks twice": total / n**2,
+                f"that is divided by all {world} ranks, and the group has {n}": total / world,
             }
-            expect_tensor(p.grad, total / n, f"p.grad of copy {i}", slips, "the mean over the ranks")
+            expect_tensor(p.grad, total / n, f"{where}p.grad of copy {i}", slips, "the mean over the ranks")
         else:
             slips = {
                 f"that is {n} times as much: the exchange has summed over the losses of all {n} ranks, so divide": own,
                 "that is the mean over the ranks, but other ranks' experts are other experts": total / n,
                 "that is the sum over the ranks, but other ranks' experts are other experts": total,
                 f"that is divided by {n} twice": own / n**2,
+                f"that is divided by all {world} ranks, and the group has {n}": own / world,
             }
-            expect_tensor(p.grad, own / n, f"p.grad of expert weight {i - 2}", slips, f"its own divided by {n}")
+            expect_tensor(p.grad, own / n, f"{where}p.grad of expert weight {i - 2}", slips, f"its own divided by {n}")
     volume = 2 * sum(p.nbytes for p in parameters[:2])
     expect_traffic(seen, "all gradients are right", "one all_reduce for each copy does", calls=2, volume=volume)
 
@@ -294,15 +313,21 @@ def finish(answer, ranks):
 @exercise(2, "a balancing loss that does not depend on the number of ranks")
 def global_balance(answer, ranks):
     """`answer(probs_NE, experts_Nk, group)` is E · sum f P of all tokens; averaged gradients are one process's."""
-    n, rank, N, E, k = ranks.world_size, ranks.rank, 6, 5, 2
-    probs = [normal(350 + r, N, E).add(r * torch.arange(E) / 4).softmax(-1) for r in range(n)]
+    k, E, N = sorted(sizes(7, 3, 2, 9))
+    for group, members, where in groups_of(ranks):
+        _judge_balance(answer, N, E, k, group, members, f"{where}the loss")
+
+
+def _judge_balance(answer, N, E, k, group, members, what):
+    n, rank = len(members), group.rank()
+    probs = [normal(350 + r, N, E).add(r * torch.arange(E) / 4).softmax(-1) for r in members]
     chosen = [p.topk(k).indices for p in probs]
     shares = [torch.bincount(c.flatten(), minlength=E).double() / (N * k) for c in chosen]
     means = [p.mean(0) for p in probs]
     f, P = sum(shares) / n, sum(means) / n
     given = probs[rank].clone().requires_grad_()
     with wire.watch() as there:
-        loss = answer(given, chosen[rank].clone(), dist.group.WORLD)
+        loss = answer(given, chosen[rank].clone(), group)
     expect_unchanged(given.detach(), probs[rank], "probs_NE")
     wanted = (E * (f * P).sum()).item()
     slips = {
@@ -312,16 +337,19 @@ def global_balance(answer, ranks):
         "f should sum to 1 over the experts, not to k": k * wanted,
         "f is of all ranks, P of this one": E * f @ means[rank],
     }
-    expect_number(expect_scalar(loss, "the loss").detach(), wanted, "the loss", slips=slips, rel=1e-10)
+    expect_number(expect_scalar(loss, what).detach(), wanted, what, slips=slips, rel=CLOSE)
     with wire.watch() as back:
         (gradient,) = torch.autograd.grad(loss, given, allow_unused=True)
-    slope = (E * f / N).expand(N, E)
+    if gradient is None:
+        raise Wrong(f"{what} is right, but no gradient reaches probs_NE: P has one, and f has none")
+    slope, own_slope = (E * f / N).expand(N, E), (E * shares[rank] / N).expand(N, E)
     slips = {
         f"that is an n-th of it, {n} ranks: gradients are averaged over ranks afterwards": slope / n,
         f"that is {n} times as much: gradients are averaged over ranks afterwards": slope * n,
+        "that is with this rank's own f; f is of all ranks": own_slope,
     }
-    expect_tensor(gradient, slope, "the gradient of probs_NE", slips, "E · f / N in each row")
-    expect_traffic(there, "the loss is right", f"one all_reduce of {2 * E} numbers does", calls=1, payload=16 * E)
+    expect_tensor(gradient, slope, "the gradient of probs_NE", slips, "E · f / N in each row", CLOSE)
+    expect_traffic(there, f"{what} is right", f"one all_reduce of {2 * E} numbers does", calls=1, payload=16 * E)
     expect_traffic(back, "the gradient is right", "backward needs no call", calls=0)
 
 
@@ -331,7 +359,8 @@ def global_balance(answer, ranks):
 @exercise(3, "capacity", timeout_s=10.0)
 def kept(answer, ranks=None):
     """`answer(experts_Nk, E, capacity)`: bool [N, k], the first `capacity` choices of each expert."""
-    cases = [(_choices(360 + k, N, E, k), E, C) for N, E, k, C in ((6, 3, 1, 2), (9, 4, 2, 3), (5, 8, 2, 1))]
+    drawn = sorted(sizes(8, 4, 1, 12))[::-1]
+    cases = [(_choices(360 + k, N, E, k), E, C) for N, E, k, C in ((6, 3, 1, 2), (9, 4, 2, 3), (5, 8, 2, 1), drawn)]
     cases += [(torch.zeros(4, 1, dtype=torch.int64), 2, C) for C in (4, 0)]
     cases += [(_choices(369, MANY, 8, 2), 8, MANY // 8)]
     for experts, E, capacity in cases:

@@ -4,14 +4,14 @@ Orders are judged by simulation (`predict.pipeline_schedules`): every action onc
 micro-batches in flight and no more idle time than is needed. Any order that keeps these is right, however it was made.
 """
 
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import normal, seeded
+from manyhands.checks.drawn import generator, in_turn, luck, normal, seeded, sizes
 from manyhands.checks.expect import expect_equal, expect_number, expect_scalar, expect_tensor, expect_unchanged, plain
 from manyhands.checks.witness import shown
 from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, named, orders_of, simulate
@@ -30,6 +30,10 @@ def backward_of(answer, ranks=None):
 
 def _stage():
     return seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double(), 3)
+
+
+def _table():
+    return seeded(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double(), 4)
 
 
 def _judge_middle(answer):
@@ -60,7 +64,9 @@ def _judge_weights(stage, reference, of_ones, also=""):
     pairs = zip(reference.parameters(), of_ones.parameters(), strict=True)
     for (name, w), (right, ones) in zip(stage.named_parameters(), pairs, strict=True):
         if w.grad is None:
-            raise Wrong(f"the weight {name} has no gradient: backward adds to `grad`, torch.autograd.grad does not")
+            raise Wrong(
+                f"the weight {name} has no gradient{also}: run backward, which adds to `grad`; autograd.grad does not"
+            )
         slips = {"y's gradient is dy, not ones": ones.grad}
         expect_tensor(w.grad, right.grad, f"the gradient of {name}{also}", slips)
 
@@ -78,21 +84,24 @@ def _judge_last(answer):
     x, target = normal(85, 5, 6).requires_grad_(), normal(95, 5, 3)
     x_wanted = x.detach().clone().requires_grad_()
     F.mse_loss(reference(x_wanted), target).backward()
-    given = answer(x, F.mse_loss(stage(x), target), None)
+    y = F.mse_loss(stage(x), target)
+    given = answer(x, y, None)
     _judge_weights(stage, reference, reference)
 
     case = "on the last stage, where dy is None and y is the loss, what came back"
     expect_tensor(given, x_wanted.grad, case, it_is="the gradient of x")
+    _judge_freed(y, None)
 
 
 def _judge_first(answer):
-    table = seeded(lambda: nn.Embedding(7, 3).double(), 4)
-    ids, dy = torch.tensor([1, 3, 3]), torch.ones(3, 3, dtype=torch.float64)
-    given = answer(ids, table(ids), dy)
+    table, reference, ids, dy = _table(), _table(), torch.tensor([1, 3, 3]), normal(96, 3, 3)
+    (reference(ids) * dy).sum().backward()
+    y = table(ids)
+    given = answer(ids, y, dy)
     if given is not None:
         raise Wrong(f"on the first stage x holds ids, which have no gradient: return None, not {shown(given)}")
-    if table.weight.grad is None or table.weight.grad[3].sum().item() != 6.0:
-        raise Wrong("on the first stage the embedding's gradient is not right: also there backward has to run")
+    _judge_weights(table, reference, reference, " on the first stage, where backward has to run as well")
+    _judge_freed(y, dy)
 
 
 # ---- build B ----
@@ -145,56 +154,54 @@ def _actions(given, case):
 @exercise("C", "forward of one micro-batch")
 def forward_of(answer, ranks=None):
     """`answer(stage, arrived, targets, m)` is (x, y): a leaf, and the stage's output or its share of the mean loss."""
-    stage, table = _stage(), seeded(lambda: nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 3)).double(), 5)
-    head = seeded(lambda: nn.Linear(6, 5).double(), 6)
-    for m in (4, 3):
-        arrived = normal(80 + m, 5, 6)
-        x, y = answer(stage, arrived.clone(), None, m)
-        _judge_leaf(x, arrived)
-        _judge_output(x, y, stage(arrived), m, "on a stage in the middle")
-        ids = torch.tensor([[1, 3, 3]])
-        x, y = answer(table, ids.clone(), None, m)
-        expect_tensor(x, ids, "on the first stage x", it_is="the ids as they arrived")
-        _judge_output(None, y, table(ids), m, "on the first stage")
-        _judge_last_forward(answer, head, m)
+    for m in luck(5).sample((3, 5, 6, 7, 9), 2):
+        for where, make, arrived in (
+            ("on a stage in the middle", _stage, normal(80 + m, 5, 6)),
+            ("on the first stage", _table, torch.tensor([[1, 3, 3]])),
+        ):
+            _judge_forward(answer, make, arrived, None, m, where)
+        targets = torch.randint(3, (2, 4), generator=generator(m))
+        _judge_forward(answer, _stage, normal(9, 2, 4, 6), targets, m, "on the last stage")
 
 
-def _judge_leaf(x, arrived):
-    expect_tensor(x, arrived, "x", it_is="what has arrived")
-    if not x.requires_grad:
+def _judge_forward(answer, make, arrived, targets, m, where):
+    """Forward on a stage and on a copy of it, then backward on both."""
+    stage, reference, leaf = make(), make(), arrived.clone().requires_grad_(arrived.is_floating_point())
+    wanted = reference(leaf)
+    x, y = answer(stage, arrived.clone(), targets, m)
+    expect_tensor(x, arrived, f"{where} x", it_is="what has arrived")
+    if leaf.requires_grad and not x.requires_grad:
         raise Wrong("your x does not require a gradient, so backward will find none to send to the stage before")
     if not x.is_leaf:
         raise Wrong("your x is not a leaf, so its gradient will not be kept: the graph of this stage begins at x")
+    if targets is None:
+        slips = {"only the loss is divided, on the last stage": wanted / m}
+        expect_tensor(y, wanted, f"{where} y", slips, "the stage's output")
+        if not y.requires_grad:
+            raise Wrong(f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not")
+        dy = normal(7, *y.shape)
+    else:
+        expect_scalar(y, f"{where} y, the loss,")
+        wanted, dy = F.cross_entropy(wanted.flatten(0, 1), targets.flatten()), None
+        _judge_share(y, wanted.item(), m, targets.numel(), f"{where} y")
+        wanted = wanted / m
+    torch.autograd.backward(wanted, dy)
+    torch.autograd.backward(y, dy)
+    if leaf.requires_grad:
+        if x.grad is None:
+            raise Wrong(f"{where} backward from y does not arrive at x: let the stage compute on the x that you return")
+        expect_tensor(x.grad, leaf.grad, f"{where} y is right, but after backward x.grad", it_is="the gradient of x")
+    _judge_weights(stage, reference, reference, f" {where}, after backward from y,")
 
 
-def _judge_output(x, y, wanted, m, where):
-    slips = {"only the loss is divided, on the last stage": wanted / m}
-    expect_tensor(y, wanted, f"{where} y", slips, "the stage's output")
-    if not y.requires_grad:
-        raise Wrong(f"{where} y has no graph, and backward needs it: what is sent is detached, what is kept is not")
-    _judge_graph(x, y)
-
-
-def _judge_graph(x, y):
-    if x is not None and torch.autograd.grad(y.sum(), x, allow_unused=True)[0] is None:
-        raise Wrong("backward from y does not arrive at x: let the stage compute on the x that you return")
-
-
-def _judge_last_forward(answer, stage, m):
-    arrived = normal(9, 2, 4, 6)
-    targets = torch.randint(5, (2, 4), generator=torch.Generator().manual_seed(m))
-    mean = F.cross_entropy(stage(arrived).flatten(0, 1), targets.flatten()).item()
-    x, y = answer(stage, arrived.clone(), targets, m)
-    _judge_leaf(x, arrived)
-    expect_scalar(y, "on the last stage y, the loss,")
+def _judge_share(y, mean, m, positions, what):
     slips = {
         f"that is the micro-batch's mean; {m} of them add up in backward, so it is to be divided by m": mean,
         "it was divided by m twice": mean / m**2,
-        "that is a sum over positions; the mean of the micro-batch, divided by m, is its part": mean * targets.numel(),
-        "that is a sum over positions, divided by m; it should be their mean, divided by m": mean * targets.numel() / m,
+        "that is a sum over positions; the mean of the micro-batch, divided by m, is its part": mean * positions,
+        "that is a sum over positions, divided by m; it should be their mean, divided by m": mean * positions / m,
     }
-    expect_number(y.detach(), mean / m, "on the last stage y", slips=slips, close=1e-10)
-    _judge_graph(x, y)
+    expect_number(y.detach(), mean / m, what, slips=slips, close=1e-10)
 
 
 # ---- orders of stages: build D and exercise 1 ----
@@ -203,7 +210,7 @@ def _judge_last_forward(answer, stage, m):
 @exercise("D", "1F1B's order")
 def one_f_one_b(answer, ranks=None):
     """`answer(s, p, m)` is the order of stage s: as little in flight as 1F1B, and no more idle time."""
-    for p, m in ((4, 8), (4, 2), (3, 7), (2, 4), (1, 3), (5, 5)):
+    for p, m in ((4, 8), (4, 2), (3, 7), (2, 4), (1, 3), (5, 5), (6, 1), tuple(sizes(6, 2, 2, 9))):
         case = f"with p = {p} and m = {m}"
         orders = [_read_order(answer(s, p, m), s, m, case) for s in range(p)]
         for s, order in enumerate(orders):
@@ -220,7 +227,7 @@ def one_f_one_b(answer, ranks=None):
 @exercise(1, "a schedule for less memory")
 def fitting(answer, ranks=None):
     """`answer(p, m, room)` is the orders of all stages: at most `room` in flight, idle as little as that allows."""
-    for p, m, room in ((4, 8, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (4, 6, 3), (2, 5, 8)):
+    for p, m, room in ((4, 8, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (4, 6, 3), (2, 5, 8), tuple(sizes(7, 3, 2, 9))):
         case = f"with p = {p}, m = {m} and room for {room}"
         given = answer(p, m, room)
         if len(given) != p:
@@ -271,8 +278,9 @@ def _capped(s, p, m, room):
 @exercise(2, "a share of the loss")
 def loss_share(answer, ranks=None):
     """`answer(logits, targets, all_targets)`: what a micro-batch adds to the mean over all targets that count."""
-    for left_out in ((0, 3, 8, 5), (7, 1, 2)):  # how many targets of a micro-batch do not count
-        draw = torch.Generator().manual_seed(8)
+    few = luck(8).sample(range(8), 5)
+    for left_out in in_turn(((0, 3, 8, 5), (7, 1, 2), few)):  # how many targets of a micro-batch do not count
+        draw = generator(8 + len(left_out))
         all_targets = [torch.randint(5, (2, 4), generator=draw) for _ in left_out]
         for targets, without in zip(all_targets, left_out, strict=True):
             targets.view(-1)[:without] = -100
@@ -302,30 +310,49 @@ def loss_share(answer, ranks=None):
 
 # ---- exercise 3 ----
 
-COSTS = (
-    ([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([3, 1, 1, 1, 1, 1], 3),
-    ([1, 1, 5, 1, 1, 1, 1], 3), ([2, 2, 2, 2], 4), ([1, 2, 3], 1),
-    ([1, 2, 2, 5, 1], 3), ([1, 5, 2, 2, 1], 3),  # neither the least variance nor the largest minimum is best here
-)  # fmt: skip
+COSTS = (([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([2, 2, 2, 2], 4), ([1, 2, 3], 1))
+NEARLY = {  # what a plausible answer keeps small instead of the largest time
+    "that is the least variance": lambda times: sum(time**2 for time in times),
+    "that is the largest minimum": lambda times: -min(times),
+    "that is the least difference between slowest and fastest": lambda times: max(times) - min(times),
+}
 
 
 @exercise(3, "balance uneven layers")
 def balance(answer, ranks=None):
     """`answer(costs, p)` says how many consecutive layers each stage gets; the slowest is as fast as can be."""
-    for costs, p in COSTS:
+    for costs, p, nearly in (*((*case, {}) for case in COSTS), *map(_misleading, NEARLY)):
         counts, case = plain(answer(list(costs), p)), f"costs {costs} on {p} stages"
         if len(counts) != p:
             raise Wrong(f"{case}: return a list of {p} numbers of layers, not {counts}")
         expect_equal(sum(counts), len(costs), f"{case}: the sum of {counts}, all layers,")
         if min(counts) < 1:
             raise Wrong(f"{case}: {counts} leaves a stage without a layer")
-        ends = [sum(counts[:k]) for k in range(p + 1)]
-        slowest = _slowest(costs, ends)
-        best = min(_slowest(costs, (0, *cuts, len(costs))) for cuts in combinations(range(1, len(costs)), p - 1))
-        if slowest > best + 1e-10:
+        times = _times(costs, counts)
+        best = min(max(_times(costs, each)) for each in _splits(len(costs), p))
+        if max(times) > best + 1e-10:
             equal = ": equal numbers are not equal times" * (max(counts) - min(counts) <= 1)
-            raise Wrong(f"{case}: with {counts} the slowest stage takes {slowest:g}, and {best:g} is possible{equal}")
+            why = next((f": {why}; only the slowest counts" for why, worst in nearly.items() if times == worst), equal)
+            raise Wrong(f"{case}: with {counts} the slowest stage takes {max(times):g}, and {best:g} is possible{why}")
 
 
-def _slowest(costs, ends):
-    return max(sum(costs[a:b]) for a, b in pairwise(ends))
+def _misleading(why):
+    """(costs, stages, {why: the times of that split}) where a split that is nearly right is not the best."""
+    draw = luck(90 + len(why))
+    while True:
+        costs, p = [draw.randint(1, 9) for _ in range(draw.randint(5, 9))], draw.randint(3, 4)
+        splits = [_times(costs, counts) for counts in _splits(len(costs), p)]
+        nearly = min(splits, key=NEARLY[why])
+        alike = [one for one in splits if NEARLY[why](one) == NEARLY[why](nearly)]
+        if max(nearly) > min(map(max, splits)) and len(alike) == 1:
+            return costs, p, {why: nearly}
+
+
+def _splits(layers, p):
+    cuts = combinations(range(1, layers), p - 1)
+    return [[b - a for a, b in pairwise((0, *each, layers))] for each in cuts]
+
+
+def _times(costs, counts):
+    ends = [0, *accumulate(counts)]
+    return [sum(costs[a:b]) for a, b in pairwise(ends)]

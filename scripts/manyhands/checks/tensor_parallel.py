@@ -4,6 +4,7 @@ All is in float64 and in the CPU's memory, where the trial group can send. What 
 that say the rank, so that every rank knows the right answer without communicating. Answers get the trial's group.
 """
 
+from itertools import product
 from unittest.mock import Mock
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import normal
+from manyhands.checks.drawn import generator, luck, normal, sizes
 from manyhands.checks.expect import (
     count,
     expect_equal,
@@ -23,6 +24,7 @@ from manyhands.checks.expect import (
     expect_unchanged,
     truth,
 )
+from manyhands.checks.trial import groups_of
 from manyhands.checks.witness import shown
 from manyhands.measure import wire
 
@@ -40,17 +42,27 @@ class Move(torch.autograd.Function):
         return gradient if ctx.back is None else ctx.back(gradient), None, None
 
 
+def of(group):
+    """The sum over the ranks of a group, as a function that returns a new tensor."""
+
+    def summed(x):
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    return summed
+
+
 def summed(x):
-    """The sum over the ranks, in a new tensor."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
+    """The sum over all ranks, in a new tensor."""
+    return of(dist.group.WORLD)(x)
 
 
 class Pass:
     """`function` forward on x and backward from v: what came back of x and of `others`, and which calls it took.
 
-    Raises Wrong where no tensor comes back, x or v is changed, or backward does not arrive at x.
+    Raises Wrong where no tensor comes back, x or v is changed, or backward does not arrive at x. A gradient may be
+    contiguous or not: backward runs on both.
     """
 
     def __init__(self, name, function, x, v, *others):
@@ -60,54 +72,58 @@ class Pass:
         if not isinstance(result, torch.Tensor):
             raise Wrong(f"{name} should return a tensor, not {shown(result)}")
         expect_unchanged(leaf.detach(), x, f"the x that {name} was given", ": work in a new tensor")
-        self.result, self.gradient, self.others = result.detach(), None, ()
+        self.result, self.gradients = result.detach(), []
         if result.shape != v.shape:
             return
         if not result.requires_grad:
             raise Wrong(f"backward does not arrive at x: what {name} returned has no gradient; use Move.apply")
-        # neither contiguous nor the caller's own: as gradients are
-        sent = v.transpose(0, 1).contiguous().transpose(0, 1)
-        with wire.watch() as self.back:
-            self.gradient, *self.others = torch.autograd.grad(result, (leaf, *others), sent, allow_unused=True)
-        expect_unchanged(sent, v, f"the gradient that arrived at {name}", ": work in a new tensor")
+        for sent in (v.clone(), v.transpose(0, 1).contiguous().transpose(0, 1)):
+            with wire.watch() as self.back:
+                found = torch.autograd.grad(result, (leaf, *others), sent, retain_graph=True, allow_unused=True)
+            self.gradients.append(found)
+            expect_unchanged(sent, v, f"the gradient that arrived at {name}", ": work in a new tensor")
 
-    def expect_forward(self, wanted, it_is, slips=None, volume=0):
-        """volume: bytes of the one call that it may make, twice if that is an all-reduce; 0 for none."""
-        self._expect(self.result, wanted, it_is, slips, volume, self.there, f"forward, what {self.name} returns")
+    def expect_forward(self, wanted, it_is, slips=None, volume=0, calls=1):
+        """volume: bytes of the `calls` that it may make, twice if they are all-reduces; 0 for none."""
+        what = f"forward, what {self.name} returns"
+        expect_tensor(self.result, wanted, what, slips, it_is)
+        expect_traffic(self.there, f"{what} is right", calls=calls * (volume > 0), volume=volume)
 
-    def expect_backward(self, wanted, it_is, slips=None, volume=0):
+    def expect_backward(self, wanted, it_is, slips=None, volume=0, calls=1):
         what = f"backward, the gradient that {self.name} passes on"
-        self._expect(self.gradient, wanted, it_is, slips, volume, self.back, what)
-
-    def _expect(self, found, wanted, it_is, slips, volume, seen, what):
-        expect_tensor(found, wanted, what, slips, it_is)
-        expect_traffic(seen, f"{what} is right", calls=int(volume > 0), volume=volume)
+        for found, *_ in self.gradients:
+            expect_tensor(found, wanted, what, slips, it_is)
+        expect_traffic(self.back, f"{what} is right", calls=calls * (volume > 0), volume=volume)
 
 
 @exercise("A", "f and g")
 def f_and_g(answers, ranks):
-    """`answers` are f(x, group) and g(x, group): identity and all-reduce, each the other's backward."""
-    f, g = answers
-    n, rank, group = ranks.world_size, ranks.rank, dist.group.WORLD
-    x, uses = normal(1, 3, 4), [normal(10 + r, 3, 4) for r in range(n)]
-    seen = Pass("f", lambda x: f(x, group), x, uses[rank])
-    slips = {"that is the sum over the ranks; x is the same on all of them, nothing is to be added up": n * x}
-    seen.expect_forward(x, "x itself", slips)
-    slips = {
-        "that is this rank's partial sum; the other ranks have used x as well, so add up": uses[rank],
-        "that is the mean of the partial sums; a gradient of several uses is their sum": sum(uses) / n,
-    }
-    seen.expect_backward(sum(uses), "the sum over the ranks", slips, volume=2 * x.nbytes)
+    """`answers` are f(x, group) and g(x, group): identity and all-reduce, each the other's backward.
 
-    parts, use = [normal(20 + r, 3, 4) for r in range(n)], normal(2, 3, 4)
-    seen = Pass("g", lambda x: g(x, group), parts[rank], use)
-    slips = {
-        "that is this rank's partial sum alone; g adds them up": parts[rank],
-        "that is the mean; g adds the partial sums up": sum(parts) / n,
-    }
-    seen.expect_forward(sum(parts), "the sum of the ranks' partial sums", slips, volume=2 * x.nbytes)
-    slips = {f"that is {n} times as much: all ranks have the same loss, so it was counted {n} times": n * use}
-    seen.expect_backward(use, "what arrived", slips)
+    An all-reduce may be a reduce-scatter and an all-gather: the same bytes in two calls.
+    """
+    f, g = answers
+    for group, members, where in groups_of(ranks):
+        n, me, shape = len(members), group.rank(), (len(members), *sizes(1, 2, 2, 6))
+        x, uses = normal(1, *shape), [normal(10 + r, *shape) for r in members]
+        seen = Pass(f"{where}f", lambda x, group=group: f(x, group), x, uses[me])
+        slips = {"that is the sum over the ranks; x is the same on all of them, nothing is to be added up": n * x}
+        seen.expect_forward(x, "x itself", slips)
+        slips = {
+            "that is this rank's partial sum; the other ranks have used x as well, so add up": uses[me],
+            "that is the mean of the partial sums; a gradient of several uses is their sum": sum(uses) / n,
+        }
+        seen.expect_backward(sum(uses), "the sum over the ranks", slips, volume=2 * x.nbytes, calls=2)
+
+        parts, use = [normal(20 + r, *shape) for r in members], normal(2, *shape)
+        seen = Pass(f"{where}g", lambda x, group=group: g(x, group), parts[me], use)
+        slips = {
+            "that is this rank's partial sum alone; g adds them up": parts[me],
+            "that is the mean; g adds the partial sums up": sum(parts) / n,
+        }
+        seen.expect_forward(sum(parts), "the sum of the ranks' partial sums", slips, volume=2 * x.nbytes, calls=2)
+        slips = {f"that is {n} times as much: all ranks have the same loss, so it was counted {n} times": n * use}
+        seen.expect_backward(use, "what arrived", slips)
 
 
 @exercise("B", "two linear layers")
@@ -115,17 +131,18 @@ def linears(answers, ranks):
     """`answers` are column_linear(x, w, b, enter) and row_linear(x, w, b, leave), of which each rank has a share."""
     column, row = answers
     n, rank = ranks.world_size, ranks.rank
-    M = 2 * n  # two hidden units per rank, of a full MLP with B = 2, T = 3, D = 5
-    x, w_in, b_in, w_out, b_out = normal(3, 2, 3, 5), normal(4, M, 5), normal(5, M), normal(6, 5, M), normal(7, 5)
+    B, T, D = sizes(3, 3, 2, 7)
+    M = n * luck(3).randint(2, 4)
+    x, w_in, b_in = normal(3, B, T, D), normal(4, M, D), normal(5, M)
     for bias in (None, b_in):
         _judge_column(column, x, w_in, bias, n, rank)
-    _judge_row(row, w_out, b_out, n, rank)
+    _judge_row(row, x, normal(6, D, M), normal(7, D), n, rank)
 
 
 def _judge_column(column, x, w, b, n, rank):
     case = "column_linear" if b is not None else "column_linear without a bias"
     w_share, b_share = w.chunk(n)[rank], None if b is None else b.chunk(n)[rank]
-    uses = [normal(100 + r, 2, 3, len(w) // n) for r in range(n)]
+    uses = [normal(100 + r, *x.shape[:2], len(w) // n) for r in range(n)]
     enter = Mock(side_effect=lambda x: Move.apply(x, None, summed))
     seen = Pass(case, lambda x: column(x, w_share.clone(), b_share, enter), x, uses[rank])
     slips = {"that is without the bias": None if b is None else F.linear(x, w_share)}
@@ -133,13 +150,16 @@ def _judge_column(column, x, w, b, n, rank):
     if enter.call_count != 1:
         raise Wrong(f"{case}: `enter` was called {count(enter.call_count, 'time')} where x enters once")
     partial = [F.linear(use, part.T) for use, part in zip(uses, w.chunk(n), strict=True)]
-    slips = {"that is this rank's partial sum: let x pass through `enter` before the product": partial[rank]}
+    slips = {
+        "that is this rank's partial sum: let x pass through `enter` before the product": partial[rank],
+        "that is with `enter` after the product; x itself is what enters": F.linear(sum(uses), w_share.T),
+    }
     seen.expect_backward(sum(partial), "the sum over the ranks", slips, volume=2 * x.nbytes)
 
 
-def _judge_row(row, w, b, n, rank):
-    hidden = [normal(110 + r, 2, 3, w.shape[1] // n) for r in range(n)]
-    w_share, use, bias = w.chunk(n, 1)[rank].contiguous(), normal(8, 2, 3, 5), b.clone().requires_grad_()
+def _judge_row(row, x, w, b, n, rank):
+    hidden = [normal(110 + r, *x.shape[:2], w.shape[1] // n) for r in range(n)]
+    w_share, use, bias = w.chunk(n, 1)[rank].contiguous(), normal(8, *x.shape), b.clone().requires_grad_()
     leave = Mock(side_effect=lambda x: Move.apply(x, summed, None))
     seen = Pass("row_linear", lambda x: row(x, w_share.clone(), bias, leave), hidden[rank], use, bias)
     product = F.linear(torch.cat(hidden, -1), w)
@@ -147,156 +167,251 @@ def _judge_row(row, w, b, n, rank):
         f"that is with the bias {n} times: each rank added it to its part; add it once, after the sum": product + n * b,
         "that is without the bias": product,
         "that is this rank's partial sum: let the product pass through `leave`": F.linear(hidden[rank], w_share) + b,
+        "that is with `leave` before the product; its partial sums are what leaves": F.linear(sum(hidden), w_share) + b,
     }
     seen.expect_forward(product + b, "all outputs [B, T, D]", slips, volume=2 * use.nbytes)
     if leave.call_count != 1:
         raise Wrong(f"row_linear: `leave` was called {count(leave.call_count, 'time')}; the partial sums leave once")
     seen.expect_backward(F.linear(use, w_share.T), "this rank's part")
-    total, slip = use.sum((0, 1)), "the bias was divided by n; add it once, whole"
-    what = "backward, row_linear, the gradient of the bias"
-    expect_tensor(seen.others[0], total, what, {slip: total / n}, "the sum over tokens")
+    found, total = seen.gradients[0][1], use.sum((0, 1))
+    if found is None:
+        raise Wrong("row_linear: no gradient arrives at this rank's bias; each rank holds all of it, so each adds it")
+    what, slips = (
+        "backward, row_linear, the gradient of the bias",
+        {"the bias was divided by n; add it whole": total / n},
+    )
+    expect_tensor(found, total, what, slips, "the sum over tokens")
 
 
 @exercise("C", "into the columns, and out of the rows")
 def gathered_and_scattered(answers, ranks):
     """`answers` are gathered(x_BsD, group) and scattered(x_BTD, group): all-gather and reduce-scatter along dim 1."""
     gathered, scattered = answers
-    n, rank, group = ranks.world_size, ranks.rank, dist.group.WORLD
-    mine = slice(3 * rank, 3 * rank + 3)
-    parts, uses = [normal(30 + r, 2, 3, 4) for r in range(n)], [normal(40 + r, 2, 3 * n, 4) for r in range(n)]
-    seen = Pass("gathered", lambda x: gathered(x, group), parts[rank], uses[rank])
-    slips = {"those are the ranks' parts along another dim; positions are dim 1": torch.cat(parts, dim=0)}
-    volume = uses[0].nbytes
-    seen.expect_forward(torch.cat(parts, dim=1), "all positions", slips, volume)
-    slips = {
-        "that is what this rank alone found for its positions; the others have used them as well": uses[rank][:, mine],
-        "that is the mean of the partial sums; they are added up": sum(uses)[:, mine] / n,
-    }
-    seen.expect_backward(sum(uses)[:, mine], "the sum over the ranks", slips, volume)
+    B, s, D = sizes(4, 3, 2, 7)
+    for group, members, where in groups_of(ranks):
+        n, me = len(members), group.rank()
+        mine = slice(s * me, s * me + s)
+        parts, uses = ([normal(one + r, B, T, D) for r in members] for one, T in ((30, s), (40, s * n)))
+        seen = Pass(f"{where}gathered", lambda x, group=group: gathered(x, group), parts[me], uses[me])
+        slips = {
+            "those are the ranks' parts along another dim; positions are dim 1": torch.cat(parts, dim=0),
+            "those are the right positions in another order; rank 0's come first": torch.stack(parts, 2).flatten(1, 2),
+        }
+        volume = uses[0].nbytes
+        seen.expect_forward(torch.cat(parts, dim=1), "all positions", slips, volume)
+        slips = {
+            "that is what this rank alone found for its positions; the others have used them as well": uses[me][
+                :, mine
+            ],
+            "that is the mean of the partial sums; they are added up": sum(uses)[:, mine] / n,
+        }
+        seen.expect_backward(sum(uses)[:, mine], "the sum over the ranks", slips, volume)
 
-    parts, uses = [normal(50 + r, 2, 3 * n, 4) for r in range(n)], [normal(60 + r, 2, 3, 4) for r in range(n)]
-    seen = Pass("scattered", lambda x: scattered(x, group), parts[rank], uses[rank])
-    own, total = parts[rank][:, mine], sum(parts)[:, mine]
-    slips = {
-        "those are its positions of this rank's own partial sum; the other ranks' belong to the sum": own,
-        "that is the mean of the partial sums; they are added up": total / n,
-    }
-    seen.expect_forward(total, "this rank's positions of the sum", slips, volume)
-    alone = torch.zeros_like(parts[0])
-    alone[:, mine] = uses[rank]
-    slips = {"that is zero at the other ranks' positions; each rank needs the gradients of all": alone}
-    seen.expect_backward(torch.cat(uses, dim=1), "that of all positions", slips, volume)
+        parts, uses = ([normal(one + r, B, T, D) for r in members] for one, T in ((50, s * n), (60, s)))
+        seen = Pass(f"{where}scattered", lambda x, group=group: scattered(x, group), parts[me], uses[me])
+        own, total = parts[me][:, mine], sum(parts)[:, mine]
+        slips = {
+            "those are its positions of this rank's own partial sum; the other ranks' belong to the sum": own,
+            "that is the mean of the partial sums; they are added up": total / n,
+        }
+        seen.expect_forward(total, "this rank's positions of the sum", slips, volume)
+        alone = torch.zeros_like(parts[0])
+        alone[:, mine] = uses[me]
+        slips = {
+            "that is zero at the other ranks' positions; each rank needs the gradients of all": alone,
+            f"that is {n} times as much: all ranks have the same loss": n * torch.cat(uses, dim=1),
+            "that is an n-th of it: what is added up is not divided": torch.cat(uses, dim=1) / n,
+        }
+        seen.expect_backward(torch.cat(uses, dim=1), "that of all positions", slips, volume)
 
 
 @exercise("D", "who reduces the norms' gradients")
 def add_up(answer, ranks):
     """`answer(parameters, group)` leaves in each gradient its sum over the group, for one all-reduce."""
-    n, rank, shapes = ranks.world_size, ranks.rank, ((5,), (5,), (2, 3), (7,))
-    gradients = [[normal(70 + 10 * r + i, *shape) for i, shape in enumerate(shapes)] for r in range(n)]
-    weights = [normal(7 + i, *shape) for i, shape in enumerate(shapes)]
-    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    for p, gradient in zip(parameters, gradients[rank], strict=True):
-        p.grad = gradient.clone()
-    with wire.watch() as seen:
-        answer(parameters, dist.group.WORLD)
-    for i, (p, weight) in enumerate(zip(parameters, weights, strict=True)):
-        expect_unchanged(p.detach(), weight, "a weight", ": add up p.grad, and leave the update to the optimizer")
-        total = sum(gradients[r][i] for r in range(n))
-        slips = {
-            "that is this rank's partial sum; write the sum back into p.grad": gradients[rank][i],
-            "that is the mean; these are partial sums, there is nothing to divide": total / n,
-        }
-        expect_tensor(p.grad, total, f"p.grad of parameter {i}", slips, "the sum over the ranks")
-    volume = 2 * sum(p.nbytes for p in parameters)
-    expect_traffic(seen, "all gradients are right", "one all_reduce for all of them does", calls=1, volume=volume)
+    a, b, c = sizes(5, 3, 2, 9)
+    shapes = [(a,), (a,), (b, c), (c,), (1,)]
+    for group, members, where in groups_of(ranks):
+        gradients = [[normal(70 + 10 * r + i, *shape) for i, shape in enumerate(shapes)] for r in members]
+        weights = [normal(7 + i, *shape) for i, shape in enumerate(shapes)]
+        parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        own, n = gradients[group.rank()], len(members)
+        for p, gradient in zip(parameters, own, strict=True):
+            p.grad = gradient.clone()
+        with wire.watch() as seen:
+            answer(parameters, group)
+        for i, (p, weight) in enumerate(zip(parameters, weights, strict=True)):
+            expect_unchanged(p.detach(), weight, "a weight", ": add up p.grad, and leave the update to the optimizer")
+            total = sum(of_rank[i] for of_rank in gradients)
+            slips = {
+                "that is this rank's partial sum; write the sum back into p.grad": own[i],
+                "that is the mean; these are partial sums, there is nothing to divide": total / n,
+            }
+            expect_tensor(p.grad, total, f"{where}p.grad of parameter {i}", slips, "the sum over the ranks")
+        volume = 2 * sum(p.nbytes for p in parameters)
+        expect_traffic(seen, "all gradients are right", "one all_reduce for all of them does", calls=1, volume=volume)
 
 
 @exercise(1, "the loss of split logits")
 def split_loss(answer, ranks):
     """`answer(logits_Nv, targets_N, first, group)` is the mean cross-entropy, for three all-reduces of N numbers."""
-    n, rank = ranks.world_size, ranks.rank
-    N, V = 6, 5 * n - 1  # the last rank has one token less
-    for scale, size in ((1.0, ""), (400.0, ", of logits as large as 400,")):  # exp(710) is more than a float64 holds
-        logits = (scale * normal(80, N, V)).requires_grad_()
-        targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(81))
-        targets[0], targets[1] = 0, V - 1
-        expected = F.cross_entropy(logits, targets)
-        (slopes,) = torch.autograd.grad(expected, logits)
-        mine = logits.detach().chunk(n, 1)[rank].clone().requires_grad_()
-        given = mine.detach().clone()
-        with wire.watch() as there:
-            loss = answer(mine, targets.clone(), 5 * rank, dist.group.WORLD)
-        expect_unchanged(mine.detach(), given, "logits_Nv")
-        expect_scalar(loss, f"the loss{size}", ": subtract the largest logit of all ranks before you take exp")
-        slips = {"that is the sum over the tokens; the mean is asked for": N * expected.item()}
-        expect_number(loss.detach(), expected.item(), f"the loss{size}", slips=slips, close=1e-9)
-        with wire.watch() as back:
-            (gradient,) = torch.autograd.grad(loss, mine, allow_unused=True)
-        share = slopes.chunk(n, 1)[rank]
-        slips = {f"that is {n} times as much: use g for the sums, whose backward is no sum": n * share}
-        it_is = "softmax minus one at the target, divided by N"
-        expect_tensor(gradient, share, f"backward, the gradient of this rank's logits{size}", slips, it_is)
-        cure = f"three all-reduces of {N} numbers are: largest, sum, target's logit"
-        expect_traffic(there, "the loss is right", cure, calls=3, payload=3 * 8 * N)
-        expect_traffic(back, "the gradient is right", "backward needs no call", calls=0)
+    each, N = sizes(6, 2, 3, 8)
+    for group, members, where in groups_of(ranks):
+        for scale, size in (
+            (1.0, ""),
+            (400.0, ", of logits as large as 400,"),
+        ):  # exp(710) is more than a float64 holds
+            _judge_split_loss(answer, scale, f"{where}the loss{size}", each, N, group, members)
+
+
+def _judge_split_loss(answer, scale, what, each, N, group, members):
+    n, me, V = len(members), group.rank(), each * len(members) - 1  # the last rank has one token less
+    logits = (scale * normal(80 + members[0], N, V)).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator(81 + members[0]))
+    targets[0], targets[1] = 0, V - 1
+    expected = F.cross_entropy(logits, targets)
+    (slopes,) = torch.autograd.grad(expected, logits)
+    mine = logits.detach().split(each, 1)[me].clone().requires_grad_()
+    given = mine.detach().clone()
+    with wire.watch() as there:
+        loss = answer(mine, targets.clone(), each * me, group)
+    expect_unchanged(mine.detach(), given, "logits_Nv")
+    expect_scalar(loss, what, ": subtract the largest logit of all ranks before you take exp")
+    slips = _split_loss_slips(logits.detach(), targets, each, me)
+    expect_number(loss.detach(), expected.item(), what, slips=slips, rel=1e-7)
+    with wire.watch() as back:
+        (gradient,) = torch.autograd.grad(loss, mine, allow_unused=True)
+    if gradient is None:
+        raise Wrong(f"{what} is right, but no gradient arrives at this rank's logits: what was detached?")
+    share, hits = slopes.split(each, 1)[me], F.one_hot(targets, V).double().split(each, 1)[me] / N
+    slips = {
+        f"that is {n} times as much: use g for the sums, whose backward is no sum": n * share,
+        "that is softmax alone: the target's logit has a gradient as well": share + hits,
+        "that is of the target's logit alone: the sum of exp has a gradient as well": -hits,
+    }
+    it_is = "softmax minus one at the target, divided by N"
+    expect_tensor(gradient, share, f"backward of {what} the gradient of this rank's logits", slips, it_is, close=1e-7)
+    cure = f"three all-reduces of {N} numbers are: largest, sum, target's logit"
+    expect_traffic(there, f"{what} is right", cure, calls=3, payload=3 * 8 * N)
+    expect_traffic(back, "the gradient is right", "backward needs no call", calls=0)
+
+
+def _split_loss_slips(logits, targets, each, me):
+    """{what was forgotten: the loss of that}; those of huge logits may be infinite, and are no slip then."""
+    largest, sums = logits.amax(-1), logits.logsumexp(-1)
+    own, places = logits.split(each, 1)[me], targets - each * me
+    here = (places >= 0) & (places < own.shape[1])
+    hit = logits.gather(1, targets[:, None])[:, 0]
+    own_hit = (own.gather(1, places.clamp(0, own.shape[1] - 1)[:, None])[:, 0] - largest) * here + largest
+    anywhere = sum(
+        part.gather(1, (targets - each * i).clamp(0, part.shape[1] - 1)[:, None])[:, 0] - largest
+        for i, part in enumerate(logits.split(each, 1))
+    )
+    return {
+        "that is the sum over the tokens; the mean is asked for": (sums - hit).sum().item(),
+        "that is with this rank's columns alone in the sum of exp: add it up with g": (
+            (own.logsumexp(-1) - hit).mean().item()
+        ),
+        "that is without the targets on other ranks: add their logits up with g": (sums - own_hit).mean().item(),
+        "that is this rank's columns alone: both sums go through g": (own.logsumexp(-1) - own_hit).mean().item(),
+        "a target that another rank has adds nothing here: multiply its logit by 0": (
+            (sums - largest - anywhere).mean().item()
+        ),
+        "that is its negative": -(sums - hit).mean().item(),
+    }
 
 
 @exercise(2, "a test that a wrong backward does not pass")
 def agree(answer, ranks):
     """`answer(parallel, single, x, group)` is True on every rank only if outputs and products agree on all of them."""
-    torch.manual_seed(1000 + ranks.rank)  # ranks' own generators differ, as in real runs
-    for fault, parallel in _suspects(ranks.world_size, ranks.rank).items():
-        x = normal(90, 4, 3).requires_grad_()
-        before = x.detach().clone()
-        given = answer(parallel, lambda x: torch.tanh(x) * 3, x, dist.group.WORLD)
-        expect_unchanged(x.detach(), before, "the x that you were given")
-        if x.grad is not None:
-            raise Wrong("x.grad was filled; work on a copy of x, or use torch.autograd.grad")
-        verdict = truth(given)
-        if fault and verdict:
-            raise Wrong(f"this one is wrong, and you said True: {fault}")
-        if not fault and not verdict:
-            raise Wrong("a right function was said to be wrong; v must be the same on all ranks, the limit is 1e-10")
+    shape = sizes(7, 2, 3, 7)
+    for group, members, where in groups_of(ranks):
+        torch.manual_seed(1000 + ranks.rank)  # ranks' own generators differ, as in real runs
+        for fault, parallel in _suspects(group, members, shape):
+            x, before, old = normal(90, *shape).requires_grad_(), normal(90, *shape), normal(91, *shape)
+            x.grad = old.clone()
+            given = answer(parallel, lambda x: torch.tanh(x) * 3, x, group)
+            expect_unchanged(x.detach(), before, "the x that you were given")
+            if x.grad is None or not torch.equal(x.grad, old):
+                raise Wrong("x.grad was changed; work on a copy of x, or use torch.autograd.grad")
+            if not x.requires_grad:
+                raise Wrong("x does not require a gradient any more; leave it as you found it")
+            verdict = truth(given)
+            if fault and verdict:
+                raise Wrong(f"{where}this one is wrong, and you said True: {fault}")
+            if not fault and not verdict:
+                raise Wrong(
+                    f"{where}a right function was said to be wrong; v must be the same on all ranks, the limit is 1e-10"
+                )
 
 
-def _suspects(n, rank):
-    """{what is wrong, "" for a right one: function}; the single one is 3 tanh(x)."""
+def _suspects(group, members, shape):
+    """[(what is wrong, "" for a right one; function)]; the single one is 3 tanh(x)."""
 
     def with_gradient(change):
         return lambda x: torch.tanh(Move.apply(x, None, change)) * 3
 
-    last = rank == n - 1
-    return {
-        "": with_gradient(lambda gradient: gradient),
-        "its outputs are off by 1e-6": lambda x: torch.tanh(x) * 3 + 1e-6,
-        "its gradient is twice what it should be": with_gradient(lambda gradient: 2 * gradient),
-        "its backward replaces the gradient by the columns' means, which v of ones would not show": (
-            lambda x: Move.apply(torch.tanh(x) * 3, None, lambda v: v.mean(0, keepdim=True).expand(v.shape))
+    n, me = len(members), group.rank()
+    last, weights = me == n - 1, [normal(92 + r, *shape).exp() for r in members]
+    share, seesaw = weights[me] / sum(weights), torch.zeros(*shape, dtype=torch.float64)
+    seesaw[0, 0], seesaw[0, 1] = 1e-3, -1e-3
+    sign = (me == 0) - last  # +1 on the first rank, -1 on the last
+    found = [
+        ("", with_gradient(lambda gradient: gradient)),
+        ("", lambda x: Move.apply(share * torch.tanh(Move.apply(x, None, of(group))) * 3, of(group), None)),
+        ("its outputs are off by 1e-6", lambda x: torch.tanh(x) * 3 + 1e-6),
+        ("its gradient is twice what it should be", with_gradient(lambda gradient: 2 * gradient)),
+        (
+            "its backward replaces the gradient by the columns' means, which v of ones would not show",
+            lambda x: Move.apply(torch.tanh(x) * 3, None, lambda v: v.mean(0, keepdim=True).expand(v.shape)),
         ),
-        "its gradient is off by 1e-7": with_gradient(lambda gradient: gradient + 1e-7),
-        f"its gradient is wrong on rank {n - 1} only, so all ranks must say False": (
-            with_gradient(lambda gradient: -gradient if last else gradient)
+        ("its gradient is off by 1e-7", with_gradient(lambda gradient: gradient + 1e-7)),
+        ("its outputs are off by 0.001 and -0.001 in two places", lambda x: torch.tanh(x) * 3 + seesaw),
+        ("its gradient is off by 0.001 and -0.001 in two places", with_gradient(lambda gradient: gradient + seesaw)),
+        (
+            f"its gradient is wrong on rank {members[-1]} only, so all ranks must say False",
+            with_gradient(lambda gradient: -gradient if last else gradient),
         ),
-        f"its output is wrong on rank {n - 1} only, so all ranks must say False": (lambda x: torch.tanh(x) * 3 + last),
-    }
+        (
+            f"its output is wrong on rank {members[-1]} only, so all ranks must say False",
+            lambda x: torch.tanh(x) * 3 + last,
+        ),
+    ]
+    if n > 1:
+        opposite = f"is off by 0.001 on rank {members[0]} and by -0.001 on rank {members[-1]}"
+        found += [
+            (f"its output {opposite}", lambda x: torch.tanh(x) * 3 + 1e-3 * sign),
+            (f"its gradient {opposite}", with_gradient(lambda gradient: gradient + 1e-3 * sign)),
+        ]
+    return found
 
 
 @exercise(3, "fewer key heads than ranks")
 def my_heads(answer, ranks=None):
     """`answer(num_heads, num_kv_heads, t, rank)` is (query heads, KV heads), or ValueError with the numbers."""
-    for heads, kv, t in ((8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 4), (32, 8, 16), (12, 4, 2), (6, 6, 1)):
+    cases = [(8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 4), (32, 8, 16), (12, 4, 2), (6, 6, 1)]
+    cases += [(per * kv, kv, t) for per, kv, t in product(range(1, 5), range(1, 7), range(1, 9))]
+    for heads, kv, t in cases:
+        case = f"{heads} query heads, {kv} KV heads and {t} ranks"
         for rank in range(t):
-            case = f"for {heads} heads, {kv} KV heads and {t} ranks"
+            if heads % t or (kv % t and t % kv):
+                _judge_refusal(answer, heads, kv, t, rank)
+                continue
             try:
                 queries, keys = answer(heads, kv, t, rank)
             except ValueError as error:
-                raise Wrong(f"{case} there is a way: do not raise ValueError ({str(error)[:60]})") from None
+                raise Wrong(
+                    f"{case} are fine: do not raise ValueError ({str(error)[:60] or 'without a text'})"
+                ) from None
             wanted = list(range(rank * heads // t, (rank + 1) * heads // t))
-            expect_equal(queries, wanted, f"{case} the query heads of rank {rank}")
+            expect_equal(queries, wanted, f"for {case} the query heads of rank {rank}")
             needed = sorted({query * kv // heads for query in wanted})
-            expect_equal(keys, needed, f"{case} the KV heads of rank {rank}, those that its queries use,")
-    for heads, kv, t, named in ((8, 2, 3, (8, 3)), (12, 6, 4, (6, 4)), (12, 3, 2, (3, 2))):
-        why = f"{t} does not divide {heads} heads" if heads % t else f"neither of {kv} and {t} divides the other"
-        for rank in range(t):
-            case = f"{heads} heads, {kv} KV heads, {t} ranks: {why}"
-            expect_refusal(lambda h=heads, kv=kv, t=t, r=rank: answer(h, kv, t, r), case, *named)
+            slips = {"each of them once": [query * kv // heads for query in wanted]}
+            what = f"for {case} the KV heads of rank {rank}, those that its queries use,"
+            expect_equal(keys, needed, what, slips)
+
+
+def _judge_refusal(answer, heads, kv, t, rank):
+    named, why = ((kv, t), f"neither of {kv} and {t} divides the other")
+    if heads % t:
+        named, why = ((heads, kv) if kv % t and t % kv else heads, t), f"{t} does not divide {heads} heads"
+    expect_refusal(lambda: answer(heads, kv, t, rank), f"{heads} heads, {kv} KV heads, {t} ranks: {why}", *named)

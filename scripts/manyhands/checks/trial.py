@@ -63,6 +63,20 @@ def trial_group(ranks, timeout_s):
             group.abort()
 
 
+def groups_of(ranks):
+    """[(group, its ranks, "in which group, ")] to try an answer in: all ranks, and this rank's part of them.
+
+    On four ranks the parts are 0, 2 and 1, 3; on two or three each rank is one. All are made before one is used, so
+    that nobody waits here for a rank that has found a fault.
+    """
+    n, world = ranks.world_size, dist.group.WORLD
+    parts = [list(range(first, n, 2 if n % 2 == 0 else n)) for first in range(2 if n % 2 == 0 else n)]
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    made = [(dist.new_group(part, timeout, "gloo"), part) for part in parts if n > 1]
+    own = [(group, part, f"in the group of {name_ranks(part)}, ") for group, part in made if ranks.rank in part]
+    return [(world, list(range(n)), ""), *own]
+
+
 class _Registry:
     """The process groups that torch.distributed knows by now, to be known again after an answer has destroyed them.
 
@@ -116,15 +130,15 @@ class NobodyCalls(Exception):
 class Matching(TorchDispatchMode):
     """Inside it each communication of this rank is compared with the others'. All ranks of `group` enter and leave it.
 
-    `by_answer()` says whether the learner's code makes the call that runs now; `fault` is the first sentence, also
-    where an answer has swallowed the exception.
+    `by_answer()` says whether the learner's code makes the call that runs now, `given_group()` in which group it was
+    asked to, None if in any; `fault` is the first sentence, also where an answer has swallowed the exception.
     """
 
-    def __init__(self, group, patience_s, by_answer):
+    def __init__(self, group, patience_s, by_answer, given_group=lambda: None):
         super().__init__()
         _, store = c10d._world.pg_map[group]
         self._store, self._rank = dist.PrefixStore("calls", store), group.rank()
-        self._patience_s, self._by_answer = patience_s, by_answer
+        self._patience_s, self._by_answer, self._given_group = patience_s, by_answer, given_group
         self._made, self.fault = Counter(), None
 
     def __exit__(self, *error):
@@ -146,6 +160,7 @@ class Matching(TorchDispatchMode):
         if self.fault is not None:  # the ranks are no longer at the same call
             raise self.fault
         try:
+            self._in_its_group(_NAMES.get(operator, operator.rstrip("_")), group)
             if {"dst", "src", "tag"} & given.keys():
                 self._message(operator, given, group)
             elif group.size() > 1:
@@ -153,6 +168,16 @@ class Matching(TorchDispatchMode):
         except (CallsDiffer, NobodyCalls) as fault:
             self.fault = fault
             raise
+
+    def _in_its_group(self, name, group):
+        asked = self._given_group()
+        if asked is not None and self._by_answer():
+            wanted, ranks = map(dist.get_process_group_ranks, (asked, group))
+            if ranks != wanted:
+                raise CallsDiffer(
+                    f"your code calls {name} on {name_ranks(ranks)}, and the group that it was given is "
+                    f"{name_ranks(wanted)}: hand on `group=group`"
+                )
 
     # ---- messages ----
 

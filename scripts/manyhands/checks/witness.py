@@ -13,6 +13,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch.distributed as dist
+
 from manyhands.checks.unspoilt import SETTINGS, own_copy, unspoilt
 
 _CHECKS = f"{Path(__file__).parent}/"
@@ -26,11 +28,11 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
 class Witness:
-    """Sees each call of the learner's functions: what came back last, and what they raised."""
+    """Sees each call of the learner's functions: what came back last, what they raised, which group they were given."""
 
     def __init__(self, body):
         """`body`: the function of the check, whose own frames are not the learner's."""
-        self._body, self._answer = body.__code__, None
+        self._body, self._answer, self.group = body.__code__, None, None
         self._called = self._returned = self._caller = self._raised = None
 
     def watched(self, answer):
@@ -49,6 +51,8 @@ class Witness:
         def call(*args, **kwargs):
             caller = sys._getframe(1)
             self._called, self._caller, self._raised = answer, (caller.f_code, caller.f_lasti), None
+            handed = (part for part in (*args, *kwargs.values()) if isinstance(part, dist.ProcessGroup))
+            self.group = next(handed, self.group)
             args, kwargs = tuple(map(own_copy, args)), {k: own_copy(v) for k, v in kwargs.items()}
             try:
                 with unspoilt(SETTINGS):
