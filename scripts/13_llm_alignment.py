@@ -767,8 +767,8 @@ metrics.exact(dpo_loss=loss_1.detach())
 #
 # The B answers of a step are dealt out in order: rank 0 has the first b = B/n, and so on. Each run of G answers
 # belongs to one question. A group may lie on several ranks. Write `advantages(rewards_b, group)`: this rank's b advantages, with the group's
-# own mean and standard deviation (`std`, which divides by G - 1), with 1e-4 added to the divisor. Use one collective; rewards take
-# few bytes.
+# own mean and standard deviation (`std`, which divides by G - 1), with 1e-4 added to the divisor. Use one collective that sends
+# each reward once; rewards take few bytes.
 
 
 # %%

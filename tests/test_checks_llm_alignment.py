@@ -15,6 +15,11 @@ WRONG = {
         (MASK, f"{MASK} | (ids_BT[:, 1:] == end)", "an end marker that ends no answer does not count"),
         (" & (token_B != end)", "", "an answer ends at its end marker"),
         ("[:, :-1].T", ".T", "should have the shape [1, 7], not [1, 8]"),
+        ("(token_B != end)", "(token_B != 92)", "for a conversation"),
+        ("== assistant", "== 91", "for a conversation"),
+        (MASK, "(ids_BT != 0)[:, 1:]", "the mask of the targets"),
+        (MASK, f"{MASK} & (ids_BT[:, 1:] != 0) & False", "the mask of the targets"),
+        (MASK, f"{MASK} & (torch.stack(counts, dim=1).cumsum(1) < 4)", "the mask of the targets"),
     ],
     "dpo_loss": [
         ("margins_b).sum", "-margins_b).sum", "that prefers the rejected answers"),
@@ -24,6 +29,12 @@ WRONG = {
         (" - reference_b2", "", "the reference is missing"),
         ("- reference_b2", "+ reference_b2", "the reference's part has the wrong sign"),
         (" * mask_b2T", "", "the mask is missing"),
+        ("margins_b).sum", "margins_b.abs()).sum", "the loss should be"),
+        ("F.logsigmoid(beta * margins_b)", "(beta * margins_b)", "the loss should be"),
+        ("-F.logsigmoid(beta", "F.logsigmoid(beta", "the loss should be"),
+        ("more_b2[:, 0] - more_b2[:, 1]", "more_b2[:, 0] + more_b2[:, 1]", "the loss should be"),
+        ("log_p_b2T * mask", "log_p_b2T.exp() * mask", "the loss should be"),
+        ("beta * margins_b", "margins_b / beta", "the loss should be"),
         (".sum(-1)", ".sum(-1) / mask_b2T.sum(-1)", "log p of an answer is their sum"),
         ("- reference_b2", "- reference_b2 / beta", "beta multiplies the policy's part only"),
         ("F.logsigmoid(beta * margins_b)", "(beta * margins_b).sigmoid().log()", "F.logsigmoid stays finite"),
@@ -34,8 +45,14 @@ WRONG = {
     "shares": [
         (".clone()", "", "it is a view of the row; clone it"),
         (OWN, "row_P.tensor_split(world_size)[rank]", "all shares are equally long, with zeros behind the end"),
+        (OWN, "padded[: each]", "numbers: all shares are equally long"),
+        ("-(-len(row_P) // world_size)", "len(row_P) // world_size", "should have the shape"),
+        ("[:P]", "[: P - 1]", "should have the shape"),
+        ("torch.cat(parts)", "torch.stack(parts, 1).flatten()", "the shares in the order of the ranks"),
+        ("torch.cat(parts)", "torch.cat(parts[::-1])", "the shares in the order of the ranks"),
         (OWN, "padded[rank::world_size]", "your share should be ceil("),
         ("[:P]", "", "cut off the zeros behind the end"),
+        ("torch.cat(parts)[:P]", "torch.cat([part[part != 0] for part in parts])", "zeros of the row itself"),
         ("empty_like", "zeros_like", GATHER, "parts[dist.get_rank()] = share\n    parts = [torch.cat(parts)]\n"
          "    dist.all_reduce(parts[0])", "(an all_reduce counts twice), where 1 call and"),
         (GATHER, "[dist.broadcast(part.copy_(share), src) for src, part in enumerate(parts)]",
@@ -52,6 +69,13 @@ WRONG = {
         ("    rewards_PG =", "    dist.all_reduce(rewards_b.clone())\n    rewards_PG =",
          "in 2 calls of all_gather and all_reduce, where 1 call and"),
         ("    return", "    rewards_b -= 1\n    return", "the row of rewards was changed"),
+        ("dist.all_gather(parts, rewards_b)", "parts = [rewards_b.new_zeros(len(parts) * len(rewards_b))]\n"
+         f"    parts[0]{MINE}.copy_(rewards_b)\n    dist.all_reduce(parts[0])", "(an all_reduce counts twice)"),
+        (" + 1e-4", " + 1e-8", "this rank's advantages"),
+        ("rewards_PG.mean(1, keepdim=True)", "rewards_PG.mean()", "this rank's advantages"),
+        ("view(-1, group)", "view(group, -1).T", "this rank's advantages"),
+        (MINE, ".view(-1, dist.get_world_size()).T.reshape(-1)" + MINE, "this rank's advantages"),
+        ("std(1, keepdim=True)", "var(1, keepdim=True)", "this rank's advantages"),
     ],
     "credit": [
         (LETTERS, "sum(a < b for a, b in zip(text, text[1:])) / (len(right) - 1)",
@@ -60,6 +84,11 @@ WRONG = {
         ("len(text) != len(right)", "right not in text", LETTERS, "1.0", "and it is wrong"),
         (LETTERS, "float(text == right)", "that is the verifier again"),
         (" / len(right)", "", "use 0 to 1"),
+        (LETTERS, "len(set(text) & set(right)) / len(set(right))", "and it is wrong"),
+        ("return sum", "return 1 - sum", "what the right answer"),
+        (LETTERS, "0.5 * (text[0] == right[0])", "what the right answer 'abcd' gets should be 1, not 0.5"),
+        ("        return 0.0", "        return -0.1", "use 0 to 1"),
+        ('"".join(sorted(word))', "word", "what the right answer 'abcd' gets should be 1"),
         ("return sum", "return 0.9 if text == right[::-1] else sum", "has one more letter in its place"),
     ],
     "fold": [
@@ -69,18 +98,31 @@ WRONG = {
          "the frozen matrix was changed; leave it as it is: return a new one"),
         ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "(w_oi + alpha / len(a_ri) * b_or @ a_ri).T", "it is transposed"),
         ("w_oi +", "w_oi -", "it is subtracted; add the change"),
+        ("w_oi +", "", "what came back should be"),
+        ("w_oi + alpha", "w_oi * alpha", "what came back should be"),
+        ("len(a_ri)", "len(b_or)", "what came back should be"),
+        ("w_oi +", "w_oi.float() +", "what came back should be"),
+        ("alpha / len(a_ri)", "(alpha / len(a_ri)) ** 0.5", "what came back should be"),
     ],
 }  # fmt: skip
 RIGHT = {
-    "loss_mask": [(MASK, f"{MASK}.long()")],
-    "dpo_loss": [("-F.logsigmoid(beta * margins_b)", "F.softplus(-beta * margins_b)")],
+    "loss_mask": [(MASK, f"{MASK}.long()"), ("(speaks_B | (token_B == assistant))",
+    "torch.where(token_B == assistant, True, speaks_B)")],
+    "dpo_loss": [("-F.logsigmoid(beta * margins_b)", "F.softplus(-beta * margins_b)"), (".sum() / num_pairs",
+    ".mean() * len(margins_b) / num_pairs")],
     "shares": [
-        (GATHER, "parts = [share.new_empty(len(share) * len(parts))]\n    dist.all_gather_into_tensor(parts[0], share)")
+        (GATHER, "parts = [share.new_empty(len(share) * len(parts))]\n    dist.all_gather_into_tensor(parts[0], share)"),
+        (OWN, "padded.chunk(world_size)[rank]"),
     ],
-    "advantages": [("dist.all_gather(parts, rewards_b)", "parts = [rewards_b.new_zeros(len(parts) * len(rewards_b))]\n"
-                    f"    parts[0]{MINE}.copy_(rewards_b)\n    dist.all_reduce(parts[0])")],
-    "credit": [("return sum", "return 0.5 * (text == right) + 0.5 * sum")],
-    "fold": [("b_or @ a_ri", "sum(b[:, None] * a for b, a in zip(b_or.T, a_ri))")],
+    "advantages": [
+        ("dist.all_gather(parts, rewards_b)",
+         "parts = [rewards_b.new_zeros(len(parts) * len(rewards_b))]\n"
+         "    dist.all_gather_into_tensor(parts[0], rewards_b)"),
+    ],
+    "credit": [(LETTERS, "(sum(a == b for a, b in zip(text, right)) / len(right)) ** 2"), ("return sum",
+    "return 0.5 * (text == right) + 0.5 * sum")],
+    "fold": [("b_or @ a_ri", "sum(b[:, None] * a for b, a in zip(b_or.T, a_ri))"),
+    ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "w_oi.clone().addmm_(b_or, a_ri, alpha=alpha / len(a_ri))")],
 }  # fmt: skip
 
 

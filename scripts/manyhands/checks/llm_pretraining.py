@@ -4,11 +4,13 @@ Nothing here communicates: an answer is judged on each rank alone, on the same n
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import luck, sizes
 from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, expect_unchanged
 
 PRIME = 2**31 - 1
@@ -19,16 +21,16 @@ LEFT_OUT = -100
 def minhash(answers, ranks=None):
     """`answers` are signature(hashes_S, a_K, b_K), int32 [K], and similarity(one_K, other_K), a float."""
     signature, similarity = answers
-    draw, K = np.random.default_rng(5), 32
-    a_K, b_K = draw.integers(1, PRIME, size=(2, K))
-    for size in (7, 1, 90):
+    draw = np.random.default_rng(luck(5).randrange(10**6))
+    for K, size in ((32, 7), (32, 1), (48, 90)):
+        a_K, b_K = draw.integers(1, PRIME, size=(2, K))
         hashes_S = np.sort(draw.integers(0, PRIME, size=size))
         before_S = hashes_S.copy()
         found_K = np.asarray(signature(hashes_S, a_K, b_K))
         expect_unchanged(torch.from_numpy(hashes_S), torch.from_numpy(before_S), "hashes_S")
         _judge_signature(found_K, before_S, a_K, b_K)
-    one_K = np.arange(K, dtype=np.int32)
-    for share in (0.75, 1.0, 0.25, 0.0):
+    for K, share in ((32, 0.75), (32, 1.0), (48, 0.25), (48, 0.0)):
+        one_K = np.arange(K, dtype=np.int32)
         other_K = np.where(one_K < K * share, one_K, one_K[::-1] + 100).astype(np.int32)
         slips = {
             "that is how many; the estimate is their share": K * share,
@@ -68,6 +70,7 @@ def one_merge(answers, ranks=None):
         ({(97, 110): 2, (98, 256): 2, (32, 260): 2, (32, 116): 1}, (32, 260)),
         ({(300, 1): 4, (5, 299): 4, (5, 7): 4}, (5, 7)),
         ({(9, 9): 0, (300, 2): 1}, (300, 2)),
+        *((pairs, min(pairs, key=lambda pair: (-pairs[pair], pair))) for pairs in _some_pairs()),
     ):
         case = f"of {', '.join(f'{pair} {n} times' for pair, n in pairs.items())} the pair to merge"
         equals = [pair for pair in pairs if pair != wanted and pairs[pair] == pairs[wanted]]
@@ -76,25 +79,48 @@ def one_merge(answers, ranks=None):
     for ids, (a, b), wanted in (
         ([1, 2, 3, 1, 2], (1, 2), [256, 3, 256]), ([7, 7, 7, 7, 7], (7, 7), [256, 256, 7]),
         ([2, 1, 2], (1, 2), [2, 256]), ([1, 3, 2], (1, 2), [1, 3, 2]), ([1, 1, 2, 2], (1, 2), [1, 256, 2]),
-        ([1], (1, 2), [1]), ([], (1, 2), []),
+        ([1], (1, 2), [1]), ([], (1, 2), []), *_some_merges(),
     ):  # fmt: skip
-        given = list(ids)
-        found = merge(given, (a, b), 256)
+        given, new = list(ids), 256 if 301 not in wanted else 301
+        found = merge(given, (a, b), new)
         if given != ids:
             raise Wrong(f"the list {ids} that merge was given was changed; make a new one")
         starts = [i for i in range(len(ids) - 1) if ids[i : i + 2] == [a, b]]
         slips = {
-            "merge each occurrence, not only the first": next(([*ids[:i], 256, *ids[i + 2 :]] for i in starts), None),
-            "a token was used twice": [256 if i in starts else token for i, token in enumerate(ids)],
+            "merge each occurrence, not only the first": next(([*ids[:i], new, *ids[i + 2 :]] for i in starts), None),
+            "a token was used twice": [new if i in starts else token for i, token in enumerate(ids)],
             "what is left at the end got lost": wanted[:-1],
         }
-        expect_equal(found, wanted, f"{ids} with {(a, b)} merged into 256", slips)
+        expect_equal(found, wanted, f"{ids} with {(a, b)} merged into {new}", slips)
+
+
+def _some_pairs():
+    draw = luck(6)
+    return [{(draw.randint(0, 9), draw.randint(0, 300)): draw.randint(1, 4) for _ in range(9)} for _ in range(9)]
+
+
+def _some_merges():
+    draw = luck(7)
+    for _ in range(9):
+        ids, pair = draw.choices((1, 2, 7), k=draw.randint(2, 12)), (draw.choice((1, 2)), draw.choice((1, 2)))
+        yield ids, pair, _merged(ids, pair, 301)
+
+
+def _merged(ids, pair, new):
+    """Each pair from left to right; `new` itself is in no pair."""
+    found = []
+    for token in ids:
+        if found and (found[-1], token) == pair:
+            found[-1] = new
+        else:
+            found.append(token)
+    return found
 
 
 @exercise("C", "the mask")
 def document_mask(answer, ranks=None):
     """`answer(documents_BT)` is bool [B, T, T]: True where query (second dim) may look at key (third)."""
-    for rows in ([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]], [[7, 7, 7, 3, 3, 9]], [[0]]):
+    for rows in ([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]], [[7, 7, 7, 3, 3, 9]], [[0]], _some_documents()):
         documents_BT = torch.tensor(rows)
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
         given_BT = documents_BT.clone()
@@ -110,10 +136,18 @@ def document_mask(answer, ranks=None):
         expect_tensor(found_BTT, same_BTT.tril(), f"for the documents {rows} the mask", slips)
 
 
+def _some_documents():
+    """Rows [B][T] of documents' numbers, each document in one piece."""
+    draw, (B, T) = luck(8), sizes(8, 2, 2, 9)
+    numbers = [draw.sample(range(T), T) for _ in range(B)]
+    return [[row[cut] for cut in sorted(draw.choices(range(T), k=T))] for row in numbers]
+
+
 @exercise("D", "bits per byte")
 def bits_per_byte(answer, ranks=None):
     """`answer(nats_per_token, tokens, num_bytes)` is the loss in bits per byte."""
-    for nats, tokens, num_bytes in ((math.log(2), 100, 100), (2 * math.log(2), 50, 200), (6.0, 1000, 1900)):
+    drawn = luck(9).uniform(1, 9), *sizes(9, 2, 20, 900)
+    for nats, tokens, num_bytes in ((math.log(2), 100, 100), (2 * math.log(2), 50, 200), (6.0, 1000, 1900), drawn):
         wanted = nats * tokens / num_bytes / math.log(2)
         slips = {
             "that is in nats; a bit is ln 2 = 0.693 nats": wanted * math.log(2),
@@ -143,6 +177,27 @@ def encode_word(answer, ranks=None):
         (b"anxan", [256, 120, 256], "a pair is merged everywhere in the word"),
     ):
         expect_equal(answer(word, spell), wanted, f"the tokens of {word!r}{f' ({why})' if why else ''}")
+    for table, word in _some_words():
+        expect_equal(answer(word, table), _encoded(word, table), f"with the table {table} the tokens of {word!r}")
+
+
+def _some_words():
+    """[(a table that was learned from some text, a word)]"""
+    draw = luck(10)
+    for _ in range(12):
+        ids, table = draw.choices(b"abn", k=40), []
+        for new in range(256, 256 + draw.randint(2, 9)):
+            table.append(draw.choice(list(pairwise(ids))))
+            ids = _merged(ids, table[-1], new)
+        yield table, bytes(draw.choices(b"abnx", k=draw.randint(3, 12)))
+
+
+def _encoded(word, table):
+    """Each merge once, in the order in which they were learned: none makes an earlier one's pair."""
+    ids = list(word)
+    for i, pair in enumerate(table):
+        ids = _merged(ids, pair, 256 + i)
+    return ids
 
 
 @exercise(2, "packed targets")
@@ -152,6 +207,7 @@ def packed_targets(answer, ranks=None):
         ([[5, 6, 9, 7, 9, 8]], [[0, 0, 0, 1, 1, 2]]),
         ([[1, 2, 3, 4], [4, 3, 2, 1]], [[0, 0, 0, 0], [0, 1, 2, 2]]),
         ([[3]], [[0]]),
+        ([[luck(11).randrange(99) for _ in row] for row in _some_documents()], _some_documents()),
     ):
         ids_BT, documents_BT = torch.tensor(ids), torch.tensor(documents)
         given_BT = ids_BT.clone()
@@ -175,8 +231,16 @@ def next_best(answer, ranks=None):
         ((3, 0.4, 20, -0.09), (1e10, 1e11), 1e12),
         ((3, 0.4, 20, -0.09), (1e10, 4e10, 1.6e11), 1e13),
         ((0.5, 0.5, 9, -0.05), (1e12, 3e12, 2e13), 7e14),
+        _some_law(),
     ):
         _judge_prediction(answer, *law, budgets, target)
+
+
+def _some_law():
+    draw = luck(12)
+    law = draw.uniform(0.2, 4), draw.uniform(0.4, 0.6), draw.uniform(8, 30), -draw.uniform(0.04, 0.12)
+    budgets = sorted(10 ** draw.uniform(10 + i, 10.7 + i) for i in range(3))
+    return law, budgets, budgets[-1] * draw.uniform(5, 90)
 
 
 def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
@@ -207,10 +271,10 @@ def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
         "that is its logarithm": math.log(wanted),
         "that is a line in the numbers; take logarithms": line(budgets, list(map(params_of, budgets)), target),
     }
-    expect_number(params, wanted, f"{case} best number of parameters", slips=slips, rel=1e-2)
+    expect_number(params, wanted, f"{case} best number of parameters", slips=slips, rel=1e-3)
     slips = {
         "that is its logarithm": math.log(best),
         f"that is the lowest loss of {last:.1e}": loss_of(last),
         "a straight line goes through the logarithms of the losses": line(logs, list(map(loss_of, budgets)), at),
     }
-    expect_number(loss, best, f"{case} lowest loss", slips=slips, rel=1e-3)
+    expect_number(loss, best, f"{case} lowest loss", slips=slips, rel=2e-4)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import luck, normal, sizes
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_unchanged, number, truth
 
 CLOSE = 1e-9
@@ -27,7 +28,7 @@ DICE = (  # probabilities, top_k, top_p
 @exercise("A", "what is kept")
 def kept(answer, ranks=None):
     """`answer(p_V, top_k, top_p)` is top-k, then top-p of the rest, with sum 1, in the order of the tokens."""
-    for p, top_k, top_p in DICE:
+    for p, top_k, top_p in (*DICE, *_some_dice()):
         p_V, right_V = torch.tensor(p, dtype=torch.float64), _kept(p, top_k, top_p)
         given_V = p_V.clone()
         found_V = answer(given_V, top_k, top_p)
@@ -41,6 +42,14 @@ def kept(answer, ranks=None):
         }
         case = f"of {list(p)} with top_k={top_k} and top_p={top_p} what is kept"
         expect_tensor(found_V, right_V, case, slips, close=CLOSE)
+
+
+def _some_dice():
+    draw = luck(14)
+    for _ in range(6):
+        weights = draw.sample(range(1, 60), draw.randint(3, 9))
+        p = [w / sum(weights) for w in weights]
+        yield p, draw.choice((None, draw.randint(1, len(p)))), draw.uniform(0.2, 0.95)
 
 
 def _kept(p, top_k, top_p, crossing=True, of_rest=True):
@@ -57,8 +66,6 @@ def _kept(p, top_k, top_p, crossing=True, of_rest=True):
 
 # ---- build B ----
 
-B, H, E = 2, 3, 4
-
 
 class Memory(dict):
     """A dict that an answer gets itself, and no copy of it, whatever it puts in."""
@@ -67,9 +74,8 @@ class Memory(dict):
 @exercise("B", "attention with a memory")
 def attend(answer, ranks=None):
     """`answer(cache, layer, q, k, v)` is causal attention over all positions so far, which `cache` then holds."""
-    draw = torch.Generator().manual_seed(14)
-    full = torch.randn(2, 3, B, H, 9, E, generator=draw, dtype=torch.float64)  # two layers' q, k, v
-    for pieces in ((5, 1, 1), (1, 1), (4, 3, 2)):
+    for pieces, (B, H, E) in (((5, 1, 1), (2, 3, 4)), ((1, 1), (1, 2, 3)), ((4, 3, 2), sizes(14, 3, 2, 9))):
+        full = normal(14 + E, 2, 3, B, H, 9, E)  # two layers' q, k, v
         cache, start = Memory(), 0
         for size in pieces:
             for layer in range(2):
@@ -78,7 +84,12 @@ def attend(answer, ranks=None):
         for layer in range(2):
             for name, part, wanted in zip(("keys", "values"), cache[layer], full[layer, 1:, :, :, :start], strict=True):
                 case = f"what cache[{layer}] holds of {name} after {start} positions"
-                expect_tensor(part, wanted, case, it_is=f"those of all {start}, once and in their order", close=CLOSE)
+                latest = wanted[:, :, -size:]
+                slips = {
+                    "those are the new ones alone": latest,
+                    "all are there, but the new ones stand first": torch.cat((latest, wanted[:, :, :-size]), 2),
+                }
+                expect_tensor(part, wanted, case, slips, f"those of all {start}, once and in their order", CLOSE)
 
 
 def _judge_attend(answer, cache, layer, full, start, stop):
@@ -96,6 +107,7 @@ def _judge_attend(answer, cache, layer, full, start, stop):
         f"query 0 is aligned with key 0; it is position S - T, here {start}": attention(new_q, k, v, is_causal=True),
         "the new positions see each other's future: query t may look at keys up to S - T + t": attention(new_q, k, v),
         "a query must see its own position, too": attention(new_q, k, v, attn_mask=all_open.tril(start - 1)),
+        "the scores are not divided by sqrt(E)": attention(new_q, k, v, attn_mask=all_open.tril(start), scale=1.0),
         "each layer has keys and values of its own": attention(new_q, both_k, both_v, attn_mask=both_open),
     }
     case = f"what {count(stop - start, 'new position')} after {start} find{'s' * (stop - start == 1)} in layer {layer}"
@@ -114,7 +126,7 @@ GRID = 20
 @exercise("C", "keep it, or draw another")
 def judged(answer, ranks=None):
     """`answer(draft, p_V, q_V, u, v)` -> (token, was it the draft?): tokens follow p, most drafts are kept."""
-    for p, q in PAIRS:
+    for p, q in (*PAIRS, _some_pair()):
         p_V, q_V = (torch.tensor(x, dtype=torch.float64) for x in (p, q))
         given = p_V.clone(), q_V.clone()
         written_V, held = torch.zeros(len(p), dtype=torch.float64), 0.0
@@ -124,6 +136,11 @@ def judged(answer, ranks=None):
                 held += q[draft] * was_kept / GRID**2
         expect_unchanged(torch.stack(given), torch.stack((p_V, q_V)), "p_V or q_V")
         _judge_distribution(written_V, held, p_V, q_V)
+
+
+def _some_pair():
+    draw = luck(15)
+    return [[w / sum(weights) for w in weights] for weights in (draw.choices(range(1, 10), k=4) for _ in range(2))]
 
 
 def _of_each_draw(answer, draft, p_V, q_V):
@@ -146,11 +163,14 @@ def _judge_distribution(written_V, held, p_V, q_V):
         if held < 1 - refused - near:
             raise Wrong(f"the tokens follow p, but {held:.2f} of the drafts are kept, and {1 - refused:.2f} could be")
         return
-    every = "every draft token is kept, whatever p says"
-    some = "a draft token is kept with probability p/q, and not the other way round"
+    how = "a draft token is kept with probability p/q, and not the other way round"
+    if held > 1 - near:
+        how = "every draft token is kept, whatever p says"
+    elif abs(held - accepted_V.sum()) <= near:
+        how = "after a refusal you draw from max(0, q - p), and it should be max(0, p - q)"
     likely_V, missing_V = p_V * q_V, (p_V - q_V).clamp(min=0)
     slips = {
-        f"they follow q: {every if held > 1 - near else some}": q_V,
+        f"they follow q: {how}": q_V,
         "after a refusal you draw from p again; draw from max(0, p - q)": accepted_V + refused * p_V,
         "after a refusal you draw from q again; draw from max(0, p - q)": accepted_V + refused * q_V,
         "a draft token is kept with probability p, not p/q: it was drawn with q already": (
@@ -171,7 +191,7 @@ def users_that_fit(answer, ranks=None):
     """`answer(memory, P, N, D, S, size)` -> whole users whose caches of S positions fit beside the weights."""
     for memory, P, N, D, S, size in (
         (20_000, 3000, 3, 8, 10, 2), (8 * 10**10, 7 * 10**9, 32, 4096, 4096, 2), (10_000, 1000, 2, 8, 10, 8),
-        (1000, 600, 1, 4, 4, 2), (10_240, 0, 2, 8, 10, 4),
+        (1000, 600, 1, 4, 4, 2), (10_240, 0, 2, 8, 10, 4), (10**6 + luck(16).randrange(10**6), *sizes(16, 4, 2, 20), 3),
     ):  # fmt: skip
         each, left = 2 * N * S * D * size, memory - P * size
         right = max(0, left // each)
@@ -191,14 +211,15 @@ def users_that_fit(answer, ranks=None):
 @exercise(2, "which blocks can be shared")
 def reusable(answer, ranks=None):
     """`answer(ids, known, size, salt)` -> positions at the beginning whose blocks are known."""
-    for size, salt in ((4, "a"), (3, "model-2")):
-        ids = list(range(10, 2 * size + 12))
+    for size, salt in ((4, "a"), (3, "model-2"), (luck(17).randint(2, 9), f"model {luck(17).random():.3f}")):
+        ids = [luck(18 + i).randrange(50) for i in range(2 * size + 2)]
         first, both = {(salt, *ids[:size])}, {(salt, *ids[:size]), (salt, *ids[: 2 * size])}
         for given, known, right, why in (
             (ids, both, 2 * size, "two blocks are known"),
             (ids, both - first, 0, "the first block is not known: what lies behind a gap cannot be used"),
             (ids[: 2 * size], both, size, "all positions are known, and the last one must be computed all the same"),
             (ids, {("b", *key[1:]) for key in both}, 0, "the blocks belong to another model"),
+            ([*ids[: size - 1], 99, *ids[size:]], both, 0, "the last token of the first block differs"),
             ([99, *ids[1:]], both, 0, "the first token differs, and every key behind it, too"),
             (ids, first | {(salt, *ids[size : 2 * size])}, size, "a block is found by all ids before its end"),
             ([], set(), 0, "the prompt is empty"),
@@ -215,11 +236,10 @@ def reusable(answer, ranks=None):
 @exercise(3, "worse, or only unlucky")
 def may_serve(answer, ranks=None):
     """`answer(new, old, z)` -> whether the paired mean difference is at most z standard errors, all numbers finite."""
-    draw = torch.Generator().manual_seed(3)
-    old = (2 + torch.randn(30, generator=draw, dtype=torch.float64)).tolist()  # windows differ much
-    wobble = 0.1 * torch.randn(30, generator=draw, dtype=torch.float64)
+    n = luck(3).randint(7, 30)
+    old, wobble = (2 + normal(4, n)).tolist(), 0.1 * normal(5, n)  # windows differ much
     wobble = (wobble - wobble.mean()).tolist()
-    error = statistics.stdev(wobble) / math.sqrt(30)
+    error = statistics.stdev(wobble) / math.sqrt(n)
 
     def worse_by(errors):
         return [o + w + errors * error for o, w in zip(old, wobble, strict=True)]
@@ -233,6 +253,7 @@ def may_serve(answer, ranks=None):
         (worse_by(1.99), 2.0, True, "it is worse by 1.99 standard errors; a sample's variance is divided by n - 1"),
         ([*old[1:], math.nan], 2.0, False, "one loss is nan"),
         ([*old[1:], math.inf], 2.0, False, "one loss is infinite"),
+        ([-math.inf, *old[1:]], 2.0, False, "one loss is minus infinity"),
         (old, 2.0, True, "it is the same model: every difference is 0"),
     ):  # fmt: skip
         found = truth(answer(list(new), list(old), z))

@@ -116,8 +116,8 @@ def best_order(answer, ranks=None):
         backwards &= isclose(totals[order[::-1]], totals[best])
         if not wrong and not isclose(totals[order], totals[best]):
             wrong = (
-                f"{degrees}, payloads {payloads}, {per_node} ranks per node: {' x '.join(order)} sends {totals[order]:g} "
-                f"bytes between nodes, {' x '.join(best)} {totals[best]:g}"
+                f"{degrees}, payloads {payloads}, {per_node} ranks per node: {' x '.join(order)} sends "
+                f"{totals[order]:g} bytes between nodes, {' x '.join(best)} {totals[best]:g}"
             )
     if wrong:
         raise Wrong(wrong + "; your orders are right from the other end: is the outermost axis first?" * backwards)
