@@ -38,7 +38,7 @@ REJECTED = {
         (WEIGHTED, f"({WEIGHTED}) / ({TOTAL})", "divided by the total already"),
         (LARGEST, "0 * largest", "`largest` after block 1 should be"),
         ("total * shrink", "total.mul_(shrink)", "`total` was changed; leave it as it is"),
-        ("(largest - new).exp()", "(new - largest).exp()", "`total` after block 2 should be"),
+        ("(largest - new).exp()", "(new - largest).exp()", "`total` after block 1 should be"),
         ("(s_BHsu - new).exp()", "s_BHsu.exp()", "`total` after block 1 should be the sum of exp(score - largest)"),
         ("p_BHsu @ v_BHuK", "s_BHsu.softmax(-1) @ v_BHuK", "`weighted` after block"),
         (TOTAL, f"({TOTAL}).log()", "`total` after block 1 should be"),

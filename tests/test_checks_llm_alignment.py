@@ -99,7 +99,7 @@ WRONG = {
         ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "(w_oi + alpha / len(a_ri) * b_or @ a_ri).T", "it is transposed"),
         ("w_oi +", "w_oi -", "it is subtracted; add the change"),
         ("w_oi +", "", "what came back should be"),
-        ("w_oi + alpha", "w_oi * alpha", "what came back should be"),
+        ("w_oi + alpha", "w_oi + w_oi + alpha", "what came back should be"),
         ("len(a_ri)", "len(b_or)", "what came back should be"),
         ("w_oi +", "w_oi.float() +", "what came back should be"),
         ("alpha / len(a_ri)", "(alpha / len(a_ri)) ** 0.5", "what came back should be"),
@@ -111,7 +111,8 @@ RIGHT = {
     "dpo_loss": [("-F.logsigmoid(beta * margins_b)", "F.softplus(-beta * margins_b)"), (".sum() / num_pairs",
     ".mean() * len(margins_b) / num_pairs")],
     "shares": [
-        (GATHER, "parts = [share.new_empty(len(share) * len(parts))]\n    dist.all_gather_into_tensor(parts[0], share)"),
+        (GATHER,
+         "parts = [share.new_empty(len(share) * len(parts))]\n    dist.all_gather_into_tensor(parts[0], share)"),
         (OWN, "padded.chunk(world_size)[rank]"),
     ],
     "advantages": [

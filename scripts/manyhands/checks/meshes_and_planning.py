@@ -124,28 +124,18 @@ def best_order(answer, ranks=None):
 
 
 def _placements():
-    """[(degrees, payloads, ranks per node)], among them one in which each rule of thumb is wrong."""
-    rules = [lambda _, payloads, axis: payloads[axis], lambda degrees, _, axis: degrees[axis],
-             lambda degrees, payloads, axis: payloads[axis] * (degrees[axis] - 1) / degrees[axis],
-             lambda degrees, payloads, axis: payloads[axis] / degrees[axis]]  # fmt: skip
-    draw, cases = luck(11), []
-    cases.append(({"pipeline": 2, "data": 2, "tensor": 4}, {"pipeline": 1.0, "data": 3.0, "tensor": 50.0}, 8))
-    while rules or len(cases) < 12:
-        degrees = {
-            axis: draw.choice((1, 2, 3, 4)) for axis in ("context", "pipeline", "data", "tensor")[draw.randint(0, 1) :]
-        }
-        payloads = {axis: float(draw.randint(1, 100)) for axis in degrees}
+    """[(degrees, payloads, ranks per node)]; in each the axis with the least bytes, or ranks, outermost is not best."""
+    draw = luck(11)
+    cases = [({"pipeline": 2, "data": 2, "tensor": 4}, {"pipeline": 1.0, "data": 3.0, "tensor": 50.0}, 8)]
+    while len(cases) < 8:
+        axes = ("context", "pipeline", "data", "tensor")[draw.randint(0, 1) :]
+        degrees, payloads = ({axis: draw.randint(1, most) for axis in axes} for most in (4, 100))
         per_node = prod(degrees.values()) // draw.choice((2, 3))
-        if per_node < 2 or prod(degrees.values()) > 64:
-            continue
-        best = min(_between(order, degrees, payloads, per_node) for order in itertools.permutations(degrees))
-        orders = [sorted(degrees, key=lambda axis, by=by: by(degrees, payloads, axis)) for by in rules]
-        misled = [
-            by for by, o in zip(rules, orders, strict=True) if _between(o, degrees, payloads, per_node) > 1.01 * best
-        ]
-        rules = [by for by in rules if by not in misled]
-        if misled or len(cases) < 12:
-            cases.append((degrees, payloads, per_node))
+        if 2 <= per_node <= 24:
+            best = min(_between(order, degrees, payloads, per_node) for order in itertools.permutations(degrees))
+            misleading = [sorted(axes, key=by) for by in (payloads.get, degrees.get)]
+            if all(_between(order, degrees, payloads, per_node) > 1.01 * best for order in misleading):
+                cases.append((degrees, payloads, per_node))
     return cases
 
 

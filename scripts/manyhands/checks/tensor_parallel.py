@@ -276,7 +276,12 @@ def _judge_split_loss(answer, scale, what, each, N, group, members):
         loss = answer(mine, targets.clone(), each * me, group)
     expect_unchanged(mine.detach(), given, "logits_Nv")
     expect_scalar(loss, what, ": subtract the largest logit of all ranks before you take exp")
-    slips = _split_loss_slips(logits.detach(), targets, each, me)
+    hit, own = logits.detach().gather(1, targets[:, None])[:, 0], mine.detach().logsumexp(-1)
+    slips = {
+        "that is the sum over the tokens; the mean is asked for": N * expected.item(),
+        "that is with this rank's columns alone in the sum of exp: add it up with g": (own - hit).mean().item(),
+        "that is its negative": -expected.item(),
+    }
     expect_number(loss.detach(), expected.item(), what, slips=slips, rel=1e-7)
     with wire.watch() as back:
         (gradient,) = torch.autograd.grad(loss, mine, allow_unused=True)
@@ -293,31 +298,6 @@ def _judge_split_loss(answer, scale, what, each, N, group, members):
     cure = f"three all-reduces of {N} numbers are: largest, sum, target's logit"
     expect_traffic(there, f"{what} is right", cure, calls=3, payload=3 * 8 * N)
     expect_traffic(back, "the gradient is right", "backward needs no call", calls=0)
-
-
-def _split_loss_slips(logits, targets, each, me):
-    """{what was forgotten: the loss of that}; those of huge logits may be infinite, and are no slip then."""
-    largest, sums = logits.amax(-1), logits.logsumexp(-1)
-    own, places = logits.split(each, 1)[me], targets - each * me
-    here = (places >= 0) & (places < own.shape[1])
-    hit = logits.gather(1, targets[:, None])[:, 0]
-    own_hit = (own.gather(1, places.clamp(0, own.shape[1] - 1)[:, None])[:, 0] - largest) * here + largest
-    anywhere = sum(
-        part.gather(1, (targets - each * i).clamp(0, part.shape[1] - 1)[:, None])[:, 0] - largest
-        for i, part in enumerate(logits.split(each, 1))
-    )
-    return {
-        "that is the sum over the tokens; the mean is asked for": (sums - hit).sum().item(),
-        "that is with this rank's columns alone in the sum of exp: add it up with g": (
-            (own.logsumexp(-1) - hit).mean().item()
-        ),
-        "that is without the targets on other ranks: add their logits up with g": (sums - own_hit).mean().item(),
-        "that is this rank's columns alone: both sums go through g": (own.logsumexp(-1) - own_hit).mean().item(),
-        "a target that another rank has adds nothing here: multiply its logit by 0": (
-            (sums - largest - anywhere).mean().item()
-        ),
-        "that is its negative": -(sums - hit).mean().item(),
-    }
 
 
 @exercise(2, "a test that a wrong backward does not pass")
@@ -347,42 +327,29 @@ def agree(answer, ranks):
 def _suspects(group, members, shape):
     """[(what is wrong, "" for a right one; function)]; the single one is 3 tanh(x)."""
 
-    def with_gradient(change):
+    def off(change):
         return lambda x: torch.tanh(Move.apply(x, None, change)) * 3
 
-    n, me = len(members), group.rank()
-    last, weights = me == n - 1, [normal(92 + r, *shape).exp() for r in members]
+    me, last, weights = group.rank(), group.rank() == len(members) - 1, [normal(92 + r, *shape).exp() for r in members]
     share, seesaw = weights[me] / sum(weights), torch.zeros(*shape, dtype=torch.float64)
     seesaw[0, 0], seesaw[0, 1] = 1e-3, -1e-3
-    sign = (me == 0) - last  # +1 on the first rank, -1 on the last
-    found = [
-        ("", with_gradient(lambda gradient: gradient)),
+    apart = 1e-3 * ((me == 0) - last)  # on the first rank one way, on the last the other
+    only, opposite = f"on rank {members[-1]} only, so all ranks must say False", f"on ranks {members[0]}, {members[-1]}"
+    means = "its backward replaces the gradient by the columns' means, which v of ones would not show"
+    return [
+        ("", off(lambda v: v)),
         ("", lambda x: Move.apply(share * torch.tanh(Move.apply(x, None, of(group))) * 3, of(group), None)),
         ("its outputs are off by 1e-6", lambda x: torch.tanh(x) * 3 + 1e-6),
-        ("its gradient is twice what it should be", with_gradient(lambda gradient: 2 * gradient)),
-        (
-            "its backward replaces the gradient by the columns' means, which v of ones would not show",
-            lambda x: Move.apply(torch.tanh(x) * 3, None, lambda v: v.mean(0, keepdim=True).expand(v.shape)),
-        ),
-        ("its gradient is off by 1e-7", with_gradient(lambda gradient: gradient + 1e-7)),
+        ("its gradient is twice what it should be", off(lambda v: 2 * v)),
+        (means, lambda x: Move.apply(torch.tanh(x) * 3, None, lambda v: v.mean(0, keepdim=True).expand(v.shape))),
+        ("its gradient is off by 1e-7", off(lambda v: v + 1e-7)),
         ("its outputs are off by 0.001 and -0.001 in two places", lambda x: torch.tanh(x) * 3 + seesaw),
-        ("its gradient is off by 0.001 and -0.001 in two places", with_gradient(lambda gradient: gradient + seesaw)),
-        (
-            f"its gradient is wrong on rank {members[-1]} only, so all ranks must say False",
-            with_gradient(lambda gradient: -gradient if last else gradient),
-        ),
-        (
-            f"its output is wrong on rank {members[-1]} only, so all ranks must say False",
-            lambda x: torch.tanh(x) * 3 + last,
-        ),
+        ("its gradient is off by 0.001 and -0.001 in two places", off(lambda v: v + seesaw)),
+        (f"its gradient is wrong {only}", off(lambda v: -v if last else v)),
+        (f"its output is wrong {only}", lambda x: torch.tanh(x) * 3 + last),
+        (f"its output is off by 0.001 and -0.001 {opposite}" * (len(members) > 1), lambda x: torch.tanh(x) * 3 + apart),
+        (f"its gradient is off by 0.001 and -0.001 {opposite}" * (len(members) > 1), off(lambda v: v + apart)),
     ]
-    if n > 1:
-        opposite = f"is off by 0.001 on rank {members[0]} and by -0.001 on rank {members[-1]}"
-        found += [
-            (f"its output {opposite}", lambda x: torch.tanh(x) * 3 + 1e-3 * sign),
-            (f"its gradient {opposite}", with_gradient(lambda gradient: gradient + 1e-3 * sign)),
-        ]
-    return found
 
 
 @exercise(3, "fewer key heads than ranks")
