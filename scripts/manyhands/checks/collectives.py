@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import generator
 from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_unchanged
 from manyhands.checks.trial import Waits
 from manyhands.checks.witness import listed, shown
@@ -45,9 +46,8 @@ def ring_reduce_scatter(answer, ranks):
 def ring_all_gather(answer, ranks):
     """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
-    generator = torch.Generator().manual_seed(1)
     # of each rank its unfinished chunks, and in the last row the finished ones
-    numbers = torch.randint(1, 2**40, (n + 1, n), generator=generator, dtype=torch.float64)
+    numbers = torch.randint(1, 2**40, (n + 1, n), generator=generator(1), dtype=torch.float64)
     right = (rank + 1) % n
     x_n5 = numbers[rank].clone()[:, None].repeat(1, 5)
     x_n5[right] = numbers[n, right]
@@ -183,19 +183,18 @@ def pass_right(answer, ranks):
 
 def _belongings(rank, shape, dtype):
     """What a rank gives away: numbers that nobody can guess who knows the rank alone."""
-    generator = torch.Generator().manual_seed(1_000_003 * (rank + 1))
-    return torch.randint(1, 2**20, shape, generator=generator).to(dtype)
+    return torch.randint(1, 2**20, shape, generator=generator(1000 * (rank + 1))).to(dtype)
 
 
 def _rounds(programs):
     """How many messages travel one after the other round a ring, by what each rank did in which order.
 
     programs: of each rank its calls, a send to the right and a receive from the left, and whether it waited for the
-    first before it began the second. 0 for other calls than those two.
+    first before it began the second. With other calls the number of barriers, each of which may part two messages.
     """
     n = len(programs)
     if any(sorted(calls) != ["recv", "send"] for calls, _ in programs):
-        return 0
+        return max(calls.count("barrier") for calls, _ in programs)
     done = [1] * n  # when the message of rank r has arrived at r + 1
 
     def begins(rank, op):

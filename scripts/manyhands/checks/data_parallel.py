@@ -181,6 +181,10 @@ def accumulation(answer, ranks):
         model.expect_one_at_a_time(len(micro_batches[0][0]), "the gradients are right")
         cure = "all but the last micro-batch belong inside no_sync, their forward pass too, where DDP looks"
         expect_traffic(seen, "the gradients are right", cure, payload=found.nbytes)
+        if not ddp.require_backward_grad_sync:
+            raise Wrong(
+                "right, but DDP is left without averaging (require_backward_grad_sync is False): turn it on again"
+            )
 
 
 @exercise(3, "bytes per step")

@@ -126,9 +126,12 @@ def yesterdays_code(answer, ranks=None):
     """`answer(notebook, script)`, two paths of a pair: True if a job would not run what the notebook shows."""
     with tempfile.TemporaryDirectory() as folder:
         for case, (cells, newer, with_outputs, stale, sentence) in enumerate(_PAIRS):
-            notebook, script = _pair(Path(folder) / str(case), cells, newer, with_outputs)
+            pair = notebook, script = _pair(Path(folder) / str(case), cells, newer, with_outputs)
+            before = [path.read_bytes() for path in pair]
             if truth(answer(notebook, script)) != stale:
                 raise Wrong(sentence)
+            if [path.read_bytes() if path.exists() else None for path in pair] != before:
+                raise Wrong("a file of the pair was changed, or is gone: only read them")
 
 
 _FIRST, _LOOP, _LAST = "steps = 10", "for _ in range(3):\n    steps *= 2\n    print(steps)", "print(steps)"

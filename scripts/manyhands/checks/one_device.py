@@ -12,7 +12,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import CLOSE, IGNORED, Watched, expect_token_mean, flat, gradients, normal, seeded
+from manyhands.checks.drawn import (
+    CLOSE,
+    IGNORED,
+    Watched,
+    expect_token_mean,
+    flat,
+    generator,
+    gradients,
+    luck,
+    normal,
+    seeded,
+)
 from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number
 from manyhands.checks.witness import shown
 from manyhands.gpt.model import GPTConfig
@@ -245,18 +256,48 @@ def _trade_offs():
     yield "a piece whose input is larger than what it keeps", [
         Piece("norm", 5, 20, 1), Piece("mlp", 90, 10, 80), Piece("attention", 60, 10, 30),
     ], 85  # fmt: skip
-    generator = torch.Generator().manual_seed(12)
-    numbers = torch.randint(1, 100, (10, 3), generator=generator).tolist()
-    yield ("ten unequal pieces", [Piece(f"p{i}", 20 + a, b // 5, c) for i, (a, b, c) in enumerate(numbers)], 320)
+    yield ("eight unequal pieces", *_hard_to_guess(luck(12)))
     yield "four equal blocks, and too little even for their inputs", equal, 3.5
+
+
+def _hard_to_guess(draw):
+    """(pieces, budget) for which no greedy choice is the best, in any usual order, pruned afterwards or not."""
+    while True:
+        pieces = [Piece(f"p{i}", 20 + draw.randint(1, 99), draw.randint(1, 19), draw.randint(1, 99)) for i in range(8)]
+        budget = sum(piece.kept for piece in pieces) * draw.uniform(0.4, 0.7) // 1
+        lowest = sum(piece.flops for piece in pieces if piece.name in _cheapest(pieces, budget))
+        if all(cost > lowest for cost in _greedy_costs(pieces, budget)):
+            return pieces, budget
+
+
+def _greedy_costs(pieces, budget):
+    """The FLOPs of what greedy choices recompute: one piece after the other in some order, until the rest fits."""
+    for price in (
+        lambda piece: piece.flops, lambda piece: piece.input - piece.kept, lambda piece: -piece.kept,
+        lambda piece: piece.input, lambda piece: piece.flops / (piece.kept - piece.input),
+        lambda piece: piece.flops / piece.kept,
+    ):  # fmt: skip
+        chosen, left = [], sum(piece.kept for piece in pieces) - budget  # bytes that are still too many
+        for piece in sorted(pieces, key=price):
+            if left > 0:
+                chosen.append(piece)
+                left -= piece.kept - piece.input
+        yield sum(piece.flops for piece in chosen)
+        for piece in sorted(chosen, key=lambda piece: -piece.flops):  # what was not needed after all
+            if left + piece.kept - piece.input <= 0:
+                chosen.remove(piece)
+                left += piece.kept - piece.input
+        yield sum(piece.flops for piece in chosen)
 
 
 def _cheapest(pieces, budget):
     """The set of names with the fewest FLOPs that fits, None if there is none."""
-    sets = [chosen for k in range(len(pieces) + 1) for chosen in itertools.combinations(pieces, k)]
-    fits = [s for s in sets if sum(piece.input if piece in s else piece.kept for piece in pieces) <= budget]
-    best = min(fits, key=lambda s: sum(piece.flops for piece in s), default=None)
-    return None if best is None else {piece.name for piece in best}
+    fits = [
+        (sum(piece.flops for piece, on in zip(pieces, chosen, strict=True) if on), chosen)
+        for chosen in itertools.product((False, True), repeat=len(pieces))
+        if sum(piece.input if on else piece.kept for piece, on in zip(pieces, chosen, strict=True)) <= budget
+    ]
+    return {piece.name for piece, on in zip(pieces, min(fits)[1], strict=True) if on} if fits else None
 
 
 def _names(names):
@@ -292,9 +333,8 @@ def _judge_gradients(what, model, micro_batches):
 def _micro_batches(counts):
     made = []
     for i, count in enumerate(counts):
-        generator = torch.Generator().manual_seed(100 + i)
-        ids = torch.randint(7, (2, 5), generator=generator)
-        targets = torch.randint(7, (2, 5), generator=generator)
+        draw = generator(100 + i)
+        ids, targets = (torch.randint(7, (2, 5), generator=draw) for _ in range(2))
         targets.view(-1)[count:] = IGNORED
         made.append((ids, targets))
     return made

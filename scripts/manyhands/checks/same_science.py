@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import IGNORED, Watched, expect_token_mean, flat, gradients, seeded
+from manyhands.checks.drawn import IGNORED, Watched, expect_token_mean, flat, generator, gradients, seeded
 from manyhands.checks.expect import (
     count,
     expect_equal,
@@ -72,8 +73,14 @@ def _shares(answer, length, epoch, done, n):
             with contextlib.ExitStack() as process:
                 for name, value in own.items():
                     process.enter_context(mock.patch(name, return_value=value))
+                process.enter_context(mock.patch("builtins.hash", functools.partial(_hash_of_process, hash, rank)))
                 shares.append(plain(list(answer(length, epoch, done, rank, n))))
     return shares
+
+
+def _hash_of_process(plain_hash, rank, value):
+    """That of texts, alone or in a tuple, is another one in each process of Python."""
+    return plain_hash(value) + rank * any(isinstance(leaf, (str, bytes)) for leaf in tree_leaves(value))
 
 
 def _resumed(answer, length, first_n, then_n):
@@ -239,7 +246,7 @@ def token_weighted(answer, ranks):
     for step, fewest in ((0, 1), (1, 0), (2, 0)):  # then micro-batches, then a whole rank, without a token
         empty = n - 1 if step == 2 and n > 1 else None
         # one micro-batch more than ranks: a factor that is wrong says which of the two it comes from
-        batches = [_micro_batches(r, step, fewest, empty == r, number=n + 1) for r in range(n)]
+        batches = [_micro_batches(r, step, fewest, empty == r, number=n + 1, rows=64) for r in range(n)]
         model, mine = Watched(_classifier()), batches[ranks.rank]
         ddp = DistributedDataParallel(model)
         with wire.watch() as seen:
@@ -249,23 +256,23 @@ def token_weighted(answer, ranks):
         expect_unchanged(flat(ddp.parameters()), flat(_classifier().parameters()), "a weight", cure)
         expect_token_mean(found, _classifier, batches)
         model.expect_one_at_a_time(len(mine[0][0]), "the gradients are right")
-        # a count may travel as it likes, it is far smaller
-        cure = "keep all but the last micro-batch inside no_sync"
-        expect_traffic(seen, "the gradients are right", cure, payload=2 * found.nbytes - 1)
+        # a count may travel as it likes, it is far smaller than the tokens of a rank
+        cure = "keep all but the last micro-batch inside no_sync, and send counts, not tokens"
+        tokens = sum(y.nbytes for _, y in mine)
+        expect_traffic(seen, "the gradients are right", cure, payload=found.nbytes + tokens - 1)
 
 
 def _classifier():
     return seeded(lambda: nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)).double(), 5)
 
 
-def _micro_batches(rank, step, fewest, empty, number, rows=8):
+def _micro_batches(rank, step, fewest, empty, number, rows):
     """`number` micro-batches (x [rows, 6], y [rows]) of a rank, with `fewest` or more targets each, or all padding."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    batches = []
+    draw, batches = generator(100 * step + rank), []
     for i in range(number):
-        x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
-        y = torch.randint(5, (rows,), generator=generator)
-        kept = fewest if i == 1 else int(torch.randint(1, rows + 1, (), generator=generator))
+        x = torch.randn(rows, 6, generator=draw, dtype=torch.float64)
+        y = torch.randint(5, (rows,), generator=draw)
+        kept = fewest if i == 1 else int(torch.randint(1, rows + 1, (), generator=draw))
         y[0 if empty else kept :] = IGNORED
         batches.append((x, y))
     return batches

@@ -1,7 +1,8 @@
 """Checks of lesson 00: who am I, who is here, is this one world, whose turn is it, a profile, how fast we are.
 
 The environments below were recorded under the launchers that they name (two Slurm nodes, MPICH's and Open MPI's
-mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation.
+mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation, and Open MPI's on a second
+node, where the numbers alone are another rank's.
 """
 
 import json
@@ -26,9 +27,9 @@ ENVIRONMENTS = [
     for who, environ, place in (
         ("rank 3 of torchrun", "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1", (3, 4, 1)),
         ("rank 3 of MPICH's mpiexec", "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", (3, 4, 1)),
-        ("rank 1 of Open MPI's mpirun",
-         "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4 "
-         "PMIX_RANK=1", (1, 4, 1)),
+        ("rank 5 of Open MPI's mpirun, on the second of two nodes",
+         "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=6 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3 "
+         "PMIX_RANK=5", (5, 6, 2)),
         ("rank 5 of PALS", "PALS_RANKID=5 PALS_LOCAL_RANKID=1 PMI_RANK=5 PMI_SIZE=8", (5, 8, 1)),
         ("rank 2 of srun, in a job of 8 tasks that started a step of 4",
          "SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NTASKS=8 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4", (2, 4, 0)),
@@ -37,6 +38,9 @@ ENVIRONMENTS = [
         ("rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks",
          "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_ID=1 "
          "SLURM_STEP_NUM_TASKS=2", (1, 4, 1)),
+        ("rank 4 of Open MPI's mpirun inside a Slurm job, where its helpers are a step of 2 tasks",
+         "OMPI_COMM_WORLD_RANK=4 OMPI_COMM_WORLD_SIZE=6 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 "
+         "SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2", (4, 6, 1)),
         ("rank 1 of a torchrun that mpiexec started",
          "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=1 MPI_LOCALRANKID=0", (1, 2, 1)),
         ("a plain python", "PATH=/usr/bin OMP_NUM_THREADS=1", (0, 1, 0)),

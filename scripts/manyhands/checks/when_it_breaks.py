@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import flat, normal, seeded
+from manyhands.checks.drawn import flat, luck, normal, seeded
 from manyhands.checks.expect import expect_equal, plain
 from manyhands.checks.witness import said, shown
 from manyhands.launch import recorded_runs
@@ -338,16 +338,17 @@ def save_whole(answer, ranks, folder):
             own.mkdir(parents=True)
         dist.barrier()
         disk, gather = _Disk(path, LATE_S if ranks.rank == slow else 0.0), _Gather(ranks.world_size)
-        with mock.patch.object(os, "fsync", disk.fsync):
-            answer(path, _shard(ranks.rank), _content(ranks.rank), ranks.rank, gather)
-        _judge_save(path, ranks.rank, ranks.world_size, disk, gather.sent_bytes)
+        names = [_shard(r) if slow else f"{luck(r).randrange(10**6)}-of-{r}.bin" for r in range(ranks.world_size)]
+        with mock.patch.object(os, "fsync", disk.fsync), mock.patch.object(os, "mkdir", disk.mkdir):
+            answer(path, names[ranks.rank], _content(ranks.rank), ranks.rank, gather)
+        _judge_save(path, ranks.rank, names, disk, gather.sent_bytes)
 
 
 class _Disk:
     """A slow one: it counts files that are forced onto it, and notes whether `path` was there before they were."""
 
     def __init__(self, path, late_s):
-        self._path, self._late_s, self._fsync = path, late_s, os.fsync
+        self._path, self._late_s, self._fsync, self._mkdir = path, late_s, os.fsync, os.mkdir
         self.synced, self.early = 0, None
 
     def fsync(self, handle):
@@ -357,6 +358,11 @@ class _Disk:
             if self._path.exists() and self.early is None:
                 self.early = "its shard" if self.synced == 1 else "the manifest"
         self._fsync(handle)
+
+    def mkdir(self, path, *args, **kwargs):
+        self._mkdir(path, *args, **kwargs)
+        if Path(path) == self._path:
+            self.early = "its shard" if self.synced == 0 else "all"
 
 
 class _Gather:
@@ -372,8 +378,9 @@ class _Gather:
         return of_all
 
 
-def _judge_save(path, rank, n, disk, sent_bytes):
+def _judge_save(path, rank, names, disk, sent_bytes):
     """Raises Wrong with what this rank saw, at once after its answer has returned."""
+    n = len(names)
     there, left = path.is_dir(), sorted(file.name for file in path.parent.iterdir() if file != path)
     if disk.early:
         raise Wrong(f"{path.name} was there, under its final name, before rank {rank} had {disk.early} on the disk")
@@ -391,7 +398,7 @@ def _judge_save(path, rank, n, disk, sent_bytes):
         files = json.loads(found.pop("manifest.json"))["files"]
     if not isinstance(files, dict):
         raise Wrong(f"{path.name} has no manifest.json with an entry 'files', a dictionary by file name")
-    wanted = {_shard(r): _content(r) for r in range(n)}
+    wanted = {name: _content(r) for r, name in enumerate(names)}
     if missing := sorted(wanted.keys() - files.keys()):
         raise Wrong(f"the manifest lists {len(files)} of {n} shards; {missing[0]} is not in it")
     if found != wanted or files != {name: _about(content) for name, content in wanted.items()}:
@@ -408,6 +415,10 @@ def _content(rank):
     return random.Random(rank).randbytes(SHARD_BYTES)
 
 
+def _manifest(contents):
+    return json.dumps({"step": 6, "files": {name: _about(content) for name, content in contents.items()}}).encode()
+
+
 def _about(content):
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -419,15 +430,19 @@ def _about(content):
 def damaged(answer, ranks=None):
     """`answer(path, part, parts)` -> the sorted names of files that are not as the manifest says, of this part."""
     whole = {_shard(r): _content(r) for r in (2, 0, 1)}  # nothing says that a manifest is sorted
-    manifest = json.dumps({"step": 6, "files": {name: _about(content) for name, content in whole.items()}}).encode()
+    manifest = _manifest(whole)
     flipped = [_content(r)[:-5] + bytes([_content(r)[-5] ^ 1]) + _content(r)[-4:] for r in range(3)]
     cut = {_shard(1): _content(1)[:-1]}
+    other = f"{luck(1).randrange(10**6)}.bin"
+    of_another_name = {other: flipped[0], "manifest.json": _manifest({other: _content(0)})}
     for case, changed, wrong, hint, *part in (
         ("a whole checkpoint", {}, [], "hash the whole file, not its beginning"),
         ("one byte cut off", cut, [1], "compare the size with the manifest's"),
+        ("bytes behind the end", {_shard(2): _content(2) + b"more"}, [2], "a file may be too long as well"),
         ("a missing file", {_shard(0): None}, [0], "what the manifest lists must be there"),
         ("one bit flipped, the size unchanged", {_shard(1): flipped[1]}, [1],
             "a size proves little: compare the sha256 of all the bytes"),
+        ("one bit flipped in a shard of another name", of_another_name, [other], "the manifest has the names"),
         ("two files at once", {_shard(2): b"", _shard(0): flipped[0]}, [0, 2], "name all of them, sorted"),
         ("two shards exchanged", {_shard(0): _content(1), _shard(1): _content(0)}, [0, 1],
             "each file must match its own entry of the manifest"),
@@ -438,18 +453,21 @@ def damaged(answer, ranks=None):
         ("three files damaged, read as part 1 of 2", {_shard(r): flipped[r] for r in range(3)}, [1],
             "this part is number 1 of the sorted names; numbers 0 and 2 are somebody else's", 1, 2),
     ):  # fmt: skip
-        wanted = ["manifest.json"] if wrong is None else list(map(_shard, wrong))
+        wanted = ["manifest.json"] if wrong is None else [w if isinstance(w, str) else _shard(w) for w in wrong]
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch)
             for name, content in (whole | {"manifest.json": manifest} | changed).items():
                 if content is not None:
                     (path / name).write_bytes(content)
+            before = {file.name: file.read_bytes() for file in path.iterdir()}
             try:
                 found = answer(path, *part)
             except NotImplementedError:
                 raise
             except Exception as error:
                 raise Wrong(f"{case}: your code raised {said(error)}; say what is damaged, whatever it is") from None
+            if not path.is_dir() or {f.name: f.is_file() and f.read_bytes() for f in path.iterdir()} != before:
+                raise Wrong(f"{case}: the checkpoint was changed; only read it")
         found = list(map(str, found)) if isinstance(found, (list, tuple)) else found
         slips = {
             "return names, not whole paths": [str(path / name) for name in wanted],

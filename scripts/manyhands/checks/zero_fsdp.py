@@ -5,13 +5,14 @@ knows all of them, and the full models of build C and exercise 2 are small enoug
 CPU's memory, where the trial group can send. A unit is like the lesson's own: its parameters are views of a padded row.
 """
 
+import tracemalloc
 import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -342,7 +343,7 @@ def _quantities(sizes, n):
 
 def _stack():
     """Eight layers; the first and the last do not split evenly over 2, 3 or 4 ranks."""
-    widths = [48, 50, 48, 48, 48, 48, 48, 48, 47]
+    widths = [400, 402, 400, 400, 400, 400, 400, 400, 399]
     return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
 
 
@@ -371,6 +372,12 @@ def sharded_from_meta(answer, ranks):
             f"the numbers are right, but at one moment you held {held.peak:,} bytes where shares and two layers are "
             f"{limit:,}: build it under torch.device('meta'), shard, then draw one weight at a time"
         )
+    whole = sum(p.nbytes for p in full.parameters())
+    if held.outside_torch > whole // 2:  # less than that is what libraries need at their first call
+        raise Wrong(
+            f"the numbers are right, but lists or numpy's arrays held {held.outside_torch:,} bytes at one moment, and "
+            f"the model has {whole:,}: draw one weight at a time, and keep your rows of it alone"
+        )
 
 
 def _judge_sharded(model, full, n, rank):
@@ -384,6 +391,9 @@ def _judge_sharded(model, full, n, rank):
     for name, layer in model.named_children():
         if n > 1 and not isinstance(layer, FSDPModule):
             raise Wrong(f"layer {name} is no unit of its own: fully_shard each layer before the model")
+    of_units = {id(fully_shard.state(layer)) for layer in model.children()}
+    if n > 1 and len(of_units) < len(full):
+        raise Wrong(f"{len(full)} layers are {len(of_units)} units: call fully_shard for each layer, not for several")
     torch.manual_seed(7)
     drawn = {name: torch.empty(p.to_local().shape).normal_(std=0.02) for name, p in shares.items()}
     for name, whole in full.named_parameters():
@@ -395,11 +405,23 @@ def _judge_sharded(model, full, n, rank):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made in the block have held at the same time; each storage once, meta ones not."""
+    """The most bytes that tensors made in the block have held at the same time; each storage once, meta ones not.
+
+    outside_torch: the same of all else, numpy's arrays and Python's objects, when the block has ended.
+    """
 
     def __init__(self):
         super().__init__()
         self.peak, self._alive = 0, weakref.WeakValueDictionary()  # {address: storage}
+
+    def __enter__(self):
+        tracemalloc.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _, self.outside_torch = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
