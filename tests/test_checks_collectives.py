@@ -15,6 +15,24 @@ def receives_while_it_sends(mine):  # right: a blocking call after one that does
     return theirs
 
 
+def takes_turns_by_barriers(mine):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    theirs = torch.empty_like(mine)
+    for turn in range(n):
+        if rank == turn:
+            dist.send(mine, (rank + 1) % n)
+        if rank == (turn + 1) % n:
+            dist.recv(theirs, turn)
+        dist.barrier()
+    return theirs
+
+
+def meets_at_the_end(mine):  # right: one barrier parts no messages
+    theirs = receives_while_it_sends(mine)
+    dist.barrier()
+    return theirs
+
+
 INTO_A_COPY = (
     "exchange(give, right, take, left)",
     "arrived = take.clone()\n        exchange(give, right, arrived, left)",
@@ -90,6 +108,7 @@ REJECTED = {
         ("return x_N", "return x_N.float()", "should be float64, as what you were given, not float32"),
     ],
     "pass_right": [
+        (takes_turns_by_barriers, "ranks wait for their turn: 4 messages one after the other, and 2 do"),
         ("rank % 2", "False", "waited 5 s for a message that never came"),
         ("rank % 2", "rank", "4 messages one after the other, and 2 do"),
         ("rank % 2", "rank > 1", "right, but ranks wait for their turn: 3 messages one after the other"),
@@ -134,7 +153,7 @@ RIGHT = {
         ("x_N.tensor_split(world_size)", "[x_N[i * -(-len(x_N) // 4) :][: -(-len(x_N) // 4)] for i in range(4)]"),
     ],
     "mended_ring": [("chunk(", "tensor_split(")],
-    "pass_right": [("rank % 2", "rank % 2 == 0"), receives_while_it_sends],
+    "pass_right": [("rank % 2", "rank % 2 == 0"), receives_while_it_sends, meets_at_the_end],
     "estimate_pi": [("4 * hits.item()", "4 * hits"), ("share, seed=rank", "points=share, seed=rank + 3")],
     "speed_up": [lambda seconds: {n: torch.tensor([seconds[1] / s, seconds[1] / s / n]) for n, s in seconds.items()}],
 }

@@ -378,6 +378,9 @@ REJECTED = {
             "nothing was averaged: the last micro-batch belongs outside no_sync"),
         "last only": (lambda ddp, micro_batches: accumulated()(ddp, micro_batches[-1:]),
             "that is the last micro-batch's alone"),
+        "averaging left off": (
+            then(accumulate_by_the_flag(late=False), lambda ddp, _: setattr(ddp, "require_backward_grad_sync", False)),
+            "DDP is left without averaging (require_backward_grad_sync is False): turn it on again"),
         "no_sync in the first alone": (accumulated(silent=lambda i, k: i == 0),
             "608 bytes were communicated in 2 calls of all_reduce, where 304 bytes"),
         "all-reduce again": (then(accumulated(), each(averages)),

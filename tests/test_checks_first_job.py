@@ -89,6 +89,8 @@ REJECTED = {
         (CELLS, "notebook.stat().st_mtime > script.stat().st_mtime", "Times do not tell"),
         (CELLS, "ours != theirs and notebook.stat().st_mtime > script.stat().st_mtime", "as in a fresh clone"),
         (CELLS, "notebook.read_text() != script.read_text()", "their cells are the same: nothing is stale"),
+        (CELLS, "[ours != theirs, notebook.unlink(), script.unlink()][0]",
+         "a file of the pair was changed, or is gone: only read them"),
         ("cell.source for", '(cell.source, str(cell.get("outputs"))) for', "no job runs outputs"),
     ],
 }  # fmt: skip

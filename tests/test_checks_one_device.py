@@ -145,6 +145,18 @@ def _greedy(pieces, budget, price):
     return chosen if kept <= budget else None
 
 
+def best_of_greedies(pieces, budget):
+    def cost(names):
+        return sum(piece.flops for piece in pieces if piece.name in names)
+
+    prices = (
+        lambda piece: piece.flops, lambda piece: piece.input - piece.kept,
+        lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9),
+    )  # fmt: skip
+    found = [names for price in prices if (names := _greedy(pieces, budget, price)) is not None]
+    return min(found, key=cost, default=None)
+
+
 # ---- exercise 3: accumulate ----
 
 
@@ -311,6 +323,7 @@ REJECTED = {
         "the cheapest per byte": (
             lambda *given: _greedy(*given, lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9)),
             "FLOPs;"),
+        "the best of several greedy choices": (best_of_greedies, "ten unequal pieces: p1"),
         "inputs forgotten": (lambda pieces, budget: ours.choose([replace(piece, input=0) for piece in pieces], budget),
             "a piece that is recomputed keeps its input"),
         "None": (lambda pieces, budget: None if pieces else set(), "the answer was None"),

@@ -281,6 +281,13 @@ def makes_the_step(ddp):
         p.data -= 0.1 * p.grad
 
 
+def share_of_gathered_tokens(micro_batches):
+    mine = torch.cat([y for _, y in micro_batches])
+    of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, mine)
+    return dist.get_world_size() / (torch.cat(of_all) != -100).sum().double()
+
+
 def gathered_share(micro_batches):  # right: a few bytes more than needed, and the gradients travel once
     counts = [None] * dist.get_world_size()
     dist.all_gather_object(counts, tokens_of(micro_batches))
@@ -347,6 +354,10 @@ REJECTED = {
         "uses the global random state": (dealt(uses_the_global_random_state),
             "all ranks must cut one and the same order"),
         "seeds with the rank": (drawn_with(lambda epoch, rank: (epoch, rank)),
+            "all ranks must cut one and the same order"),
+        "seeds with a text's hash": (drawn_with(lambda epoch, rank: hash(f"epoch {epoch}") % 2**32),
+            "all ranks must cut one and the same order"),
+        "seeds with the hash of a tuple with a text": (drawn_with(lambda epoch, rank: hash(("order", epoch)) % 2**32),
             "all ranks must cut one and the same order"),
         "seeds with the clock": (drawn_with(lambda epoch, rank: (epoch, int(time.time()))),
             "all ranks must cut one and the same order"),
@@ -415,7 +426,8 @@ REJECTED = {
         "forgets that ddp divides": (times(lambda _: 1 / dist.get_world_size()),
             "3 times too small: DDP takes the mean over the ranks"),
         "counts padding": (accumulated(lambda micro_batches: 1 / sum(len(y) for _, y in micro_batches)),
-            "96 targets were counted, and"),
+            "768 targets were counted, and"),
+        "gathers tokens": (accumulated(share_of_gathered_tokens), "and send counts, not tokens"),
         "divides by the micro batches too": (times(lambda micro_batches: 1 / len(micro_batches)),
             "4 times too small: that is the number of micro-batches"),
         "multiplies by the micro batches": (times(len), "4 times too large: that is the number of micro-batches"),
@@ -455,7 +467,12 @@ REJECTED = {
 }  # fmt: skip
 RIGHT = {
     "diagnose": [compares(lambda read: read[0] == read[1])],
-    "sharded_order": [dealt(tensor_of_indices), goes_round_from_where_it_stood, as_a_generator],
+    "sharded_order": [
+        dealt(tensor_of_indices),
+        drawn_with(lambda epoch, rank: hash((7, epoch)) % 2**32),  # numbers have one hash in all processes
+        goes_round_from_where_it_stood,
+        as_a_generator,
+    ],
     "token_mean": [adds_up_losses_too, gathers_small_counts],
     "rate_rule": [in_numpy],
     "token_weighted": [

@@ -31,6 +31,12 @@ REJECTED = {
          "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0"),
         (*BY_ALPHABET, "for rank 1 of a torchrun that mpiexec started, which has RANK=1"),
         ('"torchrun", "Open MPI", "PALS", "MPICH", "srun"', '"srun", "torchrun", "Open MPI", "PALS", "MPICH"', IN_JOB),
+        ("LETTERS[launcher]", '[n.replace("WORLD_LOCAL_RANK", "WORLD_RANK") for n in LETTERS[launcher]]',
+         "on the second of two nodes, which has OMPI_COMM_WORLD_RANK=5"),
+        ("LETTERS[launcher]", '[n.replace("COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_SIZE") for n in LETTERS[launcher]]',
+         "the world size should be 6, not 3"),
+        ('"Open MPI", "PALS", "MPICH", "srun"', '"PALS", "MPICH", "srun", "Open MPI"',
+         "for rank 4 of Open MPI's mpirun inside a Slurm job, where its helpers are a step of 2 tasks"),
         ("environ[name]) for name in names)", "environ[names[i]]) for i in (0, 1, 0))",
          "GROUP_RANK=1, the local rank should be 1, not 3"),
         (' "PALS",', "", "for rank 5 of PALS, which has PALS_RANKID=5"),
@@ -77,7 +83,10 @@ RIGHT = {
         ("return ", "return torch.ones(1, dtype=int) * "),
     ],
     "predict_seconds": [("once_s + each_s * steps", "torch.tensor(once_s + each_s * steps)")],
-    "samples_per_s": [("return ", "return 1.0 * ")],
+    "samples_per_s": [
+        ("return ", "return 1.0 * "),
+        ("batch * len(step_s) / max(step_s)", "torch.tensor(batch * len(step_s) / max(step_s))"),  # in float32
+    ],
 }
 
 

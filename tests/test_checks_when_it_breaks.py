@@ -195,6 +195,11 @@ def damaged_counts_strangers(path, part=0, parts=1):
     return sorted({*ours.damaged(path), *(file.name for file in path.glob("rank-3*"))})
 
 
+def damaged_guesses_names(path, part=0, parts=1):
+    names = [f"rank-{r}.safetensors" for r in range(3)][part::parts]
+    return [name for name in ours.damaged(path, part, parts) if name in (*names, "manifest.json")]
+
+
 def damaged_in_a_stretch(path, part=0, parts=1):
     if not parts > 1:
         return ours.damaged(path)
@@ -260,6 +265,14 @@ REJECTED = {
         "a hash of the beginning": (damaged_unless(
             lambda file, about, files: sha256(file.read_bytes()[:4096]) == about["sha256"]),
             "hash the whole file, not its beginning"),
+        "the bytes that should be there": (damaged_unless(
+            lambda file, about, files: sha256(file.read_bytes()[: about["bytes"]]) == about["sha256"]),
+            "bytes behind the end: the list should be ['rank-2.safetensors'], not []: a file may be too long as well"),
+        damaged_guesses_names: "one bit flipped in a shard of another name: the list should be ['",
+        "and removes it": (lambda path, *part: [(path / n).unlink() or n for n in ours.damaged(path) if "rank" in n],
+            "one byte cut off: the checkpoint was changed; only read it"),
+        "and makes a folder": (lambda path, *part: (path / "good").mkdir() or ours.damaged(path, *part),
+            "a whole checkpoint: the checkpoint was changed; only read it"),
         "not sorted": (lambda path, *part: ours.damaged(path, *part)[::-1], "are the right names, but not sorted"),
         "whole paths": (lambda path, *part: [path / name for name in ours.damaged(path, *part)],
             "return names, not whole paths"),
@@ -364,7 +377,21 @@ def saves_in_a_folder_of_another_name(path, name, content, rank, gather):  # rig
     return path
 
 
+def makes_the_folder_first(path, files):
+    """An empty folder may be replaced, and until then it is there."""
+    a_manifest(_partial(path), files)
+    path.mkdir()
+    os.replace(_partial(path), path)
+
+
+def guesses_names(path, files):
+    renamed(path, {f"rank-{r}.safetensors": about for r, about in enumerate(files.values())})
+
+
 SAVES = {
+    "an empty folder first": (saving(finish=makes_the_folder_first),
+        "step-0006 was there, under its final name, before rank 0 had all on the disk"),
+    "names that are guessed": (saving(finish=guesses_names), "the manifest lists 3 of 3 shards; "),
     "under the final name": (
         saving(lambda path, name, content, gather: dict(gather((name, ours.write(path / name, content)))), a_manifest),
         "step-0006 was there, under its final name, before rank 0 had its shard on the disk"),

@@ -290,6 +290,28 @@ def _left_on_meta(make, mesh, per_layer=True):
     return _sharded(model, mesh, per_layer)
 
 
+def _in_pieces(make, mesh, num_layers):
+    """Some layers together are a unit."""
+    with torch.device("meta"):
+        model = make()
+    layers = list(model)
+    for first in range(0, len(layers), num_layers):
+        fully_shard(layers[first : first + num_layers], mesh=mesh)
+    return _draw_shares(fully_shard(model, mesh=mesh).to_empty(device="cpu"), mesh)
+
+
+def _copied(make, mesh, copy):
+    """All weights are drawn first, and wait in another kind of memory."""
+    model = _on_meta(make, mesh)
+    torch.manual_seed(7)
+    every = [copy(torch.empty(p.shape).normal_(std=0.02)) for p in model.parameters()]
+    for p, whole in zip(model.parameters(), every, strict=True):
+        mine = torch.as_tensor(whole).chunk(mesh.size())
+        if mesh.get_local_rank() < len(mine):
+            p.data.to_local().copy_(mine[mesh.get_local_rank()])
+    return model
+
+
 def _on_meta(make, mesh, per_layer=True):
     return _left_on_meta(make, mesh, per_layer).to_empty(device="cpu")
 
@@ -382,8 +404,8 @@ REJECTED = {
             "the sum of the ranks' norms; their squares add up"),
         "squares averaged": (clips_by(lambda shares: (summed(_square(shares)) / dist.get_world_size()).sqrt()),
             "the squares were averaged over the ranks"),
-        "adds up in float32": (clips_by(lambda shares: summed(_square(shares).float()).sqrt().double()),
-            "that is as near as float32 comes, so compute in float64"),
+        "a call more where it clips": (clips_by(lambda shares: summed(_global(shares)) / dist.get_world_size()),
+            "16 bytes were communicated in 2 calls of all_reduce, where 1 call and 8 bytes are enough"),
         "root forgotten": (clips_by(lambda shares: summed(_square(shares))), "the root is missing"),
         "norm after clipping": (clips_by(_global, lambda norm, max_norm: norm.clamp(max=max_norm)),
             "before clipping, should be 13.09, not 1.309"),
@@ -416,6 +438,12 @@ REJECTED = {
         "forgets std": (lambda make, mesh: _draw_shares(_on_meta(make, mesh), mesh, std=1.0),
             "element [0, 0] should be -0.0164, not -0.8201"),
         in_another_order: "draw whole weights in its order, after torch.manual_seed(7)",
+        "two units": (lambda make, mesh: _in_pieces(make, mesh, 4),
+            "8 layers are 2 units: call fully_shard for each layer, not for several"),
+        "whole in numpy": (lambda make, mesh: _copied(make, mesh, lambda whole: whole.numpy().copy()),
+            "the numbers are right, but lists or numpy's arrays held"),
+        "whole in lists": (lambda make, mesh: _copied(make, mesh, torch.Tensor.tolist),
+            "the numbers are right, but lists or numpy's arrays held"),
         "one unit": (lambda make, mesh: _draw_shares(_on_meta(make, mesh, per_layer=False), mesh),
             "is no unit of its own"),
     },
@@ -439,8 +467,11 @@ RIGHT = {
     "gather_when_needed": [on_all_modules],
     "sharded_from_meta": [meta_by_default, by_distribute_tensor],
     "clip_by_global_norm": [
-        clips_by(_global, lambda norm, _, kind=kind: kind(norm))
-        for kind in (float, torch.Tensor.numpy, lambda norm: Fraction(norm.item()))
+        clips_by(lambda shares: summed(_square(shares).float()).sqrt().double()),  # as float32 rounds
+        *(
+            clips_by(_global, lambda norm, _, kind=kind: kind(norm))
+            for kind in (float, torch.Tensor.numpy, lambda norm: Fraction(norm.item()))
+        ),
     ],
     "predict": [every_kind_of_number, an_array_of_numbers],
     "hybrid": [hybrid_of_arrays],

@@ -3,7 +3,6 @@
 None of them communicates: every rank judges the same answer on the same numbers.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -256,14 +255,14 @@ def _trade_offs():
     yield "a piece whose input is larger than what it keeps", [
         Piece("norm", 5, 20, 1), Piece("mlp", 90, 10, 80), Piece("attention", 60, 10, 30),
     ], 85  # fmt: skip
-    yield ("eight unequal pieces", *_hard_to_guess(luck(12)))
+    yield ("ten unequal pieces", *_hard_to_guess(luck(12)))
     yield "four equal blocks, and too little even for their inputs", equal, 3.5
 
 
 def _hard_to_guess(draw):
     """(pieces, budget) for which no greedy choice is the best, in any usual order, pruned afterwards or not."""
     while True:
-        pieces = [Piece(f"p{i}", 20 + draw.randint(1, 99), draw.randint(1, 19), draw.randint(1, 99)) for i in range(8)]
+        pieces = [Piece(f"p{i}", 20 + draw.randint(1, 99), draw.randint(1, 19), draw.randint(1, 99)) for i in range(10)]
         budget = sum(piece.kept for piece in pieces) * draw.uniform(0.4, 0.7) // 1
         lowest = sum(piece.flops for piece in pieces if piece.name in _cheapest(pieces, budget))
         if all(cost > lowest for cost in _greedy_costs(pieces, budget)):
@@ -292,12 +291,16 @@ def _greedy_costs(pieces, budget):
 
 def _cheapest(pieces, budget):
     """The set of names with the fewest FLOPs that fits, None if there is none."""
-    fits = [
-        (sum(piece.flops for piece, on in zip(pieces, chosen, strict=True) if on), chosen)
-        for chosen in itertools.product((False, True), repeat=len(pieces))
-        if sum(piece.input if on else piece.kept for piece, on in zip(pieces, chosen, strict=True)) <= budget
-    ]
-    return {piece.name for piece, on in zip(pieces, min(fits)[1], strict=True) if on} if fits else None
+    cheapest = {0: (0, ())}  # bytes kept by the pieces so far: (FLOPs, names to recompute)
+    for piece in pieces:
+        ways = [
+            (kept + more, (flops + cost, names + name))
+            for kept, (flops, names) in cheapest.items()
+            for more, cost, name in ((piece.kept, 0, ()), (piece.input, piece.flops, (piece.name,)))
+        ]
+        cheapest = dict(sorted(ways, reverse=True))  # of several ways to keep as much the cheapest stays
+    fits = [way for kept, way in cheapest.items() if kept <= budget]
+    return set(min(fits)[1]) if fits else None
 
 
 def _names(names):
