@@ -48,6 +48,7 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
         ("add_up: 4 calls", "add_up: 4 calls."),
         ("for 7 it is off", "For 7 it is off."),
         ("dy was changed", "dy was changed."),
+        ("step-0006 was there", "step-0006 was there."),
         ("steps are missing", "Steps are missing."),
     ],
 )

@@ -439,7 +439,7 @@ REJECTED = {
             "leave gradients only, a later step is the optimizer's"),
         "averages every micro batch": (accumulated(share_of_all, quiet=contextlib.nullcontext),
             "keep all but the last micro-batch inside no_sync"),
-        one_large_batch: "the model was given 32 rows at once, and a micro-batch has 8",
+        one_large_batch: "the model was given 256 rows at once, and a micro-batch has 64",
         "skips empty micro batches": (accumulated(share_of_all, full_only=True),
             "also where a micro-batch has no token"),
     },

@@ -419,7 +419,7 @@ SAVES = {
         "(in the folder: step-0006.partial): nobody has renamed anything to it"),
     "a copy": (
         saving(finish=lambda path, files: (a_manifest(_partial(path), files), shutil.copytree(_partial(path), path))),
-        "step-0006.partial is still there beside step-0006: rename it, do not copy it"),
+        "step-0006 was there, under its final name, before rank 0 had all on the disk"),
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ TURN = ContextVar(
 )  # (seed of the whole check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
-_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\()|(x|y|dx|dy)\b")  # a sentence that begins with a name
+_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|-\d)|(x|y|dx|dy)\b")  # a sentence that begins with a name
 # The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
 _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import generator
+from manyhands.checks.drawn import generator, in_turn, luck, sizes
 from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_unchanged
 from manyhands.checks.trial import Waits
 from manyhands.checks.witness import listed, shown
@@ -96,7 +96,7 @@ def _judge_messages(seen, right, n, halves, chunk, item_bytes):
 @exercise(1, "ring all-reduce")
 def all_reduce_any_length(answer, ranks):
     """`answer(x_N)` sums x_N over all ranks in place and returns it: any length, 2(n-1) messages of about N/n."""
-    _judge_ring(answer, ranks, LENGTHS)
+    _judge_ring(answer, ranks, in_turn([*LENGTHS, *sizes(1, 1, least=11, most=99)]))
 
 
 @exercise(4, "the mended ring")
@@ -132,6 +132,7 @@ def ring_seconds(answer, ranks=None):
     for n_bytes, n, alpha, beta in (
         (40_000_000, 4, 1e-5, 5e10), (4_096, 4, 5e-4, 1e9), (40_000_000, 100, 2e-6, 1.5e11),
         (1_000_003, 3, 1e-3, 1e8), (1_000_000, 1, 1e-3, 1e8),
+        (luck(1).randint(10**5, 10**7), luck(2).randint(5, 99), luck(3).uniform(1e-5, 1e-3), luck(4).uniform(1e8, 1e9)),
     ):  # fmt: skip
         hops, chunk_s = 2 * (n - 1), n_bytes / n / beta
         slips = {

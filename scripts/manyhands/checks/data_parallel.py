@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import Watched, flat, gradients, normal, seeded
+from manyhands.checks.drawn import Watched, flat, gradients, luck, normal, seeded, sizes
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number
 from manyhands.checks.trial import Waits
 from manyhands.checks.witness import shown
@@ -193,6 +193,7 @@ def bytes_per_step(answer, ranks=None):
     for num_params, n, value, micro_batches, no_sync in (
         (816_705, 4, 4, 1, False), (816_705, 1, 4, 1, False),
         (124_000_000, 8, 2, 1, False), (124_000_000, 8, 2, 3, False), (124_000_000, 8, 2, 3, True),
+        (luck(1).randint(10**5, 10**9), *sizes(2, 3, least=3, most=40), False),
     ):  # fmt: skip
         found = number(answer(num_params, n, value, micro_batches, no_sync), "bytes")
         payload, times = num_params * value, 1 if no_sync else micro_batches

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from manyhands.checks import Wrong, exercise
+from manyhands.checks.drawn import in_turn, luck
 from manyhands.checks.expect import count, expect_equal, expect_refusal, number, truth
 from manyhands.checks.witness import said
 
@@ -36,7 +37,9 @@ QUEUES = (  # nodes needed, from when each node is free, when the job ahead star
 @exercise("A", "when a job starts")
 def start_of(answer, ranks=None):
     """`answer(need, free_at, previous)`: when a job starts that needs so many nodes, if nobody is overtaken."""
-    for need, free_at, previous in QUEUES:
+    draw = luck(1)
+    drawn = [(draw.randint(1, 4), [draw.randint(0, 9) for _ in range(4)], draw.randint(0, 9)) for _ in range(12)]
+    for need, free_at, previous in in_turn([*QUEUES, *drawn]):
         minute = number(answer(need, list(free_at), previous), "minutes")
         nodes = f"{need} node{'s' * (need > 1)}"
         said = f"for start_of({need}, {free_at}, {previous}) you say minute {minute:g}"

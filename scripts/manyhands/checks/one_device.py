@@ -19,9 +19,11 @@ from manyhands.checks.drawn import (
     flat,
     generator,
     gradients,
+    in_turn,
     luck,
     normal,
     seeded,
+    sizes,
 )
 from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number
 from manyhands.checks.witness import shown
@@ -48,7 +50,7 @@ SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16
 @exercise("A", "count the parameters")
 def parameters(answer, ranks=None):
     """`answer(V, T, D, N)` -> the parameters of a GPT with V tokens, T positions, width D and N layers."""
-    for V, T, D, N in SIZES:
+    for V, T, D, N in in_turn([*SIZES, sizes(1, 4, least=5, most=60)]):
         layers, outside = N * (12 * D**2 + 10 * D), D * (V + T) + 2 * D + V * (D + 1)
         off = {  # {what is missing, or too much: by how much}; the smallest of the sizes tells all of these apart
             "the head has a bias: a number for each token": -V,

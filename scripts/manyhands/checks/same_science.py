@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.distributed import DistributedSampler
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import IGNORED, Watched, expect_token_mean, flat, generator, gradients, seeded
+from manyhands.checks.drawn import IGNORED, Watched, expect_token_mean, flat, generator, gradients, luck, seeded, sizes
 from manyhands.checks.expect import (
     count,
     expect_equal,
@@ -160,6 +160,7 @@ def rate_rule(answer, ranks=None):
         for kind, base, k, updates in (
             ("SGD", 0.1, 4, 100), ("Adam", 0.001, 4, 100), ("SGD", 0.02, 9, 40), ("Adam", 0.3, 9, 250),
             ("SGD", 1.0, 1, 100), ("SGD", 0.1, 4, 5),  # of 5 a tenth is less than one
+            *((kind, luck(1).uniform(0.01, 0.2), *sizes(2, 2, least=5, most=90)) for kind in ("SGD", "Adam")),
         ):  # fmt: skip
             rates = [number(answer(kind, base, k, step, updates)) for step in range(updates)]
             _judge_schedule(rates, kind, base, k)

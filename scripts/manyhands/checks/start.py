@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import Wrong, drawn, exercise
 from manyhands.checks.expect import expect_equal, expect_number, expect_traffic, truth
 from manyhands.checks.witness import shown
 from manyhands.launch.run_folder import run_folder
@@ -51,7 +51,7 @@ ENVIRONMENTS = [
 @exercise("A", "who am I")
 def who_am_i(answer, ranks):
     """answer(environ) -> (rank, world size, local rank), for every recorded environment."""
-    for who, environ, expected in ENVIRONMENTS:
+    for who, environ, expected in drawn.in_turn(ENVIRONMENTS):
         given, has = dict(environ), ", ".join(f"{name}={value}" for name, value in environ.items())
         found = answer(given)
         if not isinstance(found, tuple) or len(found) != 3:
@@ -230,10 +230,15 @@ def _seconds(profile, iterations, steps):
 @exercise(4, "samples per second")
 def samples_per_s(answer, ranks=None):
     """answer(batch, step_s) -> samples per second of the world; step_s: seconds of one step, one value per rank."""
-    for batch, step_s in (
+    more = [
+        (drawn.luck(i).randint(2, 99), [round(drawn.luck(9 * i + j).uniform(0.1, 0.9), 3) for j in range(i)])
+        for i in (3, 5)
+    ]
+    for batch, step_s in drawn.in_turn([
         (64, [0.0707]), (64, [0.05, 0.05, 0.05, 0.05]), (32, [0.04, 0.05]), (1, [0.25, 0.5, 0.5]),
         (8, [0.4, 0.1, 0.2]), (16, [0.1, 0.3, 0.8, 0.2, 0.2]),  # the slowest is one of many, wherever it stands
-    ):  # fmt: skip
+        *more,
+    ]):  # fmt: skip
         n, right = len(step_s), batch * len(step_s) / max(step_s)
         means = statistics.fmean(step_s), statistics.median(step_s)
         slips = {

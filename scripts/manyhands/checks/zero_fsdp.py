@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import flat, normal, seeded
+from manyhands.checks.drawn import flat, luck, normal, seeded
 from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_traffic, expect_unchanged
 from manyhands.measure import wire
 
@@ -41,7 +41,15 @@ def _small_storage(tensor, what):
 @exercise("A", "your share of the row")
 def my_share(answer, ranks=None):
     """`answer(row_P, n, rank)` is the rank's piece of the row, padded and cut in n, in memory of its own."""
-    for length, n in ((38, 2), (38, 4), (40, 4), (7, 3), (3, 5), (9, 1)):
+    for length, n in (
+        (38, 2),
+        (38, 4),
+        (40, 4),
+        (7, 3),
+        (3, 5),
+        (9, 1),
+        (luck(1).randrange(20, 60), luck(2).randrange(3, 8)),
+    ):
         row_P = torch.arange(1, length + 1, dtype=torch.float64)
         missing, size, pieces = -length % n, length // n, _padded(row_P, n).chunk(n)
         for rank in range(n):
@@ -297,6 +305,7 @@ def predict(answer, ranks=None):
     for sizes, n in (
         ([320, 320, 80], 5), ([197_888] * 4 + [25_216], 4), ([201_400_000] * 32 + [271_500_000], 20),
         ([24, 240, 48, 12], 12), ([96], 4),  # at last the root alone
+        ([7 * luck(i).randint(10, 999) for i in range(luck(9).randint(3, 6))], 7),
     ):  # fmt: skip
         held, whole, gathers, communicated = answer(list(sizes), n)
         units = f"{sizes[0]:,} (x {len(sizes) - 1}) and {sizes[-1]:,}" if len(sizes) > 4 else sizes
@@ -349,17 +358,20 @@ def _stack():
 
 @exercise(2, "never build the whole model", timeout_s=20.0)
 def sharded_from_meta(answer, ranks):
-    """`answer(make, mesh)` returns a sharded model with the full model's numbers, and never held more than a bit."""
-    full, n = _stack(), ranks.world_size
+    """`answer(make, mesh)` returns a sharded model with the full model's numbers, and never held more than a bit.
+
+    Two ranks share it; of four, two and two: the mesh says who.
+    """
+    full, n = _stack(), 2 if ranks.world_size == 4 else ranks.world_size
     torch.manual_seed(7)
     for p in full.parameters():
         p.data.normal_(std=0.02)
-    mesh = init_device_mesh("cpu", (n,))
+    mesh = init_device_mesh("cpu", (ranks.world_size // n, n), mesh_dim_names=("copies", "shares"))["shares"]
     torch.manual_seed(1)
     try:
         with Peak() as held:
             model = answer(_stack, mesh)
-        _judge_sharded(model, full, n, ranks.rank)
+        _judge_sharded(model, full, n, mesh.get_local_rank(), ranks)
     finally:
         # DTensor remembers results together with their mesh, and an equal mesh of the lesson stands for other groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -380,7 +392,7 @@ def sharded_from_meta(answer, ranks):
         )
 
 
-def _judge_sharded(model, full, n, rank):
+def _judge_sharded(model, full, n, rank, ranks):
     """Raise Wrong unless every layer of the model is a unit, and holds this rank's rows of the full model."""
     shares = dict(model.named_parameters())
     for name, p in shares.items():
@@ -400,8 +412,10 @@ def _judge_sharded(model, full, n, rank):
         rows = [*whole.chunk(n), *[whole[:0]] * n][rank]  # there may be fewer than ranks
         mistake = "it was drawn as a share, the same on every rank; draw the whole weight, then keep this rank's rows"
         it_is = "the full model's: draw whole weights in its order, after torch.manual_seed(7), and keep your share"
-        own = shares[name].to_local()
-        expect_tensor(own, rows, f"this rank's share of {name}", {mistake: drawn[name]}, it_is, close=0)
+        own, of_all = shares[name].to_local(), [*whole.chunk(ranks.world_size), *[whole[:0]] * n][ranks.rank]
+        everyone = "it is cut over all ranks, and only those of `mesh` share the model"
+        slips = {mistake: drawn[name], everyone: of_all if ranks.world_size > n else None}
+        expect_tensor(own, rows, f"this rank's share of {name}", slips, it_is, close=0)
 
 
 class Peak(TorchDispatchMode):
