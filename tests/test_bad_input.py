@@ -67,6 +67,8 @@ def run(argv, environ, tmp_path, ranks=1, timeout_s=250):
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         folders.append(tmp_path / f"rank{rank}-{time.monotonic_ns()}")
         folders[-1].mkdir()
+        for name in ("out", "err"):
+            (folders[-1] / name).touch()  # a rank may be ended before it says anything
         everything = {"MANYHANDS_OUTPUTS": str(tmp_path / "out"), **environ, **(place if ranks > 1 else {})}
         processes.append(_server.Process(target=_main, args=(list(argv), everything, str(folders[-1])), daemon=True))
     try:

@@ -194,7 +194,12 @@ def test_a_damaged_manifest_gives_its_model_or_one_sentence(which, written, tmp_
     attack()
 
 
-CONTRADICTIONS = {  # of names in metadata, and what is said; their sha256 fits
+CONTRADICTIONS = {  # what is said, and what is wrong in metadata or above; the sha256 fits
+    "format: 'manyhands checkpoint 1' was found, and 'manyhands checkpoint 2' is": {"format": "manyhands checkpoint 1"},
+    r"files...+elsewhere.safetensors": {"files": {"../elsewhere.safetensors": {"bytes": 1, "sha256": "0" * 64}}},
+    "layout: string should match pattern": {"layout": "shard 2\n\x1b[2J"},
+    "config: input should be": {"config": "nano"},
+    "corpus.sha256: field required": {"corpus": {"name": "mine"}},
     "metadata.step is 4, and step is 3": {"step": 4},
     "metadata.val_loss is 2.0, and val_loss is 2.5": {"val_loss": 2.0},
     "step: input should be less than": {"step": 10**30},
@@ -220,7 +225,8 @@ CONTRADICTIONS = {  # of names in metadata, and what is said; their sha256 fits
 def test_a_manifest_that_contradicts_itself_is_refused(said, written, tmp_path_factory):
     path = copied(written, "plain", tmp_path_factory)
     values = json.loads(manifest_of(path).read_text())
-    values["metadata"] |= CONTRADICTIONS[said]
+    for name, wrong in CONTRADICTIONS[said].items():
+        (values if name in ("format", "files") else values["metadata"])[name] = wrong
     manifest_of(path).write_bytes(json_of(signed(values)))
     with pytest.raises(CheckpointError, match=said):
         load_model(path)

@@ -109,7 +109,7 @@ class RunMetadata(ModelMetadata):
     """What a run says of itself, and needs to go on."""
 
     corpus: RunText
-    layout: str
+    layout: Annotated[str, Field(pattern="^[a-z0-9 ]+$")]
     world_size: PositiveInt
     loss_scale: LossScale | None = None
     lora: Lora | None = None
