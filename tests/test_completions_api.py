@@ -270,8 +270,9 @@ def test_the_systems_words_and_the_last_message_are_never_left_out(default):
     ids, _, dropped = words.encode_chat(talk, room=40)
     assert ids == words.encode_chat([system, *talk[1 + dropped :]])[0] and len(ids) <= 40 < len(ids) + 20
     assert words.encode_chat(talk, room=1)[0] == words.encode_chat([system, USER])[0]
-    talk[1] = {"role": "user", "content": "A" * 100_000}  # as long as no context ever is
-    assert answer(default, CHAT, {"messages": talk})[0] == 200
+    huge = {"role": "user", "content": "A" * 100_000}  # as long as no context ever is
+    status, body = answer(default, CHAT, {"messages": [huge, {"role": "assistant", "content": "A"}, USER]})
+    assert (status, body["dropped_messages"]) == (200, 2)
     long = {"messages": [{"role": "user", "content": "A" * context}]}
     status, body = answer(default, CHAT, long)
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
@@ -316,6 +317,7 @@ def test_the_chat_of_a_notebook_says_that_the_oldest_are_left_out_and_that_a_rep
 @pytest.mark.parametrize(
     ("path", "more", "param"),
     [
+        (TEXT, {"A" * 1000: 1}, "A" * 80),
         (TEXT, {"tempature": 0.5}, "tempature"), (TEXT, {"min_p": 0.1}, "min_p"), (TEXT, {"best_of": 3}, "best_of"),
         (TEXT, {"repetition_penalty": 1.1}, "repetition_penalty"), (TEXT, {"stop_token_ids": [1]}, "stop_token_ids"),
         (TEXT, {"best_of": True}, "best_of"), (TEXT, {"n": True}, "n"), (TEXT, {"n": 65}, "n"), (TEXT, {"n": 0}, "n"),
