@@ -37,7 +37,7 @@ def act(wanted):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
     from manyhands.train.preemption import act_on_options
 
     run_program("align.py", lambda: act_on_options("align.py", read, act))

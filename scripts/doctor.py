@@ -17,6 +17,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("doctor.py", main)

@@ -6,13 +6,18 @@
 A point that the file holds already is not run again, so a grid that was stopped goes on.
 """
 
-import argparse
 import json
 from pathlib import Path
+
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
 
 import torch
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import load_corpus
+from manyhands.launch.flags import Flags
 from manyhands.launch.join import join, leave
 from manyhands.launch.metrics import conditions
 from manyhands.launch.program import say
@@ -50,7 +55,7 @@ def run_grid(points, path, corpus, ranks):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = Flags(description=__doc__.split("\n\n")[0])
     parser.add_argument("--to", type=Path, default=ASSETS / "recorded" / "12_isoflop.json", metavar="FILE")
     path = parser.parse_args().to
     ranks = join(name="isoflop", quiet=True)
@@ -61,4 +66,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    entry.run_program("isoflop.py", main)

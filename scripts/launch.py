@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def refuse_flags(flags):
     """End with the reason, said once, if train.py would refuse these flags on each of its ranks; or with its help."""
-    from manyhands.config.options import OptionError, read_options
+    from manyhands.config.options import read_options
+    from manyhands.launch.program import Refused
 
     try:
         read_options(flags, prog="train.py")
-    except OptionError as error:
+    except Refused as error:
         print(f"train.py: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -38,6 +39,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("launch.py", main)

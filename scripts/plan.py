@@ -28,7 +28,6 @@ without formulas, which the last line names. Nothing here needs torch or a GPU. 
 number of GPUs that would; status 2: the question makes no sense, with the cure.
 """
 
-import argparse
 import json
 import sys
 from dataclasses import replace
@@ -36,6 +35,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
+from manyhands.course.folders import named
+from manyhands.launch.flags import Flags
 from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
 from manyhands.predict.models import MODELS, PlannedModel, preset_model
@@ -57,9 +63,7 @@ MACHINE_FLAGS = {
 
 
 def read(argv):
-    parser = argparse.ArgumentParser(
-        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Flags(prog="plan.py", description=__doc__)
     model = parser.add_argument_group("the model: a preset, or sizes")
     model.add_argument("--preset", help=", ".join(MODELS))
     for flag in (*SIZES, *MORE_SIZES):
@@ -145,9 +149,10 @@ def main(argv=None):
     args = read(argv)
     if args.machines:
         return _show_machines()
-    if args.published:
-        return _show_published(args)
     try:
+        picture = args.plot and _picture(args.plot)
+        if args.published:
+            return _show_published(picture)
         if args.top < 1:
             raise ValueError(f"top={args.top} shows nothing; use at least 1")
         answer = plan(question_of(args))
@@ -157,18 +162,26 @@ def main(argv=None):
     from manyhands.predict.report import as_dict, as_text
 
     print(json.dumps(as_dict(answer), indent=1) if args.json else as_text(answer, args.top, args.all))
-    if args.plot and answer.best:
-        _draw(answer, args)
+    if picture and answer.best:
+        _draw(answer, args.top, picture)
     return 0 if answer.best else NOTHING_FITS
 
 
-def _draw(answer, args):
+def _picture(plot):
+    """Where the picture goes. Raises ValueError where it cannot, before anything is planned."""
+    path = named(plot)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {plot} is no picture; use a name that ends in .png, .svg or .pdf")
+    return path
+
+
+def _draw(answer, top, picture):
     from manyhands.plots.bars import plans
 
-    rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[: args.top]]
+    rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[:top]]
     question = answer.question
     title = f"{question.model.name} on {question.gpus} {question.machine.name}"
-    plans(rows, question.machine.memory_bytes, title).savefig(args.plot)
+    plans(rows, question.machine.memory_bytes, title).savefig(picture)
 
 
 def _show_machines():
@@ -183,22 +196,20 @@ def _show_machines():
     return 0
 
 
-def _show_published(args):
+def _show_published(picture):
     from manyhands.predict.published_runs import FITTED_ON, NARAYANAN, RUNS, predicted_tflops, published_text
 
     print(published_text())
-    if args.plot:
+    if picture:
         from manyhands.plots.results import table_and_others
 
         table, others = [], []
         for run in RUNS:
             rows, label = (table, run.name) if run.source == NARAYANAN else (others, run.source.split(",")[0])
             rows.append((label, run.published, predicted_tflops(run), run.name in FITTED_ON))
-        table_and_others(table, others, NARAYANAN.split(",")[0]).savefig(args.plot)
+        table_and_others(table, others, NARAYANAN.split(",")[0]).savefig(picture)
     return 0
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("plan.py", main)
+    entry.run_program("plan.py", main)

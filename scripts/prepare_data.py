@@ -21,19 +21,25 @@ Status 2: a wrong file, a corrupt download or a full disk, with the cure. What w
 text: start again. Two at once do not write into one FOLDER: the second ends.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
+from manyhands.course.folders import named
 from manyhands.data import shakespeare
+from manyhands.launch.flags import Flags
 
 
 def arguments_of(argv, error=None):
     """The flags as a Namespace. `error(sentence)` ends the program where they make no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Flags(description=__doc__)
     parser.error = error or parser.error
     parser.add_argument("files", nargs="*", help="text files and folders; none: fetch Shakespeare")
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
@@ -73,6 +79,11 @@ def wrong_value(given):
         f"--near {given.near} finds everything alike; use 0.5 or more": not given.near >= 0.5,
         f"--min-characters {given.min_characters} is negative; use 0 or more": given.min_characters < 0,
     }
+    for path in filter(None, [given.to, given.verify]):
+        try:
+            named(path)
+        except ValueError as error:
+            faults[str(error)] = True
     for name in ("min_letters", "max_repeated", "max_runs"):
         value = getattr(given, name)
         faults[f"--{name.replace('_', '-')} {value} is not a share; use 0 to 1"] = not 0 <= value <= 1
@@ -140,6 +151,4 @@ def _refuse(sentence):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("prepare_data.py", main)
+    entry.run_program("prepare_data.py", main)

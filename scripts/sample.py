@@ -19,18 +19,25 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
 import tyro
 from manyhands.align.chat import END, encode
 from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.command_line import parsed
 
 SMALL = 20e6  # parameters
+LEAST = 1e-6  # temperature: what divides by less leaves the range of numbers
 
 
 @dataclass(frozen=True)
 class Options:
     # a folder of checkpoints, a run's, one step's, or a .safetensors file
     source: tyro.conf.Positional[Path] = Path("outputs/train/latest/checkpoints")
-    prompt: str = "\n"  # where the text starts
+    prompt: str | None = None  # where the text starts; none: at a new line, where the model knows lines
     chat: bool = False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
     system: str | None = None  # with --chat: the system's message before it
     length: int = 300  # tokens to write, >= 0
@@ -64,10 +71,11 @@ def refuse_senseless(options):
     faults = {
         f"--length {length} is negative; use 0 or more": length < 0,
         f"--temperature {temperature} is negative; use 0 for the likeliest token": temperature < 0,
+        f"--temperature {temperature} is too small; use 0 for the likeliest token": 0 < temperature < LEAST,
         f"--top-k {top_k} leaves nothing to draw; use 1 or more": top_k is not None and top_k < 1,
         f"--temperature {temperature} is not a finite number; use 0 or more": not math.isfinite(temperature),
         "--system is for --chat; add it, or leave it out": options.system is not None and not options.chat,
-        "--prompt is empty; give the text at least one character to start from": not options.prompt,
+        "--prompt is empty; give the text at least one character to start from": options.prompt == "",
     }
     for sentence, wrong in faults.items():
         if wrong:
@@ -82,11 +90,11 @@ def encoded(prompt, tokenizer):
         raise ValueError(f"--prompt: {error}") from None
 
 
-def asked(options, vocab):
+def asked(prompt, system, vocab):
     """Ids of the prompt as a user's message, and the assistant's marker. Raises ValueError where `vocab` has none."""
-    messages = [{"role": "user", "content": options.prompt}]
-    if options.system is not None:
-        messages.insert(0, {"role": "system", "content": options.system})
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     return encode(messages, vocab, reply=True)[0]
 
 
@@ -111,7 +119,8 @@ def write_text(options):
     model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
     tokenizer = tokenizer_of(metadata)
     vocab = tokenizer.vocab
-    ids = asked(options, vocab) if options.chat else encoded(options.prompt, tokenizer)
+    prompt = options.prompt or ("\n" if tokenizer.kind == "bpe" or "\n" in vocab else vocab[0])
+    ids = asked(prompt, options.system, vocab) if options.chat else encoded(prompt, tokenizer)
     loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
         f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters",
@@ -123,7 +132,7 @@ def write_text(options):
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains, by far on busy cores
         torch.set_num_threads(1)
     if not options.chat:
-        write(options.prompt)
+        write(prompt)
     text_of = tokenizer.writer()
     for i in drawn(model, ids, options.length, options.temperature, options.top_k, len(vocab), generator):
         if options.chat and vocab[i] == END:
@@ -134,8 +143,8 @@ def write_text(options):
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
-    options = tyro.cli(Options, prog="sample.py", description=__doc__, args=words)
     try:
+        options = parsed(Options, words, "sample.py", __doc__)
         if "" in words and options.source == Path():  # to a Path "" is the current folder
             raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
         write_text(options)
@@ -146,6 +155,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("sample.py", main)
+    entry.run_program("sample.py", main)

@@ -28,8 +28,14 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
 import tyro
 from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.command_line import parsed
 from manyhands.serve.schema import Limits
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
@@ -159,8 +165,8 @@ def serve(options):
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
-    options = tyro.cli(Options, prog="serve.py", description=__doc__, args=words)
     try:
+        options = parsed(Options, words, "serve.py", __doc__)
         if "" in words and options.source == Path():  # to a Path "" is the current folder
             raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
         serve(replace(options, source=options.source or aligned()))
@@ -171,6 +177,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("serve.py", main)
+    entry.run_program("serve.py", main)

@@ -40,7 +40,7 @@ def act(options):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
     from manyhands.train.preemption import act_on_options
 
     run_program("train.py", lambda: act_on_options("train.py", read, act))

@@ -22,8 +22,8 @@ sys.path.insert(0, os.environ.get("MANYHANDS_SCRIPTS", str(Path(__file__).resolv
 
 import torch
 import torch.distributed as dist
+from manyhands.launch.entry import run_program
 from manyhands.launch.join import join, leave
-from manyhands.launch.program import run_program
 from manyhands.train.preemption import PreemptionHandler, clear_requeue, defer_signals, write_requeue
 from manyhands.train.stalls import StallWatch
 

@@ -231,9 +231,6 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(tmp_path, corpus):
     assert left == []
 
 
-# ------------------------------------------------------------------ trackers
-
-
 # ------------------------------------------------------------------ whole commands
 
 
@@ -245,3 +242,50 @@ def test_the_command_itself_ends_with_status_2_and_one_sentence(root, tmp_path):
     )  # fmt: skip
     assert ran.returncode == 2 and ran.stdout == ""
     assert len(ran.stderr.splitlines()) == 1 and ran.stderr.startswith("train.py: preset 'gpt5' is unknown")
+
+
+REFUSED = {
+    "sample.py --lenght 3": "there is no flag --lenght; did you mean --length?",
+    "sample.py --length 3.5": "--length 3.5 is not a whole number",
+    "sample.py --length": "--length needs a whole number",
+    "sample.py --temperature 1e-320": "--temperature 1e-320 is too small; use 0 for the likeliest token",
+    "sample.py a b": "b is not understood: flags begin with --",
+    "train.py --train.step=4": "there is no flag --train.step; did you mean --train.steps?",
+    "train.py --parallel.strategy fdsp": "--parallel.strategy fdsp is not one of ddp, zero1, fsdp, tp, pp, deepspeed;"
+    " did you mean fsdp?",
+    "train.py --parallel.tensor x": "--parallel.tensor x is not a whole number",
+    "train.py --checkpoint.folder ~nosuchuser/x": "checkpoint.folder: ~nosuchuser/x cannot be used: there is no user",
+    "train.py --config {folder}/pipe.toml": "pipe.toml cannot be used: it is a pipe; name a file",
+    "align.py": "name {sft,dpo,grpo} and --from",
+    "align.py sft --from x --data.held-out 99999999999": "data.held_out=99,999,999,999 is too large; use at most 1,000",
+    "align.py grpo --from x --grpo.temperature 1e-320": "use 1e-6 or more",
+    "serve.py --port abc": "--port abc is not a whole number",
+    "launch.py --nprocs=2": "unrecognized arguments: --nprocs=2; did you mean --nproc?",
+    "launch.py -- --train.stps 3": "there is no flag --train.stps; did you mean --train.steps?",
+    "prepare_data.py README.md --to ~nosuchuser/x": "~nosuchuser/x cannot be used: there is no user nosuchuser",
+    "prepare_data.py --near abc": "argument --near: invalid float value: 'abc'",
+    "plan.py --gpus 6a": "argument --gpus: invalid int value: '6a'",
+    "plan.py --machine {folder}/pipe.toml": "pipe.toml cannot be used: it is a pipe; name a file",
+    "plan.py --machine none.toml": "none.toml cannot be read: No such file or directory",
+    "plan.py --preset gpt2 --plot ~nosuchuser/x.png": "~nosuchuser/x.png cannot be used: there is no user nosuchuser",
+    "plan.py --preset gpt2 --plot {folder}": "is no picture; use a name that ends in .png, .svg or .pdf",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_value_that_cannot_be_is_one_line_with_what_is_allowed(root, tmp_path, words):
+    os.mkfifo(tmp_path / "pipe.toml")
+    program, *flags = words.format(folder=tmp_path).split()
+    command = [sys.executable, f"scripts/{program}", *flags]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, stdin=subprocess.DEVNULL)
+    name = "train.py" if "--train.stps" in words else program
+    assert ran.stderr.startswith(f"{name}: ") and REFUSED[words] in ran.stderr
+    assert ran.stderr.count("\n") == 1 and (ran.returncode, ran.stdout) == (2, "")
+
+
+def test_a_picture_that_cannot_be_written_is_a_line_after_the_plan(root, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    for place, why in ((tmp_path / "folder.png", "Is a directory"), ("/nowhere/x.svg", "No such file or directory")):
+        command = [sys.executable, "scripts/plan.py", "--preset", "gpt2", "--plot", str(place)]
+        ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250)
+        assert (ran.returncode, ran.stderr) == (1, f"plan.py: {place}: {why}\n") and "gpt2: " in ran.stdout

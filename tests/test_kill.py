@@ -27,6 +27,7 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import Corpus
 from manyhands.launch.metrics import fingerprint
+from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Run
 from manyhands.train.start import resume
 from rank_pool import _server, ranks_of
@@ -59,7 +60,8 @@ def train(ranks, folder, asynchronous, most, tell):
     options = replace(OPTIONS, checkpoint=wanted)
     corpus = Corpus.from_text("test", "to be, or not to be " * 20)
     config = model_config(options, len(corpus.vocab))
-    run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
+    layout = resolve_layout(options, config, ranks.world_size)
+    run = Run(options, config, layout, corpus, ranks, PreemptionHandler(ranks))
     resume(run)
     tell("resumed", run.step)
     report, save, last = run.report.step, run.save, most and run.step + most

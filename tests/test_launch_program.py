@@ -384,7 +384,7 @@ def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monke
         (signal.SIGTERM, 0, 0, "left in good order on SIGTERM"),
         (signal.SIGINT, None, 130, "ended by Ctrl-C"),
         (signal.SIGINT, 130, 130, ""),  # the program has said so itself
-        (signal.SIGTERM, None, 143, ""),
+        (signal.SIGTERM, None, 143, "ended by SIGTERM"),
         (signal.SIGUSR1, DIVERGED, DIVERGED, ""),
     ],
 )

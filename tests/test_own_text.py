@@ -160,6 +160,7 @@ def train(ranks, data, folder):
     """The trainer on `data`, from the newest checkpoint on: (first step, batches, losses, the bits that are left)."""
     from manyhands.config.layout import resolve_layout
     from manyhands.launch.metrics import fingerprint
+    from manyhands.train.preemption import PreemptionHandler
     from manyhands.train.run import Run
     from manyhands.train.start import corpus_of, resume
 
@@ -167,7 +168,8 @@ def train(ranks, data, folder):
     options = replace(OPTIONS, data=DataOptions(str(data)), checkpoint=replace(OPTIONS.checkpoint, folder=str(folder)))
     corpus = corpus_of(options, ranks)
     config = model_config(options, len(corpus.vocab), corpus.separator)
-    run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
+    layout = resolve_layout(options, config, ranks.world_size)
+    run = Run(options, config, layout, corpus, ranks, PreemptionHandler(ranks))
     resume(run)
     began, batch, seen = run.step, run.batch, {}
 

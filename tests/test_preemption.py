@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 from manyhands.launch.processes import MARK, Family
@@ -17,6 +18,7 @@ from manyhands.train.preemption import REQUEUE, PreemptionHandler, clear_requeue
 from rank_pool import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).parents[1]
 
 
 def stop_one_rank(ranks, name, who, when):
@@ -171,3 +173,100 @@ def test_two_ranks_under_torchrun_save_when_it_is_signalled_and_go_on_as_if_noth
     assert f"from step {step}" in said and f"done, sum {3 * 40 * 41 // 2}" in said
     assert again.returncode == 0 and not (tmp_path / "run" / REQUEUE).exists()
     assert living() == 0
+
+
+RUN = ["--train.steps", "100000", "--model.n-layer", "1", "--model.n-embd", "16", "--log.no-plots", "--log.no-progress"]
+
+
+@pytest.fixture
+def launched(root, tmp_path):
+    """start(number, line, to, *flags): signal `number` once launch.py's run of train.py has printed `line`."""
+    family = Family(secrets.token_hex(8))
+
+    def start(number, line, to="launch.py", flags=()):
+        run = subprocess.Popen(
+            [sys.executable, root / "scripts" / "launch.py", "--nproc", "2", "--", *RUN, *flags,
+             "--checkpoint.folder", tmp_path / "run"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=os.environ | {MARK: family.mark},
+        )  # fmt: skip
+        said = next(text for text in run.stdout if line in text)
+        target = run.pid
+        if to == "torchrun":
+            children = psutil.Process(run.pid).children(recursive=True)
+            target = next(one.pid for one in children if "manyhands.launch.commands" in one.cmdline())
+        os.kill(target, number)
+        said += run.communicate(timeout=300)[0]
+        assert "Traceback" not in said and "Exception" not in said, said
+        return run.returncode, said
+
+    yield start
+    family.end(grace_s=3)
+
+
+EVERY_STEP = ["--checkpoint.every", "1", "--log.every", "1", "--log.sample", "0"]
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize(
+    ("line", "to", "flags"),
+    [
+        ("2 ranks, launcher torchrun", "launch.py", []),  # they have met, and there is no model yet
+        ("2 ranks, launcher torchrun", "torchrun", []),
+        ("val_loss", "launch.py", ["--log.sample", "10000000"]),  # now it writes its sample, for an hour
+        ("val_loss", "launch.py", [*EVERY_STEP, "--log.eval-batches", "1"]),  # or steps, and saves each
+    ],
+)
+def test_a_run_that_is_asked_to_leave_at_any_moment_saves_and_asks_to_go_on(launched, tmp_path, line, to, flags):
+    status, said = launched(signal.SIGTERM, line, to, flags)
+    assert status == 0 and said.endswith("launch.py: left in good order on SIGTERM\n")
+    assert "stopped by SIGTERM and saved at step" in said
+    assert json.loads((tmp_path / "run" / REQUEUE).read_text())["signal"] == "SIGTERM"
+
+
+@pytest.mark.usefixtures("real_python")
+def test_ctrl_c_as_soon_as_the_ranks_have_met_saves_too_but_nobody_asks_to_go_on(launched, tmp_path):
+    status, said = launched(signal.SIGINT, "2 ranks, launcher torchrun")
+    assert status == 0 and "stopped by SIGINT and saved at step" in said
+    assert not (tmp_path / "run" / REQUEUE).exists()
+
+
+LIBRARY = "print('importing', flush=True); import time; time.sleep(600)"
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_launcher_that_hears_a_signal_before_it_has_started_a_rank_says_so(tmp_path, name):
+    (tmp_path / "torch.py").write_text(LIBRARY)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "manyhands.launch.commands"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"},
+    )  # fmt: skip
+    run.stdout.readline()
+    run.send_signal(getattr(signal, name))
+    said = run.communicate(timeout=60)[1]
+    assert (said, run.returncode) == (f"launch.py: ended by {name}\n", 128 + getattr(signal, name))
+
+
+WAITS = """
+import os, signal, socket, sys
+from manyhands.launch import entry, program
+from manyhands.train import preemption
+def wait():
+    preemption.GRACE_S = dict.fromkeys(preemption.GRACE_S, 0.1)
+    preemption.defer_signals()
+    ours, theirs = socket.socketpair()
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    while True:  # as a library would, which does not return to Python
+        ours.recv(1)
+entry.run_program("train.py", wait)
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP"), ("SIGINT", "Ctrl-C")])
+def test_a_rank_whose_others_do_not_come_ends_within_its_grace(name, said):
+    run = subprocess.run(
+        [sys.executable, "-c", WAITS, name], env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")}, text=True,
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert (run.stderr, run.returncode) == (f"train.py: ended by {said}\n", 128 + getattr(signal, name))

@@ -1,27 +1,52 @@
-"""Every program ends quietly when nobody reads what it prints, when its terminal is closed, and at Ctrl-C."""
+"""Every program ends quietly when nobody reads what it prints, when its streams are closed or full, and at Ctrl-C."""
 
+import ast
 import os
+import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.ranks
 
-PROGRAMS = [
-    f"{name}.py"
-    for name in ("train", "sample", "serve", "plan", "launch", "doctor", "preflight", "bench", "prepare_data")
-]
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+# lessons have no entry: `join` is theirs; the environment is set up by Pythons that are too old for it
+PROGRAMS = [path.name for path in SCRIPTS.glob("*.py") if not path.name[0].isdigit()]
+PROGRAMS.remove("setup_environment.py")
 MODULES = [
-    "checkpoint.export", "course.handouts", "course.minutes", "course.pairs", "jobs.stamp",
-    "launch.recorded_runs", "notebook.jupyter", "serve.load_test",
-]  # fmt: skip
+    str(path.relative_to(SCRIPTS / "manyhands"))[:-3].replace("/", ".")
+    for path in SCRIPTS.glob("manyhands/*/*.py")
+    if "run_program(" in path.read_text() and path.name not in ("entry.py", "commands.py", "machine.py")
+]
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
 STARTS |= {"align.py": ["scripts/align.py", "sft"]} | {name: ["-m", f"manyhands.{name}"] for name in MODULES}
+OTHERS = {"setup_environment.py": ["scripts/setup_environment.py"], "a lesson": ["scripts/02_collectives.py"]}
+NO_HELP = ("checkpoint.export", "course.minutes", "setup_environment.py")  # the last ends as `ls | true` does
 
 
-def start(root, words, stdout, close=()):
+def source_of(name):
+    return SCRIPTS / name if name in PROGRAMS else SCRIPTS / "manyhands" / f"{name.replace('.', '/')}.py"
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_every_program_ends_by_the_entry_and_begins_by_it_before_imports_that_take_long(name):
+    tree = ast.parse(source_of(name).read_text())
+    assert "run_program(" in ast.unparse(tree.body[-1])
+    ours = "manyhands" if name in PROGRAMS else "torch"  # within the package, what takes long is torch
+    for statement in tree.body[:-1]:
+        if "entry.begin()" in ast.unparse(statement):
+            return
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for word in [alias.name for alias in statement.names if not getattr(statement, "module", None)] + [
+                getattr(statement, "module", None) or ""
+            ]:
+                assert word.split(".")[0] not in ("torch", "tyro", "numpy", ours), f"{word} before entry.begin()"
+
+
+def start(root, words, stdout=None, close=(), stderr=subprocess.PIPE):
     """A program whose stdout is `stdout`, and which finds the descriptors `close` closed; its errors can be read."""
 
     def close_them():
@@ -29,32 +54,69 @@ def start(root, words, stdout, close=()):
             os.close(number)
 
     return subprocess.Popen(
-        [sys.executable, *words], cwd=root, stdout=stdout, stderr=subprocess.PIPE, text=True, preexec_fn=close_them,
+        [sys.executable, *words], cwd=root, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
+        preexec_fn=close_them,
         env=os.environ | {"PYTHONPATH": str(root / "scripts"), "PYTHONUNBUFFERED": "1" if close else ""},
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_help_that_nobody_reads_or_that_has_no_terminal_is_no_error(root, name):
-    reader, writer = os.pipe()
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("name", STARTS | OTHERS)
+def test_help_that_nobody_reads_or_that_finds_no_room_is_no_error(root, name):
+    words = [*(STARTS | OTHERS)[name], "--help"]
+    reader, nobody = os.pipe()
     os.close(reader)
-    try:
-        words = [*STARTS[name], "--help"]
-        runs = [start(root, words, writer), start(root, words, None, [0, 1])]
-    finally:
-        os.close(writer)
-    ended = [(run.communicate(timeout=120)[1], run.returncode) for run in runs]
-    usage = name in ("checkpoint.export", "course.minutes")  # which know no --help
-    for complaint, status in ended:
-        assert "Error" not in complaint and "Exception" not in complaint
-        assert usage or (status, complaint) == (0, "")
+    terminal, closed = pty.openpty()
+    os.close(terminal)
+    full = os.open("/dev/full", os.O_WRONLY)
+    runs = {"| true": start(root, words, nobody), "<&- >&-": start(root, words, None, [0, 1])}
+    if name not in MODULES:
+        runs |= {
+            "2>&1 | true": start(root, words, nobody, stderr=nobody),
+            "2>&-": start(root, words, subprocess.DEVNULL, [2]),
+            ">/dev/full 2>&1": start(root, words, full, stderr=full),
+            "closed terminal": start(root, words, closed, stderr=closed),
+        }
+    for number in (nobody, closed, full):
+        os.close(number)
+    for how, run in runs.items():
+        complaint = run.communicate(timeout=200)[1] or ""
+        assert "Error" not in complaint and "Exception" not in complaint, how
+        assert name in NO_HELP or (run.returncode, complaint) == (0, ""), how
+
+
+WORKS = {  # a piece of real work of each program that has some for a second; what tells that it was done
+    "plan.py": (["scripts/plan.py", "--preset", "olmo-7b", "--gpus", "64", "--plot", "{folder}/done.svg"], 0),
+    "train.py": (
+        ["scripts/train.py", "--checkpoint.folder", "{folder}/done", "--train.steps", "2", "--model.n-layer", "1",
+         "--model.n-embd", "16", "--log.eval-batches", "1", "--log.sample", "3"], 0),
+    "prepare_data.py": (["scripts/prepare_data.py", "README.md", "LICENSE", "--to", "{folder}/done"], 0),
+    "sample.py": (["scripts/sample.py", "{folder}/none"], 2),
+    "launch.py": (["scripts/launch.py", "--nproc", "1", "--starter", "mpiexec", "{folder}/touch.py"], 0),
+    "a lesson": (["scripts/02_collectives.py", "--repeats", "1", "--points", "100", "--wait-s", "0.1"], 0),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("how", ["2>&-", "<&- >&- 2>&-", ">/dev/full 2>&1", "2>&1 | true"])
+@pytest.mark.parametrize("name", WORKS)
+def test_work_is_done_whatever_is_wrong_with_the_streams(root, tmp_path, monkeypatch, name, how):
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "out"))
+    (tmp_path / "touch.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w')")
+    words, status = WORKS[name]
+    command = " ".join([sys.executable, *words, how]).format(folder=tmp_path)
+    ran = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == status and "Error" not in ran.stderr
+    assert status or name == "a lesson" or list(tmp_path.glob("done*"))
 
 
 INTERRUPTED = """
 import os, runpy, signal, sys
 from manyhands.launch import program
-run = program.run_program
-program.run_program = lambda name, main: run(name, lambda: (os.kill(os.getpid(), signal.SIGINT), main())[1])
+run = program.run
+program.run = lambda name, main: run(name, lambda: (os.kill(os.getpid(), signal.SIGINT), main())[1])
 if os.environ.pop("IGNORED", ""):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.argv = sys.argv[1:]
@@ -84,8 +146,56 @@ def test_of_several_ranks_the_first_one_says_it_and_what_ignores_ctrl_c_goes_on(
     assert (run.returncode, "Ctrl-C" in complaint) == (status, said)
 
 
+# a library that swallows what is raised while it is imported, and says that it is there
+SWALLOWS = """
+import sys, time
+try:
+    print("importing", flush=True)
+    time.sleep(600)
+except BaseException:
+    raise ImportError("something else") from None
+"""
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("torch", ["scripts/train.py"]), ("tyro", ["scripts/train.py"]), ("tyro", ["scripts/sample.py"]),
+        ("tyro", ["scripts/serve.py"]), ("psutil", ["scripts/launch.py"]), ("torch", ["scripts/isoflop.py"]),
+        ("torch", ["-m", "manyhands.serve.load_test"]), ("torch", ["-m", "manyhands.launch.commands"]),
+        ("numpy", ["scripts/prepare_data.py", "README.md", "--to", "x"]),
+    ],
+)  # fmt: skip
+def test_ctrl_c_while_a_library_is_imported_is_one_sentence(root, tmp_path, monkeypatch, library, words):
+    (tmp_path / f"{library}.py").write_text(SWALLOWS)
+    command = [sys.executable, *words]
+    run = subprocess.Popen(
+        command, cwd=root, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{root / 'scripts'}"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert run.stdout.readline() == "importing\n"
+    run.send_signal(signal.SIGINT)
+    complaint = run.communicate(timeout=60)[1]
+    assert complaint.endswith(": ended by Ctrl-C\n") and complaint.count("\n") == 1
+    assert run.returncode == 130
+
+
 def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it(root):
-    code = "import os, signal, sys; sys.path.insert(0, 'scripts'); from manyhands.launch.program import run_program;"
+    code = "import os, signal, sys; sys.path.insert(0, 'scripts'); from manyhands.launch.entry import run_program;"
     code += "run_program('mine', lambda: os.kill(os.getpid(), signal.SIGTERM))"
     run = start(root, ["-c", code], subprocess.DEVNULL)
     assert run.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("open('/nowhere/x')", "mine: /nowhere/x: No such file or directory\n"),
+        ("bytearray(1 << 62)", "mine: there is not enough memory\n"),
+    ],
+)
+def test_what_is_wrong_with_a_file_or_with_memory_is_a_sentence(root, raised, said):
+    code = f"from manyhands.launch.entry import run_program; run_program('mine', lambda: {raised})"
+    run = start(root, ["-c", code], subprocess.DEVNULL)
+    assert (run.communicate(timeout=60)[1], run.returncode) == (said, 1)

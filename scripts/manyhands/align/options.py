@@ -15,7 +15,8 @@ import tyro
 
 from manyhands.align.chat import LetterTask
 from manyhands.config import options as trainer
-from manyhands.config.options import OptionError, from_file, named_value, validate
+from manyhands.config.command_line import named_value, parsed
+from manyhands.config.options import OptionError, from_file, validate
 from manyhands.config.strategies import STRATEGIES
 
 
@@ -86,6 +87,7 @@ class AlignOptions:
 
 
 # steps, global batch (sft: examples, dpo: pairs, grpo: answers), learning rate
+MOST = 10**6  # words, questions, answers: more take days to draw
 DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-3)}
 
 
@@ -102,12 +104,12 @@ def default_options(method, source=Path("outputs/train/latest")):
 
 
 def read_options(argv, prog="align.py", description=None):
-    """The `AlignOptions` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as in tyro."""
+    """The `AlignOptions` of a command line. Raises Refused; `--help` ends the program."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
     options = dataclasses.replace(default_options(method), source=tyro.MISSING, method=tyro.MISSING)
     if (file := named_value(argv, "--config")) is not None:
         options = from_file(file, options)
-    wanted = tyro.cli(AlignOptions, prog=prog, description=description, args=list(argv), default=options)
+    wanted = parsed(AlignOptions, argv, prog, description, options)
     refuse_senseless(wanted)
     return wanted
 
@@ -126,7 +128,9 @@ def refuse_senseless(wanted):
     faults = [
         *((f"{name}={value} is too small; use at least {least}", not value >= least)
           for name, (value, least) in at_least.items()),
-        *((f"{name}={value:g} makes no sense; use more than 0", not 0 < value < 1e6)
+        *((f"{name}={value:,} is too large; use at most {MOST:,}", value > MOST)
+          for name, (value, _) in at_least.items()),
+        *((f"{name}={value:g} makes no sense; use 1e-6 or more, and less than 1e6", not 1e-6 <= value < 1e6)
           for name, value in positive.items()),
         (f"data.speeches={data.speeches:g} is a share of a batch; use 0 or more and less than 1",
          not 0 <= data.speeches < 1),

@@ -21,6 +21,7 @@ from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.ranks import Agreement
 from manyhands.parallel.strategy import parallelize
+from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Diverged, Run, carry_out
 from manyhands.train.start import refuse_size
 
@@ -31,10 +32,10 @@ SHOWN = 4  # answers in a sample
 class Alignment(Run):
     """A `Run` that starts from `base`, a GPT on the CPU, and learns by the method that `wanted` names."""
 
-    def __init__(self, wanted, base, config, layout, corpus, ranks):
+    def __init__(self, wanted, base, config, layout, corpus, ranks, preemption):
         self.wanted, self.base = wanted, base
         self.numbers = []  # rank 0's lines of alignment.jsonl
-        super().__init__(trainer_options(wanted, config), config, layout, corpus, ranks)
+        super().__init__(trainer_options(wanted, config), config, layout, corpus, ranks, preemption)
         self.stage = STAGES[wanted.method](self)
         self.log = None
 
@@ -61,10 +62,12 @@ class Alignment(Run):
         return loss
 
     def evaluate(self):
-        """Held-out loss and accuracy, all ranks each on its share. Raises Diverged on all ranks."""
+        """Held-out loss and accuracy, all ranks each on its share; else as the trainer's."""
         self.parallel.moved()
         accuracy, said = self.stage.accuracy()
         self.parallel.moved()
+        if stop := self.preemption.agreed():
+            return stop
         loss = self.stage.held_out_loss()
         if not math.isfinite(loss):
             raise Diverged(self, f"the held-out loss is {loss}")
@@ -77,6 +80,7 @@ class Alignment(Run):
         if self.options.log.sample:
             lines = [f"{self.stage.task.question(word)} -> {answer}" for word, answer in said[:SHOWN]]
             self.report.sample(self.step, "\n".join(lines))
+        return None
 
     def tell(self, step, **numbers):
         """A line of alignment.jsonl, and of `numbers`, on rank 0."""
@@ -111,23 +115,24 @@ def chat_corpus(corpus, vocab):
 def align(wanted):
     """Run `wanted` on all ranks that were started. Returns this process's exit status. All ranks must call it."""
     ranks = join(name="align", device=wanted.train.device, timeout_s=wanted.train.timeout_s)
-    corpus = load_corpus(ranks)
-    tell = print if ranks.rank == 0 else lambda text: None
-    try:
-        agreement = Agreement(ranks, None, CheckpointError)
-        base, metadata = agreement.all(lambda: load_model(wanted.source, wanted.step, tell))
-        tokenizer = tokenizer_of(metadata)
-        if tokenizer.kind != "char":
-            raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters, use one")
-        corpus = chat_corpus(corpus, tokenizer.vocab)
-        vocabulary = max(base.config.vocab_size, len(corpus.vocab))
-        config = dataclasses.replace(base.config, vocab_size=vocabulary)
-        options = trainer_options(wanted, config)
-        layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
-        refuse_size(config, ranks)
-        if wanted.lora.rank > config.n_embd:
-            raise OptionError(f"lora.rank={wanted.lora.rank} is more than the model's width {config.n_embd}; use less")
-        run = Alignment(wanted, base, config, layout, corpus, ranks)
-    except (OptionError, CheckpointError) as error:
-        refuse(str(error))
-    return carry_out(run, "align.py", refuse_other_method)
+    with PreemptionHandler(ranks) as preemption:
+        corpus = load_corpus(ranks)
+        tell = print if ranks.rank == 0 else lambda text: None
+        try:
+            agreement = Agreement(ranks, None, CheckpointError)
+            base, metadata = agreement.all(lambda: load_model(wanted.source, wanted.step, tell))
+            tokenizer = tokenizer_of(metadata)
+            if tokenizer.kind != "char":
+                raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters")
+            corpus = chat_corpus(corpus, tokenizer.vocab)
+            vocabulary = max(base.config.vocab_size, len(corpus.vocab))
+            config = dataclasses.replace(base.config, vocab_size=vocabulary)
+            options = trainer_options(wanted, config)
+            layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
+            refuse_size(config, ranks)
+            if wanted.lora.rank > config.n_embd:
+                raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
+            run = Alignment(wanted, base, config, layout, corpus, ranks, preemption)
+        except (OptionError, CheckpointError) as error:
+            refuse(str(error))
+        return carry_out(run, "align.py", refuse_other_method)

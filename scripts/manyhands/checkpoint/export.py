@@ -16,6 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -205,6 +210,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("export", lambda: main(sys.argv[1:]))
+    entry.run_program("export", lambda: main(sys.argv[1:]))

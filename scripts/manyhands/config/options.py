@@ -7,10 +7,8 @@ Flags are spelled as tyro spells dataclasses: `--model.n-layer 12`, `--train.com
 wins over the preset. A value that makes no sense by itself is refused here; what must fit the ranks, by `layout`.
 """
 
-import argparse
 import dataclasses
 import math
-import os
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.config.strategies import STRATEGIES, strategies_help
+from manyhands.course.folders import named
+from manyhands.launch.program import Refused
 
 if TYPE_CHECKING:
     from manyhands.gpt.model import GPTConfig
@@ -44,7 +44,7 @@ LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
 UNSET = "is empty (is a variable of the shell unset?)"
 
 
-class OptionError(ValueError):
+class OptionError(Refused):
     """An option that cannot be: one sentence with the numbers and the cure."""
 
 
@@ -170,8 +170,8 @@ class Options:
 
 
 def read_options(argv: Sequence[str], prog: str = "train.py", description: str | None = None) -> Options:
-    """The `Options` of a command line. Raises OptionError; `--help` and a flag of a wrong type end as tyro ends."""
-    import tyro
+    """The `Options` of a command line. Raises Refused; `--help` ends the program."""
+    from manyhands.config.command_line import named_value, parsed  # late: it brings tyro, and plan.py needs none
 
     preset, config = named_value(argv, "--preset"), named_value(argv, "--config")
     if config == "":
@@ -181,12 +181,12 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
     else:
         options = from_file(config, None if preset is None else from_preset(preset))
     about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
-    options = tyro.cli(Options, prog=prog, description=about, args=list(argv), default=options)
+    options = parsed(Options, argv, prog, about, options)
     validate(options)
     for group in ("data", "checkpoint"):  # ~ as a shell reads it, which does not look behind "--data.folder="
         own = getattr(options, group)
         if own.folder is not None:
-            own = dataclasses.replace(own, folder=os.path.expanduser(own.folder))
+            own = dataclasses.replace(own, folder=str(_named(own.folder, f"{group}.folder")))
             options = dataclasses.replace(options, **{group: own})
     return options
 
@@ -201,7 +201,7 @@ def from_preset(name: str | None) -> Options:
 
 def from_file(path: str | Path, options: Options | None = None) -> Options:
     """A TOML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
-    path = Path(os.path.expanduser(path))
+    path = _named(path, "config")
     if path.suffix != ".toml":
         raise OptionError(f"{path} does not end in .toml; write the options in TOML")
     try:
@@ -214,6 +214,13 @@ def from_file(path: str | Path, options: Options | None = None) -> Options:
         raise OptionError(f"{path}: config={content['config']} is not read from a file; name one file as --config")
     named = content.pop("preset", None)
     return merged(from_preset(named) if options is None else options, content, path)
+
+
+def _named(path, option):
+    try:
+        return named(path)
+    except ValueError as error:
+        raise OptionError(f"{option}: {error}") from None
 
 
 def merged(options: Any, values: Mapping[str, Any], source: object) -> Any:
@@ -248,13 +255,6 @@ def _typed(value: Any, kind: Any, source: str) -> Any:
         return value
     names = " or ".join(f"a{'n' * (one is int)} {one.__name__}" for one in allowed if one is not type(None))
     raise OptionError(f"{source}={value!r} is not {names}")
-
-
-def named_value(argv: Sequence[str], flag: str) -> str | None:
-    """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, dest="value", nargs="?")
-    return parser.parse_known_args(list(argv))[0].value
 
 
 def validate(options: Options) -> None:

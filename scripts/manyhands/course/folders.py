@@ -17,6 +17,16 @@ WRITER = ".writer"
 PATIENCE_S = 5  # a program that was just killed may take so long to let go of its folder
 
 
+def named(path):
+    """`path` with ~ and ~user as a shell reads them. Raises ValueError where there is no such user, or a pipe."""
+    found = Path(os.path.expanduser(path))
+    if str(found).startswith("~"):
+        raise ValueError(f"{path} cannot be used: there is no user {found.parts[0][1:]}")
+    if found.is_fifo():  # to open it would wait for another program
+        raise ValueError(f"{path} cannot be used: it is a pipe; name a file")
+    return found
+
+
 def script_of(lesson, root=ROOT):
     """The script of "02_collectives": that of the attendee's copy in which we are, else of the course itself.
 

@@ -313,6 +313,6 @@ def _print_check(args):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("stamp", main)

@@ -5,7 +5,6 @@ Commands are lists from end to end: what people give as flags never meets a shel
     python -m manyhands.launch.commands FLAGS     # torchrun, without the pages that it prints when a rank fails
 """
 
-import argparse
 import importlib.util
 import logging
 import platform
@@ -22,10 +21,11 @@ from pathlib import Path
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, find_site_mpiexec, is_open_mpi, words_of
+from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
-from manyhands.launch.program import INTERRUPTED, MEMORY, NOT_AGAIN, STATUS_FILE, read_status, run_program, write
+from manyhands.launch.program import MEMORY, NOT_AGAIN, STATUS_FILE, end_by, read_status, write
 
 TRAIN = SCRIPTS / "train.py"
 ON_NODES = Path(__file__).with_name("on_nodes.sh")
@@ -146,10 +146,8 @@ def main(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        prog="launch.py", usage="launch.py [options] [program.py] [-- the program's own flags]",
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    usage = "launch.py [options] [program.py] [-- the program's own flags]"
+    parser = Flags(prog="launch.py", usage=usage, description=description)
     says = "a script; scripts/train.py if none is named"
     parser.add_argument("program", nargs="?", type=Path, default=TRAIN, help=says)
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks per node")
@@ -215,15 +213,17 @@ def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
 
 def after_signal(number: int, own: int | None) -> tuple[int, str]:
     """(exit status, sentence or "") once torchrun died of a signal that it passed on to a program that said `own`."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if own == 0:
-        return 0, f"left in good order on {signal.Signals(number).name}"
-    if own is None and number == signal.SIGINT:
-        return INTERRUPTED, "ended by Ctrl-C"
-    return own or 128 + number, ""
+        return 0, f"left in good order on {name}"
+    return (own, "") if own else (128 + number, f"ended by {name}")
 
 
 def quiet_torchrun() -> int:
     """torchrun's exit status; the flags, torchrun's own, are those of this process."""
+    for number in (getattr(signal, name) for name in SIGNALS if name != "SIGINT"):
+        if signal.getsignal(number) == signal.SIG_DFL:  # until torchrun hears it: torch takes seconds to import
+            signal.signal(number, lambda number, frame: end_by(number))
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -245,4 +245,6 @@ def quiet_torchrun() -> int:
 
 
 if __name__ == "__main__":
+    from manyhands.launch.entry import run_program
+
     run_program("launch.py", quiet_torchrun)

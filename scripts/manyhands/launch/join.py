@@ -13,7 +13,9 @@ import gc
 import json
 import os
 import platform
+import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +144,8 @@ def end(text: str, status: int, stream: str = "stderr", everybody: bool = False)
             mend_streams()  # `--help | head`
             print(text, file=getattr(sys, stream), flush=True)
     elif status and not launcher_named(launcher).waits_for_all:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when rank 0 has ended
         time.sleep(PATIENCE_S)
     raise SystemExit(status)
 

@@ -156,6 +156,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("machine", main)

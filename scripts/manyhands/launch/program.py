@@ -1,7 +1,5 @@
-"""How programs begin, print and end: no traceback where people stop them, whole lines, a status that is heard.
-
-    if __name__ == "__main__":
-        run_program("plan.py", main)
+"""How programs print and end: no traceback where people stop them, whole lines, a status that is heard. The first
+import of a program is `entry`, which calls `run`.
 
 torchrun turns the status of its ranks into 1. Whoever starts torchrun names a file in the environment
 (`scripts/launch.py` does); rank 0 says there how the program ends, and why. Without the variable nothing is written.
@@ -17,8 +15,10 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
 from manyhands.launch import settings
@@ -30,21 +30,62 @@ FRAME = 4  # rows of a text plot that show no values: title, frame, and the word
 REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
 NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end again as it ended
+LATE_S = 0.5  # between ranks that hear the same Ctrl-C
 INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C ended
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
 )
 
 
-def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
+_name = ""  # of the program that runs, for what it says as it ends
+
+
+def listen(name: str) -> None:
+    """From now on Ctrl-C ends the program `name`. What ignores it (nohup, `&`) still does."""
+    global _name
+    _name = name
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number, frame):
+    """Raises KeyboardInterrupt, unless it would end in an import: a library may swallow it there, or raise another."""
+    if importing(frame):
+        end_by(number)
+    raise KeyboardInterrupt
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether `frame`, which a signal interrupts, is of an import."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def end_by(number: int) -> NoReturn:
+    """Signal `number` came while there is nothing to tidy up: rank 0 says so, and the process ends."""
+    _say_ended_by(number)
+    flush()
+    os._exit(128 + number)
+
+
+def _say_ended_by(number):
+    if is_first_rank():
+        sentence = f"{_name}: ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
+        say_status(128 + number, sentence)
+        with suppress(OSError, AttributeError):  # nobody reads; the stream is closed
+            print(sentence, file=sys.stderr)
+
+
+def run(name: str, main: Callable[[], int | None]) -> NoReturn:
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
-    Ctrl-C ends it with status 130 and one sentence, of rank 0. What ignores it (nohup, `&`) still does.
+    Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
+    and memory that is not there, are a sentence too, and status 1.
     """
-    mend_streams()
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        mend_streams()
+        listen(name)
         status = main()
     except SystemExit as ended:  # it has said why, or says it now
         if isinstance(ended.code, str):
@@ -52,17 +93,49 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         status = 1 if isinstance(ended.code, str) else ended.code
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: it is said once
-        if is_first_rank():
-            say_status(INTERRUPTED, f"{name}: ended by Ctrl-C")
-            print(f"{name}: ended by Ctrl-C", file=sys.stderr)
+        _say_ended_by(signal.SIGINT)
         status = INTERRUPTED
-    except Exception:
-        if is_alone():
+    except Exception as error:
+        if not is_alone():
+            _let_others_speak()
+        if said := _trouble(error):
+            print(f"{name}: {said}", file=sys.stderr)
+        elif is_alone():
             raise
-        sys.excepthook(*sys.exc_info())
+        else:
+            sys.excepthook(*sys.exc_info())
+        status = REFUSED if isinstance(error, Refused) else 1
+        if is_alone():
+            sys.exit(status)
         flush()
-        os._exit(1)  # without MPI's goodbye, for which the others would be waited for: the launcher ends them
+        os._exit(status)  # without MPI's goodbye, for which the others would be waited for: the launcher ends them
     end_process(status or 0)
+
+
+def _let_others_speak():
+    """A rank whose connection broke may be about to hear of Ctrl-C itself: then there is nothing to report."""
+    try:
+        time.sleep(LATE_S)
+    except KeyboardInterrupt:
+        end_by(signal.SIGINT)
+
+
+def _trouble(error):
+    """What is wrong with what was asked for, or with this machine, not with the program: a sentence, or ""."""
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason(error)}"
+    return f"there is not enough memory: {error}".rstrip(": ") if isinstance(error, MemoryError) else ""
+
+
+def reason(error: Exception) -> str:
+    """What an OSError says without its number and path, or what another error says."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+class Refused(ValueError):
+    """What was asked for cannot be: a sentence with the cure. A program that raises it ends with status 2."""
 
 
 def end_process(status: int) -> NoReturn:
@@ -150,7 +223,7 @@ def mend_streams() -> None:
         try:
             os.fstat(number)
         except OSError:  # closed (`>&-`): the next file that is opened would get its number, and what is printed
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # as any such stream
     for name, number, errors in (("stdout", 1, "replace"), ("stderr", 2, "backslashreplace")):
         before = getattr(sys, name)
         raw = before.buffer if hasattr(before, "buffer") else None

@@ -165,6 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("recorded_runs", main)

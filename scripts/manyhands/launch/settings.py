@@ -30,6 +30,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from manyhands.course.folders import named
 from manyhands.launch.launchers import LaunchError
 
 DEVICES = ("auto", "cpu", "cuda", "xpu")
@@ -63,7 +64,7 @@ def value(name: str, default: str | None = None) -> str | None:
 
 def path(name: str) -> Path | None:
     """The file or folder that one of these variables names, where somebody has named one."""
-    return Path(os.environ[name]).expanduser() if os.environ.get(name) else None
+    return named(os.environ[name]) if os.environ.get(name) else None
 
 
 def device(environ: Mapping[str, str] | None = None) -> str:

@@ -125,6 +125,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
+    from manyhands.launch.entry import run_program
 
     run_program("jupyter", main)

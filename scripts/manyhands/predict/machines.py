@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
+from manyhands.course.folders import named
+from manyhands.launch.program import reason
+
 if TYPE_CHECKING:
     import torch
 
@@ -68,7 +71,7 @@ def machine_named(name: str) -> Machine:
 
 def machine_from_file(path: str | Path) -> Machine:
     """A Machine from a TOML file with the fields of the class, over `base`. Raises ValueError with the cure."""
-    path = Path(path)
+    path = named(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         base = asdict(machine_named(values.pop("base"))) if "base" in values else {}
@@ -80,7 +83,7 @@ def machine_from_file(path: str | Path) -> Machine:
         told = ": ".join([*map(str, fault["loc"]), fault["msg"].lower()])
         raise ValueError(f'{path}: {told}; a machine has {known}, or some of them over a base = "h100"') from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from None
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+    from manyhands.launch import entry
+
+    entry.begin()
+
 import torch
-import tyro
 
 from manyhands.checkpoint.export import write_export
+from manyhands.config.command_line import parsed
 from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.serve.client import Client
@@ -158,7 +163,7 @@ def started(source: Path, folder: Path) -> Iterator[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(Options, prog="load_test", description=__doc__, args=argv)
+    options = parsed(Options, sys.argv[1:] if argv is None else argv, "load_test", __doc__)
     try:
         if options.address_file is not None:
             compare_clients(Client.from_file(options.address_file), options)
@@ -178,6 +183,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from manyhands.launch.program import run_program
-
-    run_program("load_test", main)
+    entry.run_program("load_test", main)

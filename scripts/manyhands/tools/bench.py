@@ -4,7 +4,6 @@ Lessons are runs of the preflight. In every round each row of the trainer runs o
 tokens per second in a `steps.jsonl`. A ratio compares runs of one round, to which the machine does the same.
 """
 
-import argparse
 import io
 import json
 import math
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from manyhands.course.folders import ROOT, SCRIPTS, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
+from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
 from manyhands.launch.run_folder import outputs_folder
 from manyhands.launch.settings import environment, for_python
@@ -69,7 +69,7 @@ class Number:
 
 def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Flags(description=description)
     add = parser.add_argument
     add("--only", choices=("lessons", "trainer"), help="one part (default: both)")
     add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")

@@ -4,7 +4,6 @@ A check returns what it found, or raises a Fault with what to do. CHECKS is the 
 library is imported before it is needed: the doctor also runs where nothing is installed.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import json
@@ -23,6 +22,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from manyhands.course.folders import ROOT
+from manyhands.launch.flags import Flags
 
 GIB = 2**30
 OLDEST = (3, 11)
@@ -65,7 +65,7 @@ def examine(checks):
 
 def main(argv=None, description=None, checks=None) -> int:
     """Print the findings; the exit status is 1 if one of them is an error, else 0."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Flags(description=description)
     parser.add_argument("--json", action="store_true", help="a list of findings for programs")
     options = parser.parse_args(argv)
     findings = []

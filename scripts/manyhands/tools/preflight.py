@@ -4,7 +4,6 @@
 written again after each run.
 """
 
-import argparse
 import functools
 import importlib.metadata
 import os
@@ -31,6 +30,7 @@ from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
 from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
@@ -47,7 +47,7 @@ OFFLINE = (
 
 def parser(description=None):
     """The options of scripts/preflight.py."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Flags(description=description)
     devices = "where all runs compute (MANYHANDS_DEVICE); they fail where it is not to be had"
     ranks = "ranks of every run (repeatable; default: 2 and 4, notebooks their own)"
     add = parser.add_argument

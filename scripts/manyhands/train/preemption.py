@@ -1,7 +1,7 @@
 """A scheduler says "leave": all ranks save after the same step, and say beside the checkpoint that they were not done.
 
     act_on_options("train.py", read, act)           # signals wait from here on: importing torch takes seconds
-    with PreemptionHandler(ranks) as preemption:
+    with PreemptionHandler(ranks) as preemption:    # and are heard from here on, as soon as the ranks have met
         while step < steps:
             ...
             if stop := preemption.agreed():         # all ranks, after each step: None, or "SIGTERM", "SIGUSR1" ...
@@ -30,7 +30,7 @@ from pathlib import Path
 from manyhands.course.folders import write_whole
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.processes import end_with_parent
-from manyhands.launch.program import is_first_rank
+from manyhands.launch.program import Refused, end_by, importing, is_first_rank
 
 # one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -40,36 +40,59 @@ ECHO_S = 5.0  # one request arrives more than once: from the scheduler itself, a
 GROWTH = 4  # the next interval has at most so many times the turns of the last one
 REQUEUE = "requeue.json"
 
+# for ranks to meet after a signal: a scheduler kills 30 s after SIGTERM, and people wait for Ctrl-C
+GRACE_S = {signal.SIGTERM: 20.0, signal.SIGHUP: 20.0, signal.SIGINT: 3.0}
+
 _held = []  # signals that came before there was anything to stop
+_before = {}  # their handlers until then
+_met = threading.Event()  # there is a PreemptionHandler
 
 
 def defer_signals():
-    """From now on SIGUSR1, which would end this process, waits for a `PreemptionHandler`, and a launcher that dies is a
-    SIGTERM.
+    """From now on SIGNALS wait for a `PreemptionHandler`, and a launcher that dies is a SIGTERM.
 
+    If ranks left one by one, the others would take them for lost. Where they do not meet within GRACE_S, they end.
     Call it first: importing torch takes seconds. Whoever is started by hand may outlive the shell (nohup).
     """
-    signal.signal(signal.SIGUSR1, lambda number, frame: _held.append(number))
+    for one in SIGNALS:
+        if signal.getsignal(one) != signal.SIG_IGN:
+            _before[one] = signal.signal(one, _hold)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_end_late, args=(reader,), daemon=True).start()
     with suppress(LaunchError):  # `join` will say so
         if resolve().launcher not in ("alone", "by hand"):
             end_with_parent()
 
 
+def _hold(number, frame):
+    if number == signal.SIGINT and importing(frame):
+        end_by(number)
+    _held.append(number)
+
+
+def _end_late(reader):
+    """A thread hears signals also while the main one waits in a library for a rank that does not come."""
+    while (number := os.read(reader, 1)[0]) not in GRACE_S:
+        pass
+    if not _met.wait(GRACE_S[number]):
+        end_by(number)
+
+
 def act_on_options(prog, read, act):
     """What train.py and align.py do: the status of `act(options)` for the options of the command line.
 
-    `read(words)` may raise OptionError: that ends the program with status 2, and one rank says why.
+    `read(words)` may raise Refused: that ends the program with status 2, and one rank says why.
     """
     defer_signals()  # a scheduler's SIGUSR1 may come while torch is still being imported
-    from manyhands.config.options import OptionError
-
     try:
         with open(os.devnull, "w") as nowhere, ExitStack() as quiet:
             if not is_first_rank():  # all ranks read the same flags: one says what is wrong with them
                 quiet.enter_context(redirect_stdout(nowhere))
                 quiet.enter_context(redirect_stderr(nowhere))
             options = read(sys.argv[1:])
-    except OptionError as error:
+    except Refused as error:
         status, why = 2, f"{prog}: {error}"
     except SystemExit as ended:  # tyro has printed its help, or what it did not understand
         status, why = ended.code or 0, ""
@@ -97,10 +120,12 @@ class PreemptionHandler:
         self._before = {}
 
     def __enter__(self):
+        _met.set()
         if threading.current_thread() is threading.main_thread():
             for one in SIGNALS:
                 if signal.getsignal(one) != signal.SIG_IGN:
-                    self._before[one] = signal.signal(one, self._hear)
+                    before = signal.signal(one, self._hear)
+                    self._before[one] = _before.pop(one, before)
             while _held:
                 self._hear(_held.pop(), None)
         return self

@@ -19,10 +19,10 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, model_config, to_dict
 from manyhands.data.corpus import get_batch
 from manyhands.data.shakespeare import DataError
-from manyhands.gpt.sampling import generate
+from manyhands.gpt.sampling import continued, drawing
 from manyhands.launch.join import end, join, leave, refuse
 from manyhands.launch.metrics import Metrics
-from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, say_status
+from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, reason, say_status
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
@@ -49,9 +49,9 @@ class Diverged(RuntimeError):
 
 
 class Run:
-    """Model, optimizer, checkpoints and report of one run."""
+    """Model, optimizer, checkpoints and report of one run, which leaves when `preemption` says so."""
 
-    def __init__(self, options, config, layout, corpus, ranks):
+    def __init__(self, options, config, layout, corpus, ranks, preemption):
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
         self.folder = Path(Agreement(ranks, None, OptionError).on_rank_0(lambda: _new_folder(ranks)))
@@ -62,7 +62,7 @@ class Run:
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
         self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
-        self.preemption = PreemptionHandler(ranks)
+        self.preemption = preemption
         seed_dropout(options.train.seed, layout, ranks)
         wanted = options.checkpoint
         self.checkpoint_folder = Path(wanted.folder) if wanted.folder else self.folder / "checkpoints"
@@ -86,7 +86,6 @@ class Run:
         left = options.train.steps - self.step
         try:
             with (
-                self.preemption,
                 StallWatch(self.ranks, options.train.stall_s) as watch,
                 profiled(self.ranks, options, self.folder, report.note, left) as step_done,
             ):
@@ -109,8 +108,8 @@ class Run:
 
     def loop(self, watch, step_done):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
-        options, every, stop = self.options, self.options.log, None
-        if self.eval_pending and self.due(every.eval_every):
+        options, every, stop = self.options, self.options.log, self.preemption.agreed()
+        if stop is None and self.eval_pending and self.due(every.eval_every):
             watch.at(self.step, "evaluation")
             stop = self.evaluate()
         first = self.step
@@ -189,18 +188,25 @@ class Run:
             raise Diverged(self, f"the validation loss is {loss}")
         self.val_losses[self.step] = loss
         self.report.evaluation(self.step, loss)
-        if log.sample:
-            self.sample()
-        return None
+        return self.sample() if log.sample else None
 
     def sample(self):
-        """Show what the model writes. All ranks call it: each draws the same tokens."""
-        drawn = torch.Generator().manual_seed(self.options.train.seed)
+        """Show what the model writes. All ranks call it: each draws the same tokens.
+
+        Returns the signal by which ranks have agreed to leave between two tokens, or None.
+        """
+        draw = drawing(1.0, torch.Generator().manual_seed(self.options.train.seed))
         prompt = prompt_ids(self.options, self.corpus).to(self.ranks.device)[None]
-        ids = generate(self.parallel, prompt, self.options.log.sample, 1.0, drawn)
+        ids, size = prompt[0].tolist(), self.config.block_size
+        with self.parallel.gathered():
+            for next_1 in continued(self.parallel.logits, prompt, self.options.log.sample, size, draw):
+                ids += next_1.tolist()
+                self.parallel.moved()
+                if stop := self.preemption.agreed():
+                    return stop
         # a vocabulary may be wider than the corpus's alphabet
-        known = [i for i in ids[0].tolist() if i < len(self.corpus.vocab)]
-        self.report.sample(self.step, self.corpus.decode(known))
+        self.report.sample(self.step, self.corpus.decode([i for i in ids if i < len(self.corpus.vocab)]))
+        return None
 
     def batch(self, ids, step, seed):
         """This rank's share of global batch `step`: [b, T] twice. Ranks of a tensor or pipeline group get the same."""
@@ -278,7 +284,7 @@ class Run:
             metrics.write()
         except OSError as error:
             # the training is over and saved: it has not failed, and starting it again would not help
-            self.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
+            self.report.note(f"metrics.json could not be written ({reason(error)}); the training itself is complete")
 
     def close(self):
         """Before a run that was refused ends."""
@@ -292,16 +298,17 @@ def train(options):
     Refuses what cannot be (status 2) before the first collective of the training.
     """
     ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
-    try:
-        corpus = corpus_of(options, ranks)
-        config = model_config(options, len(corpus.vocab), corpus.separator)
-        layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
-        refuse_text(options, config, corpus)
-        refuse_size(config, ranks)
-        run = Run(options, config, layout, corpus, ranks)
-    except (OptionError, CheckpointError) as error:
-        refuse(str(error))
-    return carry_out(run, "train.py")
+    with PreemptionHandler(ranks) as preemption:
+        try:
+            corpus = corpus_of(options, ranks)
+            config = model_config(options, len(corpus.vocab), corpus.separator)
+            layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
+            refuse_text(options, config, corpus)
+            refuse_size(config, ranks)
+            run = Run(options, config, layout, corpus, ranks, preemption)
+        except (OptionError, CheckpointError) as error:
+            refuse(str(error))
+        return carry_out(run, "train.py")
 
 
 def carry_out(run, prog, look=lambda run: None):

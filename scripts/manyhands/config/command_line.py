@@ -1,0 +1,77 @@
+"""Flags as dataclasses name them; what is wrong with a command line is one sentence, with what is allowed.
+
+options = parsed(Options, ["--train.steps", "40"], "train.py", "what it does")
+"""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tyro
+from tyro import _errors  # tyro's own words fill a box of 5 to 26 lines; the versions that have this are in pyproject
+
+from manyhands.launch.flags import HINT, meant
+from manyhands.launch.program import Refused
+
+KINDS = {"INT": "a whole number", "FLOAT": "a number", "{None}|INT": "a whole number", "{None}|FLOAT": "a number"}
+
+
+def parsed(kind: Any, argv: Sequence[str], prog: str, description: str | None = None, default: Any = None) -> Any:
+    """A `kind`, a dataclass whose comments are the help, of a command line; `default` stands for what it leaves out.
+
+    Raises Refused with the flag, its value and what is allowed; `--help` ends the program.
+    """
+
+    def refuse(event):
+        if sentence := _sentence(event, kind, argv):
+            raise Refused(f"{sentence} {HINT}")
+
+    with _errors.on_parse_error(refuse):
+        rest = {} if default is None else {"default": default}
+        return tyro.cli(kind, prog=prog, description=description, args=list(argv), **rest)
+
+
+def named_value(argv: Sequence[str], flag: str) -> str | None:
+    """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?")
+    return parser.parse_known_args(list(argv))[0].value
+
+
+def _sentence(event, kind, argv):
+    """What tyro's event says, "" for what it has its own words for."""
+    if isinstance(event, _errors.UnrecognizedArgs):
+        word = event.tokens[0].partition("=")[0]
+        if not word.startswith("-"):
+            return f"{word} is not understood: flags begin with --"
+        return f"there is no flag {word}{meant(word, flags_of(kind))}"
+    if isinstance(event, _errors.MissingArgs):
+        return f"name {' and '.join(_name(one.arg) for one in event.missing_arguments)}"
+    if isinstance(event, _errors.InvalidChoice):
+        choices = ", ".join(event.choices)
+        return f"{_name(event.argument)} {event.value} is not one of {choices}{meant(event.value, event.choices)}"
+    if argument := getattr(event, "argument", None):
+        name, wanted = _name(argument), KINDS.get(argument.lowered.metavar, argument.lowered.metavar)
+        value = named_value(argv, name)
+        return f"{name} {value} is not {wanted}" if value is not None else f"{name} needs {wanted}"
+    return ""
+
+
+def _name(argument):
+    return (argument.lowered.name_or_flags or [""])[0] if not argument.is_positional() else argument.lowered.metavar
+
+
+def flags_of(kind: Any, group: str = "") -> Iterator[str]:
+    """All flags of a dataclass, as they are spelled."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for one in dataclasses.fields(kind):
+        said = [about.name for about in getattr(hints[one.name], "__metadata__", ()) if getattr(about, "name", None)]
+        name = f"{group}{(said or [one.name])[0].replace('_', '-')}"
+        if dataclasses.is_dataclass(hints[one.name]):
+            yield from flags_of(hints[one.name], f"{name}.")
+        else:
+            yield f"--{name}"
+            if hints[one.name] is bool:
+                yield f"--{group}no-{one.name.replace('_', '-')}"
