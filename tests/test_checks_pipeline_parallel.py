@@ -52,7 +52,7 @@ REJECTED = {
         ("stage(x)", "stage(arrived.detach())", "backward from y does not arrive at x"),
         (" / m", "", "of them add up in backward, so it is to be divided by m"),
         (" / m", " / m / m", "it was divided by m twice"),
-        ("flatten()) / m", 'flatten(), reduction="sum")', "that is a sum over positions; the mean"),
+        ("flatten()) / m", 'flatten(), reduction="sum")', "that is a sum over positions; their mean"),
         ("flatten())", 'flatten(), reduction="sum")', "that is a sum over positions, divided by m"),
         (" / m", " / 4", "on the last stage y should be"),
         (" / m", " / len(arrived)", "on the last stage y should be"),

@@ -218,7 +218,6 @@ def next_best(answer, ranks=None):
     """`answer(points, budget_flops)` is (parameters, loss) of the best model for a larger budget."""
     for law, budgets, target in (
         ((3, 0.4, 20, -0.09), (1e10, 1e11), 1e12),
-        ((3, 0.4, 20, -0.09), (1e10, 4e10, 1.6e11), 1e13),
         ((0.5, 0.5, 9, -0.05), (1e12, 3e12, 2e13), 7e14),
         _some_law(),
     ):

@@ -182,9 +182,15 @@ def _judge_forward(answer, make, arrived, targets, m, where):
         dy = normal(7, *y.shape)
     else:
         expect_scalar(y, f"{where} y, the loss,")
-        wanted, dy = F.cross_entropy(wanted.flatten(0, 1), targets.flatten()), None
-        _judge_share(y, wanted.item(), m, targets.numel(), f"{where} y")
-        wanted = wanted / m
+        mean, positions = F.cross_entropy(wanted.flatten(0, 1), targets.flatten()), targets.numel()
+        wanted, dy = mean / m, None
+        slips = {
+            f"that is the micro-batch's mean; {m} of them add up in backward, so it is to be divided by m": mean.item(),
+            "it was divided by m twice": mean.item() / m**2,
+            "that is a sum over positions; their mean, divided by m, is its part": mean.item() * positions,
+            "that is a sum over positions, divided by m; it should be their mean": mean.item() * positions / m,
+        }
+        expect_number(y.detach(), wanted.item(), f"{where} y", slips=slips, close=1e-10)
     torch.autograd.backward(wanted, dy)
     torch.autograd.backward(y, dy)
     if leaf.requires_grad:
@@ -192,16 +198,6 @@ def _judge_forward(answer, make, arrived, targets, m, where):
             raise Wrong(f"{where} backward from y does not arrive at x: let the stage compute on the x that you return")
         expect_tensor(x.grad, leaf.grad, f"{where} y is right, but after backward x.grad", it_is="the gradient of x")
     _judge_weights(stage, reference, reference, f" {where}, after backward from y,")
-
-
-def _judge_share(y, mean, m, positions, what):
-    slips = {
-        f"that is the micro-batch's mean; {m} of them add up in backward, so it is to be divided by m": mean,
-        "it was divided by m twice": mean / m**2,
-        "that is a sum over positions; the mean of the micro-batch, divided by m, is its part": mean * positions,
-        "that is a sum over positions, divided by m; it should be their mean, divided by m": mean * positions / m,
-    }
-    expect_number(y.detach(), mean / m, what, slips=slips, close=1e-10)
 
 
 # ---- orders of stages: build D and exercise 1 ----

@@ -43,7 +43,7 @@ class Move(torch.autograd.Function):
 
 
 def of(group):
-    """The sum over the ranks of a group, as a function that returns a new tensor."""
+    """The sum over the ranks of a group (None: all) as a function that returns a new tensor."""
 
     def summed(x):
         total = x.clone(memory_format=torch.contiguous_format)
@@ -51,11 +51,6 @@ def of(group):
         return total
 
     return summed
-
-
-def summed(x):
-    """The sum over all ranks, in a new tensor."""
-    return of(dist.group.WORLD)(x)
 
 
 class Pass:
@@ -143,7 +138,7 @@ def _judge_column(column, x, w, b, n, rank):
     case = "column_linear" if b is not None else "column_linear without a bias"
     w_share, b_share = w.chunk(n)[rank], None if b is None else b.chunk(n)[rank]
     uses = [normal(100 + r, *x.shape[:2], len(w) // n) for r in range(n)]
-    enter = Mock(side_effect=lambda x: Move.apply(x, None, summed))
+    enter = Mock(side_effect=lambda x: Move.apply(x, None, of(None)))
     seen = Pass(case, lambda x: column(x, w_share.clone(), b_share, enter), x, uses[rank])
     slips = {"that is without the bias": None if b is None else F.linear(x, w_share)}
     seen.expect_forward(F.linear(x, w_share, b_share), "this rank's outputs [B, T, m]", slips)
@@ -160,7 +155,7 @@ def _judge_column(column, x, w, b, n, rank):
 def _judge_row(row, x, w, b, n, rank):
     hidden = [normal(110 + r, *x.shape[:2], w.shape[1] // n) for r in range(n)]
     w_share, use, bias = w.chunk(n, 1)[rank].contiguous(), normal(8, *x.shape), b.clone().requires_grad_()
-    leave = Mock(side_effect=lambda x: Move.apply(x, summed, None))
+    leave = Mock(side_effect=lambda x: Move.apply(x, of(None), None))
     seen = Pass("row_linear", lambda x: row(x, w_share.clone(), bias, leave), hidden[rank], use, bias)
     product = F.linear(torch.cat(hidden, -1), w)
     slips = {
@@ -176,11 +171,8 @@ def _judge_row(row, x, w, b, n, rank):
     found, total = seen.gradients[0][1], use.sum((0, 1))
     if found is None:
         raise Wrong("row_linear: no gradient arrives at this rank's bias; each rank holds all of it, so each adds it")
-    what, slips = (
-        "backward, row_linear, the gradient of the bias",
-        {"the bias was divided by n; add it whole": total / n},
-    )
-    expect_tensor(found, total, what, slips, "the sum over tokens")
+    slips = {"the bias was divided by n; add it whole": total / n}
+    expect_tensor(found, total, "backward, row_linear, the gradient of the bias", slips, "the sum over tokens")
 
 
 @exercise("C", "into the columns, and out of the rows")
@@ -200,9 +192,7 @@ def gathered_and_scattered(answers, ranks):
         volume = uses[0].nbytes
         seen.expect_forward(torch.cat(parts, dim=1), "all positions", slips, volume)
         slips = {
-            "that is what this rank alone found for its positions; the others have used them as well": uses[me][
-                :, mine
-            ],
+            "that is what this rank alone found for its positions; the others have used them, too": uses[me][:, mine],
             "that is the mean of the partial sums; they are added up": sum(uses)[:, mine] / n,
         }
         seen.expect_backward(sum(uses)[:, mine], "the sum over the ranks", slips, volume)
@@ -217,11 +207,7 @@ def gathered_and_scattered(answers, ranks):
         seen.expect_forward(total, "this rank's positions of the sum", slips, volume)
         alone = torch.zeros_like(parts[0])
         alone[:, mine] = uses[me]
-        slips = {
-            "that is zero at the other ranks' positions; each rank needs the gradients of all": alone,
-            f"that is {n} times as much: all ranks have the same loss": n * torch.cat(uses, dim=1),
-            "that is an n-th of it: what is added up is not divided": torch.cat(uses, dim=1) / n,
-        }
+        slips = {"that is zero at the other ranks' positions; each rank needs the gradients of all": alone}
         seen.expect_backward(torch.cat(uses, dim=1), "that of all positions", slips, volume)
 
 
