@@ -328,13 +328,15 @@ def test_no_limit_within_a_run_is_shorter_than_the_time_out_that_was_asked_for(t
     seen = {}
 
     def look(command, environ, **_):
-        seen.update(command=command, patience=environ["MANYHANDS_PATIENCE"])
+        seen.update(command=command, patience=environ.get("MANYHANDS_PATIENCE"))
         run.log.write_text("")
         return processes.Ended(0, 1.0, 0)
 
     monkeypatch.setattr(runs, "supervise", look)
     run.carry_out(1800)
     assert seen["command"][seen["command"].index("--start-timeout") + 1] == "1800" and float(seen["patience"]) == 30
+    run.carry_out(600)  # unless more is asked for, a notebook looks at the machine's load
+    assert seen["patience"] is None
     monkeypatch.setenv("MANYHANDS_PATIENCE", "7")
     run.carry_out(1800)
     assert seen["patience"] == "7"

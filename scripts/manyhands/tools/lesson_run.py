@@ -27,7 +27,8 @@ from manyhands.launch.settings import environment
 KERNEL = "manyhands"
 WAYS = ("notebook", "torchrun", "mpiexec")
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
-CELL_S = 60  # the shortest of the limits that MANYHANDS_PATIENCE multiplies
+TIMEOUT_S = 600  # of a run, usually; a notebook's own limits then grow with the machine's load alone
+CELL_S = 60  # the shortest of these, which MANYHANDS_PATIENCE multiplies
 
 
 def positive(text: str) -> int:
@@ -151,7 +152,7 @@ class Run:
         (self.folder / "ranks").mkdir(parents=True)
         if self.way == "notebook":
             write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
-        patience = {"MANYHANDS_PATIENCE": f"{max(1, timeout_s / CELL_S):g}"}  # no limit inside ends it sooner
+        patience = {"MANYHANDS_PATIENCE": f"{timeout_s / CELL_S:g}"} if timeout_s > TIMEOUT_S else {}
         ended = supervise(
             self.command(timeout_s), log=self.log, timeout_s=timeout_s, environ=patience | self.environ(),
             cwd=self.lesson.root, program=str(self.source), stop=stop,

@@ -35,7 +35,7 @@ from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_
 from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
-from manyhands.tools.lesson_run import NOTEBOOK_RANKS, WAYS, Run, positive
+from manyhands.tools.lesson_run import NOTEBOOK_RANKS, TIMEOUT_S, WAYS, Run, positive
 
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 PACKAGES = {"torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill"}
@@ -54,7 +54,7 @@ def parser(description=None):
     add("--lesson", action="append", default=[], metavar="03", help="only this lesson (repeatable)")
     add("--device", choices=("cpu", "cuda", "xpu"), help=devices)
     add("--ranks", action="append", type=positive, metavar="N", help=ranks)
-    add("--timeout", type=positive, default=600, metavar="S", help="seconds for one run (default: %(default)s)")
+    add("--timeout", type=positive, default=TIMEOUT_S, metavar="S", help="seconds for one run (default: %(default)s)")
     add("--short", action="store_true", help="short parameters: about 10 s of work per run")
     add("--notebooks", action="store_true", help="only the notebooks, no launchers")
     add("--resume", action="store_true", help="keep what went well in the same --output, and make the other runs")
