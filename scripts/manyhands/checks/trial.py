@@ -27,6 +27,7 @@ from manyhands.launch.ranks import name_ranks
 
 _NAMES_OF_ONE_TRIAL = 1000  # groups that one answer may make; no name may come twice in a store
 _LOOK_EVERY_S = 0.002
+_ANY_SIZE = 2**62  # bytes: no receive from anybody is waiting
 # The dispatcher's names, where they are not those of torch.distributed
 _NAMES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
@@ -140,8 +141,24 @@ class Matching(TorchDispatchMode):
         self._store, self._rank = dist.PrefixStore("calls", store), group.rank()
         self._patience_s, self._by_answer, self._given_group = patience_s, by_answer, given_group
         self._made, self.fault = Counter(), None
+        self._from_anybody, source_of = (
+            [],
+            dist.Work._source_rank,
+        )  # [(channel, this rank)] of receives without a source
+
+        def noted(work):
+            source = source_of(work)
+            self._has_come(source)
+            return source
+
+        self._sources = mock.patch.object(dist.Work, "_source_rank", noted)  # which dist.recv asks for
+
+    def __enter__(self):
+        self._sources.start()
+        return super().__enter__()
 
     def __exit__(self, *error):
+        self._sources.stop()
         self._store.set(f"left/{self._rank}", "1")
         return super().__exit__(*error)
 
@@ -188,6 +205,7 @@ class Matching(TorchDispatchMode):
         channel = f"{group.group_name}/{given['tag']}"
         if other is None:  # from anybody: it may take whichever message is on its way
             self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
+            self._from_anybody.append((channel, me))
             for source in range(len(ranks)):
                 key = f"{channel}/{source} to {me}"
                 self._fits(ranks[source], ranks[me], self._read(f"{key}/sent {self._made[key]}"), n_bytes)
@@ -201,12 +219,28 @@ class Matching(TorchDispatchMode):
         self._made[key] += 1
         if sends:
             self._store.set(f"{key}/sent {number}", str(n_bytes))
-            room = self._read(f"{key}/room {number}")
-            room = self._read(f"{channel}/anybody to {other}") if room is None else room
-            self._fits(ranks[me], ranks[other], n_bytes, room)
+            self._fits(ranks[me], ranks[other], n_bytes, self._room(channel, key, number, other, n_bytes))
         else:
             self._store.set(f"{key}/room {number}", str(n_bytes))
             self._fits(ranks[other], ranks[me], self._read(f"{key}/sent {number}"), n_bytes)
+
+    def _room(self, channel, key, number, other, n_bytes):
+        """What the other rank receives this message into, None if it has not said; it may still be at one before."""
+        deadline = time.monotonic() + self._patience_s / 2
+        while (room := self._read(f"{key}/room {number}")) is None:
+            room = self._read(f"{channel}/anybody to {other}")
+            if room is None or room >= n_bytes or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        return room
+
+    def _has_come(self, source):
+        """A message has come to a receive without a source: it counts as one from there, and the next needs its own."""
+        if self._from_anybody:
+            channel, me = self._from_anybody.pop(0)
+            self._made[f"{channel}/{source} to {me}"] += 1
+            if not self._from_anybody:
+                self._store.set(f"{channel}/anybody to {me}", str(_ANY_SIZE))
 
     def _read(self, key):
         return int(self._store.get(key)) if self._store.check([key]) else None
