@@ -46,7 +46,6 @@ def _readable():
         raise CheckpointError(f"{why}; mend that, or name another place") from None
 
 
-@_readable()
 def find_checkpoint(source, step="best", tell=print):
     """The folder of a verified checkpoint in `source`: a folder of checkpoints, a run's folder, or one step's.
 

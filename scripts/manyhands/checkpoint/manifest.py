@@ -1,4 +1,4 @@
-"""A folder of checkpoints as one process sees it: its steps, what their manifests say, who may write, what is kept.
+"""A folder of checkpoints as one process sees it: its steps, what their manifests say, what is kept.
 
     for path in steps_in(folder):       # newest first; whatever is not complete has another name and is not listed
         verify(path)                    # CheckpointError names the file that is missing, cut or changed

@@ -1,4 +1,4 @@
-"""Where the course lies, and how a file comes into being whole."""
+"""Where the course lies, how a file comes into being whole, and how a folder has one writer."""
 
 import errno
 import fcntl
