@@ -539,6 +539,24 @@ def hold_engine(live):
     return go
 
 
+def test_tokens_that_are_drawn_soon_after_each_other_go_out_together_and_the_first_at_once(monkeypatch):
+    """An event costs about as much as a token. The engine stops after the first one until it has arrived."""
+    monkeypatch.setattr("manyhands.serve.service.EVENT_S", 1000)
+    with Live(quiet(make_model())) as live:
+        go, step, steps = threading.Event(), live.service.engine.step, []
+        live.service.engine.step = lambda: (steps.append(None), len(steps) == 1 or go.wait(60), step())[-1]
+
+        async def first_and_rest():
+            reader, writer = await begin(live, TEXT, {"prompt": "HO", "max_tokens": 30, "seed": 1, "stream": True})
+            first = await asyncio.wait_for(reader.readuntil(b"data: "), 30)
+            go.set()
+            return first + await reader.read()
+
+        found = asyncio.run(first_and_rest())
+        assert found.count(b'"finish_reason": null') == 2, "the first token, and the 29 others"
+        assert len(steps) == 30
+
+
 def test_a_full_queue_is_said_with_429_and_the_others_are_served():
     with Live(running=2, queue=3) as live:
         go = hold_engine(live)

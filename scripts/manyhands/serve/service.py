@@ -32,6 +32,7 @@ from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refus
 from manyhands.serve.vocabulary import TextSoFar, TooLong, Vocabulary
 
 log = logging.getLogger("manyhands.serve")
+EVENT_S = 0.04  # tokens that are drawn within so many seconds go out together
 
 
 class Piece(NamedTuple):
@@ -242,11 +243,17 @@ class Service:
 
     def _steps(self, loop):
         """In the thread: step after step, so that none waits for the loop, until something is to change."""
-        scheduler = self.engine.scheduler
+        scheduler, drawn, told_s = self.engine.scheduler, [], 0.0
         while True:
-            drawn = [(sequence, next_id, sequence.finish) for sequence, next_id in self.engine.step()]
-            loop.call_soon_threadsafe(self._deliver, drawn)
-            if self.changes or scheduler.hold_new or self.engine.idle():
+            new = [(sequence, next_id, sequence.finish) for sequence, next_id in self.engine.step()]
+            drawn += new
+            last = self.changes or scheduler.hold_new or self.engine.idle()
+            # an event costs the loop as much as a token costs the engine: first and last tokens are not kept waiting
+            ends = any(finish or len(sequence.ids) == sequence.prompt_length + 1 for sequence, _, finish in new)
+            if last or ends or time.monotonic() >= told_s + EVENT_S:
+                loop.call_soon_threadsafe(self._deliver, drawn)
+                drawn, told_s = [], time.monotonic()
+            if last:
                 return
 
     def _deliver(self, drawn):
