@@ -119,7 +119,8 @@ def write_text(options):
     model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
     tokenizer = tokenizer_of(metadata)
     vocab = tokenizer.vocab
-    prompt = options.prompt or ("\n" if tokenizer.kind == "bpe" or "\n" in vocab else vocab[0])
+    first = "\n" if tokenizer.kind == "bpe" or "\n" in vocab else min(vocab, key=len)  # a separator is longer
+    prompt = options.prompt or first
     ids = asked(prompt, options.system, vocab) if options.chat else encoded(prompt, tokenizer)
     loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(

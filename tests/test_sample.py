@@ -197,6 +197,15 @@ def test_text_goes_to_stdout_and_what_was_read_to_stderr(written, trained):
     )
 
 
+def test_without_a_prompt_it_starts_where_the_model_can(written, program, tmp_path):
+    assert written("--length", 1)[1].startswith("\n")
+    alphabet = ["<|document|>", *"\N{CJK UNIFIED IDEOGRAPH-4E2D}\N{CJK UNIFIED IDEOGRAPH-6587}"]
+    metadata = {"config": asdict(CONFIG), "corpus": {"name": "test", "alphabet": alphabet}, "step": 3}
+    export.write_export(dict(gpt(1).named_parameters()), metadata, tmp_path / "m.safetensors")
+    status, text, told = written("--length", 1, source=tmp_path / "m.safetensors")
+    assert (status, text[0]) == (0, alphabet[1]), told
+
+
 def test_the_same_seed_writes_the_same_and_another_seed_another(written):
     first, again, other = (written("--length", 60, "--seed", seed)[1] for seed in (1, 1, 2))
     assert first == again != other
