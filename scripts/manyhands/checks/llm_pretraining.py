@@ -196,7 +196,7 @@ def packed_targets(answer, ranks=None):
         ([[5, 6, 9, 7, 9, 8]], [[0, 0, 0, 1, 1, 2]]),
         ([[1, 2, 3, 4], [4, 3, 2, 1]], [[0, 0, 0, 0], [0, 1, 2, 2]]),
         ([[3]], [[0]]),
-        ([[luck(11).randrange(99) for _ in row] for row in _some_documents()], _some_documents()),
+        ([[7 * i + j for j, _ in enumerate(row)] for i, row in enumerate(_some_documents())], _some_documents()),
     ):
         ids_BT, documents_BT = torch.tensor(ids), torch.tensor(documents)
         given_BT = ids_BT.clone()
