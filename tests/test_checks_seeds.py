@@ -13,7 +13,7 @@ from exercises import Answers, AnswersOfRanks, _folder, edited, is_edit, own_ans
 
 SEEDS = range(20)
 WRONG = 3  # answers of each check
-ENOUGH_S = 0.5  # of processor time for one check; a slow one gets fewer seeds, the first of them in any case
+ENOUGH_S = 0.3  # of processor time for one check; a slow one gets fewer seeds, the first of them in any case
 
 
 def tables():
