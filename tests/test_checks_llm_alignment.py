@@ -67,7 +67,7 @@ WRONG = {
         ("std(1, keepdim=True)", "std(1, keepdim=True, correction=0)", "is that of n, not of n - 1"),
         (MINE, "", "it is this rank's advantages"),
         ("    rewards_PG =", "    dist.all_reduce(rewards_b.clone())\n    rewards_PG =",
-         "in 2 calls of all_gather and all_reduce, where 1 call and"),
+         "in 2 calls of all_gather and all_reduce (an all_reduce"),
         ("    return", "    rewards_b -= 1\n    return", "the row of rewards was changed"),
         ("dist.all_gather(parts, rewards_b)", "parts = [rewards_b.new_zeros(len(parts) * len(rewards_b))]\n"
          f"    parts[0]{MINE}.copy_(rewards_b)\n    dist.all_reduce(parts[0])", "(an all_reduce counts twice)"),

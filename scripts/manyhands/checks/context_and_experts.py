@@ -287,20 +287,20 @@ def _judge_finish(answer, shapes, group, members, where, world):
         own, total = gradients[rank][i], sum(of_rank[i] for of_rank in gradients)
         if i < 2:
             slips = {
+                f"that is divided by all {world} ranks, and the group has {n}": total / world,
                 "that is the sum; each rank's loss is a mean over its own tokens, so divide by the ranks": total,
                 "that is this rank's own; the others' tokens are missing": own,
                 "that is this rank's own divided by the ranks; add the ranks' gradients up": own / n,
                 "that is divided by the ranks twice": total / n**2,
-                f"that is divided by all {world} ranks, and the group has {n}": total / world,
             }
             expect_tensor(p.grad, total / n, f"{where}p.grad of copy {i}", slips, "the mean over the ranks")
         else:
             slips = {
+                f"that is divided by all {world} ranks, and the group has {n}": own / world,
                 f"that is {n} times as much: the exchange has summed over the losses of all {n} ranks, so divide": own,
                 "that is the mean over the ranks, but other ranks' experts are other experts": total / n,
                 "that is the sum over the ranks, but other ranks' experts are other experts": total,
                 f"that is divided by {n} twice": own / n**2,
-                f"that is divided by all {world} ranks, and the group has {n}": own / world,
             }
             expect_tensor(p.grad, own / n, f"{where}p.grad of expert weight {i - 2}", slips, f"its own divided by {n}")
     volume = 2 * sum(p.nbytes for p in parameters[:2])
