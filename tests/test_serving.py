@@ -40,8 +40,10 @@ from manyhands.serve.client import Client, ServerSaid
 from manyhands.serve.connections import OnceAMinute, allowed
 from manyhands.serve.engine import generate
 from manyhands.serve.http import Server, watch
+from manyhands.serve.schema import CompletionRequest
 from manyhands.serve.service import Metrics
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
+from pydantic import ValidationError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
@@ -319,6 +321,13 @@ def test_thirty_megabytes_and_many_long_prompts_at_once_get_a_status_and_no_rese
                 return await asyncio.gather(*long), await asyncio.gather(*large)
 
         assert asyncio.run(all_at_once()) == ([400] * 64, [413, 413, 401])
+
+
+def test_of_any_number_of_unknown_fields_one_is_told():
+    """The event loop waits meanwhile."""
+    with pytest.raises(ValidationError) as found:
+        CompletionRequest.model_validate({"prompt": "HO"} | {f"field_{i}": i for i in range(1000)})
+    assert [error["loc"] for error in found.value.errors()] == [("field_0",)]
 
 
 # ---------------------------------------------------------------- sockets without a request
