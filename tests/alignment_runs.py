@@ -8,6 +8,7 @@ from manyhands.align.chat import END, with_markers
 from manyhands.align.stage import widened
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.train.preemption import PreemptionHandler
 
 SPEECH = "ROMEO:\nSpeak, you are the fair lock.\n\nBIG JULIET:\nI am, jovial.\n\n"
 TEXT = SPEECH * 30
@@ -66,7 +67,7 @@ def begin(ranks, wanted, outputs):
     model = chatty()
     corpus, config = chat_corpus(Corpus.from_text("test", TEXT), VOCAB), model.config
     layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
-    return Alignment(wanted, model, config, layout, corpus, ranks)
+    return Alignment(wanted, model, config, layout, corpus, ranks, PreemptionHandler(ranks))
 
 
 def carry_out(ranks, wanted, outputs):

@@ -262,7 +262,10 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     [
         (["--data.folder", "nowhere"], r"data.folder: nowhere is not a prepared text \(it has no manifest.json\)"),
         (["--data.folder", ""], r"data.folder is empty \(is a variable of the shell unset\?\)"),
-        (["--data.folder", "~nobody-here/x"], "data.folder: ~nobody-here/x is not a prepared text"),
+        (
+            ["--data.folder", "~nobody-here/x"],
+            "data.folder: ~nobody-here/x cannot be used: there is no user nobody-here",
+        ),
     ],
 )
 def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):

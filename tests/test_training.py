@@ -35,6 +35,7 @@ from manyhands.config.options import (
 from manyhands.data.corpus import Corpus, get_batch
 from manyhands.gpt.model import GPT
 from manyhands.launch.metrics import fingerprint
+from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.start import prompt_ids, refuse_text, resume, seed_dropout
 from rank_pool import _server, ranks_of
 
@@ -64,10 +65,16 @@ def begin(ranks, options, outputs):
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     corpus = Corpus.from_text("test", TEXT)
     config = model_config(options, len(corpus.vocab))
-    run = Run(options, config, resolve_layout(options, config, ranks.world_size), corpus, ranks)
+    layout = resolve_layout(options, config, ranks.world_size)
+    run = Run(options, config, layout, corpus, ranks, PreemptionHandler(ranks))
     notes, note = [], run.report.note
     run.report.note = lambda sentence: (notes.append(sentence), note(sentence))
     return run, notes
+
+
+def go(run):
+    with run.preemption:
+        return run.go()
 
 
 def carry_out(ranks, options, outputs):
@@ -75,7 +82,7 @@ def carry_out(ranks, options, outputs):
     run, notes = begin(ranks, options, outputs)
     resume(run)
     first = run.step
-    status = run.go()
+    status = go(run)
     lines = []
     if ranks.rank == 0:
         lines = [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
@@ -300,7 +307,7 @@ def signalled(ranks, options, outputs, name, step):
     run.report.close = lambda reason: (ends.append(reason), close(reason))
     try:
         resume(run)
-        status = run.go()
+        status = go(run)
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
@@ -350,7 +357,7 @@ def signalled_in_evaluation(ranks, options, outputs):
         # they ask each other whenever there is an occasion
         with mock.patch("manyhands.train.preemption.INTERVAL_S", 0):
             resume(run)
-            status = run.go()
+            status = go(run)
     finally:
         signal.signal(signal.SIGTERM, before)
     return status, begun, run.val_losses
@@ -373,7 +380,7 @@ def on_a_full_disk(ranks, options, outputs):
 
     with mock.patch.object(metrics, "write_whole", side_effect=OSError(28, "No space left on device")):
         run, notes = begin(ranks, options, outputs)
-        return run.go(), run.saved, notes
+        return go(run), run.saved, notes
 
 
 def test_a_finished_run_whose_outputs_disk_is_full_says_so_and_has_not_failed(pool, tmp_path):
@@ -388,7 +395,7 @@ def test_a_finished_run_whose_outputs_disk_is_full_says_so_and_has_not_failed(po
 def a_run_and_a_refused_one(ranks, options, outputs):
     """The folders of both, and where `latest` points."""
     run, _ = begin(ranks, options, outputs)
-    run.go()
+    go(run)
     wanted = replace(options, checkpoint=CheckpointOptions(folder=str(outputs / "none"), resume="must"))
     refused, _ = begin(replace(ranks), wanted, outputs)
     with pytest.raises(CheckpointError):

@@ -22,7 +22,7 @@ from manyhands.data.shakespeare import DataError
 from manyhands.gpt.sampling import continued, drawing
 from manyhands.launch.join import end, join, leave, refuse
 from manyhands.launch.metrics import Metrics
-from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, reason, say_status
+from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, say_status
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
@@ -201,7 +201,6 @@ class Run:
         with self.parallel.gathered():
             for next_1 in continued(self.parallel.logits, prompt, self.options.log.sample, size, draw):
                 ids += next_1.tolist()
-                self.parallel.moved()
                 if stop := self.preemption.agreed():
                     return stop
         # a vocabulary may be wider than the corpus's alphabet
@@ -284,7 +283,7 @@ class Run:
             metrics.write()
         except OSError as error:
             # the training is over and saved: it has not failed, and starting it again would not help
-            self.report.note(f"metrics.json could not be written ({reason(error)}); the training itself is complete")
+            self.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
 
     def close(self):
         """Before a run that was refused ends."""
