@@ -201,17 +201,17 @@ def from_preset(name: str | None) -> Options:
 
 def from_file(path: str | Path, options: Options | None = None) -> Options:
     """A TOML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
-    path = _named(path, "config")
-    if path.suffix != ".toml":
-        raise OptionError(f"{path} does not end in .toml; write the options in TOML")
+    file = _named(path, "config")
+    if file.suffix != ".toml":
+        raise OptionError(f"{file} does not end in .toml; write the options in TOML")
     try:
-        content = tomllib.loads(path.read_text("utf-8-sig"))  # editors of Windows put a mark in front
+        content = tomllib.loads(file.read_text("utf-8-sig"))  # editors of Windows put a mark in front
     except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+        raise OptionError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise OptionError(f"{path} is not valid: {error}") from None
+        raise OptionError(f"{file} is not valid: {error}") from None
     if "config" in content:
-        raise OptionError(f"{path}: config={content['config']} is not read from a file; name one file as --config")
+        raise OptionError(f"{file}: config={content['config']} is not read from a file; name one file as --config")
     named = content.pop("preset", None)
     return merged(from_preset(named) if options is None else options, content, path)
 

@@ -52,8 +52,8 @@ def joined() -> Ranks | None:
 
 def wrapped(text: str, indent: str = "") -> list[str]:
     """Its lines, at most 70 characters long: JupyterLab breaks longer ones within words, in a window of 1000 pixels."""
-    how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
-    return [part for line in text.split("\n") for part in textwrap.wrap(line, 70, **how) or [""]]
+    wrapper = textwrap.TextWrapper(70, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
 
 
 def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:

@@ -36,6 +36,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvicorn
@@ -356,7 +357,7 @@ class Server(uvicorn.Server):
     """uvicorn on an app. `on_start()` is called when it listens, and a signal ends it as it should."""
 
     def __init__(self, app, limits=Limits(), drain_s: int = 30, on_start: Callable[[], object] = lambda: None):  # noqa: B008
-        connection = partial(Connection, idle={}, most=allowed(limits.connections), head_s=limits.head_s)
+        connection: Any = partial(Connection, idle={}, most=allowed(limits.connections), head_s=limits.head_s)
         # uvicorn's own lines about requests, which hold their queries, are off
         super().__init__(uvicorn.Config(
             app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
