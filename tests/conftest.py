@@ -127,8 +127,8 @@ def short_run(tmp_path_factory, attendees):
     return run
 
 
-# What runs beside what (`make test` is pytest -n 3): one process takes the files that run lessons on all cores, the
-# others meanwhile those that mostly wait, for schedulers, browsers and time-outs; then all take what is left, file by
+# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
+# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
 # file.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [

@@ -97,7 +97,7 @@ def test_the_official_client_gets_the_models_own_text_whole_and_as_a_stream(live
     pieces = list(client.completions.create(**asked, stream=True))
     assert "".join(piece.choices[0].text for piece in pieces) == expected
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert whole.usage.prompt_tokens == 6 and len(pieces) > 3
+    assert whole.usage.prompt_tokens == 6 and len(pieces) >= 3, "the first token, the others, the end"
 
 
 def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client):

@@ -129,7 +129,7 @@ def packages(version=importlib.metadata.version):
     """Every package that pyproject.toml asks for: there, and within its range?"""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     missing, old = [], []
-    for name, least in (line.split(">=") for line in lines):
+    for name, least in (re.split(">=|,", line)[:2] for line in lines):
         try:
             if numbers(version(name)) < numbers(least):
                 old.append(f"{name} {version(name)} (>={least})")
