@@ -12,6 +12,7 @@ checkpoint that can be trusted, or no room for the file.
 import math
 import os
 import sys
+import textwrap
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
             raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
         return build(weights, metadata), metadata | {"source": str(source)}
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = " ".join(str(error).split())
+        why = textwrap.shorten(str(error), 300)  # torch names every weight that is missing
         raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
 
 
