@@ -482,8 +482,8 @@ if rank == 0:
 # That file comes from the `trap` in our job file: 0 is good, and above 128 it is 128 plus a signal (137: SIGKILL, often for want of
 # memory). No file: the job was killed before it could write one. `job.state()` asks in the same order.
 #
-# Cancel what you no longer need: it keeps others waiting. This job lives for a moment only. It comes when your first one has ended,
-# as some queues take one job of yours at a time:
+# Cancel what you no longer need: it keeps others waiting. The next cell submits a job and cancels it at once. It does so only after
+# your first job has ended, because some queues take one job per user at a time:
 
 # %% tags=["active-ipynb"]
 # if job.ended():
