@@ -66,6 +66,7 @@ WRONG = {
         (" + 1e-4", "", "add 1e-4"),
         ("std(1, keepdim=True)", "std(1, keepdim=True, correction=0)", "is that of n, not of n - 1"),
         (MINE, "", "it is this rank's advantages"),
+        ("[dist.get_rank()]", "[dist.get_rank() - 1]", "those are rank 2's"),
         ("    rewards_PG =", "    dist.all_reduce(rewards_b.clone())\n    rewards_PG =",
          "in 2 calls of all_gather and all_reduce (an all_reduce"),
         ("    return", "    rewards_b -= 1\n    return", "the row of rewards was changed"),

@@ -170,9 +170,10 @@ def advantages(answer, ranks):
             slips["they have the mean of the part of a group that is on this rank; a group may lie on several"] = (
                 _advantages(mine_b, min(group, len(mine_b)))
             )
-        wanted_b = _advantages(rewards_B, group).chunk(n)[ranks.rank]
+        wanted = _advantages(rewards_B, group).chunk(n)
+        slips |= {f"those are rank {r}'s": theirs_b for r, theirs_b in enumerate(wanted) if r != ranks.rank}
         case = f"with groups of {group} on {count(n, 'rank')}"
-        expect_tensor(found_b, wanted_b, f"{case} what came back", slips, it_is="this rank's advantages")
+        expect_tensor(found_b, wanted[ranks.rank], f"{case} what came back", slips, it_is="this rank's advantages")
         expect_traffic(seen, "the advantages are right", "gather the rewards", calls=1, volume=rewards_B.nbytes)
 
 
