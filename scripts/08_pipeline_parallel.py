@@ -111,9 +111,10 @@ for name, number in (("layers", layers), ("micro_batches", m)):
 
 # %%
 # %%ranks
+from manyhands.config.layout import layers_of_stages
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.pipeline import Stage, layers_of_stages
+from manyhands.parallel.pipeline import Stage
 
 corpus = load_corpus(ranks)
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)

@@ -129,12 +129,8 @@ def test_the_slides_formula_has_a_third_of_what_a_layer_keeps_beside_its_scores(
         "norms and head": 2 * 8 * 64 * 128,
         "loss": 2 * 8 * 64,
     }
-    tokens, D = 8 * 64, 128
-    assert (
-        sum(ours[t] for t in ("norms", "qkv", "attention", "attention out", "mlp up", "gelu", "mlp down"))
-        > (3 * terms["feed-forward"])
-        and terms["feed-forward"] == 5 * 4 * tokens * D
-    )
+    layers = sum(ours[t] for t in ("norms", "qkv", "attention", "attention out", "mlp up", "gelu", "mlp down"))
+    assert layers > 3 * terms["feed-forward"]
 
 
 # ------------------------------------------------------------------ of a step

@@ -202,15 +202,16 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
     assert given == [300, 60, 7]
 
 
-def test_the_group_of_a_notebook_is_more_patient_than_any_cell(monkeypatch):
+def test_the_group_of_a_notebook_is_more_patient_than_any_cell_and_a_scripts_grows_with_the_patience(monkeypatch):
     given = []
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "30")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: given.append(timeout))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(join, "store_for", lambda *_: None)
     seen = {"host": "n1", "local_rank": 0, "cpus": [0], "quota": 1.0, "omp_threads": ""}
     monkeypatch.setattr(join, "_agree", lambda *_: ([seen], {"kind": "cpu", "indices": [0], "reason": ""}))
-    for launcher in ("notebook", "alone"):
+    for launcher, timeout_s in (("notebook", None), ("alone", None), ("alone", 60)):
         monkeypatch.setattr(join, "resolve", lambda launcher=launcher: launchers.RankInfo(launcher, 0, 1, 0, 1))
-        join._enter("02_collectives", "auto", 60, quiet=True)
-    assert [patience.total_seconds() for patience in given] == [86_400, 60]
+        join._enter("02_collectives", "auto", timeout_s, quiet=True)
+    assert [patience.total_seconds() for patience in given] == [86_400, 9000, 60]

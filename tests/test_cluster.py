@@ -180,9 +180,8 @@ def attend(attendee):
 @pytest.mark.timeout(900)
 def test_ten_attendees_who_start_at_once_under_a_load_of_20_all_finish_their_lesson(load_of_20):
     """They start and meet, compute, print, fail and go on, with the time limits that a class has."""
-    canning.uncan(
-        canning.can(1)
-    )  # fills tables of ipyparallel's; each attendee has a process of their own, not a thread
+    # fills tables of ipyparallel's: each attendee has a process of their own, not a thread
+    canning.uncan(canning.can(1))
     with ThreadPoolExecutor(10) as room:
         seen = list(room.map(attend, range(10)))
     for joined, computed, printed, failed, went_on in seen:

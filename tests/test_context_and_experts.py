@@ -194,7 +194,7 @@ def test_capacity_drops_the_last_choices_of_a_popular_expert():
 
 def test_each_half_fits_fifty_minutes():
     from manyhands.course.lessons import find_lessons
-    from manyhands.course.minutes import sections
+    from minutes import sections
 
     (lesson,) = find_lessons(only=["09"])
     core = [part for part in sections(lesson) if part.core]

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 
+import minutes
 import pytest
 from course_copy import LEFT_OUT
-from manyhands.course import handouts, minutes, pairs
+from manyhands.course import handouts, pairs
 from manyhands.course.lessons import find_lessons
 from manyhands.jobs import directives, stamp
 from manyhands.tools import preflight

@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from manyhands.course.folders import ASSETS
-from manyhands.plots.looks import RANK_COLOURS, rank_colour, tint
 
 sys.path.insert(0, str(ASSETS / "src"))
 import draw  # noqa: E402
@@ -41,13 +40,3 @@ def test_each_picture_of_a_lesson_exists_and_has_alt_text(lesson):
     for alt, target in pictures:
         assert len(alt) > 20, f"{target} needs a sentence that says what it shows"
         assert (lesson.parent / target).resolve().exists(), f"{target} is missing"
-
-
-def test_tints_stay_between_the_colour_and_white():
-    assert tint("#0072B2", 1) == "#0072b2"
-    assert tint("#0072B2", 0) == "#ffffff"
-
-
-def test_rank_colours_repeat_after_eight():
-    assert rank_colour(8) == rank_colour(0)
-    assert len(set(RANK_COLOURS)) == 8

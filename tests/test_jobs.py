@@ -202,22 +202,21 @@ def test_an_old_python_without_pips_parser_is_told_to_be_newer(root, tmp_path):
     assert "older than Python 3.11: make jobs PYTHON=" in done.stderr
 
 
-def test_away_from_the_course_a_shared_environment_says_where_to_go(tmp_path, monkeypatch, capsys):
+def test_away_from_the_course_a_shared_environment_says_where_to_go(tmp_path, monkeypatch):
     monkeypatch.setattr(stamp, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert stamp.main(["check"]) == 2
-    assert capsys.readouterr().err.startswith("error: there are no job files here: go to the course's folder")
+    with pytest.raises(stamp.JobError, match="^there are no job files here: go to the course's folder"):
+        stamp.main(["check"])
 
 
 @pytest.mark.parametrize("wrong", ['needs = ["account"', 'acount = "me"'])
-def test_a_site_file_that_is_none_is_named_with_what_is_wrong(tmp_path, root, monkeypatch, capsys, wrong):
+def test_a_site_file_that_is_none_is_named_with_what_is_wrong(tmp_path, root, monkeypatch, wrong):
     shutil.copytree(root / "jobs" / "sites", tmp_path / "jobs" / "sites")
     with open(tmp_path / "jobs" / "sites" / "mine.toml", "w") as file:
         file.write((root / "jobs" / "sites" / "generic.toml").read_text().replace("needs = []", wrong))
     monkeypatch.chdir(tmp_path)
-    assert stamp.main(["sites"]) == 2
-    said = capsys.readouterr().err
-    assert "sites/mine.toml is no site (" in said and "generic.toml shows the form" in said and said.count("\n") == 1
+    with pytest.raises(stamp.JobError, match=r"sites/mine.toml is no site \(.*generic.toml shows the form$"):
+        stamp.main(["sites"])
 
 
 def test_stamping_again_keeps_what_the_user_wrote(folder):
@@ -243,7 +242,7 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
     ("wish", "sentence"),
     [
         ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, kempner, perlmutter, polaris"),
-        ({"site": "polaris"}, "charges each job to a project, and none was named: make jobs SITE=polaris ACCOUNT="),
+        ({"site": "polaris"}, "charges each job to a project: make jobs SITE=polaris ACCOUNT="),
         ({"site": "generic", "walltime": "10"}, "walltime '10' is not hours:minutes:seconds"),
         ({"site": "generic", "walltime": "00:00:00"}, "above zero"),
         ({"site": "generic", "walltime": "1:99:00"}, "write ten minutes as 00:10:00"),
@@ -263,10 +262,10 @@ def test_a_wrong_wish_is_refused_with_its_cure_and_nothing_is_written(folder, wi
     assert {path: path.read_text() for path in folder.iterdir()} == before
 
 
-def test_command_line_says_the_error_once_and_ends_with_status_2(capsys):
-    assert stamp.main(["stamp", "--site", "summit", "--account", ""]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: no site 'summit'") and error.count("\n") == 1
+def test_command_line_says_the_error_once_and_ends_with_status_2(root):
+    command = [sys.executable, "-m", "manyhands.jobs.stamp", "stamp", "--site", "summit", "--account", ""]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and re.fullmatch("stamp: no site 'summit': .*\n", done.stderr)
 
 
 WRONG = [
@@ -278,7 +277,7 @@ WRONG = [
     (0, "#PBS -j oe", "# PBS -j oe", "generic", "'# PBS' is a comment, which PBS ignores: write '#PBS'"),
     (0, "#PBS -l walltime=00:10:00\n", "", "generic", "no walltime"),
     (0, "#PBS -j oe", "#PBS -j oe\nset -e\n#PBS -q debug", "generic", "stands below the first command"),
-    (0, "#PBS -A Hands\n", "", "polaris", "ACCOUNT is missing"),
+    (0, "#PBS -A Hands\n", "", "polaris", "charges each job to a project: make jobs SITE=polaris ACCOUNT="),
     (0, "#PBS -l filesystems=home:eagle\n", "", "polaris", "no -l filesystems=: mandatory on Polaris"),
     (0, "home:eagle", "home:flare", "polaris", "Polaris (ALCF) has no file system 'flare'"),
     (0, "home:flare", "home:eagle", "aurora", "Aurora (ALCF) has no file system 'eagle'"),
@@ -678,31 +677,46 @@ def test_with_history_off_its_output_and_its_own_files_tell_how_a_job_ended(
     assert job.state() == state
 
 
-def test_a_job_of_pbs_that_saved_when_it_was_cancelled_is_cancelled_though_its_status_is_0(
-    in_the_course, monkeypatch, tmp_path
-):
+CANCELS = {
+    # before, the status of qdel, what qstat says then, the state
+    "it saved and ended with status 0": ("runs, history off", 0, "ended well", CANCELLED),
+    "it had ended before": ("ended well", 1, "ended well", ("completed", "")),
+    "the scheduler forgot it": ("gone, history off", 0, "gone, history off", CANCELLED),
+}
+
+
+@pytest.mark.parametrize("case", CANCELS)
+def test_what_becomes_of_a_job_of_pbs_that_one_cancels(in_the_course, monkeypatch, tmp_path, case):
+    before, status, after, state = CANCELS[case]
     job = pbs_job(monkeypatch, tmp_path)
-    qstat(monkeypatch, tmp_path, *PBS_STATES["runs, history off"][:2])
-    answers(monkeypatch, tmp_path, qdel="exit 0")
+    qstat(monkeypatch, tmp_path, *PBS_STATES[before][:2])
+    answers(monkeypatch, tmp_path, qdel=f"exit {status}")
     job.cancel()
-    qstat(monkeypatch, tmp_path, *PBS_STATES["ended well"][:2])
-    assert job.state() == ("cancelled", "")
+    qstat(monkeypatch, tmp_path, *PBS_STATES[after][:2])
+    assert job.state() == state
 
 
-def test_a_job_that_had_ended_before_it_was_cancelled_stays_completed(in_the_course, monkeypatch, tmp_path):
-    job = pbs_job(monkeypatch, tmp_path)
-    qstat(monkeypatch, tmp_path, *PBS_STATES["ended well"][:2])
-    answers(monkeypatch, tmp_path, qdel="exit 1")
-    job.cancel()
-    assert job.state() == ("completed", "")
+SHARED = {
+    "pbs": ("qsub", "qstat", "Job Id: 7.head\n    job_state = Q\nJob Id: 8.head\n    job_state = R", "-f 7 8"),
+    "slurm": (
+        "sbatch", "squeue", "7|PENDING|(Priority)\n8|RUNNING|nid1",
+        "--me --noheader --format=%A|%T|%R --jobs=7,8",
+    ),
+}  # fmt: skip
 
 
-def test_a_job_that_we_cancelled_and_the_scheduler_forgot_is_cancelled(in_the_course, monkeypatch, tmp_path):
-    job = pbs_job(monkeypatch, tmp_path)
-    answers(monkeypatch, tmp_path, qdel="exit 0")
-    qstat(monkeypatch, tmp_path, UNKNOWN, NOTHING)
-    job.cancel()
-    assert job.state() == ("cancelled", "")
+@pytest.mark.parametrize("via", SHARED)
+def test_one_question_to_the_scheduler_is_for_all_live_jobs_of_a_notebook(in_the_course, monkeypatch, tmp_path, via):
+    starter, lister, told, question = SHARED[via]
+    jobs, asked = [], tmp_path / "asked"
+    monkeypatch.setattr(submit, "time", FakeTime())
+    for number in (7, 8):
+        answers(monkeypatch, tmp_path, **{starter: f"echo {number}.head"})
+        jobs.append(submit.submit("ddp_shakespeare", via=via))
+    answers(monkeypatch, tmp_path, **{lister: f'echo "$@" >>{asked}\n{recorded(told)}'})
+    assert [job.state()[0] for job in jobs] == ["waiting", "running"]
+    assert asked.read_text() == f"{question}\n"
+    assert jobs[1].state()[0] == "running" and asked.read_text().count(question) == 2  # and it asks anew
 
 
 def test_flags_with_a_comma_reach_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys):
@@ -722,9 +736,9 @@ def test_what_starts_the_ranks_of_a_site_is_passed_on_to_a_job_of_pbs(in_the_cou
 
 GONE = ("", "slurm_load_jobs error: Invalid job id specified", 1)
 SLURM_STATES = {
-    # what `scontrol show job` says, what `sacct` says, the state, what the remark holds
-    "it waits": (("JobId=7 JobState=PENDING Reason=Resources NodeList=",), NOTHING, "waiting", "Resources"),
-    "runs": (("JobId=7 JobState=RUNNING Reason=None NodeList=nid[1-2]",), NOTHING, "running", "nid[1-2]"),
+    # what `squeue` or else `scontrol show job` says, what `sacct` says, the state, what the remark holds
+    "it waits": (("7|PENDING|(Resources)",), NOTHING, "waiting", "Resources"),
+    "runs": (("7|RUNNING|nid[1-2]",), NOTHING, "running", "nid[1-2]"),
     "over time": (("JobId=7 JobState=TIMEOUT ExitCode=0:15",), NOTHING, "failed", "over time"),
     "gone, and accounted": (GONE, ("FAILED|3:0",), "failed", "FAILED, exit 3:0"),
     "gone, cancelled": (GONE, ("CANCELLED by 1000|0:0",), "cancelled", ""),
@@ -740,7 +754,9 @@ SLURM_STATES = {
     ("now", "past", "state", "remark"), SLURM_STATES.values(), ids=[name.replace(" ", "_") for name in SLURM_STATES]
 )
 def test_a_cell_follows_a_job_of_slurm(in_the_course, monkeypatch, tmp_path, now, past, state, remark):
-    answers(monkeypatch, tmp_path, sbatch="echo Submitted batch job 7", scontrol=recorded(*now), sacct=recorded(*past))
+    now = {"squeue" if "|" in now[0] else "scontrol": recorded(*now)}
+    programs = {"sbatch": "echo Submitted batch job 7", "squeue": "", "sacct": recorded(*past)}
+    answers(monkeypatch, tmp_path, **programs | now)
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
     found = submit.submit("ddp_shakespeare", via="slurm").state()
     assert found[0] == state and remark in found[1]

@@ -5,7 +5,7 @@ import re
 import pytest
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import Lesson, find_lessons
-from manyhands.course.minutes import BUILD, EXERCISE, PREDICTION, estimate, main, sections, stated
+from minutes import BUILD, EXERCISE, PREDICTION, estimate, main, sections, stated
 
 LESSONS = find_lessons()
 # the minutes of the agenda

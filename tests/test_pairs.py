@@ -9,7 +9,6 @@ import jupytext
 import nbformat
 import pytest
 from manyhands.course import handouts, pairs
-from manyhands.course.catch_up import SOLUTIONS
 from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.course.pairs import stale_script
 
@@ -281,24 +280,6 @@ def test_reset_touches_nothing_where_there_is_no_original(lesson):
 
 
 # ------------------------------------------------------------------ the attendees' copy
-
-
-def test_the_copy_has_no_notes_in_either_form_and_its_pairs_are_the_same(lesson, tmp_path):
-    for left_out in (".git/config", ".venv/bin/python", "outputs/kept/x", "scripts/__pycache__/x.pyc"):
-        path = lesson.root / left_out
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x")
-    (lesson.root / "data").mkdir()
-    (lesson.root / "data" / "tinyshakespeare.txt").write_text("First Citizen")
-    target = handouts.copy(tmp_path / "class" / "course", lesson.root)
-    (copied,) = find_lessons(target)
-    assert pairs.difference(copied) is None
-    assert {path for path in files(target) if not path.startswith(handouts.ORIGINALS)} == {
-        f"{SOLUTIONS}/05_tiny", "scripts/05_tiny.py", "notebooks/05_tiny.ipynb", "data/tinyshakespeare.txt",
-    }  # fmt: skip
-    assert "instructor" not in "".join(path.read_text("utf-8") for path in target.rglob("*.*") if path.is_file())
-    assert "For the instructor" in lesson.script.read_text("utf-8")
-    assert os.listdir(tmp_path / "class") == ["course"]
 
 
 def test_a_lesson_of_the_copy_can_be_reset_without_git(lesson, tmp_path):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from manyhands.course.lesson_parameters import ParameterError, cell_of, help_text, parse, read, read_cell, validate
+from manyhands.course.lesson_parameters import ParameterError, help_text, parse, read, read_cell, validate
 
 CELL = """\
 n_ranks = 4        # processes; in a script the launcher decides
@@ -45,7 +45,6 @@ def test_the_cell_ends_where_the_next_one_begins(tmp_path):
     script = tmp_path / "00_lesson.py"
     script.write_text(LESSON)
     assert [p.name for p in read(script)] == [p.name for p in read_cell(CELL)]
-    assert "99" not in cell_of(LESSON)
 
 
 def test_a_script_without_the_cell_takes_no_flags(tmp_path):

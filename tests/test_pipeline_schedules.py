@@ -24,13 +24,6 @@ P, M = range(2, 9), range(1, 33)
 ONE_STAGE = ("GPipe", "1F1B")
 
 
-def chunked(schedule):
-    """(p, m, v) that an interleaved schedule accepts."""
-    for p, m, v in itertools.product(P, (1, 2, 3, 5, 8, 9, 16, 24, 32), (1, 2, 3)):
-        if m % max(1, m // p) == 0:
-            yield p, m, v
-
-
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_one_stage_per_rank_idles_and_holds_as_its_formulas_say_however_long_a_backward_is(schedule):
     for p, m in itertools.product(P, M):
@@ -40,17 +33,6 @@ def test_one_stage_per_rank_idles_and_holds_as_its_formulas_say_however_long_a_b
         assert run.in_flight == [m if schedule == "GPipe" else min(m, p - s) for s in range(p)]
     for backward in (1, 5):
         assert simulate(orders_of(schedule, 4, 8), {"F": 1, "B": backward}).bubble == Fraction(3, 11)
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
-def test_interleaved_and_zero_bubble_end_and_with_p_micro_batches_or_more_idle_as_their_formulas_say(schedule):
-    enough = 0
-    for p, m, v in chunked(schedule):
-        run = simulate(orders_of(schedule, p, m, v))
-        if m >= p:
-            enough += 1
-            assert run.bubble == bubble_formula(schedule, p, m, v), (p, m, v)
-    assert enough > 60
 
 
 def test_on_four_ranks_schedules_idle_and_hold_as_in_their_papers():
@@ -69,12 +51,14 @@ def asked(draw):
     return schedule, p, m, 1 if schedule in ONE_STAGE else draw(st.integers(1, 3))
 
 
-@settings(max_examples=80, derandomize=True)
+@settings(max_examples=160, derandomize=True)
 @given(asked=asked(), times=st.tuples(*[st.integers(1, 9)] * 4), message=st.integers(0, 3))
-def test_every_schedule_is_valid_whatever_its_actions_take(asked, times, message):
+def test_every_schedule_is_valid_whatever_its_actions_take_and_idles_as_its_formula_says(asked, times, message):
     """Each micro-batch once through each stage and back, nothing before what it needs, one action of a rank at a
     time."""
     schedule, p, m, v = asked
+    if m >= p:
+        assert simulate(orders_of(*asked)).bubble == bubble_formula(*asked)
     run = simulate(orders_of(*asked), dict(zip("FBIW", times, strict=True)), message)
     ended = {slot.action: slot for slot in run.slots}
     halves = 3 if schedule == "InterleavedZeroBubble" else 2

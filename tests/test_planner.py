@@ -11,20 +11,12 @@ from manyhands.config.layout import SPLIT_BACKWARD, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, read_options
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.tensor_bytes import count_saved
-from manyhands.parallel.pipeline import layers_of_stages, stage_owners
 from manyhands.predict.activation_memory import activation_bytes, saved_bytes
 from manyhands.predict.layouts import SCHEDULES, Question, families
 from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, listed_peak, machine_from_file, machine_named
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.models import OTHERS, PlannedModel, flops_per_token, preset_model
-from manyhands.predict.pipeline_schedules import (
-    bubble_formula,
-    held_at_once,
-    in_flight,
-    orders_of,
-    simulate,
-    stages_of_ranks,
-)
+from manyhands.predict.pipeline_schedules import bubble_formula, held_at_once, in_flight, orders_of, simulate
 from manyhands.predict.planner import plan, weakest_assumption
 from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
@@ -88,18 +80,6 @@ def test_fsdp_really_adds_up_whole_gradients_between_micro_batches(pool):
     assert planned.accumulated_gradients == 4 * TINY.num_params() == max(measured)
     at_once = [c for c in candidates(TINY, 2, 8) if str(c) == "zero3 2" and c.layout.micro_batches == 1]
     assert bytes_per_rank(TINY, at_once[0].layout, at_once[0].options).accumulated_gradients == 0
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-@pytest.mark.parametrize("n_layer, pipeline, v", [(5, 1, 1), (5, 2, 2), (7, 3, 2), (8, 4, 1), (9, 4, 2)])
-def test_the_depth_is_cut_as_the_pipeline_cuts_it(n_layer, pipeline, v, schedule):
-    owners = stage_owners(schedule if v == 2 else "1F1B", pipeline, v)
-    ranges = layers_of_stages(n_layer, len(owners))
-    expected = [
-        tuple((len(ranges[s]), s == 0, s == len(owners) - 1) for s, owner in enumerate(owners) if owner == rank)
-        for rank in range(pipeline)
-    ]
-    assert stages_of_ranks(n_layer, pipeline, v, schedule) == expected
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])

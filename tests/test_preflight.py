@@ -134,12 +134,7 @@ def test_the_report_is_one_page_that_loads_nothing_and_links_to_the_executed_not
 def test_the_report_says_what_broke_first_and_where_it_ran(report):
     assert "Not ready: 3 of 9 runs failed, 1 lesson with metrics that differ" in report
     assert re.search(r"rank 1: ValueError: rank 1 has 3 numbers, the others 4", report)
-    for fact in (
-        "shakespeare",
-        f"torch {importlib.metadata.version('torch')}",
-        "mpiexec",
-        "light dark",
-    ):
+    for fact in ("shakespeare", f"torch {importlib.metadata.version('torch')}", "mpiexec", "light dark"):
         assert fact in report
 
 

@@ -24,7 +24,7 @@ MODULES = [
 STARTS = {name: [f"scripts/{name}"] for name in PROGRAMS}
 STARTS |= {"align.py": ["scripts/align.py", "sft"]} | {name: ["-m", f"manyhands.{name}"] for name in MODULES}
 OTHERS = {"setup_environment.py": ["scripts/setup_environment.py"], "a lesson": ["scripts/02_collectives.py"]}
-NO_HELP = ("checkpoint.export", "course.minutes", "setup_environment.py")  # the last ends as `ls | true` does
+NO_HELP = ("checkpoint.export", "setup_environment.py")  # the last ends as `ls | true` does
 
 
 def source_of(name):

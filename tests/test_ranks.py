@@ -160,8 +160,9 @@ def test_a_cell_that_prints_100_000_lines_keeps_the_ranks_and_says_what_it_leave
 
 @pytest.mark.parametrize("call", ["breakpoint()", "input('lr? ')"])
 def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
-    said = notebook.run(f"%%ranks\n{call}").error[1]
+    _, said, lines = notebook.run(f"%%ranks\n{call}").error
     assert f"{call.partition('(')[0]}() needs a keyboard, and a rank has none" in said
+    assert "engine.py" not in lines and call in lines
 
 
 def test_nothing_of_ours_listens_beyond_loopback(notebook):

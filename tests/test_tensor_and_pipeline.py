@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands.config.layout import LayoutError, resolve_layout
+from manyhands.config.layout import LayoutError, layers_of_stages, resolve_layout, stage_owners
 from manyhands.gpt.model import GPT
 from manyhands.measure import wire
-from manyhands.parallel.pipeline import layers_of_stages, stage_owners
-from one_process import BATCH, CONFIG, EXACT, assert_equal, batches, build, one_process, options_of, share, steps_of
+from one_process import CONFIG, EXACT, assert_equal, batches, build, one_process, options_of, share, steps_of
 
 DEEP = replace(CONFIG, n_layer=8)
 TIED = replace(CONFIG, n_layer=2, tie=True, qkv_bias=True)
@@ -201,13 +200,6 @@ def sizes(ranks, options):
     }
 
 
-def test_tensor_ranks_hold_shares_of_an_uneven_vocabulary(pool):
-    held = pool.run(4, sizes, options_of(strategy="tp"))
-    assert [rank["tokens.weight"] // CONFIG.n_embd for rank in held] == [17, 17, 17, 14]
-    assert [rank["head.bias"] for rank in held] == [17, 17, 17, 14]
-    assert {rank["blocks.0.mlp.up.weight"] for rank in held} == {4 * CONFIG.n_embd**2 // 4}
-
-
 def test_stages_hold_disjoint_parts_of_the_model_and_shards_of_them(pool):
     whole = CONFIG.num_params()
     stages = pool.run(2, sizes, options_of(strategy="pp", schedule="ZBVZeroBubble"))
@@ -239,50 +231,6 @@ def test_a_rank_without_the_last_stage_has_loss_zero(pool, schedule, last):
     assert len(means) == 1
     assert results[last][:2] == pytest.approx((means.pop(),) * 2, abs=EXACT)
     assert results[1 - last][:2] == (0, 0)
-
-
-def executed(ranks, options, config):
-    """What the stage did, as F0 F1 B0 ..., read off torch's own stage."""
-    from torch.distributed.pipelining import PipelineStage
-
-    done = []
-
-    class Watched(PipelineStage):
-        def forward_one_chunk(self, chunk, *args, **kwargs):
-            done.append(f"F{chunk}")
-            return super().forward_one_chunk(chunk, *args, **kwargs)
-
-        def backward_one_chunk(self, chunk, *args, full_backward=True, **kwargs):
-            done.append(f"{'B' if full_backward else 'I'}{chunk}")
-            return super().backward_one_chunk(chunk, *args, full_backward=full_backward, **kwargs)
-
-        def backward_weight_one_chunk(self, chunk, *args, **kwargs):
-            done.append(f"W{chunk}")
-            return super().backward_weight_one_chunk(chunk, *args, **kwargs)
-
-    with mock.patch("manyhands.parallel.pipeline.PipelineStage", Watched):
-        build(ranks, options, config).forward_backward(*next(batches(config)))
-    return done
-
-
-def test_1f1b_runs_ahead_as_far_as_the_stages_behind_it_and_then_alternates(pool):
-    p, m = 4, 8
-    for stage, done in enumerate(pool.run(p, executed, options_of(strategy="pp", micro_batch=BATCH // m), CONFIG)):
-        ahead = p - stage
-        expected = [f"F{i}" for i in range(ahead)]
-        for i in range(m):
-            expected += [f"B{i}"] + ([f"F{i + ahead}"] if i + ahead < m else [])
-        assert done == expected
-        # no more activations in flight than stages from here to the end
-        in_flight = [sum((+1, -1)[a[0] == "B"] for a in done[: i + 1]) for i in range(len(done))]
-        assert max(in_flight) == ahead
-
-
-def test_zero_bubble_splits_the_backward(pool):
-    options = options_of(strategy="pp", schedule="ZBVZeroBubble")
-    for done in pool.run(2, executed, options, CONFIG):
-        kinds = [action[0] for action in done]
-        assert kinds.count("F") == kinds.count("I") == kinds.count("W") == 8 and "B" not in kinds
 
 
 def state_around_evaluation(ranks, options):

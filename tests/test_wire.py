@@ -146,24 +146,7 @@ def _whole_tensors(ranks):
 def test_calls_and_transport_agree_on_messages():
     for called, transported in run_on_ranks(3, _whole_tensors):
         assert called == 1_000_000
-        assert transported == pytest.approx(called, rel=0.01)
-
-
-def _one_way(ranks):
-    x = torch.ones(250_000)
-    for measured in (False, True):
-        with wire.watch() as seen:
-            (dist.send if ranks.rank == 0 else dist.recv)(x, 1 - ranks.rank)
-            dist.barrier()
-        if measured:
-            return seen.transport_bytes
-
-
-@pytest.mark.skipif(not LINUX, reason="TCP_INFO is Linux's")
-def test_transport_counts_what_was_sent_not_what_was_received():
-    sender, receiver = run_on_ranks(2, _one_way)
-    assert sender == pytest.approx(1_000_000, rel=0.01)
-    assert receiver < 2000
+        assert transported == pytest.approx(called, rel=0.01), "what was received does not count"
 
 
 def test_without_tcp_info_the_transport_is_unknown_and_calls_still_count(monkeypatch):
@@ -179,11 +162,6 @@ def test_the_counter_ends_with_the_block_also_when_it_raises():
         raise ZeroDivisionError
     assert seen.transport_bytes is not None or not LINUX
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
-def test_the_rings_formula():
-    assert wire.ring_all_reduce_bytes(40e6, 4) == 60e6
-    assert wire.ring_all_reduce_bytes(40e6, 1) == 0
 
 
 def test_lesson_02_says_nothing_of_bytes_on_sockets_where_one_rank_has_a_gpu(root):

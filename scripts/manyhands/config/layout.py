@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # of inputs first, of weights later
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
 
 
 class LayoutError(OptionError):
@@ -70,6 +71,20 @@ class Layout:
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
         return axes or "one rank"
+
+
+def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
+    """[rank of stage 0, 1, ...] on the pipeline axis: around in a loop, or down and up again for V-shaped schedules."""
+    if schedule in V_SHAPED and stages_per_rank == 2:
+        return [*range(pipeline), *reversed(range(pipeline))]
+    return list(range(pipeline)) * stages_per_rank
+
+
+def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
+    """A range of layers per stage, sizes one apart at most: the last stage, which has the head, gets no extra one."""
+    least, extra = divmod(n_layer, num_stages)
+    ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks_per_node: int | None = None) -> Layout:

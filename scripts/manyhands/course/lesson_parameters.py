@@ -72,13 +72,9 @@ class Parameter:
 
 def read(script: str | Path) -> list[Parameter]:
     """The parameters of a lesson's script, in order; [] where it has no such cell."""
-    return read_cell(cell_of(Path(script).read_text(encoding="utf-8")))
-
-
-def cell_of(script_text: str) -> str:
-    """The source of the cell tagged `parameters` in a script in percent format, "" without one."""
-    found = re.search(r'^# %%.*"parameters".*\n((?:(?!# %%).*\n?)*)', script_text, re.MULTILINE)
-    return found[1] if found else ""
+    text = Path(script).read_text(encoding="utf-8")
+    found = re.search(r'^# %%.*"parameters".*\n((?:(?!# %%).*\n?)*)', text, re.MULTILINE)
+    return read_cell(found[1] if found else "")
 
 
 def read_cell(source: str) -> list[Parameter]:

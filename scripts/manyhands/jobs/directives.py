@@ -97,7 +97,7 @@ def complaints(text, scheduler, site):
     say = list(_ignored_lines(text, scheduler))
     say += (_pbs if scheduler == "pbs" else _slurm)(found, values, site)
     if "account" in site.needs and not values.get("-A" if scheduler == "pbs" else "--account"):
-        say.append(f"{site.title} charges each job to a project: ACCOUNT is missing")
+        say.append(f"{site.title} charges each job to a project: make jobs SITE={site.name} ACCOUNT=...")
     walltime = values.get("-l walltime" if scheduler == "pbs" else "--time")
     queue = values.get("-q" if scheduler == "pbs" else site.queue_option)
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from manyhands.course.folders import ROOT, write_whole
 from manyhands.jobs import directives
+from manyhands.launch.program import Refused
 
 try:
     import tomllib
@@ -38,7 +39,7 @@ ARRAY = {"pbs": "-J", "slurm": "--array"}
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
 
 
-class JobError(ValueError):
+class JobError(Refused):
     """A site, an account, a walltime or a file that cannot be used; the message holds the cure."""
 
 
@@ -169,10 +170,6 @@ def _stamped(text, scheduler, site, wishes):
     usual = 1 if ARRAY[scheduler] in old else 2  # a row of a sweep is small
     nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
-    account = wanted["-A" if scheduler == "pbs" else "--account"]
-    if "account" in site.needs and not account:
-        cure = f"make jobs SITE={site.name} ACCOUNT=..."
-        raise JobError(f"{site.title} charges each job to a project, and none was named: {cure}")
     owned = set(wanted) | {"--partition", "--qos"}  # of whichever site was here before
     owned = owned.union(*(other.fixed(scheduler) for other in sites().values()))
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})
@@ -273,11 +270,7 @@ def main(argv=None):
     for name in ("site", *WISHES):
         write.add_argument(f"--{name}", default="", help="empty: as it stands, or the site's usual one")
     args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except JobError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return args.run(args)
 
 
 def _print_sites(args):

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 from manyhands.course import pairs
@@ -34,6 +35,7 @@ OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
 KNOWN_END = ("completed", "failed", "cancelled")
 ENDED = (*KNOWN_END, "ended")
 SLOWEST_S = 30  # between two questions to a scheduler: sixty people ask it, too
+FRESH_S = 5  # so long an answer serves the jobs for which another one asked
 TOO_MANY = re.compile("per-user limit|MaxSubmitJob|job submit limit")  # OpenPBS's words, Slurm's reasons
 # what schedulers write into a job's output when they end it
 KILLED = re.compile(r"=>> PBS: job killed: (.*)|\*\*\* JOB .* CANCELLED AT .* (DUE TO TIME LIMIT) \*\*\*")
@@ -67,6 +69,9 @@ class Job:
     """What the three kinds share. `number` is the scheduler's, `output` the file that holds what the job prints."""
 
     slowest_s = SLOWEST_S
+    _jobs: weakref.WeakSet = weakref.WeakSet()  # of this kernel
+    _answers: dict[str, str] = {}
+    _answered_at = 0.0
 
     def __init__(self, name, flags):
         self.name, self.submitted_at = name, time.time()
@@ -80,6 +85,7 @@ class Job:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
             self._environ |= {"VENV": os.environ.get("VENV", ""), "PATH": path}
         self.number, self.output = self._start(flags)
+        self._jobs.add(self)
 
     def __repr__(self):
         return f"job {self.number} ({self.name}): {self.state()[0]}"
@@ -118,6 +124,14 @@ class Job:
             return self._last[0], "the scheduler does not answer"
         self._last = found
         return found
+
+    def _answer(self):
+        """What the scheduler says of this job. One question is for all of this kernel; each takes its answer once."""
+        kind = type(self)
+        if self.number not in kind._answers or time.monotonic() - kind._answered_at > FRESH_S:
+            live = {job.number for job in self._jobs if isinstance(job, kind) and job._last[0] not in ENDED}
+            kind._answers, kind._answered_at = self._ask(sorted(live | {self.number})), time.monotonic()
+        return kind._answers.pop(self.number)
 
     def _forgotten(self):
         """The state of a job that the scheduler no longer knows: what its output and its own files say of its end."""
@@ -168,22 +182,18 @@ class Job:
 
     def tail(self, lines=10):
         """Print the last lines of the job's output, as `tail` does."""
-        _show(["tail", "-n", str(lines), self._shown_output()])
+        _show(["tail", "-n", str(lines), os.path.relpath(self.output, self.course)])
         none = "no output yet: the file appears when the job runs, or at its end where PBS cannot write here"
         print("\n".join(self._lines()[-lines:]) or none)
 
     def grep(self, text):
         """Print the lines of the job's output that contain `text`, as `grep` does."""
-        _show(["grep", text, self._shown_output()])
+        _show(["grep", text, os.path.relpath(self.output, self.course)])
         found = [line for line in self._lines() if text in line]
         print("\n".join(found) or "no such line yet")
 
     def _lines(self):
         return self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
-
-    def _shown_output(self):
-        inside = self.output.is_relative_to(self.course)
-        return str(self.output.relative_to(self.course)) if inside else self.output.name
 
     def metrics(self, lesson):
         """The metrics.json that this job wrote for `lesson`, as a dict, or None: it has not, or not yet."""
@@ -201,28 +211,36 @@ class SlurmJob(Job):
         number = self._submitted("sbatch", f"jobs/{self.name}.slurm", *flags, environ=self._environ)
         return number, self.course / f"{self.name}.o{number}"
 
+    def _ask(self, numbers):
+        """{number: "state|why it waits or where it runs", "" where it does neither}."""
+        jobs = f"--jobs={','.join(numbers)}"
+        said, _ = _asked("squeue", "--me", "--noheader", "--format=%A|%T|%R", jobs)
+        return dict.fromkeys(numbers, "") | dict(line.split("|", 1) for line in said.splitlines())
+
     def _look(self):
-        said, complaint = _asked("scontrol", "--oneliner", "show", "job", self.number)
-        if not said:  # forgotten after some minutes; accounting, where there is any, remembers
-            if "Invalid job id" not in complaint:
-                return None
-            found = _asked("sacct", "-nXP", "-j", self.number, "-o", "State,ExitCode")[0].partition("|")
-            if not found[0]:
-                return self._forgotten()
-            said = f"JobState={found[0].split()[0]} ExitCode={found[2]}"
-        fields = dict(word.partition("=")[::2] for word in said.split())
-        state = fields["JobState"]
+        state, _, place = self._answer().partition("|")
+        if not state:  # it has ended
+            said, complaint = _asked("scontrol", "--oneliner", "show", "job", self.number)
+            if not said:  # forgotten after some minutes; accounting, where there is any, remembers
+                if "Invalid job id" not in complaint:
+                    return None
+                found = _asked("sacct", "-nXP", "-j", self.number, "-o", "State,ExitCode")[0].partition("|")
+                if not found[0]:
+                    return self._forgotten()
+                said = f"JobState={found[0].split()[0]} ExitCode={found[2]}"
+            fields = dict(word.partition("=")[::2] for word in said.split())
+            state, code = fields["JobState"], fields.get("ExitCode")
         if state in ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"):
-            return "waiting", fields.get("Reason", "")
-        if state in ("RUNNING", "COMPLETING"):
-            return "running", fields.get("NodeList", "")
+            return "waiting", place.strip("()")
+        if place or state in ("RUNNING", "COMPLETING"):
+            return "running", place
         if state == "COMPLETED":
             return "completed", ""
         if state == "TIMEOUT":
             return "failed", "over time"
         if state.startswith("CANCELLED"):
             return "cancelled", ""
-        return "failed", f"{state}, exit {fields.get('ExitCode')}"
+        return "failed", f"{state}, exit {code}"
 
 
 class PbsJob(Job):
@@ -241,16 +259,22 @@ class PbsJob(Job):
         number = self._submitted(*command, environ=os.environ | by_name, first=by_name)
         return number, self.course / f"{self.name}.o{number}"
 
+    def _ask(self, numbers):
+        """{number: what qstat says of the job, or what it complains of where it says nothing}."""
+        said = complaint = ""
+        # one that has ended is in the history; where there is none, -x answers nothing, for live jobs too
+        for flags in (["-f"], ["-x", "-f"]):
+            if left := [number for number in numbers if f"Job Id: {number}." not in said]:
+                more, why = _asked("qstat", *flags, *left)
+                said, complaint = f"{said}\n{more}", complaint + why
+        parts = re.split(r"^Job Id: (\d+)", said.replace("\n\t", ""), flags=re.MULTILINE)  # it wraps at 80 columns
+        return dict.fromkeys(numbers, complaint) | dict(zip(parts[1::2], parts[2::2], strict=True))
+
     def _look(self):
-        said, complaint = _asked("qstat", "-f", self.number)
-        if "job_state" not in said:
-            # it has ended, or nobody knows it; without history, -x answers nothing, for live jobs too
-            past, more = _asked("qstat", "-x", "-f", self.number)
-            said, complaint = past, complaint + more
-        fields = dict(re.findall(r"^ *(\w+) = (.*)$", said.replace("\n\t", ""), re.MULTILINE))  # it wraps at 80 columns
+        said = self._answer()
+        fields = dict(re.findall(r"^ *(\w+) = (.*)$", said, re.MULTILINE))
         if "job_state" not in fields:
-            left = "Unknown Job Id" in complaint or "Job has finished" in complaint
-            return self._forgotten() if left else None
+            return self._forgotten() if "Unknown Job Id" in said or "Job has finished" in said else None
         letter, status = fields["job_state"], fields.get("Exit_status")
         if letter in "RBE":
             return "running", fields.get("exec_host", "")
@@ -316,9 +340,9 @@ def _show(command, first=""):
 
 
 def _asked(*command):
-    """(what a command of the scheduler prints, "" if it fails; what it complains of)."""
+    """(what a command of the scheduler prints, what it complains of)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)
-    return (done.stdout.strip() if done.returncode == 0 else ""), done.stderr
+    return done.stdout.strip(), done.stderr

@@ -35,20 +35,22 @@ from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_
 
 PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
+LESSON_S = 300  # times the patience: lesson 11 trains on one rank while others wait; messages on GPUs begin slowly
 NOTEBOOK_S = 86_400  # more than the --timeout of any cell, on a busy machine too
 _again: dict[str, Any] = {}  # the arguments of the last join, until the lesson leaves
 
 
 def join(
-    lesson: dict | None = None, *, name: str | None = None, device: str = "auto", timeout_s: float = 60,
-    quiet: bool = False,
+    lesson: dict | None = None, *, name: str | None = None, device: str = "auto",
+    timeout_s: float | None = None, quiet: bool = False,
 ) -> Ranks:  # fmt: skip
     """Enter the process group and say who this process is. All ranks call it; it can be called again.
 
     `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
     A program that reads its flags itself says its `name` instead.
     `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first, and "auto" of either means what the
-    variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's.
+    variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's; LESSON_S times
+    `settings.patience` where none is named.
     Raises LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
     status 2, before the first collective.
     """
@@ -159,7 +161,9 @@ def _enter(name, wanted, timeout_s, quiet):
         info = ask_mpi(info)
     if info.single_node:
         settings.set_default(**loopback_gloo())
-    store = store_for(info, timeout_s * settings.patience() if info.launcher == "notebook" else timeout_s)
+    if timeout_s is None:
+        timeout_s = LESSON_S * settings.patience()
+    store = store_for(info, timeout_s)
     offers, plan = _agree(store, info, wanted)
     if "error" in plan:
         raise LaunchError(plan["error"])
@@ -172,7 +176,7 @@ def _enter(name, wanted, timeout_s, quiet):
         getattr(torch, kind).set_device(device)
     # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits
     # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
-    patience = timedelta(seconds=max(timeout_s, NOTEBOOK_S) if info.launcher == "notebook" else timeout_s)
+    patience = timedelta(seconds=NOTEBOOK_S if info.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}

@@ -10,8 +10,8 @@ People and sites set:
     MANYHANDS_MPIEXEC=COMMAND     the mpiexec of a notebook's ranks, with its flags; empty: there is none
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
     MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
-    MANYHANDS_PATIENCE=TIMES      how many times as long a notebook waits for its ranks as on an idle machine, for a hub
-                                  say 10; else the machine's load per core, 1 to 20
+    MANYHANDS_PATIENCE=TIMES      how many times as long ranks wait for each other, and a notebook for them, as on an
+                                  idle machine, for a hub say 10; else the machine's load per core, 1 to 20
     MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
     MANYHANDS_SERVE_TOKEN=TOKEN   what clients of scripts/serve.py show (`serve.http`); else a new one
 Programs set for the processes that they start:
@@ -87,7 +87,7 @@ def idle_s() -> float:
 
 
 def patience() -> float:
-    """How many times as long as on an idle machine a notebook waits for its ranks."""
+    """How many times as long as on an idle machine a lesson's ranks, and its notebook, wait."""
     return _positive("MANYHANDS_PATIENCE", "times") or min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 20.0)
 
 

@@ -68,8 +68,7 @@ class MemoryTimeline:
     """Follows one rank's memory while the block runs; local, no rank waits for another.
 
     `optimizer` may be a ZeroRedundancyOptimizer. `device` is the one whose memory counts (default: that of the first
-    parameter). It slows a step down by a fifth or so: do not time it. `samples` are there when the block has ended; on
-    a GPU `allocator_peak` then is the most bytes that torch's allocator gave out in it, whose counter starts anew.
+    parameter). It slows a step down by a fifth or so: do not time it. `samples` are there when the block has ended.
     """
 
     def __init__(self, model, optimizer=None, device=None):
@@ -81,8 +80,7 @@ class MemoryTimeline:
         self.device = torch.device(device or (self.parameters[0].device if self.parameters else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.samples, self.allocator_peak = [], None
-        self._phase, self._open = "", None
+        self.samples, self._phase, self._open = [], "", None
         self._before = []  # of storages that were there at the start: (bytes, number)
         self._log = []  # (bytes more or less, number) as they happened; a phase where a Sample is wanted
         self._sighted = {}  # number: (_Storage, place in the log), of those whose birth nobody saw
@@ -119,8 +117,6 @@ class MemoryTimeline:
         self._mark_gradients(born=False)
         self._mark_state(born=False)
         self._log.append("")
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         self._hooks = (self._save, lambda tensor: tensor)
         resize = torch.UntypedStorage.resize_
 
@@ -148,8 +144,6 @@ class MemoryTimeline:
                 self._before.append(self._log[place])
                 self._log[place] = (0, known.number)
         self._live = {}
-        if self.device.type == "cuda":
-            self.allocator_peak = torch.cuda.max_memory_allocated(self.device)
         held = dict.fromkeys(KINDS, 0)
         for entry in [*self._before, *self._log]:  # only now all kinds are known
             if isinstance(entry, str):

@@ -27,7 +27,6 @@ class Bytes:
     parameters: int = 0  # what the optimizer updates
     gradients: int = 0
     optimizer: int = 0  # Adam's moments
-    copies: int = 0  # the weights once more: in low precision for the products, or a master copy
     unsharded_parameters: int = 0  # FSDP and ZeRO-3: weights of other ranks that are here for the moment
 
     @property

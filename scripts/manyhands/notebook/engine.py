@@ -302,8 +302,9 @@ def _last_states(text):
 
 
 def _lines_of_the_cell(traceback_lines):
-    """A traceback that reads well on light and dark pages: no colours, narrow, and "the cell" for `In[1]`."""
+    """A traceback that reads well on light and dark pages: no colours, narrow, no frame of ours."""
     text = re.sub(r"\x1b\[[\d;]*m", "", "\0".join(traceback_lines))
     text = re.sub(r"Cell In ?\[\d+\], line", "the cell, line", text)
     *frames, said = re.sub(r"^-{20,}\0(\w+) +Traceback", r"\1: Traceback", text).split("\0")
-    return [*"\n".join(frames).split("\n"), *wrapped(said)]
+    theirs = [frame for frame in frames if "/manyhands/notebook/engine.py:" not in frame.partition("\n")[0]]
+    return [*"\n".join(theirs).split("\n"), *wrapped(said)]

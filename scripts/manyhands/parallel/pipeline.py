@@ -1,7 +1,5 @@
 """Pipeline parallelism: the ranks of one mesh axis share the depth of a GPT, under any schedule of torch.
 
-    stage_owners("1F1B", pipeline=2, stages_per_rank=1)      # [0, 1]: stage 0 is on rank 0 of the pipeline axis
-    layers_of_stages(n_layer=6, num_stages=4)                # [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
     Stage(full_model, range(0, 2))                           # takes these parts of the model
     stages = Stages(config, full_model, layout, options, mesh, ranks, prepare)       # all ranks
     loss = stages.forward_backward(ids_bT, targets_bT)       # this data rank's share, in layout.micro_batches pieces
@@ -26,27 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from manyhands.config.layout import Layout
+from manyhands.config.layout import Layout, layers_of_stages, stage_owners
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPT, within_documents
 from manyhands.measure.tensor_bytes import local_part
 
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged over replicas in pieces of about this size
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
-
-
-def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
-    """[rank of stage 0, 1, ...] on the pipeline axis: around in a loop, or down and up again for V-shaped schedules."""
-    if schedule in V_SHAPED:
-        return [*range(pipeline), *reversed(range(pipeline))]
-    return list(range(pipeline)) * stages_per_rank
-
-
-def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
-    """A range of layers per stage, sizes one apart at most: the last stage, which has the head, gets no extra one."""
-    least, extra = divmod(n_layer, num_stages)
-    ends = [least * (s + 1) + min(s + 1, extra) for s in range(num_stages)]
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Stage(nn.Module):

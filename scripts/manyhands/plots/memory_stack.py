@@ -6,12 +6,12 @@ HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 BESIDE = {"loc": "outside right center", "frameon": False, "handleheight": 1.4}
 
 
-def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=None):
+def memory_stack(samples, title, predicted=None, highest=None):
     """A matplotlib Figure of a MemoryTimeline's `samples`: bytes by kind, one on the other, event by event.
 
     `predicted` {kind: bytes}: a dashed line on each of these kinds, as high above what lies under it as it should be
-    where the kind is largest. `allocator_peak`: bytes, a dotted line. `highest`: bytes for which the axis has room at
-    least, so that two figures have one scale. Kinds differ by hatching as well as by colour.
+    where the kind is largest. `highest`: bytes for which the axis has room, so that two figures have one scale. Kinds
+    differ by hatching as well as by colour.
     Raises ValueError without samples, and for kinds that there are not.
     """
     from matplotlib.lines import Line2D
@@ -22,7 +22,7 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     if unknown := [kind for kind in predicted if kind not in BYTES]:
         raise ValueError(f"no kind {unknown[0]!r} of memory; there are: {', '.join(BYTES)}")
     figure, axes = new_figure(8, 4.2)
-    most = max([sum(sample.bytes.values()) for sample in samples] + [allocator_peak or 0, highest or 0])
+    most = max([sum(sample.bytes.values()) for sample in samples] + [highest or 0])
     scale, unit = prefix("bytes", most)
     areas = _stack(axes, list(enumerate(sample.bytes for sample in samples)), scale)
     for kind, size in predicted.items():
@@ -30,9 +30,6 @@ def memory_stack(samples, title, predicted=None, allocator_peak=None, highest=No
     keys = kind_keys([kind for kind, (_, heights) in areas.items() if any(heights)], lw=0.4)
     if predicted:
         keys.append(Line2D([], [], **HERE, label="predicted"))
-    if allocator_peak:
-        axes.axhline(allocator_peak / scale, color=INK, lw=1.5, ls=":", zorder=4)
-        keys.append(Line2D([], [], color=INK, lw=1.5, ls=":", label="allocator's peak"))
     _phases(axes, [sample.phase for sample in samples])
     axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
     axes.set(xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title)

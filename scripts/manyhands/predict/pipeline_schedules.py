@@ -25,9 +25,10 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from manyhands.config.layout import layers_of_stages, stage_owners
+
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")  # names of torch.distributed.pipelining
 ALL_AT_ONCE = ("GPipe", "LoopedBFS")  # schedules whose forwards all come before the backwards
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank's two stages lie symmetric in the depth
 # backward multiplies twice as much as forward, one half each for I and W
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 # micro-batches whose activations a rank holds: until B, or until W, as torch 2.13 keeps the graph of I for it
@@ -163,16 +164,10 @@ def held_at_once(schedule: str, n_layer: int, p: int, m: int, v: int = 1) -> tup
 def stages_of_ranks(
     n_layer: int, p: int, v: int = 1, schedule: str = "1F1B"
 ) -> list[tuple[tuple[int, bool, bool], ...]]:
-    """Per pipeline rank its stages: (layers, whether it is the first, whether it is the last).
-
-    As `parallel.pipeline` cuts the depth: the first stages get what is left over, the last one never does. Around
-    in a loop, or with a V-shaped schedule down the ranks and up again.
-    """
-    least, extra = divmod(n_layer, p * v)
-    stages = [(least + (s < extra), s == 0, s == p * v - 1) for s in range(p * v)]
-    if schedule in V_SHAPED and v == 2:
-        return [(stages[rank], stages[2 * p - 1 - rank]) for rank in range(p)]
-    return [tuple(stages[rank::p]) for rank in range(p)]
+    """Per pipeline rank its stages: (layers, whether it is the first, whether it is the last)."""
+    owners, sizes = stage_owners(schedule, p, v), map(len, layers_of_stages(n_layer, p * v))
+    stages = [(size, s == 0, s == p * v - 1) for s, size in enumerate(sizes)]
+    return [tuple(stage for stage, owner in zip(stages, owners, strict=True) if owner == rank) for rank in range(p)]
 
 
 def _held(order, p, layers):

@@ -20,7 +20,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from manyhands.config.layout import AXES, resolve_layout
+from manyhands.config.layout import AXES, layers_of_stages, resolve_layout, stage_owners
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.model import GPT
@@ -28,7 +28,7 @@ from manyhands.launch.launchers import without_launchers
 from manyhands.launch.settings import environment, for_python
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import shard
-from manyhands.parallel.pipeline import Stage, layers_of_stages, stage_owners
+from manyhands.parallel.pipeline import Stage
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.models import SHAKESPEARE_VOCAB_SIZE

@@ -8,8 +8,8 @@ import functools
 import importlib.metadata
 import json
 import os
-import platform
 import re
+import resource
 import shutil
 import signal
 import site
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import tomllib
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
@@ -116,10 +115,8 @@ def numbers(version):
 # ------------------------------------------------------------------ what is installed
 
 
-def python(version=sys.version_info, system=None):
+def python(version=sys.version_info):
     text = f"{'.'.join(map(str, version[:3]))}, {sys.executable}"
-    if (system or platform.system()) == "Windows":
-        raise error("Windows itself has no gloo on loopback, no MPI wheel, no fork", "use Linux in WSL2")
     if tuple(version[:2]) < OLDEST:
         raise error(f"{text} is older than 3.11", "make kernel PYTHON=/path/to/python3.11 (or newer)")
     return text
@@ -127,6 +124,8 @@ def python(version=sys.version_info, system=None):
 
 def packages(version=importlib.metadata.version):
     """Every package that pyproject.toml asks for: there, and within its range?"""
+    import tomllib  # of Python 3.11
+
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     missing, old = [], []
     for name, least in (re.split(">=|,", line)[:2] for line in lines):
@@ -315,8 +314,6 @@ def memory(available=None):
 
 def limits(processes=..., files=None):
     """Processes and open files."""
-    import resource  # not a Unix: this check "could not be checked"
-
     from manyhands.launch.machine import available_processes
 
     processes = available_processes() if processes is ... else processes

@@ -106,11 +106,7 @@ def show_rank_grid(**settings):
 
     show_with_controls(
         rank_grid_picture, settings,
-        {
-            "pipeline": number("pipeline ranks", 2),
-            "data": number("data ranks", 2),
-            "tensor": number("tensor ranks", 2),
-        },
+        {"pipeline": number("pipeline ranks", 2), "data": number("data ranks", 2), "tensor": number("tensor ranks", 2)},
         {
             "per_node": number("ranks per node", 4),
             "rank": number("look at rank", 0, least=0),

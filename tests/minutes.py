@@ -1,6 +1,6 @@
 """How many minutes a lesson's CORE takes a learner: an estimate, the same for all lessons, beside what the lesson says.
 
-    python -m manyhands.course.minutes [LESSON ...]
+    PYTHONPATH=scripts python tests/minutes.py [LESSON ...]
 
 What readers with a watch took: 200 words of prose and 12 lines of visible code per minute, 0.75 minutes per prediction,
 4 per build, 5 per exercise, 2 for waiting. Solutions, notes, folded code, imports and blank lines do not count.
@@ -87,6 +87,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    from manyhands.launch.entry import run_program
-
-    run_program("minutes", main)
+    sys.exit(main())
