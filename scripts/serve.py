@@ -13,9 +13,11 @@ can be set by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because ever
 
 Prompt and answer together fit into the model's context (block_size of its training): a chat leaves out its oldest turns
 and says so; what is longer still is refused with the numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for
-Prometheus, /healthz needs no token. Ctrl-C or SIGTERM: what was asked for is finished, for up to --drain-s; a second
-Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to serve, it cannot start, or a value makes no sense,
-with the cure. 130: a second Ctrl-C.
+Prometheus, /healthz needs no token. All requests without it get --cap.strangers (50) answers a second between them;
+what is more gets 429 unread and a closed connection, and the log has a line a minute for each status of theirs. So a
+probe that is to be answered in a flood shows the token, too. Ctrl-C or SIGTERM: what was asked for is finished, for up
+to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to serve, it cannot start, or a
+value makes no sense, with the cure. 130: a second Ctrl-C.
 """
 
 import os

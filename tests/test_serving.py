@@ -404,7 +404,7 @@ def test_what_strangers_can_bring_about_is_one_line_a_minute(caplog, monkeypatch
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/models"), ("GET", "/metrics"),
+        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere"),
         ("POST", TEXT), ("POST", CHAT), ("POST", "/admin/checkpoint"),
     ],
 )  # fmt: skip
@@ -428,6 +428,38 @@ def test_the_page_and_the_health_need_no_token_and_hold_no_secret(live):
     assert status == 200 and TOKEN.encode() not in page
     assert b"http://" not in page and b"https://" not in page, "nothing from elsewhere"
     assert one(live, "/healthz", None, token=None, method="GET") == (200, b'{"status":"ok"}')
+
+
+def test_a_flood_without_the_token_gets_few_answers_and_lines_and_who_has_the_token_all_of_theirs(caplog, monkeypatch):
+    """In one second of a clock that is moved by hand: 5 answers, whatever is asked for."""
+    now, strangers = [100.0], logging.getLogger("manyhands.serve.strangers")
+    monkeypatch.setattr("manyhands.serve.http.time", Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr(strangers, "filters", [OnceAMinute()])
+    with Live(quiet(make_model()), strangers=5) as live, caplog.at_level(logging.INFO, logger="manyhands.serve"):
+        asked = [("GET", "/"), ("GET", "/healthz"), ("POST", TEXT), ("POST", "/nowhere")]
+        answered = [one(live, path, None, token=None, method=method) for method, path in (*asked, asked[0])]
+        assert [status for status, _ in answered] == [200, 200, 401, 401, 200]
+
+        async def flood():
+            bad = [ask(live, path, None, token="wrong", method=method) for method, path in asked * 6]
+            good = [complete(live, "HO", 5, i) for i in range(6)]
+            health = ask(live, "/healthz", None, method="GET")
+            found = await asyncio.gather(*bad, *good, health)
+            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n" * 3)
+            return found[:24], found[24:], await reader.read()
+
+        bad, good, cut = asyncio.run(flood())
+        assert {refused(answer)[::2] for answer in bad} == {(429, "too_many_strangers")}
+        assert [text_of(body) for _, body in good[:6]] == [written(live.model, "HO", 5, i) for i in range(6)]
+        assert good[6] == (200, b'{"status":"ok"}')
+        assert cut.count(b"HTTP/1.1 429 ") == 1 and b"connection: close" in cut, "a connection has one refusal"
+        now[0] += 1
+        assert one(live, "/healthz", None, token=None, method="GET")[0] == 200
+        told = Client(live.address, TOKEN).metrics()
+        assert told['manyhands_requests_total{route="another path",status="429"}'] == 25, "all are counted"
+    lines = sorted(record.msg.split()[2] for record in caplog.records if record.name == strangers.name)
+    assert lines == ["200", "401", "429"], "one of each in a minute"
 
 
 # ---------------------------------------------------------------- many at once
@@ -829,7 +861,7 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
         one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
         one(live, TEXT, b"{" + TOKEN.encode())
         time.sleep(0.1)
-    assert len([r for r in caplog.records if r.name == "manyhands.serve"]) >= 5
+    assert len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) >= 5
     metrics = live.service.metrics.content().decode()
     for text in (caplog.text, metrics):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")

@@ -13,14 +13,13 @@ import logging
 import resource
 import time
 
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from manyhands.serve.schema import Refusal
 
 SPARE = 32  # connections that are told that there is no room; as many more are accepted before they are counted
-_full = Refusal(503, "all connections are in use; try again later", "connections_full")
-TOLD = JSONResponse(_full.content, 503, {"Retry-After": "1", "Connection": "close"})  # an ASGI app like any other
+FULL = {"Retry-After": "1", "Connection": "close"}
+TOLD = Refusal(503, "all connections are in use; try again later", "connections_full", headers=FULL).response()
 
 
 def allowed(wanted: int) -> int:

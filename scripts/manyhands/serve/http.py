@@ -15,7 +15,7 @@
 
 All paths are relative to where the page lies, so that a proxy may put any prefix in front. SIGTERM: no new connections,
 what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second Ctrl-C does not wait. Loopback
-is shared with everybody on a login node: there is no server without a token.
+is shared with everybody on a login node: there is no server without a token, and `Door` bounds what others may ask.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -40,17 +40,20 @@ from typing import Any
 
 import psutil
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.serve import schema
 from manyhands.serve.connections import SPARE, Connection, OnceAMinute, allowed
 from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
-from manyhands.serve.service import Piece, Service
+from manyhands.serve.service import Service
 
 PORT = 8000
 BACKLOG = 1024  # connections that wait to be accepted
@@ -61,9 +64,10 @@ LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
 NO_STORE = {"Cache-Control": "no-store"}
 PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 log = logging.getLogger("manyhands.serve")
+strangers_log = logging.getLogger("manyhands.serve.strangers")  # of requests without the token
 
 
-def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> FastAPI:
+def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> Starlette:
     """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
 
     @contextlib.asynccontextmanager
@@ -77,45 +81,21 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
                 watching.cancel()
             await service.stop()
 
-    async def authorised(request: Request):
-        authorise(request.headers, service.token)
-
-    # no pages of documentation: they would load their scripts from elsewhere
-    app = FastAPI(title="Many Hands", openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Log, service=service)
-    router = APIRouter(dependencies=[Depends(authorised)])
-
-    @app.get("/healthz")
-    async def healthz():
+    async def healthz(request):
         healthy = service.healthy()
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
-    @app.get("/")
-    async def chat_page():
-        return Response(PAGE, media_type="text/html", headers=page_headers())
-
-    @router.post("/v1/chat/completions")
-    async def chat_completions(request: Request):
-        return await respond(service, request, ChatRequest)
-
-    @router.post("/v1/completions")
-    async def completions(request: Request):
-        return await respond(service, request, CompletionRequest)
-
-    @router.get("/v1/models")
-    async def models():
+    async def models(request):
         model = {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "manyhands",
             "context": service.context, "version": service.live.version,
         }  # fmt: skip
-        return {"object": "list", "data": [model]}
+        return JSONResponse({"object": "list", "data": [model]})
 
-    @router.get("/metrics")
-    async def metrics():
+    async def metrics(request):
         return Response(service.metrics.content(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.post("/admin/checkpoint")
-    async def checkpoint(request: Request):
+    async def checkpoint(request):
         body = await read_body(request, service.limits)
         step = schema.read(body or b"{}", schema.CheckpointRequest).step
         try:
@@ -125,19 +105,26 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         content = {"passed": verdict.passed, "sentence": verdict.sentence, "serves": service.live.version}
         return JSONResponse(content, status_code=200 if verdict.passed else 409)
 
-    @app.exception_handler(HTTPException)
     async def refused(request, error):
         if not isinstance(error, Refusal):
             sentence = f"{error.detail}; see /v1/models and /v1/chat/completions"
             error = Refusal(error.status_code, sentence, "no_route", headers=error.headers)
-        return JSONResponse(error.content, status_code=error.status_code, headers=error.headers)
+        return error.response()
 
-    @app.exception_handler(Exception)
     async def unexpected(request, error):
-        return JSONResponse(Refusal(500, "the server has made a mistake; its log has it", "internal").content, 500)
+        return Refusal(500, "the server has made a mistake; its log has it", "internal").response()
 
-    app.include_router(router)
-    return app
+    routes = [
+        Route("/", Response(PAGE, media_type="text/html", headers=page_headers()), methods=["GET"]),
+        Route("/healthz", healthz),
+        Route("/metrics", metrics),
+        Route("/v1/models", models),
+        Route("/v1/chat/completions", Texts(service, ChatRequest), methods=["POST"]),
+        Route("/v1/completions", Texts(service, CompletionRequest), methods=["POST"]),
+        Route("/admin/checkpoint", checkpoint, methods=["POST"]),
+    ]
+    door, handlers = [Middleware(Door, service=service)], {HTTPException: refused, Exception: unexpected}
+    return Starlette(routes=routes, middleware=door, exception_handlers=handlers, lifespan=lifespan)
 
 
 async def watch(service: Service, source: Path, every_s: float) -> None:
@@ -155,18 +142,68 @@ async def watch(service: Service, source: Path, every_s: float) -> None:
             log.exception("the newest checkpoint could not be considered")
 
 
-def authorise(headers: Mapping[str, str], token: str) -> None:
-    """Raises Refusal (401) unless the headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
+class Door:
+    """What a request meets first: it may show the token, is let in or not, and leaves one line in the log.
+
+    The line has route, status and seconds; never a query, a header, or what was written. All that show no token
+    together get `limits.strangers` answers a second, of the page, the health and 401; what is more gets 429 without a
+    look at it, and loses its connection. They leave one line a minute for each status; /metrics counts them all.
+    """
+
+    OPEN = ("/", "/healthz")
+    NO_TOKEN = Refusal(
+        401, "the token is missing or wrong; the server's terminal, or the file that it names there, has it",
+        "invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+    ).response()  # fmt: skip
+    TOO_MANY = Refusal(
+        429, "too many requests without the token; show it, or try again later", "too_many_strangers",
+        headers={"Retry-After": "1", "Connection": "close"},
+    ).response()  # fmt: skip
+
+    def __init__(self, app, service):
+        self.app, self.service = app, service
+        self.second = self.strangers = 0  # the second of the clock, and how many have come in it
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, began_s, app = 0, time.monotonic(), self.app
+        if not (known := shows(Headers(scope=scope), self.service.token)):
+            if self.second != (second := int(began_s)):
+                self.second, self.strangers = second, 0
+            self.strangers += 1
+            if self.strangers > self.service.limits.strangers:
+                app = self.TOO_MANY
+            elif scope["path"] not in self.OPEN:
+                app = self.NO_TOKEN
+
+        async def noting(message):
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await app(scope, receive, noting)
+        finally:
+            route = scope["path"] if "endpoint" in scope else "another path"
+            self.service.metrics.requests.labels(route, str(status)).inc()
+            seconds = time.monotonic() - began_s
+            if known:
+                log.info("%s %s %d %.3f s", scope["method"], route, status, seconds)
+            else:  # the filter knows a line by its words, in which the status stands
+                line = f"%s %s {status} %.3f s, without the token; of further ones a line a minute"
+                strangers_log.info(line, scope["method"], route, seconds)
+
+
+def shows(headers: Mapping[str, str], token: str) -> bool:
+    """Whether headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
 
     The page sends the second: behind a hub the first is the hub's own. The token is in no URL: proxies keep those.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
     # every one is compared, in a time that does not depend on where they differ
-    matches = [hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given]
-    if not any(matches):
-        sentence = "the token is missing or wrong; the server's terminal, or the file that it names there, has it"
-        raise Refusal(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    return any([hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given])
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -199,28 +236,55 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(content)
 
 
-async def respond(service: Service, http_request: Request, kind: type[schema.Request]) -> Response:
-    """The Response to a request for text. A stream begins with its first token: until then a refusal has a status."""
-    request = schema.read(await read_body(http_request, service.limits), kind)
-    if request.model not in (None, service.name):
-        raise Refusal(404, f"there is no such model; the one here is {service.name}", "model_not_found", "model")
-    ticket = await service.submit(request)
-    watching = asyncio.ensure_future(_fail_if_gone(http_request.receive, ticket))
-    pieces = ticket.pieces()
-    try:
-        first = await anext(pieces)
-        answer = Answer(ticket, service.words, kind is ChatRequest, service.name)
-        if request.stream:
-            return Stream(service, answer, first, pieces, request.stream_options.include_usage)
-        async for _ in pieces:
-            pass
-    except BaseException as error:
-        service.close(ticket, getattr(error, "code", "error"))
-        raise
-    finally:
-        watching.cancel()
-    service.close(ticket)
-    return JSONResponse(answer.content(), headers=NO_STORE)
+class Texts:
+    """POST of a request of `kind`: the answer, whole or as events. However it ends, its ticket is closed once."""
+
+    def __init__(self, service: Service, kind: type[schema.Request]):
+        self.service, self.kind = service, kind
+
+    async def __call__(self, scope, receive, send):
+        service, reason = self.service, "error"
+        request = schema.read(await read_body(Request(scope, receive), service.limits), self.kind)
+        if request.model not in (None, service.name):
+            raise Refusal(404, f"there is no such model; the one here is {service.name}", "model_not_found", "model")
+        ticket = await service.submit(request)
+        pieces, watching = ticket.pieces(), asyncio.ensure_future(_fail_if_gone(receive, ticket))
+
+        async def events(first):
+            nonlocal reason
+            try:
+                yield answer.events(first)
+                async for piece in pieces:
+                    if piece.text or piece.finish:
+                        yield answer.events(piece)
+                yield answer.last_events(request.stream_options.include_usage)
+                reason = None  # not earlier: who never reads has not got it
+            except Refusal as error:  # the status is sent: an event says it, which OpenAI's clients raise
+                reason = error.code
+                yield event(error.content)
+
+        try:
+            first = await anext(pieces)  # until then a refusal has a status
+            answer = Answer(ticket, service.words, self.kind is ChatRequest, service.name)
+            if request.stream:
+                # no proxy keeps it, or holds it back
+                headers = NO_STORE | {"X-Accel-Buffering": "no"}
+                stream = StreamingResponse(events(first), headers=headers, media_type="text/event-stream")
+                async with asyncio.timeout_at(ticket.timer.when() + LAST_WORD_S):
+                    await stream.stream_response(send)
+            else:
+                async for _ in pieces:
+                    pass
+                await JSONResponse(answer.content(), headers=NO_STORE)(scope, receive, send)
+                reason = None
+        except Refusal as error:
+            reason = error.code
+            raise
+        except TimeoutError:  # nobody reads: the server closes the connection
+            reason = "timeout"
+        finally:
+            watching.cancel()
+            service.close(ticket, reason)
 
 
 async def _fail_if_gone(receive, ticket):
@@ -228,65 +292,6 @@ async def _fail_if_gone(receive, ticket):
     while (await receive())["type"] != "http.disconnect":
         pass
     ticket.fail(Refusal(499, "the client has gone", "gone"))
-
-
-class Stream(StreamingResponse):
-    """An answer as server-sent events. However it ends, its ticket is closed once."""
-
-    def __init__(
-        self, service: Service, answer: Answer, first: Piece, pieces: AsyncIterator[Piece], include_usage: bool
-    ):
-        # no proxy keeps it, or holds it back
-        headers = NO_STORE | {"X-Accel-Buffering": "no"}
-        super().__init__(self._events(first, pieces, include_usage), media_type="text/event-stream", headers=headers)
-        self.service, self.answer, self.reason = service, answer, "gone"
-
-    async def __call__(self, scope, receive, send):
-        ticket = self.answer.ticket
-        try:
-            async with asyncio.timeout_at(ticket.timer.when() + LAST_WORD_S):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:  # nobody reads: the server closes the connection
-            self.reason = "timeout"
-        finally:
-            self.service.close(ticket, self.reason)
-
-    async def _events(self, first, pieces, include_usage):
-        answer = self.answer
-        try:
-            yield answer.events(first)
-            async for piece in pieces:
-                if piece.text or piece.finish:
-                    yield answer.events(piece)
-            yield answer.last_events(include_usage)
-            self.reason = None  # not earlier: who never reads has not got it
-        except Refusal as error:  # the status is sent: an event says it, which OpenAI's clients raise
-            self.reason = error.code
-            yield event(error.content)
-
-
-class Log:
-    """One line per request: route, status, seconds. Never a query, a header, or what was written."""
-
-    def __init__(self, app, service):
-        self.app, self.service = app, service
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        status, began_s = 0, time.monotonic()
-
-        async def noting(message):
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noting)
-        finally:
-            route = getattr(scope.get("route"), "path", "another path")
-            self.service.metrics.requests.labels(route, str(status)).inc()
-            log.info("%s %s %d %.3f s", scope["method"], route, status, time.monotonic() - began_s)
 
 
 def page_headers() -> dict[str, str]:
@@ -388,7 +393,7 @@ class Server(uvicorn.Server):
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         # who does not wait gets no traceback for each request that is cut off
         handler.addFilter(lambda record: not self.force_exit)
-        logging.getLogger("uvicorn.error").filters = [OnceAMinute()]
+        logging.getLogger("uvicorn.error").filters, strangers_log.filters = [OnceAMinute()], [OnceAMinute()]
         for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
             logger = logging.getLogger(name)  # httpx and others, which show URLs, stay silent
             logger.handlers, logger.propagate = [handler], False

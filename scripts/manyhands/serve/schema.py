@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from manyhands.gpt.sampling import Sampling
 
@@ -44,6 +45,7 @@ class Limits:
     queue: int = 256  # requests that wait for them; one more gets 429
     request_s: float = 120.0  # seconds for a whole request, its wait included
     connections: int = 1024  # open at once
+    strangers: int = 50  # answers a second to all requests without the token; what is more gets a bare 429
     head_s: float = 10.0  # seconds for a request's head, and how long nothing may be asked on a connection
     body_bytes: int = 1_000_000  # of a request's body
     body_s: float = 10.0  # seconds that the server waits for a request's body
@@ -66,6 +68,9 @@ class Refusal(HTTPException):
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status_code, kind)
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content, self.status_code, self.headers)
+
 
 class Strict(BaseModel):
     """No unknown fields, no "1" for 1. Null is the same as nothing."""
@@ -79,16 +84,14 @@ class Strict(BaseModel):
             return body
 
         def asks(name):
-            return body[name] is not None and not cls.asks_for_nothing(name, body[name])
+            value = body[name]
+            # True is no 1
+            neutral = any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ()))
+            return not (value is None or name in HARMLESS or neutral)
 
         # one unknown field is enough to refuse it: an error for each of 80,000 takes most of a second
         strange = next((name for name in body if name not in cls.model_fields and asks(name)), None)
         return {name: body[name] for name in (*cls.model_fields, strange) if name in body and asks(name)}
-
-    @staticmethod
-    def asks_for_nothing(name, value):
-        # True is no 1
-        return name in HARMLESS or any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ()))
 
 
 class StreamOptions(Strict):

@@ -186,7 +186,13 @@ class Service:
         except ValueError as error:
             code = "context_length_exceeded" if isinstance(error, TooLong) else code
             raise Refusal(400, str(error), code, request.source) from None
-        self._refuse_without_room(len(choices))
+        texts, running, waiting = len(choices), self.limits.running, self.limits.queue
+        if texts > running + waiting:
+            sentence = f"{texts} texts are asked for and this server holds {running + waiting}; ask for fewer at once"
+            raise Refusal(400, sentence, "too_many_texts", "n")
+        if len(self.waited_for) + texts > running + waiting:
+            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
+            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
         siblings = [choice.sequence for choice in choices]
         ticket = Ticket(choices, request.n, prompts.dropped_messages, self._drop)
         seconds = self.limits.request_s
@@ -197,15 +203,6 @@ class Service:
             self.waited_for[choice.sequence] = ticket, choice
             self._change(self.engine.scheduler.add, choice.sequence)
         return ticket
-
-    def _refuse_without_room(self, texts):
-        running, waiting = self.limits.running, self.limits.queue
-        if texts > running + waiting:
-            sentence = f"{texts} texts are asked for and this server holds {running + waiting}; ask for fewer at once"
-            raise Refusal(400, sentence, "too_many_texts", "n")
-        if len(self.waited_for) + texts > running + waiting:
-            sentence = f"{running} requests run and {waiting} wait, which is all the room; try again later"
-            raise Refusal(429, sentence, "queue_full", headers={"Retry-After": "1"})
 
     def close(self, ticket: Ticket, reason: str | None = None) -> None:
         """The request is over, for `reason`; none: its texts have ended. Its places are free before the next step."""
