@@ -86,8 +86,8 @@ class AlignOptions:
         return LetterTask(self.data.task, self.data.letters, self.data.length)
 
 
-# steps, global batch (sft: examples, dpo: pairs, grpo: answers), learning rate
 MOST = 10**6  # words, questions, answers: more take days to draw
+# steps, global batch (sft: examples, dpo: pairs, grpo: answers), learning rate
 DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-3)}
 
 

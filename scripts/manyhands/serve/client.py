@@ -116,6 +116,6 @@ class Client:
         except urllib.error.HTTPError as error:
             try:
                 sentence = json.load(error)["error"]["message"]
-            except (ValueError, KeyError, TypeError):  # not by us: a proxy, or uvicorn with no room
+            except (ValueError, KeyError, TypeError):  # not by us: a proxy
                 sentence = error.reason
             raise ServerSaid(error.code, sentence) from None

@@ -43,7 +43,6 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -67,7 +66,7 @@ log = logging.getLogger("manyhands.serve")
 strangers_log = logging.getLogger("manyhands.serve.strangers")  # of requests without the token
 
 
-def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> Starlette:
+def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> "Door":
     """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
 
     @contextlib.asynccontextmanager
@@ -123,8 +122,8 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         Route("/v1/completions", Texts(service, CompletionRequest), methods=["POST"]),
         Route("/admin/checkpoint", checkpoint, methods=["POST"]),
     ]
-    door, handlers = [Middleware(Door, service=service)], {HTTPException: refused, Exception: unexpected}
-    return Starlette(routes=routes, middleware=door, exception_handlers=handlers, lifespan=lifespan)
+    handlers = {HTTPException: refused, Exception: unexpected}
+    return Door(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), service)
 
 
 async def watch(service: Service, source: Path, every_s: float) -> None:
