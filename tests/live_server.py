@@ -63,7 +63,8 @@ class Live:
         self.loads = {} if loads is None else loads
         self.service = Service(
             self.model, metadata or metadata_of(), TOKEN, ids if held_out_ids is None else held_out_ids,
-            lambda step: self.loads[step], limits=Limits(**{"block_size": 8, "strangers": 10**6} | limits), tolerance=tolerance,
+            lambda step: self.loads[step], tolerance=tolerance,
+            limits=Limits(**{"block_size": 8, "strangers": 10**6} | limits),
         )  # fmt: skip
         self.app = make_app(self.service)
         self.server = Server(self.app, self.service.limits, drain_s)

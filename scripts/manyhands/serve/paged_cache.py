@@ -128,7 +128,6 @@ class PagedCache:
         self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
         self.store = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self.store.unbind()
-        self.gathered_PSH2E = self.layers[0][:0]  # every gather fills this room again
 
     def clear(self, blocks: list[int]) -> None:
         """Zeros where another sequence may have left NaN: a mask adds to scores, and NaN stays NaN."""
@@ -155,9 +154,9 @@ class PagedCache:
             store_PSH2E.flatten(0, 1).index_copy_(0, slots_N, new_NH2E)
             found = []
             for part, (_, places_P, mask_B1TS) in groups:
-                B, rows_PSH2E = len(mask_B1TS), self.gathered_PSH2E[: len(places_P)]
-                torch.index_select(store_PSH2E, 0, places_P, out=rows_PSH2E)
-                keys_BHSE, values_BHSE = rows_PSH2E.view(B, -1, *rows_PSH2E.shape[2:]).transpose(1, 2).unbind(-2)
+                B = len(mask_B1TS)
+                rows_BSH2E = store_PSH2E.index_select(0, places_P).view(B, -1, *store_PSH2E.shape[2:])
+                keys_BHSE, values_BHSE = rows_BSH2E.transpose(1, 2).unbind(-2)
                 q_BHTE = q_1HNE[0, :, part].unflatten(1, (B, -1)).transpose(0, 1)
                 y_BHTE = F.scaled_dot_product_attention(q_BHTE, keys_BHSE, values_BHSE, attn_mask=mask_B1TS)
                 found.append(y_BHTE.transpose(0, 1).flatten(1, 2))
@@ -170,8 +169,6 @@ class PagedCache:
         longest = max(map(len, tables))
         # what a shorter table lacks reads zeros, and is masked
         tables_BP = torch.tensor([t + [self.zero] * (longest - len(t)) for t in tables], device=self.device)
-        if tables_BP.numel() > len(self.gathered_PSH2E):
-            self.gathered_PSH2E = self.store.new_empty(tables_BP.numel(), *self.layers[0].shape[1:])
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
         seen_BTS = torch.arange(longest * self.block_size, device=self.device) <= positions_BT[..., None]
