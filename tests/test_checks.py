@@ -12,7 +12,6 @@ from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import in_turn, luck, normal, seeded, sizes
 from manyhands.checks.expect import (
     expect_equal,
-    expect_groups,
     expect_number,
     expect_refusal,
     expect_tensor,
@@ -224,22 +223,6 @@ def test_a_tensor_is_told_by_its_slip_its_shape_its_dtype_its_factor_or_its_firs
     assert said(wanted * math.nan).startswith("x should be the sum: element [0] should be 1, and is nan")
     assert said(wanted + torch.tensor([0, 0, 1])) == "x should be the sum: element [2] should be 4, not 5"
     assert said([1.0, 2.0, 4.0]) == "x should be the sum, not the list [1.0, 2.0, 4.0]"
-
-
-@pytest.mark.parametrize(
-    ("found", "sentence"),
-    [
-        ([[2, 3], (0, 1)], None),
-        (torch.tensor([[0, 1], [2, 3]]), None),
-        ([[1, 0], [2, 3]], "they should be [[0, 1], [2, 3]], not [[1, 0], [2, 3]]: in a group ranks have their order"),
-        ([[0, 1], [1, 3]], "they should be [[0, 1], [2, 3]], not [[0, 1], [1, 3]]: each rank is in exactly one"),
-        ([[0, 2], [1, 3]], "they should be [[0, 1], [2, 3]], not [[0, 2], [1, 3]]: those of the other axis"),
-        ([[0, 3], [1, 2]], "they should be [[0, 1], [2, 3]], not [[0, 3], [1, 2]]"),
-    ],
-)
-def test_groups_may_come_in_any_order_and_not_their_ranks(found, sentence):
-    slips = {"those of the other axis": [[0, 2], [1, 3]]}
-    assert complaint(expect_groups, found, [[0, 1], [2, 3]], "they", slips) == sentence
 
 
 def test_a_refusal_names_its_numbers():

@@ -117,7 +117,7 @@ REJECTED = {
         ("dist.recv(theirs, left)", "theirs.fill_(left)", "dist.send", "works.append(dist.isend",
          "mine, right)", "mine, right))", "theirs =", "works = []\n    theirs =", ": this rank received nothing"),
         ("return theirs", "return mine.clone()", ": it is that of rank 0"),
-        ("return theirs", "return mine.copy_(theirs)", "the tensor that you were given was changed"),
+        ("return theirs", "return mine.copy_(theirs)", "mine was changed; leave it as it is"),
         ("mine.clone()", "torch.empty(mine.shape)", "should be int32, as what you were given, not float32"),
         ("if rank % 2:", "everyone = [mine.clone() for _ in range(4)]\n    dist.all_gather(everyone, mine)\n"
          "    theirs = everyone[left]\n    if True:\n        pass\n    elif rank % 2:",

@@ -380,7 +380,7 @@ REJECTED = {
             "that is the last micro-batch's alone"),
         "averaging left off": (
             then(accumulate_by_the_flag(late=False), lambda ddp, _: setattr(ddp, "require_backward_grad_sync", False)),
-            "DDP is left without averaging (require_backward_grad_sync is False): turn it on again"),
+            "DDP is left without averaging: turn require_backward_grad_sync on again"),
         "no_sync in the first alone": (accumulated(silent=lambda i, k: i == 0),
             "608 bytes were communicated in 2 calls of all_reduce, where 304 bytes"),
         "all-reduce again": (then(accumulated(), each(averages)),

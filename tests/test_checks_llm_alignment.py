@@ -69,7 +69,7 @@ WRONG = {
         ("[dist.get_rank()]", "[dist.get_rank() - 1]", "those are rank 2's"),
         ("    rewards_PG =", "    dist.all_reduce(rewards_b.clone())\n    rewards_PG =",
          "in 2 calls of all_gather and all_reduce (an all_reduce"),
-        ("    return", "    rewards_b -= 1\n    return", "the row of rewards was changed"),
+        ("    return", "    rewards_b -= 1\n    return", "rewards_b was changed; leave it as it is"),
         ("dist.all_gather(parts, rewards_b)", "parts = [rewards_b.new_zeros(len(parts) * len(rewards_b))]\n"
          f"    parts[0]{MINE}.copy_(rewards_b)\n    dist.all_reduce(parts[0])", "(an all_reduce counts twice)"),
         (" + 1e-4", " + 1e-8", "this rank's advantages"),
@@ -96,7 +96,7 @@ WRONG = {
         (" / len(a_ri)", "", "its scale is alpha / r"),
         ("alpha / len(a_ri) * ", "", "its scale is alpha / r"),
         ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "w_oi.add_(alpha / len(a_ri) * b_or @ a_ri)",
-         "the frozen matrix was changed; leave it as it is: return a new one"),
+         "w_oi was changed; leave it as it is"),
         ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "(w_oi + alpha / len(a_ri) * b_or @ a_ri).T", "it is transposed"),
         ("w_oi +", "w_oi -", "it is subtracted; add the change"),
         ("w_oi +", "", "what came back should be"),

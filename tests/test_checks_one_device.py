@@ -323,7 +323,7 @@ REJECTED = {
         "the cheapest per byte": (
             lambda *given: _greedy(*given, lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9)),
             "FLOPs;"),
-        "the best of several greedy choices": (best_of_greedies, "ten unequal pieces: p1"),
+        "the best of several greedy choices": (best_of_greedies, "ten unequal pieces: p"),
         "inputs forgotten": (lambda pieces, budget: ours.choose([replace(piece, input=0) for piece in pieces], budget),
             "a piece that is recomputed keeps its input"),
         "None": (lambda pieces, budget: None if pieces else set(), "the answer was None"),

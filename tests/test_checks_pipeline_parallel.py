@@ -18,7 +18,7 @@ REJECTED = {
         (f"{BACK}\n    {GRADIENT}", "return torch.autograd.grad(y, x, dy)[0]",
          "has no gradient: run backward, which adds to `grad`"),
         ("(y, dy)", "(y, dy, retain_graph=True)", "no retain_graph"),
-        (GRADIENT, "x.grad", "nothing came back; the stage before needs the gradient of x"),
+        (GRADIENT, "x.grad", "what came back should be the gradient of x, not None"),
         (GRADIENT, "return x", "that is x itself"),
         (GRADIENT, "return dy", "that is dy, the gradient of this stage's output"),
         (GRADIENT, "return x.grad / 8", "what came is 0.125 times that"),

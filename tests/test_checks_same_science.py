@@ -346,7 +346,7 @@ REJECTED = {
     "sharded_order": {
         pads_like_the_library: "read twice",
         drops_the_tail: "never read",
-        deals_blocks: "deal it like cards",
+        deals_blocks: "deal what is left as it lies",
         "forgets the epoch": (dealt(lambda length, epoch: order(length, 0)),
             "epochs 0 and 1 have the same order"),
         "uses the global numpy state": (dealt(lambda length, epoch: np.random.permutation(length)),
@@ -392,7 +392,7 @@ REJECTED = {
         "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
             "The loss should be one number with its graph, a tensor, not 2.04913272930996"),
         gathers_all_targets: "a count is 8 bytes",
-        marks_the_targets: "The row of targets was changed; leave it as it is: count them",
+        marks_the_targets: "y was changed; leave it as it is",
     },
     "rate_rule": {
         "keeps the rate": (lambda kind, base, k, step, updates: rate_after(updates // 10, kind, base, 1, step, updates),

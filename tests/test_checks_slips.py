@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 N = 4
 
 
-@exercise(1, "the sum", timeout_s=4)
+@exercise(1, "the sum", timeout_s=4, in_place=True)
 def the_sum(answer, ranks):
     total = answer(torch.full((2,), float(ranks.rank)))
     dist.barrier()
@@ -494,6 +494,23 @@ def test_what_an_answer_sets_for_the_whole_process_is_put_back(tmp_path, capsys)
     before = settings()
     assert twice(sets_everything(tmp_path)) == "correct"
     assert settings() == before
+
+
+@exercise(8, "what is given")
+def what_is_given(answer, ranks=None):
+    answer(torch.ones(2), {"rows": [np.ones(3), nn.Parameter(torch.ones(2))]})
+
+
+def test_a_tensor_or_an_array_that_an_answer_changes_is_told_by_its_name(capsys):
+    for answer, verdict in [
+        (lambda x, table: x * table["rows"].pop(), "correct"),
+        (lambda x, table: x.mul_(2), "x was changed; leave it as it is."),
+        (lambda x, table: table["rows"][0].fill(0), "table was changed; leave it as it is."),
+        (lambda x, table: table["rows"][1].data.zero_(), "A weight was changed; leave it as it is."),
+        (lambda x, table: setattr(table["rows"][1], "data", 2 * x), "A weight was changed; leave it as it is."),
+        (lambda *given: given[0].zero_(), "What your code was given was changed; leave it as it is."),
+    ]:
+        assert what_is_given(answer) == verdict
 
 
 TABLE = {"groups": [[0, 1], [2, 3]], "names": ["a", "b"], "pairs": [(1, [2])]}

@@ -19,8 +19,9 @@ There is a module for each lesson. They share `expect` (what came back, and a se
 An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
 process group of its own, which is thrown away afterwards, and calls that do not match are told before gloo ends a
 process over them (`trial`). The verdict travels over the ranks' own group. What an answer sets for the whole
-process is put back (`unspoilt`), and what the check's own code raises over a strange answer is not blamed on the
-learner's code (`witness`). An answer that never ends is stopped, and so are the threads that it leaves behind (`stop`).
+process is put back (`unspoilt`). It leaves the tensors that it is given as they are, or is told so, and what the
+check's own code raises over a strange answer is not blamed on the learner's code (`witness`). An answer that never
+ends is stopped, and so are the threads that it leaves behind (`stop`).
 
 Each answer is judged twice, with other numbers of the same sizes: so what it keeps from one call to the next is found.
 """
@@ -34,13 +35,11 @@ import torch.distributed as dist
 from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
 from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
-from manyhands.checks.witness import Witness, said, unfinished
+from manyhands.checks.witness import Changed, Witness, said, unfinished
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
-TURN = ContextVar(
-    "turn", default=(0, 0)
-)  # (seed of the whole check, 0 or 1: the first or the second time), see `drawn`
+TURN = ContextVar("turn", default=(0, 0))  # (seed of the check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
 _CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|-\d)|(x|y|dx|dy)\b")  # a sentence that begins with a name
@@ -55,17 +54,16 @@ class Wrong(Exception):
 class Verdict(str):
     """What a check returns: a text that a notebook does not echo, as the check has said it already."""
 
-    __slots__ = ()
-
     def _ipython_display_(self):
         pass
 
 
-def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
+def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=False):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
     `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE
-    that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls.
+    that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls. `in_place`: an
+    answer may change the tensors that it is given.
 
     The check is called by all ranks as `check(answer, ranks, solution=False, seed=0, **given)`. It says its verdict on
     rank 0 and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
@@ -77,13 +75,12 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
         @functools.wraps(body)
         def check(answer, ranks=None, solution=False, seed=0, **given):
             for turn in range(2):
-                verdict = _one_turn((seed, turn), body, answer, ranks, given, timeout_s, if_calls_differ)
+                witness = Witness(body, in_place)
+                verdict = _one_turn((seed, turn), witness, answer, ranks, given, timeout_s, if_calls_differ)
                 if verdict != CORRECT:
                     break
             if turn and verdict != CORRECT:
-                verdict += (
-                    " The first time, with other numbers, it was right: does it keep what a call before it found?"
-                )
+                verdict += " The first time, with other numbers, it was right: does it keep what it found?"
             kind = "exercise" if str(number).isdigit() else "build"
             label = f"{'solution' if solution else kind} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
@@ -98,12 +95,12 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ=""):
     return decorate
 
 
-def _one_turn(turn, body, answer, ranks, given, timeout_s, if_calls_differ):
+def _one_turn(turn, witness, answer, ranks, given, timeout_s, if_calls_differ):
     """The verdict of all ranks on one trial of an answer."""
     before = TURN.set(turn)
     try:
         with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
-            verdict = _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ)
+            verdict = _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ)
         return _agree(verdict, ranks)
     except RuntimeError as error:
         raise RuntimeError("a rank's process ended while its answer was judged: start the ranks anew") from error
@@ -111,17 +108,16 @@ def _one_turn(turn, body, answer, ranks, given, timeout_s, if_calls_differ):
         TURN.reset(before)
 
 
-def _judge(body, answer, ranks, given, group, timeout_s, if_calls_differ):
+def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
     if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
-    witness = Witness(body)
-    watched = witness.watched(answer)
+    trial = functools.partial(witness.body, witness.watched(answer), ranks, **given)
     if group is None:
-        return _verdict(lambda: body(watched, ranks, **given), witness, timeout_s)
+        return _verdict(trial, witness, timeout_s)
     matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group)
     with matching:
-        verdict = _verdict(stopped_after(timeout_s, lambda: body(watched, ranks, **given)), witness, timeout_s)
+        verdict = _verdict(stopped_after(timeout_s)(trial), witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
@@ -133,7 +129,7 @@ def _verdict(trial, witness, timeout_s):
     """(weight, verdict) of what `trial()` raised, if it did. A key that was pressed interrupts the check."""
     try:
         trial()
-    except Wrong as fault:
+    except (Wrong, Changed) as fault:
         return _WRONG, _sentence(_with_return(str(fault), witness), witness.names())
     except NobodyCalls as fault:
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import generator, in_turn, luck, sizes
-from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_unchanged
-from manyhands.checks.trial import Waits
+from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor
+from manyhands.checks.trial import waits
 from manyhands.checks.witness import listed, shown
 from manyhands.launch.ranks import name_ranks
 from manyhands.measure import wire
@@ -17,7 +17,7 @@ from manyhands.measure import wire
 LENGTHS = (8, 7, 1, 0, 1000)
 
 
-@exercise("A", "reduce-scatter on the ring")
+@exercise("A", "reduce-scatter on the ring", in_place=True)
 def ring_reduce_scatter(answer, ranks):
     """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
@@ -42,7 +42,7 @@ def ring_reduce_scatter(answer, ranks):
     _judge_messages(seen, "all chunks are right", n, 1, n * n, 8)
 
 
-@exercise("B", "all-gather on the ring")
+@exercise("B", "all-gather on the ring", in_place=True)
 def ring_all_gather(answer, ranks):
     """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
@@ -93,13 +93,13 @@ def _judge_messages(seen, right, n, halves, chunk, item_bytes):
         raise Wrong(f"{right}, but the largest message has {largest} numbers; chunks of at most {chunk} are enough")
 
 
-@exercise(1, "ring all-reduce")
+@exercise(1, "ring all-reduce", in_place=True)
 def all_reduce_any_length(answer, ranks):
     """`answer(x_N)` sums x_N over all ranks in place and returns it: any length, 2(n-1) messages of about N/n."""
     _judge_ring(answer, ranks, in_turn([*LENGTHS, *sizes(1, 1, least=11, most=99)]))
 
 
-@exercise(4, "the mended ring")
+@exercise(4, "the mended ring", in_place=True)
 def mended_ring(answer, ranks):
     """The same demands, for lengths that the number of ranks divides."""
     _judge_ring(answer, ranks, [ranks.world_size * k for k in (1, 5, 300)])
@@ -113,25 +113,21 @@ def _judge_ring(answer, ranks, lengths):
         with wire.watch() as seen:
             returned = answer(x_N)
         runs.append((row_N, x_N, returned, seen))
-    for run in runs:
-        _judge_one_ring(*run, ranks.world_size)
-
-
-def _judge_one_ring(row_N, x_N, returned, seen, n):
-    wanted_N, length = row_N * (n * (n + 1) // 2), x_N.numel()
-    what = f"for {count(length, 'number')} ({str(x_N.dtype).removeprefix('torch.')}) the sum"
-    expect_tensor(returned, wanted_N, what, close=0)
-    _judge_messages(seen, f"{what} is right", n, 2, math.ceil(length / n), x_N.element_size())
-    if not torch.equal(x_N, wanted_N):
-        raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")
+    n = ranks.world_size
+    for row_N, x_N, returned, seen in runs:
+        wanted_N, length = row_N * (n * (n + 1) // 2), x_N.numel()
+        what = f"for {count(length, 'number')} ({str(x_N.dtype).removeprefix('torch.')}) the sum"
+        expect_tensor(returned, wanted_N, what, close=0)
+        _judge_messages(seen, f"{what} is right", n, 2, math.ceil(length / n), x_N.element_size())
+        if not torch.equal(x_N, wanted_N):
+            raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")
 
 
 @exercise("D", "the ring's time")
 def ring_seconds(answer, ranks=None):
     """`answer(n_bytes, n, alpha, beta)` is 2(n-1) (alpha + n_bytes / n / beta), the seconds of a ring all-reduce."""
     for n_bytes, n, alpha, beta in (
-        (40_000_000, 4, 1e-5, 5e10), (4_096, 4, 5e-4, 1e9), (40_000_000, 100, 2e-6, 1.5e11),
-        (1_000_003, 3, 1e-3, 1e8), (1_000_000, 1, 1e-3, 1e8),
+        (40_000_000, 4, 1e-5, 5e10), (40_000_000, 100, 2e-6, 1.5e11), (1_000_000, 1, 1e-3, 1e8),
         (luck(1).randint(10**5, 10**7), luck(2).randint(5, 99), luck(3).uniform(1e-5, 1e-3), luck(4).uniform(1e8, 1e9)),
     ):  # fmt: skip
         hops, chunk_s = 2 * (n - 1), n_bytes / n / beta
@@ -158,12 +154,12 @@ def pass_right(answer, ranks):
     n, left = ranks.world_size, (ranks.rank - 1) % ranks.world_size
     runs, programs = [], []
     for shape, dtype in (((1,), torch.float32), ((5, 2), torch.int32), ((250_000,), torch.float32)):
-        everyone = [_belongings(rank, shape, dtype) for rank in range(n)]
-        mine = everyone[ranks.rank].clone()
-        with wire.watch() as seen, Waits(seen.calls) as waits:
+        everyone = [torch.randint(2**20, shape, generator=generator(1000 + rank)).to(dtype) for rank in range(n)]
+        mine = everyone[ranks.rank]
+        with wire.watch() as seen, waits(seen.calls) as waited:
             theirs = answer(mine)
         runs.append((everyone, mine, theirs, seen))
-        programs.append(([call.op for call in seen.calls], 1 in waits.after))
+        programs.append(([call.op for call in seen.calls], 1 in waited))
     all_programs = [None] * n
     dist.all_gather_object(all_programs, programs)
     for everyone, mine, theirs, seen in runs:
@@ -173,18 +169,12 @@ def pass_right(answer, ranks):
             slips["this rank received nothing"] = theirs if isinstance(theirs, torch.Tensor) else None
         it_is = f"the tensor of rank {left}, your left neighbour"
         expect_tensor(theirs, everyone[left], f"{what} what comes back", slips, it_is, close=0)
-        expect_unchanged(mine, everyone[ranks.rank], f"{what} the tensor that you were given", "; receive into another")
         if n > 1:
             expect_equal((seen.messages, seen.sent_bytes), (1, mine.nbytes), f"{what} (messages, bytes) that you send")
     rounds = max(_rounds(run) for run in zip(*all_programs, strict=True))
     # blocking calls need two rounds: half of the ranks send, then the others; and three if n is odd
     if rounds > 2 + n % 2:
         raise Wrong(f"right, but ranks wait for their turn: {rounds} messages one after the other, and {2 + n % 2} do")
-
-
-def _belongings(rank, shape, dtype):
-    """What a rank gives away: numbers that nobody can guess who knows the rank alone."""
-    return torch.randint(1, 2**20, shape, generator=generator(1000 * (rank + 1))).to(dtype)
 
 
 def _rounds(programs):

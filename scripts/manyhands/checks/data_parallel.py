@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import Watched, flat, gradients, luck, normal, seeded, sizes
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number
-from manyhands.checks.trial import Waits
+from manyhands.checks.trial import waits
 from manyhands.checks.witness import shown
 from manyhands.measure import wire
 
@@ -89,13 +89,13 @@ def bucket_start(answer, ranks):
     for step in range(2):
         bucket = _bucket(ranks.rank, step)
         flat_P = bucket.flat_P
-        with wire.watch() as seen, Waits(seen.calls) as waits, _OnItsWay(flat_P) as sent:
+        with wire.watch() as seen, waits(seen.calls) as waited, _OnItsWay(flat_P) as sent:
             answer(bucket)
         if not seen.calls:
             raise Wrong("nothing was sent: start an all-reduce of bucket.flat_P")
         if bucket.flat_P is not flat_P:
             raise Wrong("bucket.flat_P is another tensor now, and p.grad a view of the old one: divide in place (/=)")
-        if waits.after:
+        if waited:
             raise Wrong("your function waited for the other ranks: use async_op=True, leave the waiting to finish()")
         if sent.changed:
             raise Wrong("the bucket was changed while its all-reduce was on its way: divide before you start it")
@@ -163,7 +163,7 @@ def accumulation(answer, ranks):
         ddp.zero_grad()
         model.begin()
         with wire.watch() as seen:
-            answer(ddp, [(x.clone(), y.clone()) for x, y in micro_batches])
+            answer(ddp, micro_batches)
         expect_unchanged(flat(model.parameters()), weights, "a weight")
         found = gradients(model)
         if not seen.payload_bytes():
@@ -182,9 +182,7 @@ def accumulation(answer, ranks):
         cure = "all but the last micro-batch belong inside no_sync, their forward pass too, where DDP looks"
         expect_traffic(seen, "the gradients are right", cure, payload=found.nbytes)
         if not ddp.require_backward_grad_sync:
-            raise Wrong(
-                "right, but DDP is left without averaging (require_backward_grad_sync is False): turn it on again"
-            )
+            raise Wrong("right, but DDP is left without averaging: turn require_backward_grad_sync on again")
 
 
 @exercise(3, "bytes per step")
@@ -213,9 +211,6 @@ def bytes_per_step(answer, ranks=None):
         expect_number(found, right, f"{case} what a rank sends", "bytes", slips, close=chunks_of_whole_numbers)
 
 
-# ---- tiny models and their data, the same on every rank ----
-
-
 def _mlp():
     """6 -> 4 -> 2, 38 parameters, always the same first weights."""
     return seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), 38).double()
@@ -223,13 +218,8 @@ def _mlp():
 
 def _with_state(rank):
     """6 -> 4 -> 2 with buffers and a frozen weight, and other numbers on every rank."""
-
-    def make():
-        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-        model[1].running_mean.normal_()
-        return model
-
-    model = seeded(make, 100 + rank)
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), 100 + rank)
+    model[1].running_mean.copy_(normal(100 + rank, 4))
     model[1].num_batches_tracked.fill_(1 + rank)
     model[2].weight.requires_grad_(False)
     return model
@@ -284,9 +274,6 @@ def _after_backward(model, rank, step=0, **how):
 
 def _grad_or_zeros(p):
     return torch.zeros_like(p) if p.grad is None else p.grad.clone()
-
-
-# ---- judging ----
 
 
 def _mean(rows):

@@ -33,9 +33,6 @@ from manyhands.checks.witness import listed, said, shown
 FLOAT32 = 1e-5  # how far apart results may be that were computed in float32, relative to the largest number
 
 
-# ---- what came back ----
-
-
 def number(found, unit=""):
     """The finite number that an answer returned, as a float; one of numpy, torch or fractions will do.
 
@@ -65,9 +62,6 @@ def plain(found):
     if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
         return found.tolist()
     return [plain(part) for part in found] if isinstance(found, (list, tuple, range, Iterator)) else found
-
-
-# ---- expectations ----
 
 
 def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0):
@@ -148,19 +142,6 @@ def expect_unchanged(now, before, name, cure=""):
         raise Wrong(f"{name} was changed; leave it as it is{cure}")
 
 
-def expect_groups(found, wanted, what, slips=None):
-    """Raise Wrong unless `found` is the list `wanted` of lists of ranks: groups in any order, ranks in theirs."""
-    groups, right = (sorted(map(list, plain(one))) for one in (found, wanted))
-    members = sorted(rank for group in groups for rank in group)
-    slips = {why: sorted(map(list, value)) for why, value in (slips or {}).items()} | {
-        "each rank is in exactly one": groups if members != sorted(sum(right, [])) else None,
-        "in a group ranks have their order": groups
-        if sorted(map(sorted, groups)) == sorted(map(sorted, right))
-        else None,
-    }
-    expect_equal(groups, right, what, slips)
-
-
 def expect_refusal(ask, case, *numbers):
     """Raise Wrong unless `ask()` raises a ValueError whose text names the numbers; a tuple is a choice of them."""
     choices = [one if isinstance(one, tuple) else (one,) for one in numbers]
@@ -199,9 +180,6 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
         f"{done}, but {count(sent, 'byte')} were communicated in {count(len(made), 'call')} of {listed(ops)}{counted}, "
         f"where {listed(enough)} are enough{cure and ': '}{cure}"
     )
-
-
-# ---- words ----
 
 
 def told_apart(found, wanted):
@@ -260,13 +238,7 @@ def _near(a, b, close):
         return True
     if close == 0 or not (a.is_floating_point() and b.is_floating_point()):
         return torch.equal(a, b) if a.dtype == b.dtype else bool((a == b).all())
-    return bool(_apart(a, b).max() <= close * _largest(b))
-
-
-def _apart(a, b):
-    """How far numbers are apart; those that are equal, infinite ones too, not at all, and nan without end."""
-    a, b = a.double(), b.double()
-    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(math.inf, math.inf)
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=close * _largest(b))
 
 
 def _largest(b):
@@ -275,9 +247,10 @@ def _largest(b):
 
 def _first_difference(found, wanted, close):
     """Where two tensors of one shape and dtype differ, and by how much, as the end of a sentence."""
-    apart = _apart(found, wanted).flatten()
-    wrong = found.flatten() != wanted.flatten()  # nan differs as well, and large whole numbers are no doubles
-    i = int((wrong & (apart > close * _largest(wanted)) if close else wrong).nonzero()[0])
+    wrong = found != wanted  # nan differs as well, and large whole numbers are no doubles
+    if close:
+        wrong &= ~torch.isclose(found.double(), wanted.double(), rtol=0, atol=close * _largest(wanted))
+    i = int(wrong.flatten().nonzero()[0])
     at = ", ".join(str(int(index)) for index in np.unravel_index(i, tuple(found.shape) or (1,)))
     a, b = found.flatten()[i].item(), wanted.flatten()[i].item()
     if not (math.isfinite(a) and math.isfinite(b)):
@@ -287,7 +260,7 @@ def _first_difference(found, wanted, close):
     differ = f"element [{at}] should be {right}, not {said}"
     if not found.is_floating_point():
         return differ
-    if apart.max() <= FLOAT32 * _largest(wanted):
+    if _near(found, wanted, FLOAT32):
         return f"{differ}, which is float32's accuracy; keep the dtype of what you were given, all the way"
     b_N, a_N = wanted.double().flatten(), found.double().flatten()
     factor = (a_N @ b_N / (b_N @ b_N)).item() if (b_N != 0).sum() > 1 else math.nan

@@ -11,7 +11,7 @@ import torch
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import luck, sizes
-from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, expect_unchanged
+from manyhands.checks.expect import expect_equal, expect_number, expect_tensor
 
 PRIME = 2**31 - 1
 LEFT_OUT = -100
@@ -25,10 +25,7 @@ def minhash(answers, ranks=None):
     for K, size in ((32, 7), (32, 1), (48, 90)):
         a_K, b_K = draw.integers(1, PRIME, size=(2, K))
         hashes_S = np.sort(draw.integers(0, PRIME, size=size))
-        before_S = hashes_S.copy()
-        found_K = np.asarray(signature(hashes_S, a_K, b_K))
-        expect_unchanged(torch.from_numpy(hashes_S), torch.from_numpy(before_S), "hashes_S")
-        _judge_signature(found_K, before_S, a_K, b_K)
+        _judge_signature(np.asarray(signature(hashes_S, a_K, b_K)), hashes_S, a_K, b_K)
     for K, share in ((32, 0.75), (32, 1.0), (48, 0.25), (48, 0.0)):
         one_K = np.arange(K, dtype=np.int32)
         other_K = np.where(one_K < K * share, one_K, one_K[::-1] + 100).astype(np.int32)
@@ -76,9 +73,8 @@ def one_merge(answers, ranks=None):
         slips = {f"{pair} is as frequent as {wanted}, which is smaller": pair for pair in equals}
         expect_equal(most_frequent(dict(pairs)), wanted, case, slips)
     for ids, (a, b), wanted in (
-        ([1, 2, 3, 1, 2], (1, 2), [256, 3, 256]), ([7, 7, 7, 7, 7], (7, 7), [256, 256, 7]),
-        ([2, 1, 2], (1, 2), [2, 256]), ([1, 3, 2], (1, 2), [1, 3, 2]), ([1, 1, 2, 2], (1, 2), [1, 256, 2]),
-        ([1], (1, 2), [1]), ([], (1, 2), []), *_some_merges(),
+        ([7, 7, 7, 7, 7], (7, 7), [256, 256, 7]), ([2, 1, 2], (1, 2), [2, 256]), ([1], (1, 2), [1]), ([], (1, 2), []),
+        *_some_merges(),
     ):  # fmt: skip
         given, new = list(ids), 256 if 301 not in wanted else 301
         found = merge(given, (a, b), new)
@@ -117,9 +113,7 @@ def document_mask(answer, ranks=None):
     for rows in ([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]], [[7, 7, 7, 3, 3, 9]], [[0]], _some_documents()):
         documents_BT = torch.tensor(rows)
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        given_BT = documents_BT.clone()
-        found_BTT = answer(given_BT)
-        expect_unchanged(given_BT, documents_BT, "documents_BT")
+        found_BTT = answer(documents_BT)
         slips = {
             "queries and keys have changed places: token 0 looks at later ones, and not vice versa": same_BTT.triu(),
             "a token can look at later ones of its document: hide them": same_BTT,
@@ -168,7 +162,6 @@ def encode_word(answer, ranks=None):
         (b"xyz", [120, 121, 122], "no pair of it is in the table"),
         (b"", [], ""),
         ("é".encode(), [195, 169], "a byte is a token of its own number"),
-        (b"anxan", [256, 120, 256], "a pair is merged everywhere in the word"),
     ):
         expect_equal(answer(word, spell), wanted, f"the tokens of {word!r}{f' ({why})' if why else ''}")
     for table, word in _some_words():
@@ -194,14 +187,11 @@ def packed_targets(answer, ranks=None):
     """`answer(ids_BT, documents_BT)` is the next token of the same document, else -100."""
     for ids, documents in (
         ([[5, 6, 9, 7, 9, 8]], [[0, 0, 0, 1, 1, 2]]),
-        ([[1, 2, 3, 4], [4, 3, 2, 1]], [[0, 0, 0, 0], [0, 1, 2, 2]]),
         ([[3]], [[0]]),
         ([[7 * i + j for j, _ in enumerate(row)] for i, row in enumerate(_some_documents())], _some_documents()),
     ):
         ids_BT, documents_BT = torch.tensor(ids), torch.tensor(documents)
-        given_BT = ids_BT.clone()
-        found_BT = answer(given_BT, documents_BT.clone())
-        expect_unchanged(given_BT, ids_BT, "ids_BT", ": work on a copy")
+        found_BT = answer(ids_BT, documents_BT)
         next_BT, is_last = ids_BT.roll(-1, 1), torch.arange(ids_BT.shape[1]) == ids_BT.shape[1] - 1
         goes_on = documents_BT == documents_BT.roll(-1, 1)
         wanted_BT = next_BT.masked_fill(~goes_on | is_last, LEFT_OUT)
@@ -216,19 +206,15 @@ def packed_targets(answer, ranks=None):
 @exercise(3, "predict the next loss")
 def next_best(answer, ranks=None):
     """`answer(points, budget_flops)` is (parameters, loss) of the best model for a larger budget."""
-    for law, budgets, target in (
-        ((3, 0.4, 20, -0.09), (1e10, 1e11), 1e12),
-        ((0.5, 0.5, 9, -0.05), (1e12, 3e12, 2e13), 7e14),
-        _some_law(),
-    ):
-        _judge_prediction(answer, *law, budgets, target)
+    _judge_prediction(answer, 3, 0.4, 20, -0.09, (1e10, 1e11), 1e12)
+    _judge_prediction(answer, *_some_law())
 
 
 def _some_law():
     draw = luck(12)
     law = draw.uniform(0.2, 4), draw.uniform(0.4, 0.6), draw.uniform(8, 30), -draw.uniform(0.04, 0.12)
     budgets = sorted(10 ** draw.uniform(10 + i, 10.7 + i) for i in range(3))
-    return law, budgets, budgets[-1] * draw.uniform(5, 90)
+    return *law, budgets, budgets[-1] * draw.uniform(5, 90)
 
 
 def _judge_prediction(answer, a, alpha, b, beta, budgets, target):

@@ -8,7 +8,7 @@ from math import isclose, prod
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import CLOSE, luck, sizes
-from manyhands.checks.expect import expect_equal, expect_groups, expect_number
+from manyhands.checks.expect import expect_equal, expect_number, plain
 from manyhands.checks.witness import shown
 
 SHAPES = ((2, 3), (2, 2, 2), (4,), (3, 1, 4), (2, 2, 3, 2), (1, 1), (5, 2, 3))
@@ -33,13 +33,15 @@ def groups_of(answer, ranks=None):
     """`answer(shape, axis)` is all groups of that axis, in any order; each in the order of its coordinate."""
     for shape in SHAPES:
         for axis in range(len(shape)):
-            others = [other for other in range(len(shape)) if other != axis]
+            found, wanted = sorted(map(list, plain(answer(shape, axis)))), _groups(shape, axis)
             slips = {
                 f"these are the groups of axis {other}; axis 0 is the outermost": _groups(shape, other)
-                for other in others
+                for other in range(len(shape))
             }
-            case = f"the groups of axis {axis} of a grid of {_grid(shape)}"
-            expect_groups(answer(shape, axis), _groups(shape, axis), case, slips)
+            whole = sorted(sum(found, [])) == list(range(prod(shape)))
+            slips["each rank is in exactly one"] = None if whole else found
+            slips["in a group ranks have their order"] = found if sorted(map(sorted, found)) == wanted else None
+            expect_equal(found, wanted, f"the groups of axis {axis} of a grid of {_grid(shape)}", slips)
 
 
 @exercise("C", "bytes between nodes")
@@ -52,8 +54,7 @@ def slow_bytes(answer, ranks=None):
     ]
     for group, per_node, payload in (
         ([0, 1, 2, 3, 4, 5], 2, 1201),  # the first: every likely mistake gives another number
-        ([0, 2, 1, 3], 2, 1001), ([0, 1, 2, 3], 4, 1000), ([0, 4], 4, 641), ([5], 2, 640),
-        ([4, 5, 6, 7, 8, 9], 4, 1201), ([2, 3, 10, 11], 4, 4e9), *drawn,
+        ([0, 2, 1, 3], 2, 1001), ([0, 1, 2, 3], 4, 1000), ([5], 2, 640), ([2, 3, 10, 11], 4, 4e9), *drawn,
     ):  # fmt: skip
         n, crossing = len(group), _crossing(group, per_node)
         each = 2 * (n - 1) / n * payload
@@ -67,7 +68,7 @@ def slow_bytes(answer, ranks=None):
             "that is 2 payloads per hop; of n ranks each sends 2 (n-1)/n of it": 2 * crossing * payload,
         }
         case = f"with {payload:g} bytes in the group {group} on nodes of {per_node}, what goes between nodes"
-        slips = slips if payload == 1201 and not group[0] else {}  # who made one of them has heard it of the first
+        slips = slips if payload == 1201 else {}  # who made one of them has heard it of the first
         expect_number(answer(list(group), payload, per_node), crossing * each, case, "bytes", slips, CLOSE)
 
 
@@ -79,16 +80,13 @@ def recommend(answer, ranks=None):
         ([("a", 80, 1.0, 3), ("b", 80, 1.04, 1)], "b", "4 % slower with fewer axes"),
         ([("a", 80, 1.0, 3), ("b", 80, 1.1, 1)], "a", "10 % slower is not close"),
         ([("a", 99, 0.5, 1), ("b", 70, 1.04, 1), ("c", 70, 1.0, 2)], "b", "what does not fit sets no limit"),
-        ([("a", 90, 1.0, 1), ("b", 50, 2.0, 1)], "b", "a needs 90 bytes of 80"),
         ([("a", 90, 1.0, 1), ("b", 99, 2.0, 1)], None, "nothing fits"),
         ([], None, "there is no plan"),
         ([("a", 70, 1.03, 1), ("b", 70, 1.01, 1)], "b", "of equally many axes the faster"),
         ([("a", 70, 20.0, 2), ("b", 70, 20.9, 1)], "b", "5 % of 20 s is 1 s"),
-        ([("a", 70, 0.2, 2), ("b", 70, 0.22, 1)], "a", "5 % of 0.2 s is 0.01 s"),
-        ([("a", 70, 1.0, 3), ("b", 70, 1.03, 2), ("c", 70, 1.07, 1)], "b", "c is 7 % slower than the fastest"),
     ]
     cases = [(plans, 80, wanted, why) for plans, wanted, why in cases]
-    while len(cases) < 50:
+    while len(cases) < 40:
         scale, memory = draw.choice((0.01, 1.0, 30.0)), draw.randint(45, 110)  # s, bytes
         plans = [
             (f"plan {i}", draw.randint(40, 100), round(scale * draw.uniform(1, 1.15), 4), draw.randint(1, 3))
@@ -106,8 +104,14 @@ def recommend(answer, ranks=None):
 @exercise(1, "place the axes")
 def best_order(answer, ranks=None):
     """`answer(sizes, payloads, per_node)` is a tuple of axes, outermost first, with the least bytes between nodes."""
-    wrong, backwards = "", True
-    for degrees, payloads, per_node in _placements():
+    draw, wrong, backwards = luck(11), "", True
+    cases = [({"pipeline": 2, "data": 2, "tensor": 4}, {"pipeline": 1.0, "data": 3.0, "tensor": 50.0}, 8)]
+    while len(cases) < 20:  # in some of them the axis with the least bytes, or ranks, outermost is not best
+        axes = ("context", "pipeline", "data", "tensor")[draw.randint(0, 1) :]
+        degrees, payloads = ({axis: draw.randint(1, most) for axis in axes} for most in (4, 100))
+        if 2 <= (per_node := prod(degrees.values()) // draw.choice((2, 3))) <= 24:
+            cases.append((degrees, payloads, per_node))
+    for degrees, payloads, per_node in cases:
         given = answer(dict(degrees), dict(payloads), per_node)
         order = tuple(given)
         if sorted(map(str, order)) != sorted(degrees):
@@ -122,22 +126,6 @@ def best_order(answer, ranks=None):
             )
     if wrong:
         raise Wrong(wrong + "; your orders are right from the other end: is the outermost axis first?" * backwards)
-
-
-def _placements():
-    """[(degrees, payloads, ranks per node)]; in each the axis with the least bytes, or ranks, outermost is not best."""
-    draw = luck(11)
-    cases = [({"pipeline": 2, "data": 2, "tensor": 4}, {"pipeline": 1.0, "data": 3.0, "tensor": 50.0}, 8)]
-    while len(cases) < 8:
-        axes = ("context", "pipeline", "data", "tensor")[draw.randint(0, 1) :]
-        degrees, payloads = ({axis: draw.randint(1, most) for axis in axes} for most in (4, 100))
-        per_node = prod(degrees.values()) // draw.choice((2, 3))
-        if 2 <= per_node <= 24:
-            best = min(_between(order, degrees, payloads, per_node) for order in itertools.permutations(degrees))
-            misleading = [sorted(axes, key=by) for by in (payloads.get, degrees.get)]
-            if all(_between(order, degrees, payloads, per_node) > 1.01 * best for order in misleading):
-                cases.append((degrees, payloads, per_node))
-    return cases
 
 
 @exercise(2, "a roofline, with its units")
@@ -191,9 +179,6 @@ def phases(answer, ranks=None):
             expect_number(found, wanted, case, "bytes", slips, CLOSE)
 
 
-# ---- the right answers ----
-
-
 def _grid(shape):
     return " x ".join(map(str, shape))
 
@@ -211,7 +196,7 @@ def _groups(shape, axis):
     for rank in range(prod(shape)):
         place = _place(rank, shape)
         groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
-    return list(groups.values())
+    return sorted(groups.values())
 
 
 def _crossing(group, per_node):

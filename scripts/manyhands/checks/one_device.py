@@ -42,8 +42,6 @@ class Piece:
     flops: float
 
 
-# ---- build A ----
-
 SIZES = ((11, 5, 8, 3), (7, 16, 4, 1), (65, 64, 128, 4), (32_100, 2048, 2048, 16), (50_280, 4096, 8192, 80))
 
 
@@ -59,7 +57,6 @@ def parameters(answer, ranks=None):
             "positions have an embedding, too": -T * D,
             "a LayerNorm has a scale and a shift": -D,
             "there is a LayerNorm between the last layer and the head": -2 * D,
-            "one bias of width D is missing in each layer": -N * D,
             "each layer has two LayerNorms, of a scale and a shift each": -2 * N * D,
             "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing": -4 * N * D,
             "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing": -6 * N * D,
@@ -76,9 +73,6 @@ def parameters(answer, ranks=None):
         expect_number(answer(V, T, D, N), layers + outside, what, slips=slips, rel=0)
 
 
-# ---- build B ----
-
-CLASS_70B = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
 OLMO_1B = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
 OLMO_7B = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 SHAKESPEARE = GPTConfig(vocab_size=65)
@@ -94,7 +88,6 @@ def does_it_fit(answer, ranks=None):
         ("ShakespeareGPT on a device that 12 sequences fill exactly", SHAKESPEARE, EXACT),
         ("ShakespeareGPT on a device one byte smaller", SHAKESPEARE, EXACT - 1),
         ("the 7B on 80 GB", OLMO_7B, 80 * 10**9),
-        ("the 70B class on 16 devices of 80 GB as one", CLASS_70B, 1280 * 10**9),
     ):
         state = 16 * config.num_params()
         each, left = 32 * config.n_embd * config.n_layer * config.block_size, device_bytes - state
@@ -104,7 +97,6 @@ def does_it_fit(answer, ranks=None):
             "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
             "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
             "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
-            "that is with 1 byte a number, and bf16 has 2": 2 * left // each,
             "a layer keeps 16 vectors for each token, not one": 16 * left // each,
             "every layer keeps its 16 vectors": left * config.n_layer // each,
             "that is tokens, and a sequence has block_size of them": left * config.block_size // each,
@@ -114,9 +106,6 @@ def does_it_fit(answer, ranks=None):
             slips = {"not even the parameters fit, and fewer than 0 sequences there are not": found}
         what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
         expect_number(found, max(0, left // each), what, "sequences", slips, rel=0)
-
-
-# ---- build C ----
 
 
 @exercise("C", "the backward that recomputes")
@@ -131,10 +120,9 @@ def recompute(answer, ranks=None):
         _Block()(of_sum).sum().backward()
         block.begin()
         with torch.no_grad():  # as in a backward
-            found = answer(block, x, dy.clone())
+            found = answer(block, x, dy)
         if not block.forwards:
             raise Wrong("the block was never run: what was forgotten must be computed again")
-        expect_unchanged(x.detach(), rows, "x", "; the layer below needs it")
         if x.grad is not None:
             raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
         slips = {
@@ -171,9 +159,6 @@ class _Block(Watched):
         return x + super().forward(x)
 
 
-# ---- build D ----
-
-
 @exercise("D", "accumulate")
 def accumulation(answer, ranks=None):
     """`answer(model, x, y, pieces)` leaves the gradient of the mean over the batch, one micro-batch at a time."""
@@ -181,14 +166,11 @@ def accumulation(answer, ranks=None):
         micro_batches = _micro_batches([10] * pieces)
         ids, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         model = _Model(pairs=True)
-        answer(model, ids.clone(), targets.clone(), pieces)
+        answer(model, ids, targets, pieces)
         _judge_gradients(f"{pieces} micro-batch{'es' * (pieces > 1)}", model, micro_batches)
 
 
-# ---- exercise 1 ----
-
-
-@exercise(1, "a master copy")
+@exercise(1, "a master copy", in_place=True)
 def master_copy(answer, ranks=None):
     """`answer(parameters, masters, adam)` makes Adam's step on the masters, and rounds them into the parameters."""
     parameters = [nn.Parameter(rows.to(torch.bfloat16)) for rows in (_rows(1)[0], _rows(2)[0, 0])]
@@ -218,9 +200,6 @@ def _judge_master(when, parameters, masters, before, right):
             raise Wrong(f"{when} the masters are right, but a parameter is not its master, rounded: copy it down")
         if master.grad is not None:
             raise Wrong(f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more")
-
-
-# ---- exercise 2 ----
 
 
 @exercise(2, "which pieces to recompute")
@@ -257,38 +236,11 @@ def _trade_offs():
     yield "a piece whose input is larger than what it keeps", [
         Piece("norm", 5, 20, 1), Piece("mlp", 90, 10, 80), Piece("attention", 60, 10, 30),
     ], 85  # fmt: skip
-    yield ("ten unequal pieces", *_hard_to_guess(luck(12)))
-    yield "four equal blocks, and too little even for their inputs", equal, 3.5
-
-
-def _hard_to_guess(draw):
-    """(pieces, budget) for which no greedy choice is the best, in any usual order, pruned afterwards or not."""
-    while True:
+    draw = luck(12)
+    for _ in range(5):  # whatever is chosen first by some price: in one of them it is not the best
         pieces = [Piece(f"p{i}", 20 + draw.randint(1, 99), draw.randint(1, 19), draw.randint(1, 99)) for i in range(10)]
-        budget = sum(piece.kept for piece in pieces) * draw.uniform(0.4, 0.7) // 1
-        lowest = sum(piece.flops for piece in pieces if piece.name in _cheapest(pieces, budget))
-        if all(cost > lowest for cost in _greedy_costs(pieces, budget)):
-            return pieces, budget
-
-
-def _greedy_costs(pieces, budget):
-    """The FLOPs of what greedy choices recompute: one piece after the other in some order, until the rest fits."""
-    for price in (
-        lambda piece: piece.flops, lambda piece: piece.input - piece.kept, lambda piece: -piece.kept,
-        lambda piece: piece.input, lambda piece: piece.flops / (piece.kept - piece.input),
-        lambda piece: piece.flops / piece.kept,
-    ):  # fmt: skip
-        chosen, left = [], sum(piece.kept for piece in pieces) - budget  # bytes that are still too many
-        for piece in sorted(pieces, key=price):
-            if left > 0:
-                chosen.append(piece)
-                left -= piece.kept - piece.input
-        yield sum(piece.flops for piece in chosen)
-        for piece in sorted(chosen, key=lambda piece: -piece.flops):  # what was not needed after all
-            if left + piece.kept - piece.input <= 0:
-                chosen.remove(piece)
-                left += piece.kept - piece.input
-        yield sum(piece.flops for piece in chosen)
+        yield "ten unequal pieces", pieces, sum(piece.kept for piece in pieces) * draw.uniform(0.4, 0.7) // 1
+    yield "four equal blocks, and too little even for their inputs", equal, 3.5
 
 
 def _cheapest(pieces, budget):
@@ -309,9 +261,6 @@ def _names(names):
     return ", ".join(sorted(names)) or "nothing"
 
 
-# ---- exercise 3 ----
-
-
 @exercise(3, "accumulation over uneven token counts")
 def uneven_accumulation(answer, ranks=None):
     """`answer(model, micro_batches)` leaves the gradient of the mean over all counted tokens, one piece at a time."""
@@ -321,7 +270,7 @@ def uneven_accumulation(answer, ranks=None):
     }.items():  # fmt: skip
         micro_batches = _micro_batches(counts)
         model = _Model()
-        answer(model, [(ids.clone(), targets.clone()) for ids, targets in micro_batches])
+        answer(model, micro_batches)
         _judge_gradients(what, model, micro_batches)
 
 

@@ -12,20 +12,23 @@ from torch import nn
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import generator, in_turn, luck, normal, seeded, sizes
-from manyhands.checks.expect import expect_equal, expect_number, expect_scalar, expect_tensor, expect_unchanged, plain
+from manyhands.checks.expect import expect_equal, expect_number, expect_scalar, expect_tensor, plain
 from manyhands.checks.witness import shown
 from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, named, orders_of, simulate
 from manyhands.predict.pipeline_schedules import needs as needs_of
-
-# ---- build A ----
 
 
 @exercise("A", "backward across the cut")
 def backward_of(answer, ranks=None):
     """`answer(x, y, dy)` adds the gradients of a stage's weights and returns that of its input; the graph is freed."""
-    _judge_middle(answer)
-    _judge_last(answer)
-    _judge_first(answer)
+    stages, target = [_stage() for _ in range(3)], normal(95, 5, 3)
+    for i in range(2):  # two micro-batches one after the other
+        also = " after the second micro-batch: gradients add up" * i
+        _judge_backward(answer, stages, normal(80 + i, 5, 6), normal(90 + i, 5, 3), also=also)
+    stages, case = [_stage() for _ in range(3)], "on the last stage, where dy is None and y is the loss, "
+    _judge_backward(answer, stages, normal(85, 5, 6), None, case, loss=lambda y: F.mse_loss(y, target))
+    also = " on the first stage, where backward has to run as well"
+    _judge_backward(answer, [_table() for _ in range(3)], torch.tensor([1, 3, 3]), normal(96, 3, 3), also=also)
 
 
 def _stage():
@@ -36,28 +39,31 @@ def _table():
     return seeded(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double(), 4)
 
 
-def _judge_middle(answer):
-    """A stage in the middle, two micro-batches one after the other."""
-    stage, reference, of_ones = _stage(), _stage(), _stage()
-    for i in range(2):
-        x, dy = normal(80 + i, 5, 6).requires_grad_(), normal(90 + i, 5, 3)
-        x_wanted = x.detach().clone().requires_grad_()
-        (reference(x_wanted) * dy).sum().backward()
-        of_ones(x.detach()).sum().backward()
-        y, before = stage(x), dy.clone()
-        given = answer(x, y, dy)
-        expect_unchanged(dy, before, "dy", ": it belongs to the stage after this one")
-        _judge_weights(stage, reference, of_ones, " after the second micro-batch: gradients add up" * i)
-        if given is None:
-            raise Wrong("nothing came back; the stage before needs the gradient of x")
+def _judge_backward(answer, stages, x, dy, case="", also="", loss=lambda y: y):
+    """One micro-batch on a stage and its two copies, (stage, with the right gradients, with those of y.sum())."""
+    stage, reference, of_ones = stages
+    x.requires_grad_(x.is_floating_point())
+    leaf = x.detach().clone().requires_grad_(x.requires_grad)
+    torch.autograd.backward(loss(reference(leaf)), dy)
+    loss(of_ones(x.detach())).sum().backward()
+    y = loss(stage(x))
+    given = answer(x, y, dy)
+    if given is not None and not x.requires_grad:
+        raise Wrong(f"on the first stage x holds ids, which have no gradient: return None, not {shown(given)}")
+    _judge_weights(stage, reference, of_ones, also)
+    if x.requires_grad:
         slips = {
             "that is x itself; the stage before needs the gradient of the loss with respect to x": x,
             "that is dy, the gradient of this stage's output; the stage before needs that of its input": dy,
         }
-        expect_tensor(given, x_wanted.grad, "what came back", slips, "the gradient of x")
+        expect_tensor(given, leaf.grad, f"{case}what came back", slips, "the gradient of x")
         if given.requires_grad:
             raise Wrong("what came back has a graph of its own; a message is only numbers")
-        _judge_freed(y, dy)
+    try:
+        torch.autograd.backward(y, dy)
+    except RuntimeError:
+        return
+    raise Wrong("all gradients are right, but the graph is still there, and with it the activations: no retain_graph")
 
 
 def _judge_weights(stage, reference, of_ones, also=""):
@@ -69,42 +75,6 @@ def _judge_weights(stage, reference, of_ones, also=""):
             )
         slips = {"y's gradient is dy, not ones": ones.grad}
         expect_tensor(w.grad, right.grad, f"the gradient of {name}{also}", slips)
-
-
-def _judge_freed(y, dy):
-    try:
-        torch.autograd.backward(y, dy)
-    except RuntimeError:
-        return
-    raise Wrong("all gradients are right, but the graph is still there, and with it the activations: no retain_graph")
-
-
-def _judge_last(answer):
-    stage, reference = _stage(), _stage()
-    x, target = normal(85, 5, 6).requires_grad_(), normal(95, 5, 3)
-    x_wanted = x.detach().clone().requires_grad_()
-    F.mse_loss(reference(x_wanted), target).backward()
-    y = F.mse_loss(stage(x), target)
-    given = answer(x, y, None)
-    _judge_weights(stage, reference, reference)
-
-    case = "on the last stage, where dy is None and y is the loss, what came back"
-    expect_tensor(given, x_wanted.grad, case, it_is="the gradient of x")
-    _judge_freed(y, None)
-
-
-def _judge_first(answer):
-    table, reference, ids, dy = _table(), _table(), torch.tensor([1, 3, 3]), normal(96, 3, 3)
-    (reference(ids) * dy).sum().backward()
-    y = table(ids)
-    given = answer(ids, y, dy)
-    if given is not None:
-        raise Wrong(f"on the first stage x holds ids, which have no gradient: return None, not {shown(given)}")
-    _judge_weights(table, reference, reference, " on the first stage, where backward has to run as well")
-    _judge_freed(y, dy)
-
-
-# ---- build B ----
 
 
 @exercise("B", "who waits for whom")
@@ -146,9 +116,6 @@ def _actions(given, case):
         if len(entry) != 3 or entry[0] not in ("F", "B"):
             raise Wrong(f'{case}: an action is ("F" or "B", stage, micro-batch), not {entry}')
     return found
-
-
-# ---- build C ----
 
 
 @exercise("C", "forward of one micro-batch")
@@ -198,9 +165,6 @@ def _judge_forward(answer, make, arrived, targets, m, where):
             raise Wrong(f"{where} backward from y does not arrive at x: let the stage compute on the x that you return")
         expect_tensor(x.grad, leaf.grad, f"{where} y is right, but after backward x.grad", it_is="the gradient of x")
     _judge_weights(stage, reference, reference, f" {where}, after backward from y,")
-
-
-# ---- orders of stages: build D and exercise 1 ----
 
 
 @exercise("D", "1F1B's order")
@@ -268,9 +232,6 @@ def _capped(s, p, m, room):
     return [(kind, s, i) for kind, _, i in alike]
 
 
-# ---- exercise 2 ----
-
-
 @exercise(2, "a share of the loss")
 def loss_share(answer, ranks=None):
     """`answer(logits, targets, all_targets)`: what a micro-batch adds to the mean over all targets that count."""
@@ -287,7 +248,7 @@ def loss_share(answer, ranks=None):
         total, found = 0.0, []
         for i, (part, targets) in enumerate(zip(logits, all_targets, strict=True)):
             leaf = part.clone().requires_grad_()
-            share = answer(leaf, targets.clone(), [t.clone() for t in all_targets])
+            share = answer(leaf, targets, list(all_targets))
             expect_scalar(share, f"the share of micro-batch {i}", ": a mean over no target divides by 0").backward()
             total += share.item()
             found.append(torch.zeros_like(part) if leaf.grad is None else leaf.grad)
@@ -303,8 +264,6 @@ def loss_share(answer, ranks=None):
         expect_tensor(torch.cat(found), wanted, "the gradient of all logits", slips, "that of one mean")
         expect_number(total, expected.item(), "the gradients are right, but the sum of all shares", close=1e-10)
 
-
-# ---- exercise 3 ----
 
 COSTS = (([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([2, 2, 2, 2], 4), ([1, 2, 3], 1))
 NEARLY = {  # what a plausible answer keeps small instead of the largest time

@@ -20,58 +20,39 @@ class LeftRunning(Exception):
     """An answer has returned, and a thread that it started had not ended."""
 
 
-def stopped_after(patience_s, act):
-    """A function that does `act()`, in the main thread for no longer than so many seconds of processor time.
+@contextmanager
+def stopped_after(patience_s):
+    """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads have ended.
 
     It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns. os._exit raises
-    SystemExit, and threads that are left behind are ended, before they make another call, with LeftRunning.
+    SystemExit, but in children that were forked. Raises LeftRunning where a thread had to be ended.
     """
-
-    def acts():
-        before, left = set(threading.enumerate()), []
-        try:
-            with _limited(patience_s), _stays_here():
-                act()
-        finally:
-            left += _ended([thread for thread in threading.enumerate() if thread not in before], patience_s)
-        if left:
-            raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
-
-    return acts
-
-
-@contextmanager
-def _limited(patience_s):
-    if threading.current_thread() is not threading.main_thread():  # no signal reaches it
-        yield
-        return
+    before, here, leave = set(threading.enumerate()), os.getpid(), os._exit
     began, began_cpu = time.monotonic(), time.process_time()
 
     def look(*_):
         if time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
             raise NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
 
-    handler = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, patience_s, _LOOK_EVERY_S)  # again and again: it may be caught
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-
-
-@contextmanager
-def _stays_here():
-    """os._exit raises SystemExit in this process; children that were forked from it may go."""
-    here, leave = os.getpid(), os._exit
-
     def stays(status):
         if os.getpid() != here:
             leave(status)
         raise SystemExit(status)
 
-    with mock.patch.object(os, "_exit", stays):
-        yield
+    hears_signals = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGALRM, look) if hears_signals else None
+    try:
+        if hears_signals:  # again and again: what it raises may be caught
+            signal.setitimer(signal.ITIMER_REAL, patience_s, _LOOK_EVERY_S)
+        with mock.patch.object(os, "_exit", stays):
+            yield
+    finally:
+        if hears_signals:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        left = _ended(set(threading.enumerate()) - before, patience_s)
+    if left:
+        raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
 
 
 def _ended(threads, patience_s):

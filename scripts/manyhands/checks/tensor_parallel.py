@@ -66,7 +66,6 @@ class Pass:
             result = function(leaf)
         if not isinstance(result, torch.Tensor):
             raise Wrong(f"{name} should return a tensor, not {shown(result)}")
-        expect_unchanged(leaf.detach(), x, f"the x that {name} was given", ": work in a new tensor")
         self.result, self.gradients = result.detach(), []
         if result.shape != v.shape:
             return
@@ -169,8 +168,6 @@ def _judge_row(row, x, w, b, n, rank):
         raise Wrong(f"row_linear: `leave` was called {count(leave.call_count, 'time')}; the partial sums leave once")
     seen.expect_backward(F.linear(use, w_share.T), "this rank's part")
     found, total = seen.gradients[0][1], use.sum((0, 1))
-    if found is None:
-        raise Wrong("row_linear: no gradient arrives at this rank's bias; each rank holds all of it, so each adds it")
     slips = {"the bias was divided by n; add it whole": total / n}
     expect_tensor(found, total, "backward, row_linear, the gradient of the bias", slips, "the sum over tokens")
 
@@ -218,15 +215,13 @@ def add_up(answer, ranks):
     shapes = [(a,), (a,), (b, c), (c,), (1,)]
     for group, members, where in groups_of(ranks):
         gradients = [[normal(70 + 10 * r + i, *shape) for i, shape in enumerate(shapes)] for r in members]
-        weights = [normal(7 + i, *shape) for i, shape in enumerate(shapes)]
-        parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+        parameters = [torch.nn.Parameter(normal(7 + i, *shape)) for i, shape in enumerate(shapes)]
         own, n = gradients[group.rank()], len(members)
         for p, gradient in zip(parameters, own, strict=True):
             p.grad = gradient.clone()
         with wire.watch() as seen:
             answer(parameters, group)
-        for i, (p, weight) in enumerate(zip(parameters, weights, strict=True)):
-            expect_unchanged(p.detach(), weight, "a weight", ": add up p.grad, and leave the update to the optimizer")
+        for i, p in enumerate(parameters):
             total = sum(of_rank[i] for of_rank in gradients)
             slips = {
                 "that is this rank's partial sum; write the sum back into p.grad": own[i],
@@ -242,11 +237,9 @@ def split_loss(answer, ranks):
     """`answer(logits_Nv, targets_N, first, group)` is the mean cross-entropy, for three all-reduces of N numbers."""
     each, N = sizes(6, 2, 3, 8)
     for group, members, where in groups_of(ranks):
-        for scale, size in (
-            (1.0, ""),
-            (400.0, ", of logits as large as 400,"),
-        ):  # exp(710) is more than a float64 holds
-            _judge_split_loss(answer, scale, f"{where}the loss{size}", each, N, group, members)
+        _judge_split_loss(answer, 1.0, f"{where}the loss", each, N, group, members)
+        large = f"{where}the loss, of logits as large as 400,"  # exp(710) is more than a float64 holds
+        _judge_split_loss(answer, 400.0, large, each, N, group, members)
 
 
 def _judge_split_loss(answer, scale, what, each, N, group, members):
@@ -257,10 +250,8 @@ def _judge_split_loss(answer, scale, what, each, N, group, members):
     expected = F.cross_entropy(logits, targets)
     (slopes,) = torch.autograd.grad(expected, logits)
     mine = logits.detach().split(each, 1)[me].clone().requires_grad_()
-    given = mine.detach().clone()
     with wire.watch() as there:
-        loss = answer(mine, targets.clone(), each * me, group)
-    expect_unchanged(mine.detach(), given, "logits_Nv")
+        loss = answer(mine, targets, each * me, group)
     expect_scalar(loss, what, ": subtract the largest logit of all ranks before you take exp")
     hit, own = logits.detach().gather(1, targets[:, None])[:, 0], mine.detach().logsumexp(-1)
     slips = {
@@ -271,8 +262,6 @@ def _judge_split_loss(answer, scale, what, each, N, group, members):
     expect_number(loss.detach(), expected.item(), what, slips=slips, rel=1e-7)
     with wire.watch() as back:
         (gradient,) = torch.autograd.grad(loss, mine, allow_unused=True)
-    if gradient is None:
-        raise Wrong(f"{what} is right, but no gradient arrives at this rank's logits: what was detached?")
     share, hits = slopes.split(each, 1)[me], F.one_hot(targets, V).double().split(each, 1)[me] / N
     slips = {
         f"that is {n} times as much: use g for the sums, whose backward is no sum": n * share,
@@ -293,10 +282,9 @@ def agree(answer, ranks):
     for group, members, where in groups_of(ranks):
         torch.manual_seed(1000 + ranks.rank)  # ranks' own generators differ, as in real runs
         for fault, parallel in _suspects(group, members, shape):
-            x, before, old = normal(90, *shape).requires_grad_(), normal(90, *shape), normal(91, *shape)
+            x, old = normal(90, *shape).requires_grad_(), normal(91, *shape)
             x.grad = old.clone()
             given = answer(parallel, lambda x: torch.tanh(x) * 3, x, group)
-            expect_unchanged(x.detach(), before, "the x that you were given")
             if x.grad is None or not torch.equal(x.grad, old):
                 raise Wrong("x.grad was changed; work on a copy of x, or use torch.autograd.grad")
             if not x.requires_grad:
@@ -305,9 +293,8 @@ def agree(answer, ranks):
             if fault and verdict:
                 raise Wrong(f"{where}this one is wrong, and you said True: {fault}")
             if not fault and not verdict:
-                raise Wrong(
-                    f"{where}a right function was said to be wrong; v must be the same on all ranks, the limit is 1e-10"
-                )
+                told = "v must be the same on all ranks, the limit is 1e-10"
+                raise Wrong(f"{where}a right function was said to be wrong; {told}")
 
 
 def _suspects(group, members, shape):
@@ -352,9 +339,7 @@ def my_heads(answer, ranks=None):
             try:
                 queries, keys = answer(heads, kv, t, rank)
             except ValueError as error:
-                raise Wrong(
-                    f"{case} are fine: do not raise ValueError ({str(error)[:60] or 'without a text'})"
-                ) from None
+                raise Wrong(f"{case} are fine: do not raise ValueError ({str(error)[:60]})") from None
             wanted = list(range(rank * heads // t, (rank + 1) * heads // t))
             expect_equal(queries, wanted, f"for {case} the query heads of rank {rank}")
             needed = sorted({query * kv // heads for query in wanted})

@@ -113,9 +113,6 @@ class _Registry:
         return made
 
 
-# ---- calls that do not match ----
-
-
 class CallsDiffer(Exception):
     """What the ranks call does not match: one sentence, the same on all ranks that see it."""
 
@@ -141,14 +138,11 @@ class Matching(TorchDispatchMode):
         self._store, self._rank = dist.PrefixStore("calls", store), group.rank()
         self._patience_s, self._by_answer, self._given_group = patience_s, by_answer, given_group
         self._made, self.fault = Counter(), None
-        self._from_anybody, source_of = (
-            [],
-            dist.Work._source_rank,
-        )  # [(channel, this rank)] of receives without a source
+        # of receives without a source: [(channel, this rank, ranks in the group)]
+        self._from_anybody, source_of = [], dist.Work._source_rank
 
         def noted(work):
-            source = source_of(work)
-            self._has_come(source)
+            self._has_come(source := source_of(work))
             return source
 
         self._sources = mock.patch.object(dist.Work, "_source_rank", noted)  # which dist.recv asks for
@@ -179,7 +173,7 @@ class Matching(TorchDispatchMode):
         try:
             self._in_its_group(_NAMES.get(operator, operator.rstrip("_")), group)
             if {"dst", "src", "tag"} & given.keys():
-                self._message(operator, given, group)
+                self._message(given, group)
             elif group.size() > 1:
                 self._collective(_NAMES.get(operator, operator.rstrip("_")), given, group)
         except (CallsDiffer, NobodyCalls) as fault:
@@ -196,60 +190,44 @@ class Matching(TorchDispatchMode):
                     f"{name_ranks(wanted)}: hand on `group=group`"
                 )
 
-    # ---- messages ----
-
-    def _message(self, operator, given, group):
-        ranks, me = dist.get_process_group_ranks(group), group.rank()
-        sends, n_bytes = "dst" in given, _bytes(given.get("tensors", given.get("tensor")))
-        other = given.get("dst", given.get("src"))
-        channel = f"{group.group_name}/{given['tag']}"
-        if other is None:  # from anybody: it may take whichever message is on its way
-            self._store.set(f"{channel}/anybody to {me}", str(n_bytes))
-            self._from_anybody.append((channel, me))
+    def _message(self, given, group):
+        ranks, me, sends = dist.get_process_group_ranks(group), group.rank(), "dst" in given
+        peer, channel = given.get("dst", given.get("src")), f"{group.group_name}/{given['tag']}"
+        n_bytes = _bytes(given.get("tensors", given.get("tensor")))
+        if peer is None:  # from anybody: it may take whichever message is on its way
+            self._from_anybody.append((channel, me, len(ranks)))
             for source in range(len(ranks)):
-                key = f"{channel}/{source} to {me}"
-                self._fits(ranks[source], ranks[me], self._read(f"{key}/sent {self._made[key]}"), n_bytes)
+                self._meet(channel, source, me, ranks, n_bytes, sends)
             return
-        what = "sends to" if sends else "receives from"
-        _must_exist(other, ranks, f"rank {ranks[me]} {what}")
-        if other == me:
-            raise CallsDiffer(f"rank {ranks[me]} {what} itself; a message goes to another rank")
-        key = f"{channel}/{me} to {other}" if sends else f"{channel}/{other} to {me}"
-        number = self._made[key]
-        self._made[key] += 1
-        if sends:
-            self._store.set(f"{key}/sent {number}", str(n_bytes))
-            self._fits(ranks[me], ranks[other], n_bytes, self._room(channel, key, number, other, n_bytes))
-        else:
-            self._store.set(f"{key}/room {number}", str(n_bytes))
-            self._fits(ranks[other], ranks[me], self._read(f"{key}/sent {number}"), n_bytes)
+        what = f"rank {ranks[me]} {'sends to' if sends else 'receives from'}"
+        _must_exist(peer, ranks, what)
+        if peer == me:
+            raise CallsDiffer(f"{what} itself; a message goes to another rank")
+        source, target = (me, peer) if sends else (peer, me)
+        self._meet(channel, source, target, ranks, n_bytes, sends)
+        self._made[f"{channel}/{source} to {target}"] += 1
 
-    def _room(self, channel, key, number, other, n_bytes):
-        """What the other rank receives this message into, None if it has not said; it may still be at one before."""
-        deadline = time.monotonic() + self._patience_s / 2
-        while (room := self._read(f"{key}/room {number}")) is None:
-            room = self._read(f"{channel}/anybody to {other}")
-            if room is None or room >= n_bytes or time.monotonic() > deadline:
-                break
-            time.sleep(_LOOK_EVERY_S)
-        return room
+    def _meet(self, channel, source, target, ranks, n_bytes, sends):
+        """Raises CallsDiffer where the other end of a message has said its bytes, and they do not fit with ours."""
+        key = f"{channel}/{source} to {target}"
+        number, (ours, theirs) = self._made[key], ("sent", "room") if sends else ("room", "sent")
+        self._store.set(f"{key}/{ours} {number}", str(n_bytes))
+        if self._store.check([f"{key}/{theirs} {number}"]):
+            said = int(self._store.get(f"{key}/{theirs} {number}"))
+            sent, room = (n_bytes, said) if sends else (said, n_bytes)
+            if sent > room:
+                raise CallsDiffer(
+                    f"rank {ranks[source]} sends {sent} bytes to rank {ranks[target]}, which receives into {room}"
+                )
 
     def _has_come(self, source):
         """A message has come to a receive without a source: it counts as one from there, and the next needs its own."""
         if self._from_anybody:
-            channel, me = self._from_anybody.pop(0)
+            channel, me, n = self._from_anybody.pop(0)
             self._made[f"{channel}/{source} to {me}"] += 1
-            if not self._from_anybody:
-                self._store.set(f"{channel}/anybody to {me}", str(_ANY_SIZE))
-
-    def _read(self, key):
-        return int(self._store.get(key)) if self._store.check([key]) else None
-
-    def _fits(self, source, target, sent, room):
-        if sent is not None and room is not None and sent > room:
-            raise CallsDiffer(f"rank {source} sends {sent} bytes to rank {target}, which receives into {room}")
-
-    # ---- collectives ----
+            if not self._from_anybody:  # none of the others' next messages is for it
+                for key in [f"{channel}/{other} to {me}" for other in range(n)]:
+                    self._store.set(f"{key}/room {self._made[key]}", str(_ANY_SIZE))
 
     def _collective(self, name, given, group):
         ranks, me, key = dist.get_process_group_ranks(group), group.rank(), f"{group.group_name}/all"
@@ -329,7 +307,9 @@ def _bytes(tensors):
 def _difference(calls):
     """What does not match among the calls of one collective, {rank: what it said}: a sentence, or ""."""
     first, *others = calls
-    if not all(_alike(calls[first], calls[r]) for r in others) and len({c["by answer"] for c in calls.values()}) > 1:
+    asked = ("call", "root", "bytes", "dtype")
+    alike = all(calls[r].get(part) == calls[first].get(part) for r in others for part in asked)
+    if not alike and len({c["by answer"] for c in calls.values()}) > 1:
         still, done = ([r for r in calls if calls[r]["by answer"] is by] for by in (True, False))
         return (
             f"{name_ranks(still)} {'call' if len(still) > 1 else 'calls'} {calls[still[0]]['call']} when "
@@ -357,32 +337,18 @@ def _difference(calls):
     return ""
 
 
-def _alike(a, b):
-    return all(a.get(part) == b.get(part) for part in ("call", "root", "bytes", "dtype"))
-
-
-# ---- waiting ----
-
-
-class Waits:
+@contextmanager
+def waits(calls):
     """Notes when this process waits for a message while the block runs, itself or in a call that does so.
 
-    calls: the calls that were watched so far, a list that grows (`wire.watch`). `after`: how many of them had been made
-    at each wait, in order; empty if there was none.
+    calls: the calls that were watched so far, a list that grows (`wire.watch`). Yields a list of how many of them had
+    been made at each wait, in order; empty if there was none.
     """
+    after, wait = [], dist.Work.wait
 
-    def __init__(self, calls):
-        self.after, wait = [], dist.Work.wait
+    def noted(work, *args, **kwargs):
+        after.append(len(calls))
+        return wait(work, *args, **kwargs)
 
-        def noted(work, *args, **kwargs):
-            self.after.append(len(calls))
-            return wait(work, *args, **kwargs)
-
-        self._patch = mock.patch.object(dist.Work, "wait", noted)
-
-    def __enter__(self):
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error):
-        self._patch.stop()
+    with mock.patch.object(dist.Work, "wait", noted):
+        yield after

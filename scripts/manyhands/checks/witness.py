@@ -13,7 +13,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.unspoilt import SETTINGS, own_copy, unspoilt
 
@@ -27,18 +30,23 @@ _short.maxstring = _short.maxother = 60  # characters
 _short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
+class Changed(Exception):
+    """An answer has changed a tensor or an array that it was given."""
+
+
 class Witness:
     """Sees each call of the learner's functions: what came back last, what they raised, which group they were given."""
 
-    def __init__(self, body):
-        """`body`: the function of the check, whose own frames are not the learner's."""
-        self._body, self._answer, self.group = body.__code__, None, None
+    def __init__(self, body, in_place=False):
+        """body: the function of the check, whose frames are not the learner's; in_place: tensors may be changed."""
+        self.body, self._in_place, self._answer, self.group = body, in_place, None, None
         self._called = self._returned = self._caller = self._raised = None
 
     def watched(self, answer):
         """`answer` as the check is to call it: a function, or a tuple with functions; anything else as it is.
 
         Each call gets copies of nested lists and the like, and what it sets for the whole process is put back after it.
+        It raises Changed where it has changed a tensor or an array that it was given.
         """
         if self._answer is None:
             self._answer = answer
@@ -54,6 +62,7 @@ class Witness:
             handed = (part for part in (*args, *kwargs.values()) if isinstance(part, dist.ProcessGroup))
             self.group = next(handed, self.group)
             args, kwargs = tuple(map(own_copy, args)), {k: own_copy(v) for k, v in kwargs.items()}
+            before = [] if self._in_place else _numbers(answer, args, kwargs)
             try:
                 with unspoilt(SETTINGS):
                     self._returned = answer(*args, **kwargs)
@@ -62,6 +71,9 @@ class Witness:
             except BaseException as error:
                 self._raised = error
                 raise
+            for name, now, then in before:
+                if not torch.equal(torch.as_tensor(now), then):
+                    raise Changed(f"{name} was changed; leave it as it is")
             return self._returned
 
         return call
@@ -79,7 +91,7 @@ class Witness:
     def is_running(self):
         """Whether the learner's code has called what runs now: itself, or through a library."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._body:
+        while frame is not None and frame.f_code is not self.body.__code__:
             if self._learners(frame.f_code):
                 return True
             frame = frame.f_back
@@ -107,13 +119,25 @@ class Witness:
         return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
 
     def _learners(self, code):
-        return code is not self._body and not _is_library(code)
+        return code is not self.body.__code__ and not _is_library(code)
 
     def _is_used(self):
         """Whether the check does anything with what it got: a statement `answer(model)` drops it at once."""
         code, at = self._caller
         following = (step.opname for step in dis.get_instructions(code) if step.offset > at)
         return next(following, "") != "POP_TOP"
+
+
+def _numbers(answer, args, kwargs):
+    """[(what the answer calls it, itself, a copy)] of the tensors and arrays among its arguments."""
+    code, found = _code(answer), []
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    for name, given in (*itertools.zip_longest(names, args), *kwargs.items()):
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, (torch.Tensor, np.ndarray)):
+                called = "a weight" if isinstance(leaf, torch.nn.Parameter) else name or "what your code was given"
+                found.append((called, leaf, torch.as_tensor(leaf).detach().clone()))
+    return found
 
 
 def unfinished(found):
@@ -158,12 +182,8 @@ def _is_library(code):
 
 def _is_blank(function):
     """Whether a function does nothing, as an exercise that is handed out as `...`."""
-
-    def blank():
-        """Do nothing."""
-
     code = _code(function)
-    return code is not None and _steps(code) == _steps(blank.__code__)
+    return code is not None and _steps(code) == _steps((lambda: None).__code__)
 
 
 def _returns_something(function):

@@ -35,31 +35,17 @@ def _small_storage(tensor, what):
         raise Wrong(f"{what} is right, but a view of {held} bytes, all of which stay; clone what you keep")
 
 
-# ---- build A ----
-
-
 @exercise("A", "your share of the row")
 def my_share(answer, ranks=None):
     """`answer(row_P, n, rank)` is the rank's piece of the row, padded and cut in n, in memory of its own."""
-    for length, n in (
-        (38, 2),
-        (38, 4),
-        (40, 4),
-        (7, 3),
-        (3, 5),
-        (9, 1),
-        (luck(1).randrange(20, 60), luck(2).randrange(3, 8)),
-    ):
+    drawn = luck(1).randrange(20, 60), luck(2).randrange(3, 8)
+    for length, n in ((38, 2), (38, 4), (40, 4), (3, 5), (9, 1), drawn):
         row_P = torch.arange(1, length + 1, dtype=torch.float64)
         missing, size, pieces = -length % n, length // n, _padded(row_P, n).chunk(n)
         for rank in range(n):
-            given_P = row_P.clone()
-            found = answer(given_P, n, rank)
-            expect_unchanged(given_P, row_P, "the row itself")
+            found = answer(row_P, n, rank)
             slips = {
-                f"{n} such pieces leave out the last {length % n}; put zeros at the end first": (
-                    row_P[rank * size : (rank + 1) * size] if missing else None
-                ),
+                f"{n} such pieces leave out the last {length % n}; put zeros at the end": row_P[rank * size :][:size],
                 f"n divides {length}, so no zeros are needed: -{length} % {n} is 0": (
                     None if missing else F.pad(row_P, (0, n)).chunk(n)[rank]
                 ),
@@ -73,8 +59,6 @@ def my_share(answer, ranks=None):
             expect_tensor(found, pieces[rank], case, slips, it_is, close=0)
             _small_storage(found, case)
 
-
-# ---- build B ----
 
 SHAPES = ((3, 5), (7,), (2, 2))  # of a unit's parameters: 26 numbers
 NO_GRADIENT = 1  # the parameter that has none, on any rank
@@ -136,9 +120,6 @@ def _unit_with_gradients(n, rank):
     for i, p in enumerate(unit.parameters):
         p.grad = None if i == NO_GRADIENT else (1 + rank) * normal(660 + 10 * rank + i, *p.shape)
     return unit
-
-
-# ---- build C ----
 
 
 class Net(nn.Module):
@@ -235,9 +216,6 @@ def _judge_step(units, seen, watching, n, rank):
         raise Wrong(f"right, but a step made {gathers} all-gathers where {least} do: units twice, the root once")
 
 
-# ---- build D ----
-
-
 @exercise("D", "clip by the global norm")
 def clip_by_global_norm(answer, ranks):
     """`answer(shares, max_norm)` scales every share's gradient by one factor, and returns the norm of all of them."""
@@ -274,7 +252,6 @@ def _judge_clipping(answer, ranks, of_all, max_norm, case):
     expect_number(found, norm.item(), f"{case} the norm of all gradients, before clipping,", "", slips, rel, rel * 1e-3)
     if [share.grad is None for share in shares] != [g is None for g in mine]:
         raise Wrong(f"{case} a share had no gradient and has one now, or lost it; leave None alone")
-    expect_unchanged(flat(shares), torch.ones(sum(map(len, shares))), "a weight", "; scale share.grad alone")
     if not kept:
         return
     own, now = flat(kept), flat(share.grad for share in shares if share.grad is not None)
@@ -294,9 +271,6 @@ def _norm(of_all):
     """The norm of all ranks' gradients together, those that are None left out."""
     every = [g for of_one in of_all for g in of_one if g is not None]
     return flat(every).norm() if every else torch.zeros(())
-
-
-# ---- exercise 1 ----
 
 
 @exercise(1, "the bytes of a wrapping")
@@ -325,7 +299,6 @@ def _quantities(sizes, n):
             "that is every rank's under DDP; all of it is cut by n": 16 * total,
             "those are the weights; gradients and two moments belong to it": 4 * total // n,
             "weights and gradients; Adam's two moments belong to it": 8 * total // n,
-            "count again: weights, gradients, and two moments, 4 bytes each": 12 * total // n,
             "the weights are cut as well: this is ZeRO-3": 4 * total + 12 * total // n,
         }),
         "bytes whole at once": (4 * (root + most), {
@@ -345,9 +318,6 @@ def _quantities(sizes, n):
             "the payload of a collective is the whole row, not a share of it": communicated // n,
         }),
     }  # fmt: skip
-
-
-# ---- exercise 2 ----
 
 
 def _stack():
@@ -445,9 +415,6 @@ class Peak(TorchDispatchMode):
                 self._alive[storage._cdata] = storage
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive.values()))
         return result
-
-
-# ---- exercise 3 ----
 
 
 @exercise(3, "two nodes of four")
